@@ -1,0 +1,13 @@
+"""Speculative decoding for vLLM that people can extend. vLLM calls `register` in every process that it starts."""
+
+from vllm_specplugins.config import ConfigError
+
+__version__ = "0.1.0"
+__all__ = ["ConfigError", "__version__", "register"]
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: adds our methods to vLLM's; safe to call twice."""
+    from vllm_specplugins.engine.plugin import install
+
+    install()

@@ -1,0 +1,144 @@
+"""One frozen dataclass per method, checked field by field.
+
+Knows nothing of vLLM. Everything that it refuses, it refuses with one sentence that names the field, the value
+and what is allowed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Self
+
+MAX_NUM_SPECULATIVE_TOKENS = 64
+MAX_NGRAM = 16
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is one sentence for the user."""
+
+
+def integer(default: int, low: int, high: int) -> Any:
+    """A dataclass field that holds an integer in [low, high]."""
+    return field(default=default, metadata={"kind": int, "low": low, "high": high})
+
+
+def text(default: Any = MISSING) -> Any:
+    """A dataclass field that holds a non-empty string."""
+    return field(default=default, metadata={"kind": str})
+
+
+def mapping() -> Any:
+    """A dataclass field that holds a dictionary with string keys."""
+    return field(default_factory=dict, metadata={"kind": dict})
+
+
+def shown(value: object) -> str:
+    """`value` as an error message quotes it: at most 60 characters of its repr."""
+    words = repr(value)
+    return words if len(words) <= 60 else words[:57] + "..."
+
+
+def check_fields(config: Any, method: str) -> None:
+    """Raises ConfigError for the first field of a dataclass whose value its metadata does not allow."""
+    for entry in fields(config):
+        value, kind = getattr(config, entry.name), entry.metadata["kind"]
+        if kind is int:
+            low, high = entry.metadata["low"], entry.metadata["high"]
+            allowed = f"an integer from {low} to {high}"
+            fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        elif kind is str:
+            allowed, fits = "a non-empty string", isinstance(value, str) and bool(value)
+        else:
+            allowed = "a dictionary with string keys"
+            fits = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+        if not fits:
+            raise ConfigError(f"{method}: {entry.name} must be {allowed}, not {shown(value)}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLookupConfig:
+    """`prompt_lookup`: copy what followed the last occurrence of the current n-gram.
+
+    Args:
+        max_ngram: longest n-gram, in tokens, that is looked up (tried first).
+        min_ngram: shortest n-gram whose match is still drafted from.
+    """
+
+    max_ngram: int = integer(8, 1, MAX_NGRAM)
+    min_ngram: int = integer(2, 1, MAX_NGRAM)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "prompt_lookup")
+        if self.min_ngram > self.max_ngram:
+            raise ConfigError(
+                f"prompt_lookup: min_ngram must be at most max_ngram, which is {self.max_ngram}, "
+                f"not {self.min_ngram}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomConfig:
+    """`custom`: a proposer of the user's own.
+
+    Args:
+        proposer: "package.module:Class"; the class is called with (options, context) and follows
+            `draft.Proposer`.
+        options: handed to the class unchanged.
+    """
+
+    proposer: str = text()
+    options: dict[str, Any] = mapping()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "custom")
+        module, colon, name = self.proposer.partition(":")
+        dotted = [*module.split("."), name]
+        if not colon or not all(part.isidentifier() for part in dotted):
+            raise ConfigError(
+                f"custom: proposer must be written 'package.module:Class', not {shown(self.proposer)}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonConfig:
+    """What every method takes beside its own fields.
+
+    Args:
+        num_speculative_tokens: K, the most draft tokens a request gets in one step.
+        time_budget_ms: longest that a proposer that runs on the host may take for one step; one that takes
+            longer loses that step's drafts.
+    """
+
+    num_speculative_tokens: int = integer(5, 1, MAX_NUM_SPECULATIVE_TOKENS)
+    time_budget_ms: int = integer(1000, 1, 60_000)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "speculative_config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecConfig:
+    """One parsed `speculative_config`: the method's name, what all methods share, and the method's own part."""
+
+    method: str
+    common: CommonConfig
+    own: Any
+
+    @classmethod
+    def parse(cls, method: str, own_type: type, raw: Mapping[str, Any]) -> Self:
+        """Builds the configuration of `method` from the user's dictionary (without its "method" key).
+
+        Raises:
+            ConfigError: unknown key, wrong type, value out of range, or values that contradict each other.
+        """
+        common_names = [entry.name for entry in fields(CommonConfig)]
+        own_names = [entry.name for entry in fields(own_type)]
+        for key in raw:
+            if key not in common_names and key not in own_names:
+                allowed = ", ".join(own_names + common_names)
+                raise ConfigError(f"{method}: {shown(key)} is not a field; the fields are {allowed}.")
+        for entry in fields(own_type):
+            if entry.name not in raw and entry.default is MISSING and entry.default_factory is MISSING:
+                raise ConfigError(f"{method}: {entry.name} is missing; it must be a non-empty string.")
+        common = CommonConfig(**{key: value for key, value in raw.items() if key in common_names})
+        own = own_type(**{key: value for key, value in raw.items() if key in own_names})
+        return cls(method=method, common=common, own=own)

@@ -1,0 +1,162 @@
+"""The value types between engine and proposers, and the protocol that a proposer follows.
+
+Engine-neutral: the same proposer runs on both of vLLM's model runners. Dimensions: num_reqs requests of a step
+that may get a draft, K = num_speculative_tokens.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerContext:
+    """What a proposer may know about the engine when it is built.
+
+    Args:
+        vocab_size: token ids are in [0, vocab_size).
+        max_model_len: most tokens that a request can have.
+        max_num_reqs: most requests in one batch.
+        max_num_draft: K.
+        tokenize: text to token ids, without special tokens; slow (it may load the tokenizer).
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_num_reqs: int
+    max_num_draft: int
+    tokenize: Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling state of the requests of a batch, on the device that the engine keeps it on.
+
+    Args:
+        temperature: [num_reqs] float32, 0 is greedy.
+        seeds: [num_reqs] int64, or None where the engine has none.
+    """
+
+    temperature: Any
+    seeds: Any = None
+
+
+class PagedForward(Protocol):
+    """Runs chosen layers of the target for one new token a request, on the target's own paged KV cache."""
+
+    def run(self, end_layer: int, token_ids: Any, positions: Any) -> Any:
+        """Hidden states [num_reqs, hidden_size] after layers [0, end_layer) and the final norm.
+
+        Args:
+            end_layer: number of layers to run, from the first one on.
+            token_ids: [num_reqs] int32, the token to feed for each request of the batch.
+            positions: [num_reqs] int64, its position; its keys and values are written to that slot.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """The requests that want a draft in this step.
+
+    Args:
+        request_ids: one id a request, stable from its first step to `forget`.
+        token_ids: a request's prompt and output so far, [num_tokens] int32 each; views that are valid during
+            the call only.
+        max_num_draft: [num_reqs] int32, most tokens wanted for each request: 0..K.
+        options: `SamplingParams.extra_args["specplugins"]` of each request, empty where it has none.
+        sampling: temperatures and seeds, where the method asked for them.
+        last_hidden_states: [num_reqs, hidden_size], the target's at each request's last token, likewise.
+        forward: handle on the target's layers, likewise.
+    """
+
+    request_ids: Sequence[str]
+    token_ids: Sequence[Int32Array]
+    max_num_draft: Int32Array
+    options: Sequence[Mapping[str, Any]]
+    sampling: Sampling | None = None
+    last_hidden_states: Any = None
+    forward: PagedForward | None = None
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.request_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a proposer guesses for a batch, in the batch's order.
+
+    Args:
+        token_ids: [num_reqs, <= K] int32; what stands past a request's num_draft is ignored.
+        num_draft: [num_reqs] int32, 0 where it has no guess.
+        confidence: [num_reqs] float32, larger is surer, in the proposer's own unit (match length, probability).
+        logits: [num_reqs, K, vocab_size] of a proposer that samples; None means q is one-hot.
+        stage: [num_reqs] int32, which stage of a cascade made the draft.
+    """
+
+    token_ids: Int32Array
+    num_draft: Int32Array
+    confidence: npt.NDArray[np.float32] | None = None
+    logits: Any = None
+    stage: Int32Array | None = None
+
+    @classmethod
+    def empty(cls, num_reqs: int) -> "Draft":
+        """A draft of no token for each of num_reqs requests."""
+        return cls(np.empty((num_reqs, 0), np.int32), np.zeros(num_reqs, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What the target made of the drafts that it verified in the last step.
+
+    Args:
+        request_ids: requests that took part, with or without a draft.
+        num_draft: [num_reqs] int32, draft tokens verified.
+        num_accepted: [num_reqs] int32, how many of them were accepted.
+    """
+
+    request_ids: Sequence[str]
+    num_draft: Int32Array
+    num_accepted: Int32Array
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of requests. It is called from one thread, one call at a time."""
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """A draft for every request of the batch."""
+
+    def observe(self, feedback: Feedback) -> None:
+        """Learns what became of the last drafts; called before the `propose` of the same step."""
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Drops all state of requests that finished, were aborted or were preempted; unknown ids are ignored.
+
+        A preempted request comes back under the same id with its whole history.
+        """
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals over all requests, for logs and `LLM.collective_rpc("specplugins_stats")`."""
+
+    request_steps: int = 0  # steps of single requests that emitted a token
+    drafts: int = 0  # of those, how many verified a draft
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    propose_ms: float = 0.0
+    faults: dict[str, int] = field(default_factory=dict)  # by kind
+    switched_off: bool = False
+
+    def add(self, feedback: Feedback) -> None:
+        """Counts one step's verification."""
+        self.request_steps += len(feedback.request_ids)
+        self.drafts += int(np.count_nonzero(feedback.num_draft))
+        self.drafted_tokens += int(feedback.num_draft.sum())
+        self.accepted_tokens += int(feedback.num_accepted.sum())

@@ -1,0 +1,1 @@
+"""Everything that touches vLLM. No other package imports it."""

@@ -1,0 +1,242 @@
+"""The version contract: every name of vLLM that we replace, override or read, in one list that can be checked.
+
+The check reads vLLM's source and imports nothing of it, so it serves an installed vLLM as well as an unpacked
+wheel of another version.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+SUPPORTED = ">=0.32,<0.34"
+_REGISTRY = "https://github.com/vllm-project/vllm/issues/36219"  # RFC: a registry for proposers
+_CUSTOM_CLASS = "https://github.com/vllm-project/vllm/pull/39487"  # the custom_class slot of V1
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One thing of vLLM that we touch.
+
+    Args:
+        file: source file below vLLM's package folder.
+        name: "function", "Class.method", "Class.attribute" or a module's global name.
+        parameters: the names of the function's parameters; None if it is not a function.
+        kind: "wrap" (replaced while the plugin is loaded), "swap" (replaced for the length of one call),
+            "instance" (set on one object), "override" (in a subclass of ours), "read".
+        why: what we need it for.
+        upstream: where vLLM discusses a public way.
+        remove_when: what makes this record unnecessary.
+    """
+
+    file: str
+    name: str
+    parameters: tuple[str, ...] | None
+    kind: str
+    why: str
+    upstream: str = _REGISTRY
+    remove_when: str = "vLLM has a registry for proposers"
+
+
+def _names(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+_V2 = "v1/worker/gpu/model_runner.py"
+_V1 = "v1/worker/gpu_model_runner.py"
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "engine/arg_utils.py",
+        "EngineArgs.create_speculative_config",
+        _names("self target_model_config target_parallel_config"),
+        "wrap",
+        "returns our SpeculativeConfig for a method of ours",
+    ),
+    Seam(
+        "engine/arg_utils.py",
+        "EngineArgs.create_engine_config",
+        _names("self usage_context headless"),
+        "wrap",
+        "reads the user's dictionary first, and puts our worker and scheduler into the result",
+    ),
+    Seam("engine/arg_utils.py", "EngineArgs.speculative_config", None, "read", "the user's dictionary"),
+    Seam("engine/arg_utils.py", "EngineArgs.spec_method", None, "read", "the flag --spec-method"),
+    Seam("engine/arg_utils.py", "EngineArgs.spec_model", None, "read", "the flag --spec-model"),
+    Seam("engine/arg_utils.py", "EngineArgs.spec_tokens", None, "read", "the flag --spec-tokens"),
+    Seam("engine/arg_utils.py", "EngineArgs.async_scheduling", None, "instance", "synchronous unless asked for"),
+    Seam(
+        "config/vllm.py",
+        "NgramGPUTypes",
+        None,
+        "swap",
+        "one of the names that vLLM's check of asynchronous scheduling accepts",
+    ),
+    Seam("config/vllm.py", "VllmConfig.use_v2_model_runner", _names("self"), "read", "which adapter to use"),
+    Seam("config/speculative.py", "SpeculativeMethod", None, "read", "vLLM's own method names, which pass through"),
+    Seam("config/speculative.py", "SpeculativeConfig.__post_init__", _names("self"), "override", "our methods have no model"),
+    Seam("config/speculative.py", "SpeculativeConfig.draft_model_config", None, "instance", "the target's own"),
+    Seam("config/parallel.py", "ParallelConfig.worker_cls", None, "instance", "documented: names our worker class"),
+    Seam("config/scheduler.py", "SchedulerConfig.scheduler_cls", None, "instance", "documented: names our scheduler"),
+    Seam("v1/worker/gpu_worker.py", "Worker.init_device", _names("self"), "override", "builds the model runner"),
+    Seam("v1/worker/cpu_worker.py", "CPUWorker.init_device", _names("self"), "override", "builds the model runner"),
+    Seam(
+        _V1,
+        "create_custom_proposer",
+        None,
+        "swap",
+        "vLLM's custom_class slot, for the time in which the runner is built",
+        _CUSTOM_CLASS,
+        "custom_class proposers get request ids, hidden states and events, or V1 is gone",
+    ),
+    Seam(
+        _V1,
+        "GPUModelRunner.propose_draft_token_ids",
+        _names(
+            "self scheduler_output sampled_token_ids sampling_metadata hidden_states sample_hidden_states "
+            "aux_hidden_states spec_decode_metadata common_attn_metadata slot_mappings"
+        ),
+        "instance",
+        "custom_class proposers see token ids only",
+        _CUSTOM_CLASS,
+        "custom_class proposers get what this method gets, or V1 is gone",
+    ),
+    Seam(
+        _V1,
+        "GPUModelRunner._update_states",
+        _names("self scheduler_output"),
+        "instance",
+        "custom_class proposers are not told which requests are gone",
+        _CUSTOM_CLASS,
+        "custom_class proposers get events, or V1 is gone",
+    ),
+    Seam(
+        _V1,
+        "GPUModelRunner.effective_drafter_max_model_len",
+        None,
+        "instance",
+        "V1 drafts zeros for a whole batch when one request nears the end of its context",
+        _CUSTOM_CLASS,
+        "V1 leaves that to the proposer, or V1 is gone",
+    ),
+    Seam(_V1, "GPUModelRunner.input_batch", None, "read", "token ids and request ids"),
+    Seam(_V1, "GPUModelRunner.requests", None, "read", "sampling parameters"),
+    Seam("v1/worker/gpu_input_batch.py", "InputBatch.num_tokens_no_spec", None, "read", "lengths of histories"),
+    Seam("v1/worker/gpu_input_batch.py", "InputBatch.token_ids_cpu", None, "read", "histories"),
+    Seam(_V2, "init_speculator", None, "swap", "V2's list of speculators is closed"),
+    Seam(_V2, "GPUModelRunner.add_requests", _names("self scheduler_output"), "instance", "histories start here"),
+    Seam(_V2, "GPUModelRunner.finish_requests", _names("self scheduler_output"), "instance", "histories end here"),
+    Seam(
+        _V2,
+        "GPUModelRunner.sample_tokens",
+        _names("self grammar_output"),
+        "instance",
+        "reports true draft lengths to our scheduler",
+    ),
+    Seam(_V2, "GPUModelRunner.draft_tokens_handler", None, "instance", "V2 reports K for every request"),
+    Seam(_V2, "GPUModelRunner.req_states", None, "read", "token ids and lengths on the GPU"),
+    Seam("v1/worker/gpu/states.py", "RequestState.all_token_ids", None, "read", "newest tokens"),
+    Seam("v1/worker/gpu/states.py", "RequestState.total_len", None, "read", "lengths of histories"),
+    Seam("v1/worker/gpu/input_batch.py", "InputBatch.idx_mapping", None, "read", "rows of the request states"),
+    Seam(
+        "v1/worker/gpu/spec_decode/speculator.py",
+        "BaseSpeculator.propose",
+        _names(
+            "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states num_sampled "
+            "num_rejected last_sampled next_prefill_tokens temperature seeds dp_sync_state dummy_run "
+            "skip_attn_for_dummy_run mm_inputs is_profile num_speculative_tokens"
+        ),
+        "override",
+        "the interface of V2's speculators",
+    ),
+    Seam(
+        "v1/worker/gpu/spec_decode/utils.py",
+        "DraftTokensHandler.get_draft_tokens",
+        _names("self"),
+        "override",
+        "V2 reports K for every request",
+    ),
+    Seam(
+        "v1/worker/gpu/spec_decode/utils.py",
+        "DraftTokensHandler.set_draft_tokens",
+        _names("self input_batch draft_tokens"),
+        "override",
+        "V2 reports K for every request",
+    ),
+    Seam("v1/worker/gpu/async_utils.py", "AsyncOutput.model_runner_output", None, "instance", "carries the report"),
+    Seam(
+        "v1/core/sched/async_scheduler.py",
+        "AsyncScheduler._update_after_schedule",
+        _names("self scheduler_output"),
+        "override",
+        "plans K drafts for every request before they exist",
+    ),
+    Seam(
+        "v1/core/sched/scheduler.py",
+        "Scheduler.update_from_output",
+        _names("self scheduler_output model_runner_output"),
+        "override",
+        "receives the worker's report",
+    ),
+    Seam("v1/outputs.py", "DraftTokenIds.draft_token_ids", None, "read", "ragged lists are allowed"),
+    Seam("distributed/parallel_state.py", "get_tp_group", (), "read", "rank 0 drafts for all"),
+    Seam("tokenizers/__init__.py", "cached_tokenizer_from_config", None, "read", "reference texts"),
+)
+
+
+@cache
+def probe_installed() -> tuple[str, ...]:
+    """What the installed vLLM lacks of SEAMS, one sentence each; empty if we can run on it."""
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return ("vLLM is not installed",)
+    return tuple(probe(Path(spec.submodule_search_locations[0])))
+
+
+def probe(package: Path) -> Iterator[str]:
+    """Checks SEAMS against the source of vLLM in the folder `package`; yields a sentence for each that fails."""
+    modules: dict[str, ast.Module | None] = {}
+    for seam in SEAMS:
+        if seam.file not in modules:
+            path = package / seam.file
+            modules[seam.file] = ast.parse(path.read_text()) if path.is_file() else None
+        module = modules[seam.file]
+        where = f"vllm/{seam.file}: {seam.name}"
+        if module is None or (found := _find(module, seam.name)) is None:
+            yield f"{where} is missing; supported is vLLM {SUPPORTED}"
+        elif seam.parameters is not None:
+            parameters = _parameters(found)
+            if parameters != seam.parameters:
+                wanted = ", ".join(seam.parameters)
+                yield f"{where} does not take ({wanted}); supported is vLLM {SUPPORTED}"
+
+
+def _find(module: ast.Module, name: str) -> ast.AST | None:
+    """The node that binds `name` in a module, or a method or attribute in one of its classes."""
+    owner, _, member = name.rpartition(".")
+    if not owner:
+        return _binding(ast.walk(module), member)
+    scope = next((node for node in module.body if isinstance(node, ast.ClassDef) and node.name == owner), None)
+    return None if scope is None else _binding(ast.walk(scope), member)
+
+
+def _binding(nodes: Iterator[ast.AST], name: str) -> ast.AST | None:
+    for node in nodes:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if node.name == name:
+                return node
+            case ast.alias() if (node.asname or node.name) == name:
+                return node
+            case ast.Name(ctx=ast.Store()) if node.id == name:
+                return node
+            case ast.Attribute(ctx=ast.Store(), value=ast.Name(id="self")) if node.attr == name:
+                return node
+    return None
+
+
+def _parameters(node: ast.AST) -> tuple[str, ...] | None:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    arguments = node.args
+    return tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))

@@ -1,0 +1,167 @@
+"""The entry point: lets vLLM's `--speculative-config` name our methods. Inert until one of them is asked for.
+
+Only two methods of `EngineArgs` are wrapped when the plugin is loaded; both hand every call that does not name a
+method of ours to vLLM unchanged. Everything else happens after such a call (compat.py lists it).
+"""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+from vllm_specplugins.config import ConfigError, SpecConfig, shown
+from vllm_specplugins.engine import compat
+from vllm_specplugins.methods import METHODS, parse_config
+
+logger = logging.getLogger("vllm.specplugins")
+
+
+def install() -> None:
+    """Wraps EngineArgs, once per process; VLLM_SPECPLUGINS_DISABLE=1 leaves vLLM alone."""
+    if os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
+        return
+    from vllm.engine.arg_utils import EngineArgs
+
+    missing = [name for name in ("create_speculative_config", "create_engine_config") if not hasattr(EngineArgs, name)]
+    if missing:
+        logger.error("vllm-specplugins does not support this vLLM: EngineArgs.%s is missing.", missing[0])
+        return
+    if hasattr(EngineArgs.create_engine_config, "__wrapped__"):
+        return
+    EngineArgs.create_speculative_config = _wrap_speculative(EngineArgs.create_speculative_config)
+    EngineArgs.create_engine_config = _wrap_engine(EngineArgs.create_engine_config)
+
+
+def requested(args: Any) -> dict[str, Any] | None:
+    """The `speculative_config` of some EngineArgs if it names a method of ours, --spec-* flags included.
+
+    Raises:
+        ConfigError: neither we nor vLLM know the method, or a flag repeats a key.
+    """
+    raw = args.speculative_config
+    if raw is not None and not isinstance(raw, Mapping):
+        return None
+    merged = {_field_name(key): value for key, value in (raw or {}).items()}
+    flags = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
+    given = {key: value for key, value in flags.items() if value is not None}
+    method = given.get("method", merged.get("method"))
+    if method is None or method in _vllm_methods():
+        return None
+    if not isinstance(method, str) or method not in METHODS:
+        known = ", ".join((*METHODS, *_vllm_methods()))
+        raise ConfigError(f"speculative_config: method must be one of {known}, not {shown(method)}.")
+    for key in given.keys() & merged.keys():
+        raise ConfigError(f"speculative_config: {key} is given twice, in the dictionary and as a flag.")
+    return {**merged, **given}
+
+
+def _field_name(key: Any) -> Any:
+    return key.replace("-", "_") if isinstance(key, str) else key
+
+
+def _vllm_methods() -> tuple[Any, ...]:
+    from vllm.config.speculative import SpeculativeMethod
+
+    return get_args(SpeculativeMethod)
+
+
+def _wrap_speculative(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self, "_specplugins_config", None)
+        if config is None:
+            return original(self, *args, **kwargs)
+        from vllm_specplugins.engine.spec_config import build
+
+        return build(config, *args, **kwargs)
+
+    return create_speculative_config
+
+
+def _wrap_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with sentence_instead_of_traceback():
+            raw = requested(self)
+            if raw is None:
+                return original(self, *args, **kwargs)
+            config = parse_config(raw)
+            if problems := compat.probe_installed():
+                logger.error(
+                    "vllm-specplugins does not support this vLLM (%s); serving without speculative decoding.",
+                    problems[0],
+                )
+                return _without_speculation(original, self, *args, **kwargs)
+            return _with_method(config, original, self, *args, **kwargs)
+
+    return create_engine_config
+
+
+def _without_speculation(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+    nothing = {"speculative_config": None, "spec_method": None, "spec_model": None, "spec_tokens": None}
+    with _replaced(engine_args, nothing):
+        return original(engine_args, *args, **kwargs)
+
+
+def _with_method(
+    config: SpecConfig, original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """vLLM's configuration with our method in it, our worker and, where scheduling is asynchronous, our scheduler.
+
+    vLLM's check of `async_scheduling` knows methods by name; ours is one more name while it runs. Unless the user
+    asks for it, our methods are scheduled synchronously: the true lengths of the drafts are known then.
+    """
+    from vllm.config import vllm as vllm_config_module
+
+    from vllm_specplugins.engine import spec_config
+
+    asynchronous = bool(engine_args.async_scheduling)
+    known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), config.method)]  # type: ignore[valid-type]
+    with (
+        _replaced(engine_args, {"_specplugins_config": config, "async_scheduling": asynchronous}),
+        _replaced(vllm_config_module, {"NgramGPUTypes": known_names}),
+    ):
+        vllm_config = original(engine_args, *args, **kwargs)
+    spec_config.take_over(vllm_config)
+    return vllm_config
+
+
+@contextmanager
+def _replaced(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Sets attributes for the duration of a block."""
+    kept = {name: getattr(target, name, None) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(target, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(target, name, value)
+
+
+@contextmanager
+def sentence_instead_of_traceback() -> Iterator[None]:
+    """A ConfigError that ends the program is printed as its sentence alone."""
+    try:
+        yield
+    except ConfigError:
+        if not isinstance(sys.excepthook, _SentenceHook):
+            sys.excepthook = _SentenceHook(sys.excepthook)
+        raise
+
+
+class _SentenceHook:
+    """`sys.excepthook` that prints a ConfigError's message alone and hands everything else on."""
+
+    def __init__(self, otherwise: Callable[..., Any]):
+        self._otherwise = otherwise
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ConfigError):
+            sys.stderr.write(f"error: {error}\n")
+        else:
+            self._otherwise(kind, error, trace)

@@ -1,0 +1,98 @@
+"""Adapter for Model Runner V1: the runner that CPU-only installs have.
+
+V1 gives its own custom proposers token ids and nothing else, so the runner's `propose_draft_token_ids` is
+replaced, on that one runner, by one that sees all that the step knows.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.v1.worker import gpu_model_runner
+
+from vllm_specplugins.draft import DraftBatch, Feedback
+from vllm_specplugins.engine.options import request_options
+from vllm_specplugins.proposers.barrier import FaultBarrier
+
+
+class _Drafter:
+    """What the runner keeps as its drafter; the work is done in `_Adapter`."""
+
+    def load_model(self, target: Any) -> None:
+        """Nothing to load: V1's CPU runner calls this on every drafter."""
+
+
+@contextmanager
+def while_built(vllm_config: VllmConfig, barrier: FaultBarrier) -> Iterator[None]:
+    """Lets a runner be built: to V1 we are a `custom_class` proposer."""
+    original = gpu_model_runner.create_custom_proposer
+    gpu_model_runner.create_custom_proposer = lambda vllm_config: _Drafter()
+    vllm_config.speculative_config.method = "custom_class"
+    try:
+        yield
+    finally:
+        gpu_model_runner.create_custom_proposer = original
+
+
+def attach(runner: Any, barrier: FaultBarrier) -> None:
+    """Hands the runner's drafting steps and its news of requests to our proposer."""
+    adapter = _Adapter(runner, barrier)
+    runner.propose_draft_token_ids = adapter.propose_draft_token_ids
+    runner._update_states = adapter.update_states
+    # V1 drafts zeros for the whole batch when one request nears this; we shorten that request's draft instead.
+    runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
+
+
+class _Adapter:
+    def __init__(self, runner: Any, barrier: FaultBarrier):
+        self._runner = runner
+        self._barrier = barrier
+        self._update_states = runner._update_states  # vLLM's own, bound
+
+    def update_states(self, scheduler_output: Any) -> Any:
+        """Passes on which requests are gone before vLLM drops them."""
+        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        if gone:
+            self._barrier.forget(sorted(gone))
+        return self._update_states(scheduler_output)
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        hidden_states: Any,
+        sample_hidden_states: Any,
+        aux_hidden_states: Any,
+        spec_decode_metadata: Any,
+        common_attn_metadata: Any,
+        slot_mappings: Any,
+    ) -> list[list[int]]:
+        """vLLM's signature; returns one list of draft token ids a request, in the runner's order.
+
+        A request in the middle of its prompt has sampled nothing and gets no draft.
+        """
+        runner, input_batch = self._runner, self._runner.input_batch
+        rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
+        request_ids = [input_batch.req_ids[row] for row in rows]
+        num_tokens = input_batch.num_tokens_no_spec[rows]
+        room = runner.max_model_len - num_tokens - 1
+        batch = DraftBatch(
+            request_ids=request_ids,
+            token_ids=[input_batch.token_ids_cpu[row, :n] for row, n in zip(rows, num_tokens, strict=True)],
+            max_num_draft=np.clip(room, 0, runner.num_spec_tokens).astype(np.int32),
+            options=[request_options(runner.requests[request_id].sampling_params) for request_id in request_ids],
+        )
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        feedback = Feedback(
+            request_ids=request_ids,
+            num_draft=np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32),
+            num_accepted=np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32),
+        )
+        draft = self._barrier.propose(batch, feedback)
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        for row, tokens, count in zip(rows, draft.token_ids, draft.num_draft, strict=True):
+            drafts[row] = tokens[:count].tolist()
+        return drafts

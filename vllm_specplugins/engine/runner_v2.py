@@ -1,0 +1,207 @@
+"""Adapter for Model Runner V2: the default wherever Triton works.
+
+V2 keeps sampled tokens on the GPU and, with asynchronous scheduling, never shows them to the host. A proposer
+that runs on the host needs them: one small copy a step brings each request's newest tokens, with the lengths.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array
+from vllm_specplugins.engine.options import request_options
+from vllm_specplugins.engine.scheduler import REPORT
+from vllm_specplugins.proposers.barrier import FaultBarrier
+
+
+@contextmanager
+def while_built(vllm_config: VllmConfig, barrier: FaultBarrier) -> Iterator[None]:
+    """Lets a runner be built with our speculator: V2 has a closed list of them."""
+    original = model_runner.init_speculator
+
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> HostSpeculator:
+        return HostSpeculator(vllm_config, device, req_states, barrier)
+
+    model_runner.init_speculator = init_speculator
+    try:
+        yield
+    finally:
+        model_runner.init_speculator = original
+
+
+def attach(runner: Any, barrier: FaultBarrier) -> None:
+    """Hands the runner's news of requests to our speculator, and the true draft lengths to its scheduler."""
+    speculator = runner.speculator
+    if speculator is None:  # a pipeline rank that does not draft
+        return
+    add_requests, finish_requests, sample_tokens = runner.add_requests, runner.finish_requests, runner.sample_tokens
+
+    def add(scheduler_output: Any) -> None:
+        add_requests(scheduler_output)
+        speculator.add(scheduler_output.scheduled_new_reqs)
+
+    def finish(scheduler_output: Any) -> None:
+        finish_requests(scheduler_output)
+        speculator.remove(scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()))
+
+    def sample(grammar_output: Any) -> Any:
+        output = sample_tokens(grammar_output)
+        if hasattr(output, "model_runner_output"):
+            setattr(output.model_runner_output, REPORT, speculator.num_draft_by_request())
+        return output
+
+    runner.add_requests, runner.finish_requests, runner.sample_tokens = add, finish, sample
+    runner.draft_tokens_handler = speculator
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request's history on the host."""
+
+    token_ids: Int32Array  # [max_model_len]
+    num_tokens: int
+    options: Any
+
+
+class HostSpeculator(BaseSpeculator):
+    """Runs a proposer on the host. It is also the runner's `draft_tokens_handler`: it knows the true lengths.
+
+    Under tensor parallelism rank 0 drafts and the others receive its tokens, so that a time-out on one rank
+    cannot make the ranks verify different drafts.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any, barrier: FaultBarrier):
+        self._barrier = barrier
+        self._req_states = req_states
+        self._device = device
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._max_num_draft = vllm_config.num_speculative_tokens
+        self._requests: dict[str, _Request] = {}
+        self._draft_token_ids: dict[str, list[int]] = {}
+        self._draft_tokens = torch.zeros(
+            vllm_config.scheduler_config.max_num_seqs, self._max_num_draft, dtype=torch.int64, device=device
+        )
+        self._offsets = torch.arange(-self._max_num_draft - 1, 0, device=device)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Nothing to capture."""
+
+    def capture(self) -> None:
+        """Nothing to capture."""
+
+    def add(self, new_requests: Any) -> None:
+        """Starts the histories of requests that are new, or back after a preemption."""
+        for new in new_requests:
+            token_ids = np.empty(self._max_model_len, np.int32)
+            token_ids[: len(new.prefill_token_ids)] = new.prefill_token_ids
+            options = request_options(new.sampling_params)
+            self._requests[new.req_id] = _Request(token_ids, len(new.prefill_token_ids), options)
+
+    def remove(self, request_ids: set[str]) -> None:
+        """Drops requests that finished, were aborted or were preempted."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+        if request_ids:
+            self._barrier.forget(sorted(request_ids))
+
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,  # [num_reqs]
+        num_rejected: torch.Tensor,  # [num_reqs]
+        last_sampled: Any,
+        next_prefill_tokens: Any,
+        temperature: Any,
+        seeds: Any,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """vLLM's signature; returns [num_reqs, K] int64, padded with 0, which is a token that can be verified."""
+        drafts = self._draft_tokens[: input_batch.num_reqs]
+        if dummy_run:
+            return drafts
+        group = get_tp_group()
+        if group.rank_in_group == 0:
+            drafts.copy_(torch.from_numpy(self._propose(input_batch, num_sampled, num_rejected)))
+        if group.world_size > 1:
+            group.broadcast(drafts, src=0)
+        return drafts
+
+    def _propose(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> Int32Array:
+        rows, accepted, rejected = self._extend_histories(input_batch, num_sampled, num_rejected)
+        request_ids = [input_batch.req_ids[row] for row in rows]
+        requests = [self._requests[request_id] for request_id in request_ids]
+        room = np.array([self._max_model_len - request.num_tokens - 1 for request in requests], np.int64)
+        batch = DraftBatch(
+            request_ids=request_ids,
+            token_ids=[request.token_ids[: request.num_tokens] for request in requests],
+            max_num_draft=np.clip(room, 0, self._max_num_draft).astype(np.int32),
+            options=[request.options for request in requests],
+        )
+        draft = self._barrier.propose(batch, Feedback(request_ids, accepted + rejected, accepted))
+        padded = np.zeros((input_batch.num_reqs, self._max_num_draft), np.int32)
+        self._draft_token_ids = {request_id: [] for request_id in input_batch.req_ids}
+        for row, request_id, tokens, count in zip(rows, request_ids, draft.token_ids, draft.num_draft, strict=True):
+            padded[row, :count] = tokens[:count]
+            self._draft_token_ids[request_id] = tokens[:count].tolist()
+        return padded
+
+    def _extend_histories(
+        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor
+    ) -> tuple[list[int], Int32Array, Int32Array]:
+        """Reads the sampled tokens (waits for the device) and appends them to the histories.
+
+        Returns:
+            rows of the batch that sampled a token, and for each how many drafts were accepted and rejected.
+        """
+        indexes = input_batch.idx_mapping[: input_batch.num_reqs].long()
+        total_len = self._req_states.total_len.gpu[indexes]
+        positions = (total_len[:, None] + self._offsets).clamp_(min=0)
+        newest = self._req_states.all_token_ids.gpu[indexes[:, None], positions]
+        columns = (num_sampled[:, None], num_rejected[:, None], total_len[:, None], newest)
+        host = torch.cat([column.int() for column in columns], dim=1).cpu().numpy()
+        rows = []
+        for row, request_id in enumerate(input_batch.req_ids):
+            sampled, total = int(host[row, 0]), int(host[row, 2])
+            request = self._requests.get(request_id)
+            if sampled == 0 or request is None:
+                continue
+            rows.append(row)
+            if request.num_tokens + sampled == total:
+                request.token_ids[request.num_tokens : total] = host[row, host.shape[1] - sampled :]
+            else:
+                whole = self._req_states.all_token_ids.gpu[indexes[row], :total]
+                request.token_ids[:total] = whole.cpu().numpy()
+            request.num_tokens = total
+        return rows, host[rows, 0] - 1, host[rows, 1]
+
+    def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
+        """The runner's note of what it just got from `propose`; we know it already."""
+
+    def get_draft_tokens(self) -> DraftTokenIds | None:
+        """The drafts in their true lengths, for a scheduler that plans after them."""
+        return DraftTokenIds(list(self._draft_token_ids), list(self._draft_token_ids.values()))
+
+    def num_draft_by_request(self) -> dict[str, int]:
+        """The true lengths, for a scheduler that plans before the drafts exist."""
+        return {request_id: len(tokens) for request_id, tokens in self._draft_token_ids.items()}

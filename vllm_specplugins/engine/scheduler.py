@@ -1,0 +1,35 @@
+"""Scheduler for asynchronous scheduling: plans a request's draft length from its recent record.
+
+vLLM plans a step before the drafts that it will verify exist, and so plans K for every request. This one plans
+the length that the request's last known draft had: a request for which nothing is found costs one token, not
+K + 1, from the second step on. The worker reports the lengths on its output.
+"""
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+REPORT = "specplugins_num_draft"  # attribute of ModelRunnerOutput: request id -> length of its newest draft
+
+
+class PlannedScheduler(AsyncScheduler):
+    """vLLM's AsyncScheduler with true draft lengths, one step late."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._planned: dict[str, int] = {}
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self._planned.update(getattr(model_runner_output, REPORT, {}))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if len(self._planned) > 2 * len(self.requests) + 64:
+            self._planned = {key: n for key, n in self._planned.items() if key in self.requests}
+        return outputs
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            planned = self._planned.get(request_id)
+            if request.spec_token_ids and planned is not None:
+                request.spec_token_ids = request.spec_token_ids[:planned]

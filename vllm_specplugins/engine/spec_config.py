@@ -1,0 +1,70 @@
+"""Our `SpeculativeConfig`: carries a checked configuration of ours into every process of the engine."""
+
+import logging
+from typing import Any
+
+from pydantic import SkipValidation
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config as vllm_dataclass
+
+from vllm_specplugins.config import ConfigError, SpecConfig
+
+logger = logging.getLogger("vllm.specplugins")
+
+# vLLM's workers that ours extend; see engine/worker.py.
+WORKERS = {
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_specplugins.engine.worker.GPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_specplugins.engine.worker.CPUWorker",
+}
+SCHEDULER = "vllm_specplugins.engine.scheduler.PlannedScheduler"
+
+
+@vllm_dataclass
+class PluginSpeculativeConfig(SpeculativeConfig):
+    """What vLLM sees of a method of ours: a speculative method that has no model of its own."""
+
+    method: str | None = None
+    plugin_config: SkipValidation[Any] = None
+
+    def __post_init__(self) -> None:
+        self.model = self.method
+        self.prompt_lookup_min = self.prompt_lookup_max = 0
+        self.draft_model_config = self.target_model_config
+        self.draft_parallel_config = self.target_parallel_config
+
+
+def build(
+    config: SpecConfig, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
+) -> PluginSpeculativeConfig:
+    """vLLM's view of a configuration of ours."""
+    return PluginSpeculativeConfig(
+        method=config.method,
+        num_speculative_tokens=config.common.num_speculative_tokens,
+        plugin_config=config,
+        target_model_config=target_model_config,
+        target_parallel_config=target_parallel_config,
+    )
+
+
+def take_over(vllm_config: VllmConfig) -> None:
+    """Puts our worker, and our scheduler where it is needed, into a finished configuration.
+
+    Raises:
+        ConfigError: the configuration holds something that our methods cannot run with.
+    """
+    method = vllm_config.speculative_config.method
+    worker = vllm_config.parallel_config.worker_cls
+    if worker not in WORKERS:
+        raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")
+    vllm_config.parallel_config.worker_cls = WORKERS[worker]
+    if not vllm_config.scheduler_config.async_scheduling:
+        return
+    if not vllm_config.use_v2_model_runner:
+        raise ConfigError(f"{method}: async_scheduling must be false on Model Runner V1, not True.")
+    if vllm_config.scheduler_config.scheduler_cls is not None:
+        raise ConfigError(
+            f"{method}: scheduler_cls must be left alone with async_scheduling, "
+            f"not {vllm_config.scheduler_config.scheduler_cls!r}."
+        )
+    vllm_config.scheduler_config.scheduler_cls = SCHEDULER

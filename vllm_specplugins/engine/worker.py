@@ -1,0 +1,89 @@
+"""vLLM's workers with our proposer in their model runner: the classes that `worker_cls` names.
+
+Nothing of vLLM stays patched: what has to be replaced while a runner is built is put back, and everything else
+is set on that one runner.
+"""
+
+from dataclasses import asdict
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.proposers.barrier import FaultBarrier
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_BASES = {
+    "GPUWorker": ("vllm.v1.worker.gpu_worker", "Worker"),
+    "CPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Makes GPUWorker or CPUWorker when it is first asked for: their bases import only on their own platform."""
+    if name not in _BASES:
+        raise AttributeError(name)
+    module, base = _BASES[name]
+    worker = type(name, (_WithProposer, getattr(import_module(module), base)), {"__module__": __name__})
+    globals()[name] = worker
+    return worker
+
+
+class _WithProposer:
+    """Mixin over a worker of vLLM's."""
+
+    vllm_config: "VllmConfig"
+    use_v2_model_runner: bool
+    model_runner: Any
+
+    def init_device(self) -> None:
+        barrier = guarded_proposer(self.vllm_config)
+        if self.use_v2_model_runner:
+            from vllm_specplugins.engine import runner_v2 as runner
+        else:
+            from vllm_specplugins.engine import runner_v1 as runner  # type: ignore[no-redef]
+        with runner.while_built(self.vllm_config, barrier):
+            super().init_device()  # type: ignore[misc]
+        runner.attach(self.model_runner, barrier)
+        self._barrier = barrier
+
+    def specplugins_stats(self) -> dict[str, Any]:
+        """Our counters (draft.Counters) as a dictionary; for `LLM.collective_rpc`."""
+        return asdict(self._barrier.counters)
+
+
+def guarded_proposer(vllm_config: "VllmConfig") -> FaultBarrier:
+    """The configured proposer behind its fault barrier."""
+    config = vllm_config.speculative_config.plugin_config
+    model_config = vllm_config.model_config
+    context = ProposerContext(
+        vocab_size=model_config.get_vocab_size(),
+        max_model_len=model_config.max_model_len,
+        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+        max_num_draft=config.common.num_speculative_tokens,
+        tokenize=_Tokenizer(model_config),
+    )
+    return FaultBarrier(
+        build_proposer(config, context),
+        context.vocab_size,
+        context.max_num_draft,
+        time_budget_ms=config.common.time_budget_ms,
+    )
+
+
+class _Tokenizer:
+    """Text to token ids without special tokens; loads the model's tokenizer when it is first called."""
+
+    def __init__(self, model_config: Any):
+        self._model_config = model_config
+        self._tokenizer: Any = None
+
+    def __call__(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            from vllm.tokenizers import cached_tokenizer_from_config
+
+            self._tokenizer = cached_tokenizer_from_config(self._model_config)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids

@@ -1,0 +1,84 @@
+"""Prompt lookup: draft what followed the last earlier occurrence of the current n-gram.
+
+A history proposer: it reads token ids only. Saxena, "Prompt Lookup Decoding" (2023); Yang et al., "Inference with
+Reference" (2023) for the `reference` option.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_specplugins.config import PromptLookupConfig, shown
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
+from vllm_specplugins.structures.ngram_index import NgramIndex
+
+logger = logging.getLogger("vllm.specplugins")
+
+
+class PromptLookup:
+    """Keeps one n-gram index a request; the work of a step does not grow with the length of the history.
+
+    Request option `reference`: token ids or text that the output is likely to repeat (a predicted output, a
+    retrieved document); it is looked up like a part of the prompt, and is never shown to the model.
+    """
+
+    def __init__(self, config: PromptLookupConfig, context: ProposerContext):
+        self._config = config
+        self._context = context
+        self._indexes: dict[str, NgramIndex] = {}
+        self._start("warm-up", {}).step(np.arange(8, dtype=np.int32), 1)  # compiles, or loads the compiled code
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """The continuation of the longest match for each request, the most recent one among equals."""
+        token_ids = np.zeros((batch.num_reqs, self._context.max_num_draft), np.int32)
+        num_draft = np.zeros(batch.num_reqs, np.int32)
+        match_length = np.zeros(batch.num_reqs, np.float32)
+        for row, request_id in enumerate(batch.request_ids):
+            history = batch.token_ids[row]
+            index = self._indexes.get(request_id)
+            if index is None or not _continues(index, history):
+                index = self._indexes[request_id] = self._start(request_id, batch.options[row])
+            tokens, match_length[row] = index.step(history[index.num_tokens :], int(batch.max_num_draft[row]))
+            num_draft[row] = len(tokens)
+            token_ids[row, : len(tokens)] = tokens
+        return Draft(token_ids, num_draft, confidence=match_length)
+
+    def observe(self, feedback: Feedback) -> None:
+        """Nothing to learn: the accepted tokens come with the next batch's histories."""
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Frees the indexes of these requests."""
+        for request_id in request_ids:
+            self._indexes.pop(request_id, None)
+
+    def _start(self, request_id: str, options: Mapping[str, Any]) -> NgramIndex:
+        reference = self._reference(request_id, options.get("reference"))
+        return NgramIndex(self._config.min_ngram, self._config.max_ngram, reference)
+
+    def _reference(self, request_id: str, reference: Any) -> Sequence[int] | None:
+        if isinstance(reference, str):
+            return self._context.tokenize(reference)
+        if reference is None or _are_token_ids(reference, self._context.vocab_size):
+            return reference  # type: ignore[no-any-return]
+        logger.warning(
+            "Request %s: specplugins.reference must be a text or a list of token ids from 0 to %d, not %s; "
+            "it is ignored.",
+            request_id,
+            self._context.vocab_size - 1,
+            shown(reference),
+        )
+        return None
+
+
+def _continues(index: NgramIndex, history: Int32Array) -> bool:
+    """Whether the history still begins with what the index holds, judged by its length and last token."""
+    held = index.num_tokens
+    return held == 0 or (held <= len(history) and index.last_token == history[held - 1])
+
+
+def _are_token_ids(reference: Any, vocab_size: int) -> bool:
+    return isinstance(reference, list) and all(
+        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in reference
+    )
