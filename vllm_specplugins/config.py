@@ -26,11 +26,6 @@ def text(default: Any = MISSING) -> Any:
     return field(default=default, metadata={"kind": str})
 
 
-def mapping() -> Any:
-    """A dataclass field that holds a dictionary with string keys."""
-    return field(default_factory=dict, metadata={"kind": dict})
-
-
 def shown(value: object) -> str:
     """`value` as an error message quotes it: at most 60 characters of its repr."""
     words = repr(value)
@@ -70,9 +65,22 @@ class PromptLookupConfig:
         check_fields(self, "prompt_lookup")
         if self.min_ngram > self.max_ngram:
             raise ConfigError(
-                f"prompt_lookup: min_ngram must be at most max_ngram, which is {self.max_ngram}, "
-                f"not {self.min_ngram}."
+                f"prompt_lookup: min_ngram must be at most max_ngram, which is {self.max_ngram}, not {self.min_ngram}."
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyExitConfig:
+    """`early_exit`: the target's first layers, its final norm and its head draft.
+
+    Args:
+        exit_layer: how many layers draft, from the first one on; at most as many as the target has.
+    """
+
+    exit_layer: int = integer(1, 1, 10_000)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "early_exit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,16 +94,14 @@ class CustomConfig:
     """
 
     proposer: str = text()
-    options: dict[str, Any] = mapping()
+    options: dict[str, Any] = field(default_factory=dict, metadata={"kind": dict})
 
     def __post_init__(self) -> None:
         check_fields(self, "custom")
         module, colon, name = self.proposer.partition(":")
         dotted = [*module.split("."), name]
         if not colon or not all(part.isidentifier() for part in dotted):
-            raise ConfigError(
-                f"custom: proposer must be written 'package.module:Class', not {shown(self.proposer)}."
-            )
+            raise ConfigError(f"custom: proposer must be written 'package.module:Class', not {shown(self.proposer)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,16 +47,39 @@ class Sampling:
 
 
 class PagedForward(Protocol):
-    """Runs chosen layers of the target for one new token a request, on the target's own paged KV cache."""
+    """Runs layers of the target for one new token a request, on the target's own paged KV cache."""
 
-    def run(self, end_layer: int, token_ids: Any, positions: Any) -> Any:
+    def hidden_states(self, end_layer: int, token_ids: Any, positions: Any) -> Any:
         """Hidden states [num_reqs, hidden_size] after layers [0, end_layer) and the final norm.
 
         Args:
-            end_layer: number of layers to run, from the first one on.
+            end_layer: how many layers to run, from the first one on.
             token_ids: [num_reqs] int32, the token to feed for each request of the batch.
-            positions: [num_reqs] int64, its position; its keys and values are written to that slot.
+            positions: [num_reqs] int64, where it stands; its keys and values are written there, to be
+                overwritten when the target verifies the draft.
         """
+
+    def logits(self, hidden_states: Any) -> Any:
+        """The target's logits [num_reqs, vocab_size] of hidden states [num_reqs, hidden_size]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The target as a model proposer sees it, on the target's device.
+
+    Args:
+        forward: runs the target's layers for the requests of the batch.
+        last_token_ids: [num_reqs] int32, each request's newest token, whose keys and values are not written yet.
+        num_tokens: [num_reqs] int64, length of each request with that token.
+        last_hidden_states: [num_reqs, hidden_size], from which the newest token was sampled.
+        sampling: temperatures and seeds.
+    """
+
+    forward: PagedForward
+    last_token_ids: Any
+    num_tokens: Any
+    last_hidden_states: Any
+    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +89,17 @@ class DraftBatch:
     Args:
         request_ids: one id a request, stable from its first step to `forget`.
         token_ids: a request's prompt and output so far, [num_tokens] int32 each; views that are valid during
-            the call only.
+            the call only. Empty for a model proposer: the tokens need not be on the host.
         max_num_draft: [num_reqs] int32, most tokens wanted for each request: 0..K.
         options: `SamplingParams.extra_args["specplugins"]` of each request, empty where it has none.
-        sampling: temperatures and seeds, where the method asked for them.
-        last_hidden_states: [num_reqs, hidden_size], the target's at each request's last token, likewise.
-        forward: handle on the target's layers, likewise.
+        target: the target, for a model proposer.
     """
 
     request_ids: Sequence[str]
     token_ids: Sequence[Int32Array]
     max_num_draft: Int32Array
     options: Sequence[Mapping[str, Any]]
-    sampling: Sampling | None = None
-    last_hidden_states: Any = None
-    forward: PagedForward | None = None
+    target: Target | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -92,14 +111,15 @@ class Draft:
     """What a proposer guesses for a batch, in the batch's order.
 
     Args:
-        token_ids: [num_reqs, <= K] int32; what stands past a request's num_draft is ignored.
+        token_ids: [num_reqs, <= K] int32, an array, or a tensor of a model proposer; what stands past a
+            request's num_draft is ignored.
         num_draft: [num_reqs] int32, 0 where it has no guess.
         confidence: [num_reqs] float32, larger is surer, in the proposer's own unit (match length, probability).
         logits: [num_reqs, K, vocab_size] of a proposer that samples; None means q is one-hot.
         stage: [num_reqs] int32, which stage of a cascade made the draft.
     """
 
-    token_ids: Int32Array
+    token_ids: Any
     num_draft: Int32Array
     confidence: npt.NDArray[np.float32] | None = None
     logits: Any = None

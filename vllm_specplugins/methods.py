@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from vllm_specplugins.config import ConfigError, CustomConfig, PromptLookupConfig, SpecConfig
+from vllm_specplugins.config import ConfigError, CustomConfig, EarlyExitConfig, PromptLookupConfig, SpecConfig
 from vllm_specplugins.draft import Proposer, ProposerContext
 
 
@@ -14,14 +14,17 @@ class Method:
     """A row of the table: the class of the method's own configuration, and "module:Class" of its proposer.
 
     The proposer is called with (own configuration, ProposerContext). None: the configuration names it.
+    A method that runs the target gets `DraftBatch.target`, and K slots of the KV cache past the last token.
     """
 
     config: type
     proposer: str | None
+    runs_target: bool = False
 
 
 METHODS: Mapping[str, Method] = {
     "prompt_lookup": Method(PromptLookupConfig, "vllm_specplugins.proposers.prompt_lookup:PromptLookup"),
+    "early_exit": Method(EarlyExitConfig, "vllm_specplugins.proposers.early_exit:EarlyExit", runs_target=True),
     "custom": Method(CustomConfig, None),
 }
 

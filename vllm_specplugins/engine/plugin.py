@@ -107,9 +107,7 @@ def _without_speculation(original: Callable[..., Any], engine_args: Any, *args: 
         return original(engine_args, *args, **kwargs)
 
 
-def _with_method(
-    config: SpecConfig, original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _with_method(config: SpecConfig, original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's configuration with our method in it, our worker and, where scheduling is asynchronous, our scheduler.
 
     vLLM's check of `async_scheduling` knows methods by name; ours is one more name while it runs. Unless the user

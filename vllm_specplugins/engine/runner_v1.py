@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.config import VllmConfig
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import DraftBatch, Feedback
 from vllm_specplugins.engine.options import request_options
+from vllm_specplugins.engine.target_v1 import TargetV1
 from vllm_specplugins.proposers.barrier import FaultBarrier
 
 
@@ -43,6 +46,28 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     runner._update_states = adapter.update_states
     # V1 drafts zeros for the whole batch when one request nears this; we shorten that request's draft instead.
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
+    if runner.device.type == "cpu":
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor,  # [num_reqs]
+    cu_num_tokens: torch.Tensor,  # [num_reqs]
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """A sampling parameter of each request, [num_reqs], repeated for its draft tokens, [num_tokens].
+
+    In place of vLLM's, whose CPU kernel writes into a copy of its output: temperature, top-k and top-p of drafted
+    positions are uninitialised memory there, and samples come from the wrong distribution.
+
+    >>> expand_batch_to_tokens(torch.tensor([0.5, 0.0]), torch.tensor([2, 3]), 3, 0, 1)
+    tensor([0.5000, 0.5000, 1.0000])
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    replaced = torch.where(x == replace_from, replace_to, x).to(x.dtype)
+    return replaced.repeat_interleave(counts, output_size=num_tokens)
 
 
 class _Adapter:
@@ -50,6 +75,7 @@ class _Adapter:
         self._runner = runner
         self._barrier = barrier
         self._update_states = runner._update_states  # vLLM's own, bound
+        self._target = TargetV1(runner) if runner.speculative_config.runs_target else None
 
     def update_states(self, scheduler_output: Any) -> Any:
         """Passes on which requests are gone before vLLM drops them."""
@@ -84,6 +110,9 @@ class _Adapter:
             token_ids=[input_batch.token_ids_cpu[row, :n] for row, n in zip(rows, num_tokens, strict=True)],
             max_num_draft=np.clip(room, 0, runner.num_spec_tokens).astype(np.int32),
             options=[request_options(runner.requests[request_id].sampling_params) for request_id in request_ids],
+            target=None
+            if self._target is None
+            else self._target.of(rows, num_tokens, hidden_states, common_attn_metadata),
         )
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         feedback = Feedback(
@@ -93,6 +122,6 @@ class _Adapter:
         )
         draft = self._barrier.propose(batch, feedback)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        for row, tokens, count in zip(rows, draft.token_ids, draft.num_draft, strict=True):
-            drafts[row] = tokens[:count].tolist()
+        for row, tokens, count in zip(rows, draft.token_ids.tolist(), draft.num_draft.tolist(), strict=True):
+            drafts[row] = tokens[:count]
         return drafts

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.scheduler import REPORT
+from vllm_specplugins.engine.target_v2 import TargetSpeculator
 from vllm_specplugins.proposers.barrier import FaultBarrier
 
 
@@ -28,7 +29,9 @@ def while_built(vllm_config: VllmConfig, barrier: FaultBarrier) -> Iterator[None
     """Lets a runner be built with our speculator: V2 has a closed list of them."""
     original = model_runner.init_speculator
 
-    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> HostSpeculator:
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> BaseSpeculator:
+        if vllm_config.speculative_config.runs_target:
+            return TargetSpeculator(vllm_config, device, barrier)
         return HostSpeculator(vllm_config, device, req_states, barrier)
 
     model_runner.init_speculator = init_speculator
@@ -41,9 +44,13 @@ def while_built(vllm_config: VllmConfig, barrier: FaultBarrier) -> Iterator[None
 def attach(runner: Any, barrier: FaultBarrier) -> None:
     """Hands the runner's news of requests to our speculator, and the true draft lengths to its scheduler."""
     speculator = runner.speculator
-    if speculator is None:  # a pipeline rank that does not draft
+    if not isinstance(speculator, HostSpeculator):  # a model proposer, or a pipeline rank that does not draft
         return
-    add_requests, finish_requests, sample_tokens = runner.add_requests, runner.finish_requests, runner.sample_tokens
+    add_requests, finish_requests, sample_tokens = (
+        runner.add_requests,
+        runner.finish_requests,
+        runner.sample_tokens,
+    )
 
     def add(scheduler_output: Any) -> None:
         add_requests(scheduler_output)

@@ -8,7 +8,8 @@ from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 
-from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig
+from vllm_specplugins.methods import METHODS
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -33,6 +34,19 @@ class PluginSpeculativeConfig(SpeculativeConfig):
         self.draft_model_config = self.target_model_config
         self.draft_parallel_config = self.target_parallel_config
 
+    @property
+    def runs_target(self) -> bool:
+        """Whether the method runs layers of the target, and so writes to its KV cache."""
+        return METHODS[self.plugin_config.method].runs_target
+
+
+class PluginVllmConfig(VllmConfig):
+    """vLLM's configuration with lookahead slots for a method that writes keys and values past the last token."""
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        return self.num_speculative_tokens
+
 
 def build(
     config: SpecConfig, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
@@ -53,7 +67,11 @@ def take_over(vllm_config: VllmConfig) -> None:
     Raises:
         ConfigError: the configuration holds something that our methods cannot run with.
     """
-    method = vllm_config.speculative_config.method
+    speculative_config = vllm_config.speculative_config
+    method = speculative_config.method
+    if speculative_config.runs_target:
+        _check_target(vllm_config, speculative_config.plugin_config)
+        vllm_config.__class__ = PluginVllmConfig
     worker = vllm_config.parallel_config.worker_cls
     if worker not in WORKERS:
         raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")
@@ -67,4 +85,18 @@ def take_over(vllm_config: VllmConfig) -> None:
             f"{method}: scheduler_cls must be left alone with async_scheduling, "
             f"not {vllm_config.scheduler_config.scheduler_cls!r}."
         )
-    vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+    if not speculative_config.runs_target:
+        vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+
+
+def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
+    """Raises ConfigError for a target whose layers a proposer of ours cannot run."""
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if isinstance(config.own, EarlyExitConfig) and config.own.exit_layer > num_layers:
+        raise ConfigError(
+            f"early_exit: exit_layer must be an integer from 1 to {num_layers}, the layers of this model, "
+            f"not {config.own.exit_layer}."
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        size = vllm_config.parallel_config.pipeline_parallel_size
+        raise ConfigError(f"{config.method}: pipeline_parallel_size must be 1, not {size}.")

@@ -69,7 +69,8 @@ def guarded_proposer(vllm_config: "VllmConfig") -> FaultBarrier:
         build_proposer(config, context),
         context.vocab_size,
         context.max_num_draft,
-        time_budget_ms=config.common.time_budget_ms,
+        # A call into the target belongs to the engine's own thread and stream.
+        time_budget_ms=None if vllm_config.speculative_config.runs_target else config.common.time_budget_ms,
     )
 
 

@@ -1,0 +1,183 @@
+"""Cost of a prompt-lookup step and of taking in a prompt, beside vLLM's own n-gram proposer in the same run.
+
+    python tests/bench/bench_prompt_lookup.py
+
+A step takes in 1 to 6 tokens of each request and drafts K for it. Both sides read the tokens from the
+engine's matrix and end in Python lists; the peer is measured in every eighth step, twice, and the second time
+counts. "cold" is ours after other data went through the caches, which slows Python itself, too. The text is
+Python's standard library, split into words. It refuses to report if the index's tests fail.
+"""
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numba
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from vllm_specplugins.structures.ngram_index import NgramIndex
+
+MIN_NGRAM, MAX_NGRAM, K, MAX_NEW = 2, 8, 5, 6
+PEER_EVERY = 8
+EVICTION_BYTES = 64 << 20
+TESTS = Path(__file__).parents[1] / "structures" / "test_ngram_index.py"
+
+
+def code_text(num_tokens, vocab_size):
+    """Words, spaces and punctuation of the standard library; ids by first appearance, modulo vocab_size."""
+    ids, text = {}, []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py")):
+        if "site-packages" not in path.parts:
+            words = re.findall(r"\w+|\s+|[^\w\s]", path.read_text(errors="ignore"))
+            text += [ids.setdefault(word, len(ids)) % vocab_size for word in words]
+            if len(text) >= num_tokens:
+                break
+    return np.resize(np.array(text, np.int32), num_tokens)
+
+
+def make_peer(max_model_len, max_num_reqs):
+    """vLLM's proposer, made as the engine makes it; None where vLLM cannot be imported."""
+    try:
+        from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+    except ImportError:
+        return None
+    speculative = SimpleNamespace(prompt_lookup_min=MIN_NGRAM, prompt_lookup_max=MAX_NGRAM, num_speculative_tokens=K)
+    return NgramProposer(
+        SimpleNamespace(
+            speculative_config=speculative,
+            model_config=SimpleNamespace(max_model_len=max_model_len),
+            scheduler_config=SimpleNamespace(max_num_seqs=max_num_reqs),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        )
+    )
+
+
+def time_steps(history_len, num_reqs, num_steps, vocab_size):
+    """us per request and step, as lists: ours warm, ours with cold caches, the peer's warm."""
+    row_len = history_len + num_steps * MAX_NEW
+    token_ids = code_text(num_reqs * row_len, vocab_size).reshape(num_reqs, row_len)
+    num_tokens = np.full(num_reqs, history_len, np.int32)
+    indexes = [NgramIndex(MIN_NGRAM, MAX_NGRAM) for _ in range(num_reqs)]
+    for row, index in zip(token_ids, indexes, strict=True):
+        index.extend(row[:history_len])
+    peer = make_peer(row_len + K, num_reqs)
+    sampled = [[0]] * num_reqs  # the peer only looks at which are empty
+    unrelated = np.zeros(EVICTION_BYTES // 8)
+    rng = np.random.default_rng(0)
+
+    def ours():
+        for row, index, end in zip(token_ids, indexes, ends, strict=True):
+            index.step(row[index.num_tokens : end], K)[0].tolist()
+
+    def theirs():
+        peer.propose(K, sampled, num_tokens, token_ids)
+
+    def us_per_request(call):
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) / num_reqs * 1e6
+
+    warm_us, cold_us, peer_us = [], [], []
+    for step in range(num_steps):
+        num_tokens += rng.integers(1, MAX_NEW + 1, num_reqs, dtype=np.int32)
+        ends = num_tokens.tolist()
+        if step % PEER_EVERY == 0:
+            if peer is not None:
+                theirs()
+                peer_us.append(us_per_request(theirs))
+            unrelated += 1
+            cold_us.append(us_per_request(ours))
+        else:
+            warm_us.append(us_per_request(ours))
+    return warm_us, cold_us, peer_us
+
+
+def time_prompt(text, repeats):
+    """Median M tokens/s and bytes per token of indexing a whole prompt."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        index = NgramIndex(MIN_NGRAM, MAX_NGRAM)
+        index.extend(text)
+        seconds.append(time.perf_counter() - start)
+    return len(text) / np.median(seconds) / 1e6, index.num_bytes / len(text)
+
+
+def time_growth(text, repeats):
+    """Median ms of doubling the table, which a step does when it is full."""
+    seconds = []
+    for _ in range(repeats):
+        index = NgramIndex(MIN_NGRAM, MAX_NGRAM)
+        index.extend(text)
+        start = time.perf_counter()
+        index._grow_table(1)
+        seconds.append(time.perf_counter() - start)
+    return np.median(seconds) * 1e3
+
+
+def cpu_name():
+    match = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
+    return match[1] if match else platform.processor()
+
+
+def report_steps(console, args):
+    table = Table(title=f"us per request and step: {args.requests} requests, K={K}, n {MIN_NGRAM}-{MAX_NGRAM}")
+    for column in ("history", "ours", "p90", "cold", "p90", "vLLM", "p90", "vLLM / ours"):
+        table.add_column(column, justify="right")
+    for history_len in args.histories:
+        warm, cold, peer = time_steps(history_len, args.requests, args.steps, 150_000)
+        cells = [f"{np.quantile(us, q):.2f}" for us in (warm, cold, peer) if us for q in (0.5, 0.9)]
+        ratio = [f"{np.median(peer) / np.median(warm):.1f}"] if peer else []
+        table.add_row(f"{history_len:,}", *cells, *ratio)
+    console.print(table)
+
+
+def report_prompts(console, args):
+    table = Table(title="taking in a prompt")
+    for column in ("text", "vocabulary", "tokens", "M tokens/s", "bytes/token"):
+        table.add_column(column, justify="right")
+    rng = np.random.default_rng(0)
+    for num_tokens in (8_192, 131_072):
+        for vocab_size in (32_000, 150_000):
+            texts = {
+                "random": rng.integers(0, vocab_size, num_tokens, dtype=np.int32),
+                "code": code_text(num_tokens, vocab_size),
+            }
+            for name, text in texts.items():
+                rate, num_bytes = time_prompt(text, args.repeats)
+                table.add_row(name, f"{vocab_size:,}", f"{num_tokens:,}", f"{rate:.1f}", f"{num_bytes:.1f}")
+    console.print(table)
+    growth_ms = time_growth(code_text(131_072, 150_000), args.repeats)
+    console.print(f"doubling the table of 131,072 tokens of code: {growth_ms:.2f} ms")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--histories", type=int, nargs="+", default=[1_024, 8_192, 32_768, 131_072])
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    if subprocess.run([sys.executable, "-m", "pytest", "-q", str(TESTS)]).returncode:
+        sys.exit("The tests of the n-gram index fail: no report.")
+    peer_version = sys.modules["vllm"].__version__ if make_peer(64, 1) else "not importable"
+    console = Console()
+    console.print(
+        f"{cpu_name()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
+    )
+    console.print(f"numpy {np.__version__}, numba {numba.__version__}, vLLM {peer_version}")
+    report_steps(console, args)
+    report_prompts(console, args)
+
+
+if __name__ == "__main__":
+    main()

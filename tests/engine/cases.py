@@ -1,0 +1,33 @@
+"""Prompts and generation helpers that the engine tests share."""
+
+from typing import Any
+
+from prompts import load_prompts
+from transformers import AutoTokenizer
+
+PROMPT_LOOKUP = {"method": "prompt_lookup", "num_speculative_tokens": 4}
+
+
+def mixed_prompts(model: str, count: int) -> list[list[int]]:
+    """Held-out prompts of both kinds as token ids, cut to lengths from 3 to a few hundred tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = load_prompts("continue", (count + 1) // 2) + load_prompts("edit", 30)
+    prompts = [tokenizer.encode(text) for text in texts]
+    lengths = [3 + 17 * i % 331 for i in range(count)]
+    return [prompts[i % len(prompts)][-length:] for i, length in enumerate(lengths)]
+
+
+def generate(llm: Any, prompts: list[list[int]], batch_sizes: list[int], **sampling: Any) -> list[list[int]]:
+    """Output token ids of each prompt; the prompts go in batches of the given sizes, in turn."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True, "detokenize": False, **sampling})
+    outputs: list[list[int]] = []
+    turn = 0
+    while len(outputs) < len(prompts):
+        size = batch_sizes[turn % len(batch_sizes)]
+        batch = [{"prompt_token_ids": prompt} for prompt in prompts[len(outputs) : len(outputs) + size]]
+        results = llm.generate(batch, params, use_tqdm=False)
+        outputs += [list(result.outputs[0].token_ids) for result in results]
+        turn += 1
+    return outputs

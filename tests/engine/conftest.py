@@ -1,0 +1,99 @@
+"""Real vLLM engines, one at a time, on the runner that SPECPLUGINS_RUNNER names: "v1" (default) or "v2".
+
+V2 runs through Triton's interpreter. The engines run in this process, so that tests can look inside.
+"""
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
+DEMO_MODEL = Path(os.environ.get("SPECPLUGINS_TEST_MODEL", EXAMPLES / "demo" / "model"))
+RUNNER = os.environ.get("SPECPLUGINS_RUNNER", "v1")
+ENGINE_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+if RUNNER == "v2":
+    paths = [str(HERE / "triton_cpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ENGINE_ENVIRONMENT |= {
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    sys.path.insert(0, str(HERE / "triton_cpu"))
+os.environ.update(ENGINE_ENVIRONMENT)
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for the engines of this process alone
+sys.path.insert(0, str(EXAMPLES / "demo"))
+sys.path.insert(0, str(HERE))
+
+Tokens = list[list[int]]
+
+
+@pytest.fixture(scope="session")
+def runner() -> str:
+    return RUNNER
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Callable[..., Any]]:
+    """engine(**arguments of LLM): the engine of these arguments; it replaces the last one if they differ."""
+    alive: dict[str, Any] = {}
+
+    def stop() -> None:
+        if alive:
+            import torch
+            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+            alive.pop("llm").llm_engine.engine_core.shutdown()
+            alive.clear()
+            cleanup_dist_env_and_memory()
+            torch._dynamo.reset()
+            gc.collect()
+            # vLLM 0.32 registers its CPU kernels again for every engine of a process, and dies of it (AttributeError
+            # in triton_utils/dispatcher.py) once xgrammar's module is loaded. Once is enough.
+            from vllm.platforms import current_platform
+
+            type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+    def start(speculative_config: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        from vllm import LLM
+
+        key = repr((speculative_config, sorted(arguments.items())))
+        if alive.get("key") != key:
+            stop()
+            defaults: dict[str, Any] = {
+                "model": str(DEMO_MODEL),
+                "dtype": "float32",
+                "max_model_len": 1024,
+                "max_num_seqs": 8,
+                "enforce_eager": True,
+                "disable_log_stats": False,
+                "enable_prefix_caching": False,
+                "block_size": 32,
+            }
+            llm = LLM(**{**defaults, **arguments}, speculative_config=speculative_config)
+            alive.update(llm=llm, key=key)
+        return alive["llm"]
+
+    yield start
+    stop()
+
+
+def spec_metrics(llm: Any) -> dict[str, float]:
+    """vLLM's own running totals about drafts, and of preemptions, by the last part of their names."""
+    names = {
+        "vllm:spec_decode_num_drafts": "drafts",
+        "vllm:spec_decode_num_draft_tokens": "draft_tokens",
+        "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
+        "vllm:num_preemptions": "preemptions",
+    }
+    return {names[metric.name]: metric.value for metric in llm.get_metrics() if metric.name in names}

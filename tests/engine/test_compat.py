@@ -1,0 +1,96 @@
+"""The version contract against real sources: the installed vLLM, the wheel of 0.33.0, and mutants of both."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from vllm_specplugins.engine import compat
+
+ROOT = Path(__file__).parents[2]
+WHEEL_VERSION = "0.33.0"  # has no CPU build yet: its source is read, not imported
+
+
+@pytest.fixture(scope="module")
+def source_033() -> Path:
+    """vLLM 0.33.0's Python files, downloaded once into .cache/."""
+    unpacked = ROOT / ".cache" / f"vllm-{WHEEL_VERSION}"
+    if not (unpacked / "vllm" / "version.py").exists():
+        download = ROOT / ".cache" / "wheel"
+        wanted = ["--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "--python-version=3.12"]
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", *wanted, "-d", str(download)]
+        subprocess.run([*command, f"vllm=={WHEEL_VERSION}"], check=True)
+        [wheel] = download.glob("vllm-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(unpacked, [name for name in archive.namelist() if name.endswith(".py")])
+        shutil.rmtree(download)
+    return unpacked / "vllm"
+
+
+def installed() -> Path:
+    import vllm
+
+    return Path(vllm.__path__[0])
+
+
+def test_installed_version() -> None:
+    assert compat.probe_installed() == ()
+
+
+@pytest.mark.slow
+def test_033(source_033: Path) -> None:
+    assert list(compat.probe(source_033)) == []
+
+
+@pytest.mark.parametrize("index", range(len(compat.SEAMS)), ids=lambda index: compat.SEAMS[index].name)
+def test_every_seam_can_fail(index: int, tmp_path: Path) -> None:
+    """Renames one seam's target in a copy of its file: exactly that is reported. Kills: a probe that sees nothing."""
+    seam = compat.SEAMS[index]
+    for other in {other.file for other in compat.SEAMS}:
+        target = tmp_path / other
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(installed() / other, target)
+    member = seam.name.rpartition(".")[2]
+    path = tmp_path / seam.file
+    path.write_text(_renamed(path.read_text(), member))
+    problems = list(compat.probe(tmp_path))
+    assert any(f"vllm/{seam.file}: {seam.name} is missing" in problem for problem in problems)
+
+
+def _renamed(source: str, name: str) -> str:
+    import re
+
+    return re.sub(rf"\b{re.escape(name)}\b", f"renamed_{name}", source)
+
+
+def test_changed_signature(tmp_path: Path) -> None:
+    """A parameter added to the method that we replace is seen, and said in one sentence."""
+    for file in {seam.file for seam in compat.SEAMS}:
+        target = tmp_path / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(installed() / file, target)
+    path = tmp_path / "v1/worker/gpu_model_runner.py"
+    source = path.read_text().replace(
+        "def _update_states(self, scheduler_output", "def _update_states(self, new, scheduler_output"
+    )
+    path.write_text(source)
+    [problem] = compat.probe(tmp_path)
+    assert problem == (
+        "vllm/v1/worker/gpu_model_runner.py: GPUModelRunner._update_states does not take (self, scheduler_output); "
+        f"supported is vLLM {compat.SUPPORTED}"
+    )
+
+
+def test_records_are_complete() -> None:
+    """Every record says why it is there, where upstream discusses it, and when it can go."""
+    for seam in compat.SEAMS:
+        assert seam.kind in {"wrap", "patch", "swap", "instance", "override", "read"}
+        assert seam.why and seam.remove_when and seam.upstream.startswith("https://github.com/vllm-project/vllm/")
+
+
+def test_missing_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "find_spec", lambda name: None)
+    assert compat.probe_installed.__wrapped__() == ("vLLM is not installed",)

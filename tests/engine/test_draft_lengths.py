@@ -1,0 +1,81 @@
+"""True draft lengths are honoured: what was not found is not verified; and references are looked up."""
+
+from typing import Any
+
+import pytest
+from cases import PROMPT_LOOKUP, generate
+from conftest import RUNNER, spec_metrics
+
+
+def drafted(llm: Any, prompts: list[list[int]], **sampling: Any) -> dict[str, float]:
+    """What vLLM's counters say was drafted for these prompts."""
+    before = spec_metrics(llm)
+    generate(llm, prompts, [len(prompts)], **sampling)
+    return {name: value - before[name] for name, value in spec_metrics(llm).items()}
+
+
+def allowed_only(*tokens: int) -> dict[str, Any]:
+    """Sampling parameters that make a model repeat these tokens, and nothing else, in some order."""
+    return {"allowed_token_ids": list(tokens)}
+
+
+def test_nothing_found_costs_one_token(engine: Any) -> None:
+    """Kills: K verified tokens for a request for which nothing was found."""
+    llm = engine(PROMPT_LOOKUP)
+    no_bigram_twice = list(range(10, 60))
+    counts = drafted(llm, [no_bigram_twice], max_tokens=2)
+    assert counts["draft_tokens"] == 0
+
+
+def test_found_is_verified(engine: Any) -> None:
+    llm = engine(PROMPT_LOOKUP)
+    counts = drafted(llm, [[5, 6, 7, 8] * 10], max_tokens=20, **allowed_only(5))
+    assert counts["draft_tokens"] > 0
+    assert counts["accepted_tokens"] >= 12, "5 5 5 5 ... is found from the third token on"
+
+
+def test_ragged_batch(engine: Any) -> None:
+    """In one batch: a request that repeats itself, and one that cannot."""
+    llm = engine(PROMPT_LOOKUP)
+    repeating = drafted(llm, [[5, 6] * 10], max_tokens=6, **allowed_only(5))
+    both = drafted(llm, [[5, 6] * 10, list(range(10, 60))], max_tokens=6, **allowed_only(5))
+    # The second request's output 5 5 5 ... is found once it has repeated itself, never before.
+    assert repeating["draft_tokens"] < both["draft_tokens"] < 2 * repeating["draft_tokens"] + 1
+
+
+@pytest.mark.skipif(RUNNER == "v1", reason="V1 schedules synchronously for host proposers")
+def test_asynchronous_plan_follows_the_record(engine: Any) -> None:
+    """Scheduled before the drafts exist: the first step plans K, the following ones what was last found."""
+    llm = engine(PROMPT_LOOKUP, async_scheduling=True)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert type(scheduler).__name__ == "PlannedScheduler"
+    prompt = list(range(10, 60))
+    before = llm.collective_rpc("specplugins_stats")[0]
+    counts = drafted(llm, [prompt], max_tokens=3, logit_bias=None, **allowed_only(100, 101, 102))
+    after = llm.collective_rpc("specplugins_stats")[0]
+    assert counts["draft_tokens"] <= 2 * PROMPT_LOOKUP["num_speculative_tokens"]
+    assert after["request_steps"] > before["request_steps"]
+    repeating = drafted(llm, [[5, 6, 7, 8] * 10], max_tokens=20, **allowed_only(5))
+    assert repeating["accepted_tokens"] >= 8
+
+
+def test_reference(engine: Any) -> None:
+    """`extra_args["specplugins"]["reference"]`: the output itself, given as a prediction, is drafted from."""
+    llm = engine(PROMPT_LOOKUP)
+    prompt = list(range(10, 60))
+    [plain] = generate(llm, [prompt], [1])
+    before = spec_metrics(llm)
+    [predicted] = generate(llm, [prompt], [1], extra_args={"specplugins": {"reference": [*prompt[-3:], *plain]}})
+    accepted = spec_metrics(llm)["accepted_tokens"] - before["accepted_tokens"]
+    assert predicted == plain
+    assert accepted >= 0.75 * len(plain) - 4, "nearly all tokens are accepted drafts"
+
+
+@pytest.mark.parametrize("reference", [7, [-1], [10**9], ["a"], {"a": 1}, [True]])
+def test_reference_that_cannot_be_used(engine: Any, reference: Any) -> None:
+    """A bad reference is ignored: the request goes on, and no fault is counted."""
+    llm = engine(PROMPT_LOOKUP)
+    prompt = list(range(10, 60))
+    outputs = generate(llm, [prompt, prompt], [2], extra_args={"specplugins": {"reference": reference}})
+    assert outputs == generate(llm, [prompt, prompt], [2])
+    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}

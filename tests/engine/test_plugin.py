@@ -1,0 +1,258 @@
+"""The plugin in vLLM's configuration: inert until a method of ours is asked for, and clear when it refuses."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from cases import PROMPT_LOOKUP, generate
+from conftest import DEMO_MODEL, EXAMPLES, RUNNER
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine import compat
+from vllm_specplugins.engine.spec_config import take_over
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+def engine_config(speculative_config: Any = None, **arguments: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(
+        model=str(DEMO_MODEL),
+        max_model_len=512,
+        speculative_config=speculative_config,
+        enforce_eager=True,
+        **arguments,
+    )
+    return args.create_engine_config()
+
+
+def snapshot() -> dict[tuple[str, ...], int]:
+    """The identity of every function, class and class member of every vLLM module that is loaded."""
+    seen: dict[tuple[str, ...], int] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] != "vllm" or module_name == "vllm.envs":  # vLLM swaps a cache into it
+            continue
+        for name, value in list(vars(module).items()):
+            if callable(value):
+                seen[module_name, name] = id(value)
+            if isinstance(value, type) and value.__module__ == module_name:
+                seen |= {
+                    (module_name, name, member): id(entry) for member, entry in vars(value).items() if callable(entry)
+                }
+    return seen
+
+
+def changes(before: dict[tuple[str, ...], int], after: dict[tuple[str, ...], int]) -> set[tuple[str, ...]]:
+    return {key for key in before if before[key] != after.get(key, before[key])}
+
+
+IMPORT_EVERYTHING = f"""
+import importlib, sys
+sys.path[:0] = {[os.path.dirname(__file__), str(EXAMPLES / "demo")]!r}
+from vllm_specplugins.engine import compat
+for seam in compat.SEAMS:
+    name = "vllm." + seam.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        assert ".gpu." in name, name  # V2's modules need Triton
+from test_plugin import NGRAM, changes, engine_config, snapshot
+before = snapshot()
+"""
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=300,
+    )
+
+
+def results(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What the program printed, without vLLM's log."""
+    return [line.removeprefix("OUT ") for line in done.stdout.splitlines() if line.startswith("OUT ")]
+
+
+def test_inert_when_unused() -> None:
+    """Loading the plugin changes two methods of EngineArgs and nothing else; vLLM's own methods get vLLM's own config.
+
+    Kills: any patch at import or at load.
+    """
+    code = (
+        IMPORT_EVERYTHING
+        + """
+import vllm_specplugins
+vllm_specplugins.register(); vllm_specplugins.register()
+print("OUT", sorted(".".join(key) for key in changes(before, snapshot())))
+from vllm.engine.arg_utils import EngineArgs
+wrapped = [repr(engine_config(config)) for config in (None, dict(NGRAM))]
+kinds = [type(engine_config(dict(NGRAM)).speculative_config).__name__]
+for name in ("create_speculative_config", "create_engine_config"):
+    setattr(EngineArgs, name, getattr(EngineArgs, name).__wrapped__)
+print("OUT", [repr(engine_config(config)) for config in (None, dict(NGRAM))] == wrapped, kinds)
+print("OUT", sorted(changes(before, snapshot())))
+"""
+    )
+    done = python(code, VLLM_PLUGINS="")
+    assert done.returncode == 0, done.stderr[-3000:]
+    changed, same, restored = results(done)
+    module = "vllm.engine.arg_utils.EngineArgs"
+    assert changed == repr([f"{module}.create_engine_config", f"{module}.create_speculative_config"])
+    assert same == "True ['SpeculativeConfig']"
+    assert restored == "[]"
+
+
+def test_switched_off() -> None:
+    """VLLM_SPECPLUGINS_DISABLE=1: nothing at all is changed, and our names are unknown to vLLM."""
+    code = (
+        IMPORT_EVERYTHING
+        + """
+import vllm_specplugins
+vllm_specplugins.register()
+print("OUT", sorted(changes(before, snapshot())))
+try:
+    engine_config({"method": "prompt_lookup", "num_speculative_tokens": 3})
+except Exception as error:
+    print("OUT", type(error).__name__)
+"""
+    )
+    done = python(code, VLLM_SPECPLUGINS_DISABLE="1")
+    assert results(done) == ["[]", "ValidationError"], done.stderr[-3000:]
+
+
+def test_nothing_stays_swapped(engine: Any) -> None:
+    """After an engine with a method of ours was built and used, vLLM's modules are what they were.
+
+    But for the records of kind "patch", which mend vLLM where our methods run.
+    """
+    engine()
+    before = snapshot()
+    generate(engine(PROMPT_LOOKUP), [[5, 6, 7, 5, 6]], [1], max_tokens=4)
+    patches = {seam.name for seam in compat.SEAMS if seam.kind == "patch"}
+    assert {key[-1] for key in changes(before, snapshot())} <= patches
+
+
+def test_our_config_passes_through() -> None:
+    config = engine_config(PROMPT_LOOKUP)
+    assert config.speculative_config.method == "prompt_lookup"
+    assert config.num_speculative_tokens == 4
+    assert config.num_lookahead_tokens == 0, "a history proposer writes no KV"
+    assert config.parallel_config.worker_cls == "vllm_specplugins.engine.worker.CPUWorker"
+    assert config.use_v2_model_runner == (RUNNER == "v2")
+    assert config.scheduler_config.async_scheduling is False
+
+
+def test_flags() -> None:
+    """--spec-method and --spec-tokens, as well as keys written with dashes."""
+    config = engine_config(spec_method="prompt_lookup", spec_tokens=3)
+    assert (config.speculative_config.method, config.num_speculative_tokens) == ("prompt_lookup", 3)
+    own = engine_config({"method": "prompt_lookup", "max-ngram": 5}).speculative_config.plugin_config.own
+    assert own.max_ngram == 5
+    with pytest.raises(ConfigError, match="given twice"):
+        engine_config({"method": "prompt_lookup", "num_speculative_tokens": 3}, spec_tokens=4)
+
+
+@pytest.mark.parametrize("method", ["promt_lookup", "", 5, ["prompt_lookup"]])
+def test_unknown_method(method: Any) -> None:
+    """The sentence lists both our names and vLLM's."""
+    with pytest.raises(ConfigError, match=r"method must be one of prompt_lookup, .*ngram.*, not "):
+        engine_config({"method": method, "num_speculative_tokens": 3})
+
+
+def test_asynchronous_scheduling() -> None:
+    """On V2 it brings our scheduler; V1 cannot (on a CPU vLLM itself turns it off), and says so."""
+    config = engine_config(PROMPT_LOOKUP, async_scheduling=True)
+    if RUNNER == "v1":
+        assert config.scheduler_config.async_scheduling is False
+        config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
+        config.scheduler_config.async_scheduling = True
+        with pytest.raises(ConfigError, match="async_scheduling must be false on Model Runner V1"):
+            take_over(config)
+        return
+    assert config.scheduler_config.scheduler_cls == "vllm_specplugins.engine.scheduler.PlannedScheduler"
+    with pytest.raises(ConfigError, match="scheduler_cls must be left alone"):
+        engine_config(PROMPT_LOOKUP, async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+
+
+def test_foreign_worker() -> None:
+    with pytest.raises(ConfigError, match="worker_cls must be one of"):
+        engine_config(PROMPT_LOOKUP, worker_cls="some.other.Worker")
+
+
+def test_unsupported_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A failing probe: one sentence, and vLLM goes on without us; bad input is still refused."""
+    monkeypatch.setattr(compat, "probe_installed", lambda: ("vllm/x.py: Y is missing; supported is vLLM >=0.32",))
+    with caplog.at_level(logging.ERROR, "vllm.specplugins"):
+        assert engine_config(PROMPT_LOOKUP).speculative_config is None
+    assert [record.message for record in caplog.records] == [
+        "vllm-specplugins does not support this vLLM (vllm/x.py: Y is missing; supported is vLLM >=0.32); "
+        "serving without speculative decoding."
+    ]
+    with pytest.raises(ConfigError):
+        engine_config({"method": "prompt_lookup", "max_ngram": 99})
+
+
+BAD_SCRIPT = f"""
+import sys
+from vllm.engine.arg_utils import EngineArgs
+EngineArgs(model={str(DEMO_MODEL)!r}, speculative_config=eval(sys.argv[1])).create_engine_config()
+"""
+
+
+@pytest.mark.slow
+def test_refusals_end_processes() -> None:
+    """200 malformed configurations in 200 processes: exit code not 0, and one sentence instead of a traceback."""
+    code = f"""
+import os, sys
+sys.path.insert(0, {os.path.dirname(os.path.dirname(__file__))!r})
+from test_config import MALFORMED
+from vllm.engine.arg_utils import EngineArgs
+for config in MALFORMED[:: len(MALFORMED) // 200][:200]:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.dup2(write, 2)
+        try:
+            EngineArgs(model={str(DEMO_MODEL)!r}, speculative_config=config).create_engine_config()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    _, status = os.wait()
+    lines = text.strip().splitlines()
+    if not os.waitstatus_to_exitcode(status) or len(lines) != 1 or not lines[0].startswith("error: "):
+        print("BAD", repr(config)[:200], status, text[-500:])
+print("DONE")
+"""
+    done = python(code)
+    assert done.stdout.strip().splitlines()[-1:] == ["DONE"], done.stderr[-2000:]
+    assert "BAD" not in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ['{"method":"prompt_lookup","max_ngram":99}', '{"method":"prompt_lookup","k":1}'])
+def test_server_refuses(value: str) -> None:
+    """The command line of the server: the sentence, exit code not 0, no traceback."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL)]
+    done = subprocess.run([*command, "--speculative-config", value], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "error: prompt_lookup: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_stats_over_rpc(engine: Any) -> None:
+    llm = engine(PROMPT_LOOKUP)
+    generate(llm, [[5, 6, 7, 5, 6]], [1], max_tokens=4)
+    [stats] = llm.collective_rpc("specplugins_stats")
+    assert json.loads(json.dumps(stats))["request_steps"] > 0

@@ -1,0 +1,113 @@
+"""Configurations: what is accepted, and that everything else is refused with one clear sentence."""
+
+import math
+import random
+import re
+from typing import Any
+
+import pytest
+
+from vllm_specplugins.config import ConfigError, PromptLookupConfig
+from vllm_specplugins.methods import METHODS, parse_config
+
+RUBBISH: list[Any] = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    65,
+    10**30,
+    -(10**30),
+    2.0,
+    0.5,
+    math.nan,
+    math.inf,
+    -math.inf,
+    "",
+    "5",
+    "five",
+    b"5",
+    [],
+    [5],
+    (5,),
+    {},
+    {"a": {"b": [1, {}]}},
+    {5},
+    object(),
+    "x" * 10_000,
+]
+FIELDS = ["num_speculative_tokens", "time_budget_ms", "max_ngram", "min_ngram"]
+
+
+def malformed() -> list[dict[str, Any]]:
+    """More than 200 dictionaries that must be refused; each has one thing wrong, some of them several."""
+    wrong = [
+        {"method": "prompt_lookup", field: value}
+        for field in FIELDS
+        for value in RUBBISH
+        if not (field == "time_budget_ms" and value == 65 and value is not True)
+    ]
+    wrong += [{"method": "prompt_lookup", key: 5} for key in ("", "max-n", "MAX_NGRAM", "model", "stages", "é", "a b")]
+    wrong += [{"method": "prompt_lookup", key: 5} for key in (5, None, (1, 2), 2.5, True)]  # type: ignore[dict-item]
+    wrong += [{"method": "prompt_lookup", "min_ngram": low, "max_ngram": low - 1} for low in range(2, 17)]
+    wrong += [{"method": "custom", "proposer": value} for value in RUBBISH]
+    wrong += [{"method": "custom", "proposer": path} for path in ("a", "a:", ":b", "a.b", "a:b:c", "a b:c", "1:2")]
+    wrong += [
+        {"method": "custom", "proposer": "json:nothing_there"},
+        {"method": "custom", "proposer": "nope.x:Y"},
+    ]
+    wrong += [{"method": "custom"}, {"method": "custom", "options": {}}]
+    options: list[Any] = [value for value in RUBBISH if value != {} and not isinstance(value, dict)]
+    wrong += [{"method": "custom", "proposer": "json:loads", "options": value} for value in [*options, {5: 6}]]
+    rng = random.Random(0)
+    for _ in range(40):
+        keys = rng.sample([*FIELDS, "unknown", "nested"], 3)
+        config = {"method": "prompt_lookup", **{key: rng.choice(RUBBISH[2:]) for key in keys}}
+        wrong.append(config)
+    return wrong
+
+
+MALFORMED = malformed()
+
+
+def test_there_are_enough() -> None:
+    assert len(MALFORMED) >= 200
+
+
+@pytest.mark.parametrize("config", MALFORMED, ids=lambda config: repr(config)[:60])
+def test_refused_with_a_sentence(config: dict[str, Any]) -> None:
+    """Kills: any other exception, an essay, or a message that names neither field nor what is allowed."""
+    with pytest.raises(ConfigError) as caught:
+        parse_config(config)
+    sentence = str(caught.value)
+    assert sentence.endswith(".") and "\n" not in sentence and len(sentence) < 300
+    assert sentence.startswith(("prompt_lookup: ", "custom: ", "speculative_config: "))
+    assert any(str(key) in sentence or repr(key)[:50] in sentence for key in config if key != "method") or (
+        "proposer is missing" in sentence
+    )
+    assert re.search(r"must be|fields are|cannot be imported|is missing", sentence)
+
+
+def test_defaults() -> None:
+    config = parse_config({"method": "prompt_lookup"})
+    assert config.own == PromptLookupConfig(max_ngram=8, min_ngram=2)
+    assert config.common.num_speculative_tokens == 5
+
+
+def test_the_documented_example() -> None:
+    raw = {"method": "prompt_lookup", "num_speculative_tokens": 5, "max_ngram": 8, "min_ngram": 2}
+    config = parse_config(raw)
+    assert (config.method, config.common.num_speculative_tokens, config.own.max_ngram) == (
+        "prompt_lookup",
+        5,
+        8,
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_frozen(name: str) -> None:
+    raw = {"method": name, **({"proposer": "json:loads"} if name == "custom" else {})}
+    config = parse_config(raw)
+    with pytest.raises(AttributeError):
+        config.common.num_speculative_tokens = 7  # type: ignore[misc]

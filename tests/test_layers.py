@@ -1,0 +1,83 @@
+"""The arrows of DESIGN.md, read from the source: who may import whom."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "vllm_specplugins"
+
+# Each part of the package, and the parts of ours that it may import. `engine` may import all of them.
+MAY_IMPORT = {
+    "config": set(),
+    "draft": set(),
+    "structures": {"config", "draft"},
+    "proposers": {"config", "draft", "structures", "kernels"},
+    "methods": {"config", "draft", "proposers"},
+    "kernels": set(),
+    "__init__": {"config", "engine"},
+}
+HEAVY = {"vllm", "torch", "triton", "transformers"}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of everything that a source file imports, also inside functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 or "kernels" in path.parts, f"{path}: relative import"
+            found.add(node.module or "")
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def part_of(path: Path) -> str:
+    if path.is_relative_to(ROOT / "kernels"):
+        return "kernels"
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+SOURCES = [*PACKAGE.rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_arrows(path: Path) -> None:
+    """Kills: vLLM imported outside of engine/; a proposer that imports the engine; kernels that import ours."""
+    part = part_of(path)
+    names = imports(path)
+    if part != "engine":
+        assert not {name for name in names if name.split(".")[0] == "vllm"}
+        ours = {name.split(".")[1] for name in names if name.startswith("vllm_specplugins.")}
+        assert ours <= MAY_IMPORT[part] | {part}
+    if path.name != "fused.py" and part != "engine":
+        assert "triton" not in {name.split(".")[0] for name in names}
+    if path.name == "__init__.py":
+        assert not {name.split(".")[0] for name in names} & HEAVY
+
+
+def test_import_is_light() -> None:
+    """Importing the package, and all of it but the engine, loads neither vLLM nor torch nor Triton."""
+    modules = [
+        "vllm_specplugins",
+        "vllm_specplugins.methods",
+        "vllm_specplugins.proposers.barrier",
+        "vllm_specplugins.proposers.prompt_lookup",
+        "vllm_specplugins.kernels",
+        "vllm_specplugins.engine",
+    ]
+    code = f"import sys, {', '.join(modules)}; print(sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_top_level_kernels() -> None:
+    """Hugging Face's `kernels` must stay importable: ours lives inside our package."""
+    code = "import importlib.util as u; print(u.find_spec('vllm_specplugins.kernels') is not None)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.strip() == "True"
