@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from conftest import INTERPRETED
 from prompts import load_prompts
 from transformers import AutoTokenizer
 
@@ -9,11 +10,12 @@ PROMPT_LOOKUP = {"method": "prompt_lookup", "num_speculative_tokens": 4}
 
 
 def mixed_prompts(model: str, count: int) -> list[list[int]]:
-    """Held-out prompts of both kinds as token ids, cut to lengths from 3 to a few hundred tokens."""
+    """Held-out prompts of both kinds as token ids, cut to mixed lengths of at least 3 tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = load_prompts("continue", (count + 1) // 2) + load_prompts("edit", 30)
     prompts = [tokenizer.encode(text) for text in texts]
-    lengths = [3 + 17 * i % 331 for i in range(count)]
+    longest = 150 if INTERPRETED else 331
+    lengths = [3 + 17 * i % longest for i in range(count)]
     return [prompts[i % len(prompts)][-length:] for i, length in enumerate(lengths)]
 
 

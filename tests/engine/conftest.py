@@ -1,28 +1,55 @@
 """Real vLLM engines, one at a time, on the runner that SPECPLUGINS_RUNNER names: "v1" (default) or "v2".
 
-V2 runs through Triton's interpreter. The engines run in this process, so that tests can look inside.
+Without a GPU, V2 runs through Triton's interpreter. The engines run in this process, so that tests can look inside.
 """
 
+import atexit
 import gc
+import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
-DEMO_MODEL = Path(os.environ.get("SPECPLUGINS_TEST_MODEL", EXAMPLES / "demo" / "model"))
 RUNNER = os.environ.get("SPECPLUGINS_RUNNER", "v1")
+INTERPRETED = RUNNER == "v2" and not torch.cuda.is_available()
+
+
+def first_layers(model: Path, num_layers: int) -> Path:
+    """A checkpoint of a model's first layers, in a new folder; the demo model is trained to be usable so."""
+    out = Path(tempfile.mkdtemp(prefix="specplugins-model-"))
+    atexit.register(shutil.rmtree, out, ignore_errors=True)
+    shutil.copytree(model, out, dirs_exist_ok=True)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
+    dropped = tuple(f"model.layers.{layer}." for layer in range(num_layers, config["num_hidden_layers"]))
+    weights = load_file(out / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith(dropped)}
+    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+DEMO_MODEL = EXAMPLES / "demo" / "model"
+NUM_LAYERS = 8
+if INTERPRETED:  # a layer costs some ten milliseconds a step there
+    NUM_LAYERS = 2
+    DEMO_MODEL = first_layers(DEMO_MODEL, NUM_LAYERS)
 ENGINE_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-if RUNNER == "v2":
+if INTERPRETED:
     paths = [str(HERE / "triton_cpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
     ENGINE_ENVIRONMENT |= {
         "TRITON_INTERPRET": "1",
@@ -30,17 +57,27 @@ if RUNNER == "v2":
         "PYTHONPATH": os.pathsep.join(paths),
     }
     sys.path.insert(0, str(HERE / "triton_cpu"))
+elif RUNNER == "v2":
+    ENGINE_ENVIRONMENT["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ.update(ENGINE_ENVIRONMENT)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for the engines of this process alone
 sys.path.insert(0, str(EXAMPLES / "demo"))
 sys.path.insert(0, str(HERE))
 
-Tokens = list[list[int]]
 
+@pytest.fixture(scope="session", autouse=INTERPRETED)
+def asynchronous_scheduling_on_cpu() -> None:
+    """vLLM's CPU platform turns asynchronous scheduling off for every runner; V2 can do it there, too."""
+    from vllm.platforms.cpu import CpuPlatform
 
-@pytest.fixture(scope="session")
-def runner() -> str:
-    return RUNNER
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        asynchronous = vllm_config.scheduler_config.async_scheduling
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asynchronous
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +87,6 @@ def engine() -> Iterator[Callable[..., Any]]:
 
     def stop() -> None:
         if alive:
-            import torch
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
             alive.pop("llm").llm_engine.engine_core.shutdown()

@@ -1,5 +1,6 @@
 """True draft lengths are honoured: what was not found is not verified; and references are looked up."""
 
+import json
 from typing import Any
 
 import pytest
@@ -69,6 +70,20 @@ def test_reference(engine: Any) -> None:
     accepted = spec_metrics(llm)["accepted_tokens"] - before["accepted_tokens"]
     assert predicted == plain
     assert accepted >= 0.75 * len(plain) - 4, "nearly all tokens are accepted drafts"
+
+
+def test_options_as_text(engine: Any) -> None:
+    """As `vllm_xargs` of the HTTP API has to give them; text that is no dictionary is ignored."""
+    llm = engine(PROMPT_LOOKUP)
+    prompt = list(range(10, 60))
+    [plain] = generate(llm, [prompt], [1])
+    text = json.dumps({"reference": [*prompt[-3:], *plain]})
+    before = spec_metrics(llm)
+    assert generate(llm, [prompt], [1], extra_args={"specplugins": text}) == [plain]
+    assert spec_metrics(llm)["accepted_tokens"] - before["accepted_tokens"] >= 0.75 * len(plain) - 4
+    for rubbish in ("{", "7", "[]", 7, [1]):
+        assert generate(llm, [prompt], [1], extra_args={"specplugins": rubbish}) == [plain]
+    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
 
 
 @pytest.mark.parametrize("reference", [7, [-1], [10**9], ["a"], {"a": 1}, [True]])

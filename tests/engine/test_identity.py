@@ -10,7 +10,7 @@ SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
 # Few blocks: eight requests cannot all stay, so that some are preempted.
 STRESS: dict[str, Any] = {
     "max_model_len": 512,
-    "num_gpu_blocks_override": 28,
+    "num_gpu_blocks_override": 18,
     "enable_prefix_caching": True,
     "enable_chunked_prefill": True,
     "max_num_batched_tokens": 96,
@@ -64,7 +64,7 @@ def test_stops(engine: Any, prompts: Any) -> None:
     """Stop tokens in the middle of an accepted draft, and min_tokens."""
     from vllm import SamplingParams
 
-    edits = [prompt for prompt in prompts if len(prompt) > 150][:6]
+    edits = [prompt for prompt in prompts if len(prompt) > 100][:6]
 
     def run(llm: Any) -> Any:
         stops = generate(llm, edits, [6], max_tokens=40)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cases import PROMPT_LOOKUP
-from conftest import DEMO_MODEL, RUNNER
+from conftest import DEMO_MODEL
 
 PROGRAM = """
 import json, sys
@@ -53,10 +53,6 @@ def test_engine_process(tmp_path: Path) -> None:
     outputs, [stats] = run(tmp_path, {}, speculative_config=PROMPT_LOOKUP)
     assert outputs == plain
     assert stats["accepted_tokens"] > 10
-    if RUNNER == "v2":
-        outputs, [stats] = run(tmp_path, {}, speculative_config=PROMPT_LOOKUP, async_scheduling=True)
-        assert outputs == plain
-        assert stats["accepted_tokens"] > 10
 
 
 @pytest.mark.slow

@@ -190,6 +190,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam("v1/worker/gpu/states.py", "RequestState.all_token_ids", None, "read", "newest tokens"),
     Seam("v1/worker/gpu/states.py", "RequestState.total_len", None, "read", "lengths of histories"),
     Seam("v1/worker/gpu/input_batch.py", "InputBatch.idx_mapping", None, "read", "rows of the request states"),
+    Seam("v1/worker/gpu/input_batch.py", "InputBatch.has_structured_output_reqs", None, "read", "grammars see drafts"),
     Seam(
         "v1/worker/gpu/spec_decode/speculator.py",
         "BaseSpeculator.propose",

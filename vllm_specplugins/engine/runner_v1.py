@@ -4,7 +4,7 @@ V1 gives its own custom proposers token ids and nothing else, so the runner's `p
 replaced, on that one runner, by one that sees all that the step knows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,6 +75,7 @@ class _Adapter:
         self._runner = runner
         self._barrier = barrier
         self._update_states = runner._update_states  # vLLM's own, bound
+        self._options: dict[str, Mapping[str, Any]] = {}
         self._target = TargetV1(runner) if runner.speculative_config.runs_target else None
 
     def update_states(self, scheduler_output: Any) -> Any:
@@ -82,7 +83,15 @@ class _Adapter:
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         if gone:
             self._barrier.forget(sorted(gone))
+            for request_id in gone:
+                self._options.pop(request_id, None)
         return self._update_states(scheduler_output)
+
+    def _options_of(self, request_id: str) -> Mapping[str, Any]:
+        options = self._options.get(request_id)
+        if options is None:
+            options = self._options[request_id] = request_options(self._runner.requests[request_id].sampling_params)
+        return options
 
     def propose_draft_token_ids(
         self,
@@ -109,7 +118,7 @@ class _Adapter:
             request_ids=request_ids,
             token_ids=[input_batch.token_ids_cpu[row, :n] for row, n in zip(rows, num_tokens, strict=True)],
             max_num_draft=np.clip(room, 0, runner.num_spec_tokens).astype(np.int32),
-            options=[request_options(runner.requests[request_id].sampling_params) for request_id in request_ids],
+            options=[self._options_of(request_id) for request_id in request_ids],
             target=None
             if self._target is None
             else self._target.of(rows, num_tokens, hidden_states, common_attn_metadata),

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array
 from vllm_specplugins.engine.options import request_options
-from vllm_specplugins.engine.scheduler import REPORT
+from vllm_specplugins.engine.report import REPORT, DraftReport
 from vllm_specplugins.engine.target_v2 import TargetSpeculator
 from vllm_specplugins.proposers.barrier import FaultBarrier
 
@@ -44,13 +43,9 @@ def while_built(vllm_config: VllmConfig, barrier: FaultBarrier) -> Iterator[None
 def attach(runner: Any, barrier: FaultBarrier) -> None:
     """Hands the runner's news of requests to our speculator, and the true draft lengths to its scheduler."""
     speculator = runner.speculator
-    if not isinstance(speculator, HostSpeculator):  # a model proposer, or a pipeline rank that does not draft
+    if speculator is None:  # a pipeline rank that does not draft
         return
-    add_requests, finish_requests, sample_tokens = (
-        runner.add_requests,
-        runner.finish_requests,
-        runner.sample_tokens,
-    )
+    add_requests, finish_requests, sample_tokens = runner.add_requests, runner.finish_requests, runner.sample_tokens
 
     def add(scheduler_output: Any) -> None:
         add_requests(scheduler_output)
@@ -63,11 +58,11 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     def sample(grammar_output: Any) -> Any:
         output = sample_tokens(grammar_output)
         if hasattr(output, "model_runner_output"):
-            setattr(output.model_runner_output, REPORT, speculator.num_draft_by_request())
+            setattr(output.model_runner_output, REPORT, speculator.report.num_draft())
         return output
 
     runner.add_requests, runner.finish_requests, runner.sample_tokens = add, finish, sample
-    runner.draft_tokens_handler = speculator
+    runner.draft_tokens_handler = speculator.report
 
 
 @dataclass(slots=True)
@@ -80,7 +75,7 @@ class _Request:
 
 
 class HostSpeculator(BaseSpeculator):
-    """Runs a proposer on the host. It is also the runner's `draft_tokens_handler`: it knows the true lengths.
+    """Runs a proposer on the host.
 
     Under tensor parallelism rank 0 drafts and the others receive its tokens, so that a time-out on one rank
     cannot make the ranks verify different drafts.
@@ -96,7 +91,7 @@ class HostSpeculator(BaseSpeculator):
         self._max_model_len = vllm_config.model_config.max_model_len
         self._max_num_draft = vllm_config.num_speculative_tokens
         self._requests: dict[str, _Request] = {}
-        self._draft_token_ids: dict[str, list[int]] = {}
+        self.report = DraftReport()
         self._draft_tokens = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs, self._max_num_draft, dtype=torch.int64, device=device
         )
@@ -167,10 +162,11 @@ class HostSpeculator(BaseSpeculator):
         )
         draft = self._barrier.propose(batch, Feedback(request_ids, accepted + rejected, accepted))
         padded = np.zeros((input_batch.num_reqs, self._max_num_draft), np.int32)
-        self._draft_token_ids = {request_id: [] for request_id in input_batch.req_ids}
-        for row, request_id, tokens, count in zip(rows, request_ids, draft.token_ids, draft.num_draft, strict=True):
+        drafts: list[list[int]] = [[] for _ in input_batch.req_ids]
+        for row, tokens, count in zip(rows, draft.token_ids, draft.num_draft, strict=True):
             padded[row, :count] = tokens[:count]
-            self._draft_token_ids[request_id] = tokens[:count].tolist()
+            drafts[row] = tokens[:count].tolist()
+        self.report.tell(input_batch.req_ids, drafts)
         return padded
 
     def _extend_histories(
@@ -201,14 +197,3 @@ class HostSpeculator(BaseSpeculator):
                 request.token_ids[:total] = whole.cpu().numpy()
             request.num_tokens = total
         return rows, host[rows, 0] - 1, host[rows, 1]
-
-    def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
-        """The runner's note of what it just got from `propose`; we know it already."""
-
-    def get_draft_tokens(self) -> DraftTokenIds | None:
-        """The drafts in their true lengths, for a scheduler that plans after them."""
-        return DraftTokenIds(list(self._draft_token_ids), list(self._draft_token_ids.values()))
-
-    def num_draft_by_request(self) -> dict[str, int]:
-        """The true lengths, for a scheduler that plans before the drafts exist."""
-        return {request_id: len(tokens) for request_id, tokens in self._draft_token_ids.items()}

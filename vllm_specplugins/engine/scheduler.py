@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-REPORT = "specplugins_num_draft"  # attribute of ModelRunnerOutput: request id -> length of its newest draft
+from vllm_specplugins.engine.report import REPORT
 
 
 class PlannedScheduler(AsyncScheduler):

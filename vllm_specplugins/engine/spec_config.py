@@ -85,8 +85,7 @@ def take_over(vllm_config: VllmConfig) -> None:
             f"{method}: scheduler_cls must be left alone with async_scheduling, "
             f"not {vllm_config.scheduler_config.scheduler_cls!r}."
         )
-    if not speculative_config.runs_target:
-        vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+    vllm_config.scheduler_config.scheduler_cls = SCHEDULER
 
 
 def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:

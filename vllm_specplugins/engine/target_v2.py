@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_specplugins.draft import DraftBatch, Feedback, Sampling, Target
 from vllm_specplugins.engine.layers import FirstLayers
+from vllm_specplugins.engine.report import DraftReport
 from vllm_specplugins.proposers.barrier import FaultBarrier
 
 
@@ -29,7 +30,16 @@ class TargetSpeculator(DraftModelSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, barrier: FaultBarrier):
         super().__init__(vllm_config, device)
         self._barrier = barrier
+        self.report = DraftReport()
         self._query_starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
+
+    def add(self, new_requests: Any) -> None:
+        """Nothing is kept of a request."""
+
+    def remove(self, request_ids: set[str]) -> None:
+        """Tells the proposer which requests are gone."""
+        if request_ids:
+            self._barrier.forget(sorted(request_ids))
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing is captured."""
@@ -90,6 +100,11 @@ class TargetSpeculator(DraftModelSpeculator):
         nothing = np.zeros(0, np.int32)  # what was accepted is on the device; vLLM's own metrics count it
         draft = self._barrier.propose(batch, Feedback((), nothing, nothing))
         drafts[:, : draft.token_ids.shape[1]] = torch.as_tensor(draft.token_ids, device=drafts.device)
+        if input_batch.has_structured_output_reqs:  # a grammar has to see the tokens
+            rows = drafts.tolist()
+        else:
+            rows = [[-1] * self.num_speculative_steps] * num_reqs
+        self.report.tell(input_batch.req_ids, [row[:n] for row, n in zip(rows, draft.num_draft, strict=True)])
         return drafts
 
 

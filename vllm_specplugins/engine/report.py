@@ -1,0 +1,33 @@
+"""Model Runner V2: what the scheduler is told of a step's drafts. vLLM's own handler reports K for every request."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm.v1.outputs import DraftTokenIds
+
+REPORT = "specplugins_num_draft"  # attribute of ModelRunnerOutput: request id -> length of its newest draft
+
+
+class DraftReport:
+    """A runner's `draft_tokens_handler` that reports true lengths.
+
+    Where no grammar has to check them, the token ids may be any numbers: the drafts themselves stay on the device.
+    """
+
+    def __init__(self) -> None:
+        self._token_ids: dict[str, list[int]] = {}
+
+    def tell(self, request_ids: Sequence[str], token_ids: Iterable[list[int]]) -> None:
+        """The drafts of the step that is just being finished."""
+        self._token_ids = dict(zip(request_ids, token_ids, strict=True))
+
+    def set_draft_tokens(self, input_batch: Any, draft_tokens: Any) -> None:
+        """The runner's note of what it just got from `propose`; `tell` has said it already."""
+
+    def get_draft_tokens(self) -> DraftTokenIds:
+        """For a scheduler that plans after the drafts."""
+        return DraftTokenIds(list(self._token_ids), list(self._token_ids.values()))
+
+    def num_draft(self) -> dict[str, int]:
+        """For a scheduler that plans before the drafts exist."""
+        return {request_id: len(tokens) for request_id, tokens in self._token_ids.items()}
