@@ -23,7 +23,15 @@ def generate(llm: Any, prompts: list[list[int]], batch_sizes: list[int], **sampl
     """Output token ids of each prompt; the prompts go in batches of the given sizes, in turn."""
     from vllm import SamplingParams
 
-    params = SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True, "detokenize": False, **sampling})
+    params = SamplingParams(
+        **{
+            "temperature": 0,
+            "max_tokens": 16 if INTERPRETED else 24,
+            "ignore_eos": True,
+            "detokenize": False,
+            **sampling,
+        }
+    )
     outputs: list[list[int]] = []
     turn = 0
     while len(outputs) < len(prompts):

@@ -30,7 +30,7 @@ class Faulty:
             case "raises":
                 raise RuntimeError("planted")
             case "hangs":
-                time.sleep(0.6)
+                time.sleep(1.5)
                 return draft
             case "wrong rows":
                 return Draft(token_ids[:-1], num_draft)

@@ -9,6 +9,7 @@ from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
 from vllm_specplugins.config import ConfigError
 
 FEW_LAYERS = NUM_LAYERS // 2
+NUM_TOKENS = 21  # one from the prompt and four whole steps of K + 1, so that no draft is cut
 STRESS: dict[str, Any] = {
     "max_model_len": 512,
     "num_gpu_blocks_override": 18,
@@ -30,7 +31,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
-    return generate(engine(), prompts, [8])
+    return generate(engine(), prompts, [8], max_tokens=NUM_TOKENS)
 
 
 @pytest.mark.slow
@@ -39,9 +40,7 @@ def test_all_layers_accept_everything(engine: Any, prompts: Any, expected: Any, 
     """The invariant. Kills: a wrong position, slot, block table, norm or token in the draft's forward pass."""
     llm = engine(early_exit(NUM_LAYERS), **({"async_scheduling": True} if asynchronous else {}))
     before = spec_metrics(llm)
-    # 5 tokens a step: one of the prefill and 24 of whole steps, so that no draft is cut by max_tokens.
-    outputs = generate(llm, prompts, [8], max_tokens=21)
-    assert outputs == [tokens[:21] for tokens in expected]
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     after = spec_metrics(llm)
     drafted = after["draft_tokens"] - before["draft_tokens"]
     assert drafted >= len(prompts) * 16
@@ -58,8 +57,8 @@ def test_stress(engine: Any, prompts: Any, expected: Any, asynchronous: bool) ->
     Kills: drafts that write past their own blocks (no lookahead slots), into another request's.
     """
     llm = engine(early_exit(FEW_LAYERS), **STRESS, **({"async_scheduling": True} if asynchronous else {}))
-    assert generate(llm, prompts, [8]) == expected
-    assert generate(llm, prompts, [8]) == expected, "the second time from the prefix cache"
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected, "the second time from the prefix cache"
     metrics = spec_metrics(llm)
     assert metrics["preemptions"] > 0 and metrics["accepted_tokens"] > 50
     assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}

@@ -41,7 +41,7 @@ class Scripted:
         self.seen.append(("forget", list(request_ids)))
 
 
-def guard(proposer: Any, budget_ms: float | None = 200) -> FaultBarrier:
+def guard(proposer: Any, budget_ms: float | None = 2000) -> FaultBarrier:
     return FaultBarrier(proposer, vocab_size=10, max_num_draft=3, time_budget_ms=budget_ms)
 
 
@@ -49,7 +49,7 @@ def raises() -> Any:
     raise RuntimeError("planted")
 
 
-@pytest.mark.parametrize("budget_ms", [None, 200])
+@pytest.mark.parametrize("budget_ms", [None, 2000])
 def test_good_drafts_pass(budget_ms: float | None) -> None:
     barrier = guard(Scripted(lambda: GOOD), budget_ms)
     assert barrier.propose(batch(), feedback()) is GOOD
@@ -121,15 +121,15 @@ def test_a_hang_is_left_behind_and_comes_back() -> None:
     """A late answer is thrown away: it belongs to another batch."""
 
     def late() -> Draft:
-        time.sleep(0.3)
+        time.sleep(0.8)
         return Draft(np.full((2, 2), 7, np.int32), GOOD.num_draft)
 
-    barrier = guard(Scripted(late, lambda: GOOD), budget_ms=50)
+    barrier = guard(Scripted(late, lambda: GOOD), budget_ms=200)
     start = time.perf_counter()
     assert barrier.propose(batch(), feedback()).num_draft.tolist() == [0, 0]
     assert barrier.propose(batch(), feedback()).num_draft.tolist() == [0, 0], "still hanging"
-    assert time.perf_counter() - start < 0.25, "the second step must not wait"
-    time.sleep(0.4)
+    assert time.perf_counter() - start < 0.6, "the second step must not wait"
+    time.sleep(1.0)
     assert barrier.propose(batch(), feedback()) is GOOD
     assert barrier.counters.faults == {"hangs": 2}
 
@@ -146,15 +146,15 @@ def test_forget_comes_before_the_next_propose() -> None:
 
 def test_forget_survives_a_hang() -> None:
     def late() -> Draft:
-        time.sleep(0.3)
+        time.sleep(0.8)
         return GOOD
 
     proposer = Scripted(late, lambda: GOOD)
-    barrier = guard(proposer, budget_ms=50)
+    barrier = guard(proposer, budget_ms=200)
     barrier.propose(batch(), feedback())
     barrier.forget(["old"])
     barrier.propose(batch(), feedback())
-    time.sleep(0.4)
+    time.sleep(1.0)
     barrier.propose(batch(), feedback())
     assert ("forget", ["old"]) in proposer.seen
 
