@@ -15,6 +15,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import DraftBatch, Feedback
+from vllm_specplugins.engine.layers import FirstLayers
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target_v1 import TargetV1
 from vllm_specplugins.proposers.barrier import FaultBarrier
@@ -23,8 +24,11 @@ from vllm_specplugins.proposers.barrier import FaultBarrier
 class _Drafter:
     """What the runner keeps as its drafter; the work is done in `_Adapter`."""
 
+    adapter: "_Adapter"
+
     def load_model(self, target: Any) -> None:
-        """Nothing to load: V1's CPU runner calls this on every drafter."""
+        """V1 calls this on its drafter when the target is loaded."""
+        self.adapter.load_model(target)
 
 
 @contextmanager
@@ -41,7 +45,9 @@ def while_built(vllm_config: VllmConfig, barrier: FaultBarrier) -> Iterator[None
 
 def attach(runner: Any, barrier: FaultBarrier) -> None:
     """Hands the runner's drafting steps and its news of requests to our proposer."""
-    adapter = _Adapter(runner, barrier)
+    if not hasattr(runner, "drafter"):  # a pipeline rank that does not draft
+        return
+    adapter = runner.drafter.adapter = _Adapter(runner, barrier)
     runner.propose_draft_token_ids = adapter.propose_draft_token_ids
     runner._update_states = adapter.update_states
     # V1 drafts zeros for the whole batch when one request nears this; we shorten that request's draft instead.
@@ -76,7 +82,12 @@ class _Adapter:
         self._barrier = barrier
         self._update_states = runner._update_states  # vLLM's own, bound
         self._options: dict[str, Mapping[str, Any]] = {}
-        self._target = TargetV1(runner) if runner.speculative_config.runs_target else None
+        self._target: TargetV1 | None = None
+
+    def load_model(self, target: Any) -> None:
+        """Prepares a model proposer's view of the target."""
+        if self._runner.speculative_config.runs_target:
+            self._target = TargetV1(self._runner, FirstLayers(target))
 
     def update_states(self, scheduler_output: Any) -> Any:
         """Passes on which requests are gone before vLLM drops them."""

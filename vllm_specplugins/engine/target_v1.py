@@ -14,17 +14,15 @@ from vllm_specplugins.engine.layers import FirstLayers
 class TargetV1:
     """Makes draft.Target for the steps of one runner."""
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: Any, first_layers: FirstLayers):
         self._runner = runner
-        self._first_layers: FirstLayers | None = None
+        self._first_layers = first_layers
 
     def of(self, rows: list[int], num_tokens: Any, hidden_states: torch.Tensor, common: Any) -> Target:
         """The target for the requests in these rows of the runner's batch, [num_reqs] tokens long each.
 
         `common` is the step's CommonAttentionMetadata, `hidden_states` [num_tokens_of_the_step, hidden_size].
         """
-        if self._first_layers is None:
-            self._first_layers = FirstLayers(self._runner.get_model())
         input_batch, device = self._runner.input_batch, hidden_states.device
         lengths = torch.from_numpy(num_tokens.astype(np.int64))
         # A request's hidden states begin where its query does; those of rejected drafts come last.
