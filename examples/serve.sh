@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Starts vLLM's OpenAI-compatible server with prompt_lookup and the demo model, sends it one request, shows what was
+# drafted and accepted, and stops it. With --keep it stays up. PORT chooses the port (a free one otherwise).
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+case ${1:-} in
+    "" | --keep) ;;
+    *) fail "the only option is --keep, not $1." ;;
+esac
+command -v curl >/dev/null || fail "curl is not there; install it to send the request."
+
+port=${PORT:-$("$venv/bin/python" -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')}
+url=http://127.0.0.1:$port
+log=$root/.cache/serve.log
+options=(--host 127.0.0.1 --port "$port" --served-model-name demo --max-model-len 2048
+    --speculative-config '{"method":"prompt_lookup","num_speculative_tokens":5}')
+if [[ $gpu == none ]]; then
+    options+=(--dtype float32 --enforce-eager)
+    export VLLM_CPU_KVCACHE_SPACE=1 # GiB
+fi
+mkdir -p "$root/.cache"
+
+fetch() { curl --silent --fail --noproxy '*' --max-time 120 "$@"; }
+
+# The server and its worker processes are one process group, which `stop` ends as a whole.
+stop() {
+    kill -TERM -- "-$server" 2>/dev/null || return 0
+    for _ in {1..60}; do
+        kill -0 -- "-$server" 2>/dev/null || return 0
+        sleep 0.5
+    done
+    kill -KILL -- "-$server" 2>/dev/null || true
+}
+
+set -m
+(preload && exec "$venv/bin/vllm" serve "$root/examples/demo/model" "${options[@]}") >"$log" 2>&1 </dev/null &
+server=$!
+set +m
+trap stop EXIT
+trap 'exit 130' INT TERM
+
+echo "Starting the server at $url (its log is $log) ..."
+began=$SECONDS
+until fetch "$url/health" >/dev/null; do
+    if ! kill -0 "$server" 2>/dev/null || ((SECONDS - began > 300)); then
+        tail -n 30 "$log" >&2
+        fail "the server did not come up."
+    fi
+    sleep 1
+done
+
+echo "Ready after $((SECONDS - began)) s. Asking it to edit some code:"
+PYTHONPATH=$root/examples/demo "$venv/bin/python" -c '
+import json, prompts
+prompt = prompts.load_prompts("edit", 1)[0]
+print(json.dumps({"model": "demo", "prompt": prompt, "max_tokens": 96, "temperature": 0}))
+' | fetch "$url/v1/completions" --header 'Content-Type: application/json' --data @- |
+    "$venv/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["choices"][0]["text"])'
+
+echo "What the server counted (metrics of vLLM):"
+fetch "$url/metrics" | grep -E '^vllm:(spec_decode_num_(drafts|draft_tokens|accepted_tokens)|generation_tokens)_total'
+
+if [[ ${1:-} == --keep ]]; then
+    trap - EXIT
+    echo "The server stays up; stop it with: kill $server"
+fi
