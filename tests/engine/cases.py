@@ -7,6 +7,14 @@ from prompts import load_prompts
 from transformers import AutoTokenizer
 
 PROMPT_LOOKUP = {"method": "prompt_lookup", "num_speculative_tokens": 4}
+# Hardly more blocks than one request can fill: of eight at a time, some are preempted.
+STRESS: dict[str, Any] = {
+    "max_model_len": 256 if INTERPRETED else 512,
+    "num_gpu_blocks_override": 10 if INTERPRETED else 18,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+    "max_num_batched_tokens": 96,
+}
 
 
 def mixed_prompts(model: str, count: int) -> list[list[int]]:

@@ -3,20 +3,13 @@
 from typing import Any
 
 import pytest
-from cases import generate, mixed_prompts
+from cases import STRESS, generate, mixed_prompts
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
 
 from vllm_specplugins.config import ConfigError
 
 FEW_LAYERS = NUM_LAYERS // 2
 NUM_TOKENS = 21  # one from the prompt and four whole steps of K + 1, so that no draft is cut
-STRESS: dict[str, Any] = {
-    "max_model_len": 512,
-    "num_gpu_blocks_override": 18,
-    "enable_prefix_caching": True,
-    "enable_chunked_prefill": True,
-    "max_num_batched_tokens": 96,
-}
 ASYNC = [False, True] if RUNNER == "v2" else [False]
 
 

@@ -3,18 +3,10 @@
 from typing import Any
 
 import pytest
-from cases import PROMPT_LOOKUP, generate, mixed_prompts
+from cases import PROMPT_LOOKUP, STRESS, generate, mixed_prompts
 from conftest import DEMO_MODEL, RUNNER, spec_metrics
 
 SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
-# Few blocks: eight requests cannot all stay, so that some are preempted.
-STRESS: dict[str, Any] = {
-    "max_model_len": 512,
-    "num_gpu_blocks_override": 18,
-    "enable_prefix_caching": True,
-    "enable_chunked_prefill": True,
-    "max_num_batched_tokens": 96,
-}
 ASYNC = [False, True] if RUNNER == "v2" else [False]
 
 
