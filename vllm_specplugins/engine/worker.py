@@ -1,7 +1,7 @@
 """vLLM's workers with our proposer in their model runner: the classes that `worker_cls` names.
 
-Nothing of vLLM stays patched: what has to be replaced while a runner is built is put back, and everything else
-is set on that one runner.
+What has to be replaced in vLLM while a runner is built is put back, and everything else is set on that one runner;
+the one patch that stays (kind "patch" in compat.py) mends V1's sampling on CPUs.
 """
 
 from dataclasses import asdict
