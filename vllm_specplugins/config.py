@@ -26,6 +26,16 @@ def text(default: Any = MISSING) -> Any:
     return field(default=default, metadata={"kind": str})
 
 
+def optional_text() -> Any:
+    """A dataclass field that holds a non-empty string or None."""
+    return field(default=None, metadata={"kind": None})
+
+
+def choice(default: str, *others: str) -> Any:
+    """A dataclass field that holds one of some words."""
+    return field(default=default, metadata={"kind": tuple, "words": (default, *others)})
+
+
 def shown(value: object) -> str:
     """`value` as an error message quotes it: at most 60 characters of its repr."""
     words = repr(value)
@@ -42,6 +52,11 @@ def check_fields(config: Any, method: str) -> None:
             fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
         elif kind is str:
             allowed, fits = "a non-empty string", isinstance(value, str) and bool(value)
+        elif kind is None:
+            allowed, fits = "a non-empty string or null", value is None or (isinstance(value, str) and bool(value))
+        elif kind is tuple:
+            words = entry.metadata["words"]
+            allowed, fits = f"one of {', '.join(map(repr, words))}", isinstance(value, str) and value in words
         else:
             allowed = "a dictionary with string keys"
             fits = isinstance(value, dict) and all(isinstance(key, str) for key in value)
@@ -75,9 +90,14 @@ class EarlyExitConfig:
 
     Args:
         exit_layer: how many layers draft, from the first one on; at most as many as the target has.
+        draft_sample_method: "greedy" drafts the likeliest token (q is one-hot); "probabilistic" samples from the
+            exit at the request's temperature, and is accepted more often where that is high.
+        exit_head: folder of a trained head (see proposers/exit_head.py); None is the target's own norm and head.
     """
 
     exit_layer: int = integer(1, 1, 10_000)
+    draft_sample_method: str = choice("greedy", "probabilistic")
+    exit_head: str | None = optional_text()
 
     def __post_init__(self) -> None:
         check_fields(self, "early_exit")

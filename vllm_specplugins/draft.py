@@ -24,6 +24,8 @@ class ProposerContext:
         max_num_reqs: most requests in one batch.
         max_num_draft: K.
         tokenize: text to token ids, without special tokens; slow (it may load the tokenizer).
+        device: where the target is (a torch.device).
+        dtype: what the target computes in (a torch.dtype).
     """
 
     vocab_size: int
@@ -31,6 +33,8 @@ class ProposerContext:
     max_num_reqs: int
     max_num_draft: int
     tokenize: Callable[[str], list[int]]
+    device: Any = "cpu"
+    dtype: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +43,36 @@ class Sampling:
 
     Args:
         temperature: [num_reqs] float32, 0 is greedy.
-        seeds: [num_reqs] int64, or None where the engine has none.
+        seeds: [num_reqs] int64, a request's own for as long as it lives.
     """
 
     temperature: Any
-    seeds: Any = None
+    seeds: Any
 
 
 class PagedForward(Protocol):
-    """Runs layers of the target for one new token a request, on the target's own paged KV cache."""
+    """Runs layers of the target for one new token a request, on the target's own paged KV cache.
 
-    def hidden_states(self, end_layer: int, token_ids: Any, positions: Any) -> Any:
-        """Hidden states [num_reqs, hidden_size] after layers [0, end_layer) and the final norm.
+    Nothing here waits for the device. The k-th call of a step, from 0 on, may feed positions up to k past the
+    newest token; attention metadata is updated in place from call to call where the attention backend can do that.
+    """
+
+    def hidden_states(self, end_layer: int, token_ids: Any, positions: Any, normed: bool = True) -> Any:
+        """Hidden states [num_reqs, hidden_size] after layers [0, end_layer).
 
         Args:
             end_layer: how many layers to run, from the first one on.
             token_ids: [num_reqs] int32, the token to feed for each request of the batch.
             positions: [num_reqs] int64, where it stands; its keys and values are written there, to be
                 overwritten when the target verifies the draft.
+            normed: whether the target's final norm is applied.
         """
 
     def logits(self, hidden_states: Any) -> Any:
-        """The target's logits [num_reqs, vocab_size] of hidden states [num_reqs, hidden_size]."""
+        """The target's logits [num_reqs, vocab_size] of normed hidden states [num_reqs, hidden_size]."""
+
+    def argmax(self, hidden_states: Any) -> Any:
+        """Token ids [num_reqs] of the largest of these logits; under tensor parallelism they are never gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +127,8 @@ class Draft:
             request's num_draft is ignored.
         num_draft: [num_reqs] int32, 0 where it has no guess.
         confidence: [num_reqs] float32, larger is surer, in the proposer's own unit (match length, probability).
-        logits: [num_reqs, K, vocab_size] of a proposer that samples; None means q is one-hot.
+        logits: [num_reqs, <= K, vocab_size] of a proposer that samples: q is their softmax at the request's
+            temperature. None means that q is one-hot.
         stage: [num_reqs] int32, which stage of a cascade made the draft.
     """
 

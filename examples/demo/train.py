@@ -33,11 +33,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-STEP_TOKENS = 6144
+STEP_TOKENS = 4096
 EXIT_ROTATION = (1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7)
 EXIT_WEIGHT = 1.0
 MAX_LAYER_DROPOUT = 0.1
-EDIT_SHARE, LATE_EDIT_SHARE = 0.35, 0.65  # of the rows; the late one in the last quarter of the run
+EDIT_SHARE = 0.5  # of the rows
 WARMUP = 0.02
 LEARNING_RATE = 4e-3
 GOLDEN_RATIO = 0.6180339887498949
@@ -73,10 +73,10 @@ class Rows:
         self.stream = torch.tensor([token for ids in files for token in ids], dtype=torch.int16)
         self.edits, self.bos, self.cursor = edits, files[0][0], 0
 
-    def take(self, length: int, edit_share: float, rng: random.Random) -> Tensor:
+    def take(self, length: int, rng: random.Random) -> Tensor:
         """A row of `length` tokens that starts with <bos>."""
         row: list[int] = []
-        if rng.random() < edit_share:
+        if rng.random() < EDIT_SHARE:
             for ids in rng.sample(self.edits, length // 80):
                 if len(row) + len(ids) <= length:
                     row += ids
@@ -91,8 +91,7 @@ class Rows:
     def batch(self, progress: float, rng: random.Random) -> Tensor:
         """[B, T + 1] int64, B * T = STEP_TOKENS; the longest rows come late, for contexts of 1-2k tokens."""
         length = rng.choices((512, 1024, 2048), (7, 3, 0) if progress < 0.6 else (6, 3, 1))[0]
-        edit_share = EDIT_SHARE if progress < 0.75 else LATE_EDIT_SHARE
-        return torch.stack([self.take(length + 1, edit_share, rng) for _ in range(STEP_TOKENS // length)])
+        return torch.stack([self.take(length + 1, rng) for _ in range(STEP_TOKENS // length)])
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:

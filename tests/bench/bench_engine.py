@@ -25,6 +25,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 from prompts import load_prompts
@@ -100,11 +101,11 @@ def main() -> int:
     parser.add_argument("--arms", type=json.loads, default=ARMS, help="JSON: name to speculative_config or null")
     args = parser.parse_args()
     vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
-    prompts = prompts_of(args.kind, args.prompts, vocab_size)
+    prompts = prompts_of(args.kind, max(args.prompts, args.batch), vocab_size)
 
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
-    for name, config in args.arms.items():
+    for name, config in tqdm(args.arms.items(), desc="engines"):
         ours, theirs = context.Pipe()
         context.Process(target=serve, args=(theirs, config, args), daemon=True).start()
         pipes[name] = ours
@@ -127,9 +128,8 @@ def main() -> int:
         print(f"outputs differ, nothing is reported: {identical}")
         return 1
     rounds: dict[str, list[Any]] = {name: [] for name in pipes}
-    for _ in range(args.rounds):
-        for name in pipes:
-            rounds[name].append(round_of(name))
+    for name in tqdm(list(pipes) * args.rounds, desc="rounds"):
+        rounds[name].append(round_of(name))
 
     num_tokens = sum(len(tokens) for tokens in expected)
     table = Table(title=f"{args.kind}, {args.batch} at a time, temperature {args.temperature:g}, {args.dtype}")

@@ -4,8 +4,10 @@ V1 gives its own custom proposers token ids and nothing else, so the runner's `p
 replaced, on that one runner, by one that sees all that the step knows.
 """
 
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ class _Drafter:
 
 
 @contextmanager
-def while_built(vllm_config: VllmConfig, barrier: FaultBarrier) -> Iterator[None]:
+def while_built(vllm_config: VllmConfig) -> Iterator[None]:
     """Lets a runner be built: to V1 we are a `custom_class` proposer."""
     original = gpu_model_runner.create_custom_proposer
     gpu_model_runner.create_custom_proposer = lambda vllm_config: _Drafter()
@@ -76,12 +78,18 @@ def expand_batch_to_tokens(
     return replaced.repeat_interleave(counts, output_size=num_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    options: Mapping[str, Any]
+    seed: int
+
+
 class _Adapter:
     def __init__(self, runner: Any, barrier: FaultBarrier):
         self._runner = runner
         self._barrier = barrier
         self._update_states = runner._update_states  # vLLM's own, bound
-        self._options: dict[str, Mapping[str, Any]] = {}
+        self._requests: dict[str, _Request] = {}
         self._target: TargetV1 | None = None
 
     def load_model(self, target: Any) -> None:
@@ -95,14 +103,18 @@ class _Adapter:
         if gone:
             self._barrier.forget(sorted(gone))
             for request_id in gone:
-                self._options.pop(request_id, None)
+                self._requests.pop(request_id, None)
         return self._update_states(scheduler_output)
 
-    def _options_of(self, request_id: str) -> Mapping[str, Any]:
-        options = self._options.get(request_id)
-        if options is None:
-            options = self._options[request_id] = request_options(self._runner.requests[request_id].sampling_params)
-        return options
+    def _request(self, request_id: str) -> _Request:
+        request = self._requests.get(request_id)
+        if request is None:
+            params = self._runner.requests[request_id].sampling_params
+            seed = getattr(params, "seed", None)
+            if seed is None:  # the same on every rank
+                seed = zlib.crc32(request_id.encode(), self._runner.model_config.seed)
+            request = self._requests[request_id] = _Request(request_options(params), seed)
+        return request
 
     def propose_draft_token_ids(
         self,
@@ -123,16 +135,19 @@ class _Adapter:
         runner, input_batch = self._runner, self._runner.input_batch
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
         request_ids = [input_batch.req_ids[row] for row in rows]
+        requests = [self._request(request_id) for request_id in request_ids]
         num_tokens = input_batch.num_tokens_no_spec[rows]
         room = runner.max_model_len - num_tokens - 1
+        target = None
+        if self._target is not None and rows:
+            seeds = [request.seed for request in requests]
+            target = self._target.of(rows, num_tokens, seeds, hidden_states, common_attn_metadata)
         batch = DraftBatch(
             request_ids=request_ids,
             token_ids=[input_batch.token_ids_cpu[row, :n] for row, n in zip(rows, num_tokens, strict=True)],
             max_num_draft=np.clip(room, 0, runner.num_spec_tokens).astype(np.int32),
-            options=[self._options_of(request_id) for request_id in request_ids],
-            target=None
-            if self._target is None
-            else self._target.of(rows, num_tokens, hidden_states, common_attn_metadata),
+            options=[request.options for request in requests],
+            target=target,
         )
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         feedback = Feedback(
@@ -141,7 +156,16 @@ class _Adapter:
             num_accepted=np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32),
         )
         draft = self._barrier.propose(batch, feedback)
+        if draft.logits is not None and target is not None:
+            runner._draft_probs = _probs(draft.logits, target.sampling.temperature)
+            runner._draft_prob_req_ids = request_ids
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for row, tokens, count in zip(rows, draft.token_ids.tolist(), draft.num_draft.tolist(), strict=True):
             drafts[row] = tokens[:count]
         return drafts
+
+
+def _probs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """q of drafted tokens, [num_reqs, K, vocab_size] float32. At temperature 0 nobody reads it."""
+    scale = torch.where(temperature == 0, 1.0, temperature)[:, None, None]
+    return torch.softmax(logits.float() / scale, dim=-1)

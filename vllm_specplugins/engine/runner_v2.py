@@ -24,14 +24,14 @@ from vllm_specplugins.proposers.barrier import FaultBarrier
 
 
 @contextmanager
-def while_built(vllm_config: VllmConfig, barrier: FaultBarrier) -> Iterator[None]:
+def while_built(vllm_config: VllmConfig) -> Iterator[None]:
     """Lets a runner be built with our speculator: V2 has a closed list of them."""
     original = model_runner.init_speculator
 
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> BaseSpeculator:
         if vllm_config.speculative_config.runs_target:
-            return TargetSpeculator(vllm_config, device, barrier)
-        return HostSpeculator(vllm_config, device, req_states, barrier)
+            return TargetSpeculator(vllm_config, device)
+        return HostSpeculator(vllm_config, device, req_states)
 
     model_runner.init_speculator = init_speculator
     try:
@@ -45,6 +45,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     speculator = runner.speculator
     if speculator is None:  # a pipeline rank that does not draft
         return
+    speculator.barrier = barrier
     add_requests, finish_requests, sample_tokens = runner.add_requests, runner.finish_requests, runner.sample_tokens
 
     def add(scheduler_output: Any) -> None:
@@ -83,9 +84,9 @@ class HostSpeculator(BaseSpeculator):
 
     supports_mm_inputs = False
     draft_logits = None
+    barrier: FaultBarrier  # set by `attach`
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any, barrier: FaultBarrier):
-        self._barrier = barrier
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         self._req_states = req_states
         self._device = device
         self._max_model_len = vllm_config.model_config.max_model_len
@@ -116,7 +117,7 @@ class HostSpeculator(BaseSpeculator):
         for request_id in request_ids:
             self._requests.pop(request_id, None)
         if request_ids:
-            self._barrier.forget(sorted(request_ids))
+            self.barrier.forget(sorted(request_ids))
 
     def propose(
         self,
@@ -160,7 +161,7 @@ class HostSpeculator(BaseSpeculator):
             max_num_draft=np.clip(room, 0, self._max_num_draft).astype(np.int32),
             options=[request.options for request in requests],
         )
-        draft = self._barrier.propose(batch, Feedback(request_ids, accepted + rejected, accepted))
+        draft = self.barrier.propose(batch, Feedback(request_ids, accepted + rejected, accepted))
         padded = np.zeros((input_batch.num_reqs, self._max_num_draft), np.int32)
         drafts: list[list[int]] = [[] for _ in input_batch.req_ids]
         for row, tokens, count in zip(rows, draft.token_ids, draft.num_draft, strict=True):

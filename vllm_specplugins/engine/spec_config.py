@@ -58,6 +58,7 @@ def build(
         plugin_config=config,
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
+        draft_sample_method=getattr(config.own, "draft_sample_method", "greedy"),
     )
 
 
@@ -90,12 +91,42 @@ def take_over(vllm_config: VllmConfig) -> None:
 
 def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     """Raises ConfigError for a target whose layers a proposer of ours cannot run."""
-    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-    if isinstance(config.own, EarlyExitConfig) and config.own.exit_layer > num_layers:
+    model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
+    for name, size in (
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
+        ("data_parallel_size", parallel.data_parallel_size),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size),
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            raise ConfigError(f"{method}: {name} must be 1, not {size}.")
+    if vllm_config.lora_config is not None:
+        raise ConfigError(f"{method}: enable_lora must be false, not True: drafts would run another request's adapter.")
+    kinds = {
+        "a hybrid or state-space model": model.is_hybrid or model.has_inner_state or model.is_attention_free,
+        "a multimodal model": model.is_multimodal_model or model.uses_mrope,
+        "an encoder-decoder model": model.is_encoder_decoder,
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise ConfigError(f"{method}: model must be a text-only decoder with attention in every layer, not {kind}.")
+    if isinstance(config.own, EarlyExitConfig):
+        _check_exit(config.own, model)
+
+
+def _check_exit(config: EarlyExitConfig, model: ModelConfig) -> None:
+    num_layers = model.get_total_num_hidden_layers()
+    if config.exit_layer > num_layers:
         raise ConfigError(
             f"early_exit: exit_layer must be an integer from 1 to {num_layers}, the layers of this model, "
-            f"not {config.own.exit_layer}."
+            f"not {config.exit_layer}."
         )
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        size = vllm_config.parallel_config.pipeline_parallel_size
-        raise ConfigError(f"{config.method}: pipeline_parallel_size must be 1, not {size}.")
+    if config.exit_head is not None:
+        from vllm_specplugins.proposers.exit_head import check_exit_head
+
+        check_exit_head(
+            config.exit_head,
+            exit_layer=config.exit_layer,
+            hidden_size=model.get_hidden_size(),
+            vocab_size=model.get_vocab_size(),
+        )

@@ -2,6 +2,7 @@
 
 Nothing here waits for the device. Rows in the middle of their prompt are drafted for like all others: their
 tokens are thrown away by the scheduler, and what they write to the KV cache lies in slots that are written again.
+Where the attention backends can update their metadata in place, a whole draft is one CUDA graph.
 """
 
 from typing import Any
@@ -14,24 +15,42 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
-from vllm_specplugins.draft import DraftBatch, Feedback, Sampling, Target
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Sampling, Target
 from vllm_specplugins.engine.layers import FirstLayers
 from vllm_specplugins.engine.report import DraftReport
 from vllm_specplugins.proposers.barrier import FaultBarrier
 
 
 class TargetSpeculator(DraftModelSpeculator):
-    """To V2 a draft model without weights and without attention layers of its own."""
+    """To V2 a draft model without weights and without attention layers of its own.
+
+    The inputs of a draft stand in buffers of max_num_reqs rows, where a recorded graph finds them.
+    """
 
     draft_attn_layer_names: set[str]
+    draft_logits: torch.Tensor | None
+    barrier: FaultBarrier  # set by runner_v2.attach
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, barrier: FaultBarrier):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
-        self._barrier = barrier
+        rows = self.max_num_reqs
         self.report = DraftReport()
-        self._query_starts = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._feedback = _LateFeedback()
+        self._graphs: SpeculatorCudaGraphManager | None = None
+        self._query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._last_token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._num_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._last_hidden_states = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
+        self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        if self.draft_logits is not None:
+            # A graph's padding rows are request -1: one row more takes what is drafted for them.
+            self._draft_logits = self.draft_logits.new_zeros(rows + 1, *self.draft_logits.shape[1:])
+            self.draft_logits = self._draft_logits[:rows]
 
     def add(self, new_requests: Any) -> None:
         """Nothing is kept of a request."""
@@ -39,17 +58,10 @@ class TargetSpeculator(DraftModelSpeculator):
     def remove(self, request_ids: set[str]) -> None:
         """Tells the proposer which requests are gone."""
         if request_ids:
-            self._barrier.forget(sorted(request_ids))
-
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Nothing is captured."""
-
-    def capture(self) -> None:
-        """Nothing is captured."""
+            self.barrier.forget(sorted(request_ids))
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        self._target = target_model
-        self._first_layers = FirstLayers(target_model)
+        self.first_layers = FirstLayers(target_model)
         return nn.Module()
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *rest: Any) -> None:
@@ -58,6 +70,27 @@ class TargetSpeculator(DraftModelSpeculator):
         self.draft_attn_layer_names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
         super().set_attn(model_state, kv_cache_config, *rest)
         self.draft_attn_layer_names = none_of_our_own
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Called after `set_attn`."""
+        if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL and self.supports_decode_metadata_update:
+            mode = CUDAGraphMode.FULL_DECODE_ONLY
+            self._graphs = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
+
+    def capture(self) -> None:
+        """Records one graph of all K steps for each batch size."""
+        if self._graphs is None:
+            return
+        self.idx_mapping.fill_(-1)
+        self._graphs.capture(
+            self._draft,
+            self.model_state,
+            self.input_buffers,
+            self.block_tables,
+            self.attn_groups,
+            self.kv_cache_config,
+            progress_bar_desc="Capturing drafting CUDA graphs",
+        )
 
     @torch.inference_mode()
     def propose(
@@ -85,67 +118,178 @@ class TargetSpeculator(DraftModelSpeculator):
         drafts = self.draft_tokens[:num_reqs]
         if dummy_run:
             return drafts
-        indexes = input_batch.idx_mapping[:num_reqs].long()
-        rejected = num_rejected[:num_reqs]
-        last_rows = input_batch.query_start_loc[1 : num_reqs + 1] - 1 - rejected
-        target = Target(
-            forward=_PagedForward(self, input_batch),
-            last_token_ids=last_sampled.view(-1)[indexes].int(),
-            num_tokens=(input_batch.seq_lens[:num_reqs] - rejected).long() + 1,
-            last_hidden_states=last_hidden_states[last_rows.long()],
-            sampling=Sampling(temperature=temperature[indexes], seeds=seeds[indexes]),
-        )
-        max_num_draft = np.full(num_reqs, self.num_speculative_steps, np.int32)
-        batch = DraftBatch(input_batch.req_ids, (), max_num_draft, [{}] * num_reqs, target)
-        nothing = np.zeros(0, np.int32)  # what was accepted is on the device; vLLM's own metrics count it
-        draft = self._barrier.propose(batch, Feedback((), nothing, nothing))
-        drafts[:, : draft.token_ids.shape[1]] = torch.as_tensor(draft.token_ids, device=drafts.device)
+        self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
+        requests = self.idx_mapping[:num_reqs]
+        last_rows = (input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected[:num_reqs]).long()
+        torch.sub(input_batch.seq_lens[:num_reqs], num_rejected[:num_reqs], out=self._num_tokens[:num_reqs])
+        self._num_tokens[:num_reqs].add_(1)
+        self._num_tokens[num_reqs:].zero_()
+        self._last_token_ids[:num_reqs].copy_(last_sampled.view(-1)[requests])
+        self._last_hidden_states[:num_reqs].copy_(last_hidden_states[last_rows])
+        self._temperature[:num_reqs].copy_(temperature[requests])
+        self._seeds[:num_reqs].copy_(seeds[requests])
+
+        feedback = self._feedback.exchange(input_batch.req_ids, num_sampled, num_rejected)
+        num_draft = self._replay(num_reqs, feedback) if self._graphs else None
+        if num_draft is None:
+            num_draft = self._draft_eagerly(input_batch, feedback)
         if input_batch.has_structured_output_reqs:  # a grammar has to see the tokens
             rows = drafts.tolist()
         else:
             rows = [[-1] * self.num_speculative_steps] * num_reqs
-        self.report.tell(input_batch.req_ids, [row[:n] for row, n in zip(rows, draft.num_draft, strict=True)])
+        self.report.tell(input_batch.req_ids, [row[:n] for row, n in zip(rows, num_draft, strict=True)])
         return drafts
+
+    def _replay(self, num_reqs: int, feedback: Feedback) -> list[int] | None:
+        """Drafts by one graph and returns the drafts' lengths; None where no graph has this batch size."""
+        assert self._graphs is not None
+        batch, _ = dispatch_cg_and_sync_dp(
+            self._graphs, num_reqs, num_reqs, uniform_token_count=1, dp_size=1, dp_rank=0
+        )
+        if batch.cg_mode != CUDAGraphMode.FULL:
+            return None
+        for groups in self.attn_groups:
+            for group in groups:
+                group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
+        self.barrier.counters.add(feedback)
+        self._graphs.run_fullgraph(batch)
+        return [self.num_speculative_steps] * num_reqs
+
+    def _draft_eagerly(self, input_batch: Any, feedback: Feedback) -> list[int]:
+        num_reqs = input_batch.num_reqs
+        forward = _PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
+        batch = self._batch(input_batch.req_ids, forward)
+        draft = self.barrier.propose(batch, feedback)
+        self._keep(draft)
+        lengths: list[int] = draft.num_draft.tolist()
+        return lengths
+
+    def _draft(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        num_tokens_across_dp: Any,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        num_speculative_steps: int,
+    ) -> None:
+        """What a graph records; vLLM's signature."""
+        forward = _PagedForward(self, num_reqs, num_tokens, attn_metadata, slot_mappings)
+        self._keep(self.barrier.proposer.propose(self._batch([""] * num_reqs, forward)))
+
+    def _batch(self, request_ids: list[str], forward: "_PagedForward") -> DraftBatch:
+        rows = slice(len(request_ids))
+        target = Target(
+            forward=forward,
+            last_token_ids=self._last_token_ids[rows],
+            num_tokens=self._num_tokens[rows],
+            last_hidden_states=self._last_hidden_states[rows],
+            sampling=Sampling(self._temperature[rows], self._seeds[rows]),
+        )
+        max_num_draft = np.full(len(request_ids), self.num_speculative_steps, np.int32)
+        return DraftBatch(request_ids, (), max_num_draft, [{}] * len(request_ids), target)
+
+    def _keep(self, draft: Draft) -> None:
+        """Copies a draft to where vLLM's verification looks for it."""
+        num_reqs, width = draft.token_ids.shape
+        self.draft_tokens[:num_reqs, :width] = torch.as_tensor(draft.token_ids, device=self.device)
+        if draft.logits is not None:
+            self._draft_logits[self.idx_mapping[:num_reqs], :width] = draft.logits.to(self._draft_logits.dtype)
+
+
+class _LateFeedback:
+    """What became of the drafts of the last step but one: a copy that was begun a step ago has arrived."""
+
+    def __init__(self) -> None:
+        nothing = np.zeros(0, np.int32)
+        self._request_ids: list[str] = []
+        self._counts: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self._none = Feedback((), nothing, nothing)
+
+    def exchange(self, request_ids: list[str], num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> Feedback:
+        """Begins to copy this step's counts; returns those of the step before."""
+        feedback = self._read()
+        num_reqs = len(request_ids)
+        counts = torch.stack((num_sampled[:num_reqs], num_rejected[:num_reqs])).int()
+        self._request_ids, self._counts = list(request_ids), counts.to("cpu", non_blocking=True)
+        if counts.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        return feedback
+
+    def _read(self) -> Feedback:
+        if self._counts is None:
+            return self._none
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        sampled, rejected = self._counts.numpy()
+        rows = np.flatnonzero(sampled)  # the others were in the middle of their prompt
+        accepted = sampled[rows] - 1
+        return Feedback([self._request_ids[row] for row in rows], accepted + rejected[rows], accepted)
 
 
 class _PagedForward:
-    """draft.PagedForward for the requests of a step; attention metadata is made anew for every token."""
+    """draft.PagedForward for the first rows of the speculator's buffers.
 
-    def __init__(self, speculator: TargetSpeculator, input_batch: Any):
-        self._speculator = speculator
-        self._input_batch = input_batch
+    Metadata and slots that are given are those of a graph that is being recorded; otherwise they are made here.
+    """
+
+    def __init__(
+        self,
+        speculator: TargetSpeculator,
+        num_reqs: int,
+        num_tokens: int,
+        metadata: dict[str, Any] | None = None,
+        slots: dict[str, torch.Tensor] | None = None,
+        seq_lens_cpu: torch.Tensor | None = None,
+    ):
+        self._speculator, self._num_reqs, self._num_tokens = speculator, num_reqs, num_tokens
+        self._metadata, self._slots, self._seq_lens_cpu = metadata, slots, seq_lens_cpu
+        self._exists = speculator.idx_mapping[:num_reqs] >= 0  # not so in a graph's padding rows
         self._step = 0
+        self.logits, self.argmax = speculator.first_layers.logits, speculator.first_layers.argmax
 
-    def hidden_states(self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        speculator, num_reqs = self._speculator, self._input_batch.num_reqs
+    def hidden_states(
+        self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
+    ) -> torch.Tensor:
+        speculator, num_reqs, num_tokens = self._speculator, self._num_reqs, self._num_tokens
         buffers = speculator.input_buffers
         starts = buffers.query_start_loc[: num_reqs + 1].copy_(speculator._query_starts[: num_reqs + 1])
         buffers.input_ids[:num_reqs].copy_(token_ids)
-        buffers.positions[:num_reqs].copy_(positions)
-        buffers.seq_lens[:num_reqs].copy_(positions + 1)
+        torch.clamp(positions, min=0, out=buffers.positions[:num_reqs])
+        torch.add(positions, 1, out=buffers.seq_lens[:num_reqs]).mul_(self._exists)
         slots = speculator.block_tables.compute_slot_mappings(
-            self._input_batch.idx_mapping, starts, buffers.positions[:num_reqs], num_reqs
+            speculator.idx_mapping[:num_reqs], starts, buffers.positions[:num_reqs], num_tokens
         )
+        if self._slots is None:
+            self._slots = build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
         self._step += 1
-        metadata = speculator._build_uniform_attn_metadata(
+        if self._metadata is None or not speculator.supports_decode_metadata_update:
+            self._metadata = self._build_metadata()
+        elif self._step > 1 or self._seq_lens_cpu is None:
+            speculator._update_draft_decode_metadata(self._metadata, num_reqs)
+        with set_forward_context(
+            self._metadata,
+            speculator.vllm_config,
+            num_tokens=num_tokens,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=self._slots,
+            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+        ):
+            return speculator.first_layers(
+                end_layer, buffers.input_ids[:num_reqs], buffers.positions[:num_reqs], normed
+            )
+
+    def _build_metadata(self) -> dict[str, Any] | None:
+        assert self._seq_lens_cpu is not None
+        return self._speculator._build_uniform_attn_metadata(
             batch_desc=BatchExecutionDescriptor(
-                cg_mode=CUDAGraphMode.NONE, num_tokens=num_reqs, num_reqs=num_reqs, uniform_token_count=1
+                cg_mode=CUDAGraphMode.NONE, num_tokens=self._num_tokens, num_reqs=self._num_reqs, uniform_token_count=1
             ),
-            num_reqs=num_reqs,
+            num_reqs=self._num_reqs,
             num_query_per_req=1,
-            seq_lens_cpu_upper_bound=self._input_batch.seq_lens_cpu_upper_bound,
+            seq_lens_cpu_upper_bound=self._seq_lens_cpu,
             step=self._step,
         )
-        with set_forward_context(
-            metadata,
-            speculator.vllm_config,
-            num_tokens=num_reqs,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=build_slot_mappings_by_layer(slots, speculator.kv_cache_config),
-            batch_descriptor=BatchDescriptor(num_tokens=num_reqs),
-        ):
-            return speculator._first_layers(end_layer, buffers.input_ids[:num_reqs], buffers.positions[:num_reqs])
-
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._speculator._target.compute_logits(hidden_states)
-        return logits

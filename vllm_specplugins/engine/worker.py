@@ -39,22 +39,21 @@ class _WithProposer:
     model_runner: Any
 
     def init_device(self) -> None:
-        barrier = guarded_proposer(self.vllm_config)
         if self.use_v2_model_runner:
             from vllm_specplugins.engine import runner_v2 as runner
         else:
             from vllm_specplugins.engine import runner_v1 as runner  # type: ignore[no-redef]
-        with runner.while_built(self.vllm_config, barrier):
+        with runner.while_built(self.vllm_config):
             super().init_device()  # type: ignore[misc]
-        runner.attach(self.model_runner, barrier)
-        self._barrier = barrier
+        self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device)
+        runner.attach(self.model_runner, self._barrier)
 
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (draft.Counters) as a dictionary; for `LLM.collective_rpc`."""
         return asdict(self._barrier.counters)
 
 
-def guarded_proposer(vllm_config: "VllmConfig") -> FaultBarrier:
+def guarded_proposer(vllm_config: "VllmConfig", device: Any) -> FaultBarrier:
     """The configured proposer behind its fault barrier."""
     config = vllm_config.speculative_config.plugin_config
     model_config = vllm_config.model_config
@@ -64,6 +63,8 @@ def guarded_proposer(vllm_config: "VllmConfig") -> FaultBarrier:
         max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
         max_num_draft=config.common.num_speculative_tokens,
         tokenize=_Tokenizer(model_config),
+        device=device,
+        dtype=model_config.dtype,
     )
     return FaultBarrier(
         build_proposer(config, context),

@@ -33,7 +33,7 @@ class FaultBarrier:
     """Calls a proposer so that nothing it does can reach a request.
 
     Args:
-        proposer: the proposer to guard.
+        proposer: the proposer to guard; an adapter that records a CUDA graph calls it directly.
         vocab_size: draft token ids must be in [0, vocab_size).
         max_num_draft: K.
         time_budget_ms: longest time for one step; None calls the proposer in the caller's thread, unbounded
@@ -42,7 +42,7 @@ class FaultBarrier:
 
     def __init__(self, proposer: Proposer, vocab_size: int, max_num_draft: int, time_budget_ms: float | None):
         self.counters = Counters()
-        self._proposer = proposer
+        self.proposer = proposer
         self._vocab_size = vocab_size
         self._max_num_draft = max_num_draft
         self._thread = None if time_budget_ms is None else _CallThread(time_budget_ms / 1000)
@@ -82,10 +82,10 @@ class FaultBarrier:
 
     def _run(self, batch: DraftBatch, feedback: Feedback, forget: Sequence[str]) -> Draft:
         if forget:
-            self._proposer.forget(forget)
+            self.proposer.forget(forget)
         if feedback.request_ids:
-            self._proposer.observe(feedback)
-        return self._proposer.propose(batch)
+            self.proposer.observe(feedback)
+        return self.proposer.propose(batch)
 
     def _call(self, function: Callable[[], Draft]) -> Draft:
         return function() if self._thread is None else self._thread.call(function)
