@@ -58,6 +58,13 @@ def malformed() -> list[dict[str, Any]]:
         {"method": "custom", "proposer": "nope.x:Y"},
     ]
     wrong += [{"method": "custom"}, {"method": "custom", "options": {}}]
+    wrong += [
+        {"method": "early_exit", field: value}
+        for field, allowed in (("exit_layer", 65), ("draft_sample_method", "greedy"), ("exit_head", None))
+        for value in RUBBISH
+        if value is not allowed and not (field == "exit_head" and isinstance(value, str) and value)
+        and not (field == "exit_layer" and value == 65)
+    ]  # fmt: skip
     options: list[Any] = [value for value in RUBBISH if value != {} and not isinstance(value, dict)]
     wrong += [{"method": "custom", "proposer": "json:loads", "options": value} for value in [*options, {5: 6}]]
     rng = random.Random(0)
@@ -82,7 +89,7 @@ def test_refused_with_a_sentence(config: dict[str, Any]) -> None:
         parse_config(config)
     sentence = str(caught.value)
     assert sentence.endswith(".") and "\n" not in sentence and len(sentence) < 300
-    assert sentence.startswith(("prompt_lookup: ", "custom: ", "speculative_config: "))
+    assert sentence.startswith(("prompt_lookup: ", "early_exit: ", "custom: ", "speculative_config: "))
     assert any(str(key) in sentence or repr(key)[:50] in sentence for key in config if key != "method") or (
         "proposer is missing" in sentence
     )

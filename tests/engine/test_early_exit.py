@@ -1,12 +1,18 @@
 """Early exit: the handle on the target's layers over its paged KV cache, on both runners."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import STRESS, generate, mixed_prompts
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
+from safetensors.torch import load_file
+from transformers import JambaConfig, MambaConfig
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.spec_config import _check_target
+from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig
 
 FEW_LAYERS = NUM_LAYERS // 2
 NUM_TOKENS = 21  # one from the prompt and four whole steps of K + 1, so that no draft is cut
@@ -15,6 +21,13 @@ ASYNC = [False, True] if RUNNER == "v2" else [False]
 
 def early_exit(layer: int, num_draft: int = 4) -> dict[str, Any]:
     return {"method": "early_exit", "exit_layer": layer, "num_speculative_tokens": num_draft}
+
+
+def engine_config(speculative_config: Any, **arguments: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    defaults = {"model": str(DEMO_MODEL), "max_model_len": 512, "enforce_eager": True}
+    return EngineArgs(**{**defaults, **arguments}, speculative_config=speculative_config).create_engine_config()
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +70,86 @@ def test_stress(engine: Any, prompts: Any, expected: Any, asynchronous: bool) ->
     assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
 
 
+def own_head(folder: Path, layer: int) -> Path:
+    """The model's own norm and head as a trained exit head."""
+    weights = load_file(DEMO_MODEL / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    config = ExitHeadConfig(
+        exit_layer=layer, hidden_size=embedding.shape[1], vocab_size=len(embedding), rank=0, rms_norm_eps=1e-5
+    )
+    tensors = {"norm.weight": weights["model.norm.weight"], "head.weight": embedding}
+    ExitHead(config, tensors).save(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_exit_head(engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> None:
+    """The model's own norm and head, as a trained one: the same drafts. Kills: a head that sees normed states."""
+    few = prompts[:8]
+    llm = engine(early_exit(FEW_LAYERS))
+    assert generate(llm, few, [8], max_tokens=NUM_TOKENS) == expected[:8]
+    without = spec_metrics(llm)
+    llm = engine({**early_exit(FEW_LAYERS), "exit_head": str(own_head(tmp_path, FEW_LAYERS))})
+    assert generate(llm, few, [8], max_tokens=NUM_TOKENS) == expected[:8]
+    assert spec_metrics(llm) == without
+
+
+def damaged(folder: Path, damage: str) -> Path:
+    """A head with one thing wrong."""
+    own_head(folder, FEW_LAYERS)
+    config, weights = folder / "config.json", folder / "exit_head.safetensors"
+    if damage == "cut short":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "no weights":
+        weights.unlink()
+    elif damage == "no config":
+        config.unlink()
+    else:
+        config.write_text(json.dumps({**json.loads(config.read_text()), damage: 7}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut short", "no weights", "no config", "hidden_size", "vocab_size", "exit_layer", "rank"]
+)
+def test_bad_heads(tmp_path: Path, damage: str) -> None:
+    """Refused before the engine starts, in one sentence."""
+    folder = damaged(tmp_path / "head", damage)
+    with pytest.raises(ConfigError, match=r"^early_exit: exit_head must be [^\n]*, not [^\n]*\.$"):
+        engine_config({**early_exit(FEW_LAYERS), "exit_head": str(folder)})
+
+
+def test_missing_head() -> None:
+    with pytest.raises(ConfigError, match=r"exit_head must be .*/nowhere"):
+        engine_config({**early_exit(FEW_LAYERS), "exit_head": "/nowhere"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("pipeline_parallel_size", 2), ("data_parallel_size", 2), ("enable_lora", True)],
+)
+def test_refused_engines(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^early_exit: {field} must be .*, not {value}.*\.$"):
+        engine_config(early_exit(FEW_LAYERS), **{field: value})
+
+
+@pytest.mark.parametrize(("config", "kind"), [(MambaConfig(), "state-space"), (JambaConfig(), "hybrid")])
+def test_refused_targets(tmp_path: Path, config: Any, kind: str) -> None:
+    """Models whose layers cannot be run alone, before any weight is loaded."""
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^early_exit: model must be a text-only decoder .*{kind}.*\.$"):
+        engine_config(early_exit(1), model=str(tmp_path), skip_tokenizer_init=True)
+
+
+def test_refused_multimodal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real ones need torchvision even to be configured."""
+    config = engine_config(early_exit(1))
+    monkeypatch.setattr(type(config.model_config), "is_multimodal_model", True)
+    with pytest.raises(ConfigError, match=r"^early_exit: model must be .*, not a multimodal model\.$"):
+        _check_target(config, config.speculative_config.plugin_config)
+
+
 def test_lookahead_slots(engine: Any) -> None:
     """K slots past the last token are reserved, for methods that write there."""
     config = engine(early_exit(FEW_LAYERS)).llm_engine.vllm_config
@@ -65,8 +158,5 @@ def test_lookahead_slots(engine: Any) -> None:
 
 @pytest.mark.parametrize("layer", [0, -1, NUM_LAYERS + 1, "2", 10**9, None, 1.0, True])
 def test_bad_layers(layer: Any) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    args = EngineArgs(model=str(DEMO_MODEL), max_model_len=512, speculative_config=early_exit(layer))
     with pytest.raises(ConfigError, match=r"^early_exit: exit_layer must be an integer from 1 to .*, not .*\.$"):
-        args.create_engine_config()
+        engine_config(early_exit(layer))

@@ -1,0 +1,131 @@
+"""Early exit at temperatures other than 0: three tokens of a tiny vocabulary against their exact distribution."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import INTERPRETED, RUNNER, spec_metrics
+from scipy.stats import chisquare
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB_SIZE = 12
+PROMPT = [3, 7, 1, 0, 5, 11, 2]
+TEMPERATURE = 0.8
+TOP_P = 1.0 if INTERPRETED else 0.9  # vLLM's top-p kernel does not run through Triton's interpreter
+NUM_SAMPLES = 1500 if INTERPRETED else 20_000
+ARGUMENTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 64,
+    "max_num_seqs": 64 if INTERPRETED else 256,
+    "enable_prefix_caching": True,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of which the first is a poor guess at both."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    folder = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> np.ndarray:
+    """[VOCAB_SIZE ** 3] probability of each three tokens, by enumeration."""
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    triples = torch.cartesian_prod(*[torch.arange(VOCAB_SIZE)] * 3)
+    sequences = torch.cat((torch.tensor(PROMPT).expand(len(triples), -1), triples), dim=1)
+    with torch.inference_mode():
+        logits = model(sequences).logits[:, len(PROMPT) - 1 : -1].double()
+    probs = torch.softmax(logits / TEMPERATURE, dim=-1)
+    ordered, order = probs.sort(dim=-1, descending=True)
+    ordered[ordered.cumsum(-1) - ordered >= TOP_P] = 0
+    kept = torch.zeros_like(probs).scatter_(-1, order, ordered / ordered.sum(-1, keepdim=True))
+    return kept.gather(-1, triples[..., None])[..., 0].prod(dim=-1).numpy()
+
+
+def sampled(llm: Any) -> np.ndarray:
+    """[VOCAB_SIZE ** 3] how often each three tokens come up."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=TEMPERATURE, top_p=TOP_P, max_tokens=3, n=NUM_SAMPLES // 2, ignore_eos=True, detokenize=False
+    )
+    results = llm.generate([{"prompt_token_ids": PROMPT}] * 2, params, use_tqdm=False)
+    tokens = np.array([output.token_ids for result in results for output in result.outputs])
+    return np.bincount(tokens @ [VOCAB_SIZE**2, VOCAB_SIZE, 1], minlength=VOCAB_SIZE**3)
+
+
+def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
+    """Chi-squared; outcomes that are expected fewer than ten times are one cell. Impossible ones must not occur."""
+    assert not counts[probs == 0].any()
+    common = probs * counts.sum() >= 10
+    cells = np.append(counts[common], counts[~common].sum())
+    return chisquare(cells, np.append(probs[common], probs[~common].sum()) * counts.sum()).pvalue
+
+
+def early_exit(method: str) -> dict[str, Any]:
+    return {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 2, "draft_sample_method": method}
+
+
+@pytest.fixture(params=["greedy", "probabilistic"])
+def drafting(request: pytest.FixtureRequest, engine: Any, checkpoint: Path) -> Iterator[Any]:
+    yield engine(early_exit(request.param), model=str(checkpoint), **ARGUMENTS)
+
+
+@pytest.mark.slow
+def test_distribution(drafting: Any, expected: np.ndarray) -> None:
+    """Kills: a q that is not the one that was drawn from; drafted positions at another temperature or top-p."""
+    assert p_value(sampled(drafting), expected) > 1e-4
+    metrics = spec_metrics(drafting)
+    rate = metrics["accepted_tokens"] / metrics["draft_tokens"]
+    assert 0.1 < rate < 0.9, "both branches of the acceptance rule must matter"
+    assert drafting.collective_rpc("specplugins_stats")[0]["faults"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(RUNNER == "v2", reason="V2 keeps the logits and scales them itself")
+def test_a_wrong_q_is_seen(
+    engine: Any, checkpoint: Path, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plants q of twice the temperature into the acceptance rule."""
+    from vllm_specplugins.engine import runner_v1
+
+    right = runner_v1._probs
+    monkeypatch.setattr(runner_v1, "_probs", lambda logits, temperature: right(logits, 2 * temperature))
+    llm = engine(early_exit("probabilistic"), model=str(checkpoint), **ARGUMENTS)
+    assert p_value(sampled(llm), expected) < 1e-6
+
+
+@pytest.mark.slow
+def test_seeds(engine: Any, checkpoint: Path) -> None:
+    """The same seed gives the same tokens, whatever else runs. Kills: draft noise by row or by step."""
+    from vllm import SamplingParams
+
+    llm = engine(early_exit("probabilistic"), model=str(checkpoint), **ARGUMENTS)
+    params = SamplingParams(temperature=1.5, max_tokens=12, seed=11, ignore_eos=True, detokenize=False)
+    others = [
+        SamplingParams(temperature=1.0, max_tokens=20, seed=i, ignore_eos=True, detokenize=False) for i in range(5)
+    ]
+
+    def run(neighbours: list[Any]) -> list[int]:
+        results = llm.generate(
+            [{"prompt_token_ids": PROMPT}] * (len(neighbours) + 1), [*neighbours, params], use_tqdm=False
+        )
+        return list(results[-1].outputs[0].token_ids)
+
+    alone = run([])
+    assert run([]) == alone
+    assert run(others) == alone
