@@ -65,6 +65,19 @@ def malformed() -> list[dict[str, Any]]:
         if value is not allowed and not (field == "exit_head" and isinstance(value, str) and value)
         and not (field == "exit_layer" and value == 65)
     ]  # fmt: skip
+    stages = [{"method": "prompt_lookup"}, {"method": "early_exit"}]
+    wrong += [{"method": "cascade", "stages": value} for value in [*RUBBISH, stages[:1]]]
+    wrong += [{"method": "cascade", "stages": [stages[0], value]} for value in [*RUBBISH, {"method": "cascade"}]]
+    wrong += [{"method": "cascade", "stages": [{"method": value}, stages[1]]} for value in RUBBISH]
+    wrong += [
+        {"method": "cascade", "stages": stages, field: value} for field in ("policy", "gate") for value in RUBBISH
+    ]
+    wrong += [
+        {"method": "cascade"},
+        {"method": "cascade", "stages": stages[::-1]},  # `verify` cannot check with a stage that has no model
+        {"method": "cascade", "stages": [{**stages[0], "num_speculative_tokens": 3}, stages[1]]},
+        {"method": "cascade", "stages": [{**stages[0], "max_ngram": 99}, stages[1]]},
+    ]
     options: list[Any] = [value for value in RUBBISH if value != {} and not isinstance(value, dict)]
     wrong += [{"method": "custom", "proposer": "json:loads", "options": value} for value in [*options, {5: 6}]]
     rng = random.Random(0)
@@ -89,11 +102,11 @@ def test_refused_with_a_sentence(config: dict[str, Any]) -> None:
         parse_config(config)
     sentence = str(caught.value)
     assert sentence.endswith(".") and "\n" not in sentence and len(sentence) < 300
-    assert sentence.startswith(("prompt_lookup: ", "early_exit: ", "custom: ", "speculative_config: "))
+    assert sentence.startswith(("prompt_lookup: ", "early_exit: ", "cascade: ", "custom: ", "speculative_config: "))
     assert any(str(key) in sentence or repr(key)[:50] in sentence for key in config if key != "method") or (
-        "proposer is missing" in sentence
+        re.search("(proposer|stages) is missing|max_ngram", sentence)
     )
-    assert re.search(r"must be|fields are|cannot be imported|is missing", sentence)
+    assert re.search(r"must be|must run|must not|fields are|cannot be imported|is missing", sentence)
 
 
 def test_defaults() -> None:
@@ -114,7 +127,8 @@ def test_the_documented_example() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_frozen(name: str) -> None:
-    raw = {"method": name, **({"proposer": "json:loads"} if name == "custom" else {})}
+    needed = {"custom": {"proposer": "json:loads"}, "cascade": {"stages": [{"method": "early_exit"}] * 2}}
+    raw = {"method": name, **needed.get(name, {})}
     config = parse_config(raw)
     with pytest.raises(AttributeError):
         config.common.num_speculative_tokens = 7  # type: ignore[misc]

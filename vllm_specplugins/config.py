@@ -42,24 +42,31 @@ def shown(value: object) -> str:
     return words if len(words) <= 60 else words[:57] + "..."
 
 
+def _check(entry: Any, value: object) -> tuple[bool, str]:
+    """Whether the metadata of a dataclass field allows a value, and what it allows."""
+    kind = entry.metadata["kind"]
+    is_text = isinstance(value, str) and bool(value)
+    if kind is int:
+        low, high = entry.metadata["low"], entry.metadata["high"]
+        fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        return fits, f"an integer from {low} to {high}"
+    if kind is str:
+        return is_text, "a non-empty string"
+    if kind is None:
+        return value is None or is_text, "a non-empty string or null"
+    if kind is tuple:
+        words = entry.metadata["words"]
+        return isinstance(value, str) and value in words, f"one of {', '.join(map(repr, words))}"
+    if kind is list:
+        return isinstance(value, list | tuple) and len(value) >= 2, "a list of two or more dictionaries"
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value), "a dictionary with string keys"
+
+
 def check_fields(config: Any, method: str) -> None:
     """Raises ConfigError for the first field of a dataclass whose value its metadata does not allow."""
     for entry in fields(config):
-        value, kind = getattr(config, entry.name), entry.metadata["kind"]
-        if kind is int:
-            low, high = entry.metadata["low"], entry.metadata["high"]
-            allowed = f"an integer from {low} to {high}"
-            fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-        elif kind is str:
-            allowed, fits = "a non-empty string", isinstance(value, str) and bool(value)
-        elif kind is None:
-            allowed, fits = "a non-empty string or null", value is None or (isinstance(value, str) and bool(value))
-        elif kind is tuple:
-            words = entry.metadata["words"]
-            allowed, fits = f"one of {', '.join(map(repr, words))}", isinstance(value, str) and value in words
-        else:
-            allowed = "a dictionary with string keys"
-            fits = isinstance(value, dict) and all(isinstance(key, str) for key in value)
+        value = getattr(config, entry.name)
+        fits, allowed = _check(entry, value)
         if not fits:
             raise ConfigError(f"{method}: {entry.name} must be {allowed}, not {shown(value)}.")
 
@@ -101,6 +108,35 @@ class EarlyExitConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "early_exit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CascadeConfig:
+    """`cascade`: a proposer that holds proposers.
+
+    Args:
+        stages: the configurations of at least two proposers, cheapest first, without the fields that all methods
+            share.
+        policy: "verify": each stage's tokens are checked, corrected and extended by the next one, which runs the
+            target; "first": the first stage that has something drafts; "extend": each stage continues where the
+            one before it ends.
+        gate: "auto" chooses by request and step how many tokens are drafted, down to none; "off" drafts all.
+    """
+
+    stages: tuple["StageConfig", ...] = field(metadata={"kind": list})
+    policy: str = choice("verify", "first", "extend")
+    gate: str = choice("auto", "off")
+
+    def __post_init__(self) -> None:
+        check_fields(self, "cascade")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageConfig:
+    """One stage: the method's name and its own part."""
+
+    method: str
+    own: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +200,7 @@ class SpecConfig:
                 raise ConfigError(f"{method}: {shown(key)} is not a field; the fields are {allowed}.")
         for entry in fields(own_type):
             if entry.name not in raw and entry.default is MISSING and entry.default_factory is MISSING:
-                raise ConfigError(f"{method}: {entry.name} is missing; it must be a non-empty string.")
+                raise ConfigError(f"{method}: {entry.name} is missing; it must be {_check(entry, None)[1]}.")
         common = CommonConfig(**{key: value for key, value in raw.items() if key in common_names})
         own = own_type(**{key: value for key, value in raw.items() if key in own_names})
         return cls(method=method, common=common, own=own)

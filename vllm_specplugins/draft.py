@@ -51,28 +51,29 @@ class Sampling:
 
 
 class PagedForward(Protocol):
-    """Runs layers of the target for one new token a request, on the target's own paged KV cache.
+    """Runs layers of the target for new tokens of each request, on the target's own paged KV cache.
 
-    Nothing here waits for the device. The k-th call of a step, from 0 on, may feed positions up to k past the
-    newest token; attention metadata is updated in place from call to call where the attention backend can do that.
+    Nothing here waits for the device. Positions of a step may lie up to K - 1 past the newest token: K slots are
+    reserved. Attention metadata of single tokens is updated in place where the attention backend can do that.
+    T: new tokens of each request.
     """
 
     def hidden_states(self, end_layer: int, token_ids: Any, positions: Any, normed: bool = True) -> Any:
-        """Hidden states [num_reqs, hidden_size] after layers [0, end_layer).
+        """Hidden states [num_reqs, hidden_size] or [num_reqs, T, hidden_size] after layers [0, end_layer).
 
         Args:
             end_layer: how many layers to run, from the first one on.
-            token_ids: [num_reqs] int32, the token to feed for each request of the batch.
-            positions: [num_reqs] int64, where it stands; its keys and values are written there, to be
-                overwritten when the target verifies the draft.
+            token_ids: [num_reqs] or [num_reqs, T] int, the tokens to feed for each request of the batch.
+            positions: of the same shape, int64, where they stand, a request's in a row; their keys and values
+                are written there, to be overwritten when the target verifies the draft.
             normed: whether the target's final norm is applied.
         """
 
     def logits(self, hidden_states: Any) -> Any:
-        """The target's logits [num_reqs, vocab_size] of normed hidden states [num_reqs, hidden_size]."""
+        """The target's logits [N, vocab_size] of normed hidden states [N, hidden_size]."""
 
     def argmax(self, hidden_states: Any) -> Any:
-        """Token ids [num_reqs] of the largest of these logits; under tensor parallelism they are never gathered."""
+        """Token ids [N] of the largest of these logits; under tensor parallelism they are never gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +153,13 @@ class Feedback:
         request_ids: requests that took part, with or without a draft.
         num_draft: [num_reqs] int32, draft tokens verified.
         num_accepted: [num_reqs] int32, how many of them were accepted.
+        step_ms: how long the step took without the drafting before it, if all that it did was decoding.
     """
 
     request_ids: Sequence[str]
     num_draft: Int32Array
     num_accepted: Int32Array
+    step_ms: float | None = None
 
 
 class Proposer(Protocol):
@@ -176,6 +179,17 @@ class Proposer(Protocol):
 
 
 @dataclass(slots=True)
+class StageCounters:
+    """Running totals of one stage of a cascade: its tokens, those of them that the stage behind it kept, or that
+    went to the target where there is none, those that the target accepted, and the time it took."""
+
+    drafted: int = 0
+    kept: int = 0
+    accepted: int = 0
+    ms: float = 0.0
+
+
+@dataclass(slots=True)
 class Counters:
     """Running totals over all requests, for logs and `LLM.collective_rpc("specplugins_stats")`."""
 
@@ -185,6 +199,7 @@ class Counters:
     accepted_tokens: int = 0
     propose_ms: float = 0.0
     faults: dict[str, int] = field(default_factory=dict)  # by kind
+    stages: dict[str, StageCounters] = field(default_factory=dict)  # of a cascade
     switched_off: bool = False
 
     def add(self, feedback: Feedback) -> None:

@@ -1,11 +1,21 @@
 """The literal table of methods: the one place to add a proposer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
-from vllm_specplugins.config import ConfigError, CustomConfig, EarlyExitConfig, PromptLookupConfig, SpecConfig
+from vllm_specplugins.config import (
+    CascadeConfig,
+    CommonConfig,
+    ConfigError,
+    CustomConfig,
+    EarlyExitConfig,
+    PromptLookupConfig,
+    SpecConfig,
+    StageConfig,
+    shown,
+)
 from vllm_specplugins.draft import Proposer, ProposerContext
 
 
@@ -14,17 +24,22 @@ class Method:
     """A row of the table: the class of the method's own configuration, and "module:Class" of its proposer.
 
     The proposer is called with (own configuration, ProposerContext). None: the configuration names it.
-    A method that runs the target gets `DraftBatch.target`, and K slots of the KV cache past the last token.
+    A method that runs the target gets `DraftBatch.target`, and K slots of the KV cache past the last token; one that
+    reads histories gets `DraftBatch.token_ids`.
     """
 
     config: type
     proposer: str | None
     runs_target: bool = False
+    reads_history: bool = True
 
 
 METHODS: Mapping[str, Method] = {
     "prompt_lookup": Method(PromptLookupConfig, "vllm_specplugins.proposers.prompt_lookup:PromptLookup"),
-    "early_exit": Method(EarlyExitConfig, "vllm_specplugins.proposers.early_exit:EarlyExit", runs_target=True),
+    "early_exit": Method(
+        EarlyExitConfig, "vllm_specplugins.proposers.early_exit:EarlyExit", runs_target=True, reads_history=False
+    ),
+    "cascade": Method(CascadeConfig, "vllm_specplugins.proposers.cascade:Cascade"),
     "custom": Method(CustomConfig, None),
 }
 
@@ -33,24 +48,73 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
     """The checked configuration for a user's dictionary, whose "method" is one of METHODS.
 
     Raises:
-        ConfigError: see SpecConfig.parse; or a proposer class that cannot be imported.
+        ConfigError: see SpecConfig.parse; a proposer class that cannot be imported; stages that do not fit.
     """
     own = {key: value for key, value in raw.items() if key != "method"}
+    if raw["method"] == "cascade" and isinstance(own.get("stages"), list):
+        own["stages"] = tuple(_parse_stage(index, stage) for index, stage in enumerate(own["stages"]))
     config = SpecConfig.parse(raw["method"], METHODS[raw["method"]].config, own)
     if isinstance(config.own, CustomConfig):
         import_object(config.own.proposer)
+    if isinstance(config.own, CascadeConfig) and config.own.policy == "verify":
+        for index, stage in enumerate(config.own.stages[1:], start=1):
+            if not METHODS[stage.method].runs_target:
+                raise ConfigError(
+                    f"cascade: stages[{index}] must run the target (early_exit) where policy is 'verify', "
+                    f"not {stage.method!r}."
+                )
     return config
+
+
+def _parse_stage(index: int, raw: Any) -> StageConfig:
+    names = [name for name in METHODS if name != "cascade"]
+    if not isinstance(raw, dict) or raw.get("method") not in names:
+        found = shown(raw.get("method")) if isinstance(raw, dict) else shown(raw)
+        allowed = f"a dictionary whose method is one of {', '.join(names)}"
+        raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {found}.")
+    for entry in fields(CommonConfig):
+        if entry.name in raw:
+            raise ConfigError(f"cascade: stages[{index}] must not hold {entry.name}, which the whole cascade shares.")
+    config = parse_config(raw)
+    return StageConfig(method=config.method, own=config.own)
+
+
+def runs_target(config: SpecConfig) -> bool:
+    """Whether the method, or a stage of it, runs layers of the target, and so writes to its KV cache."""
+    return any(METHODS[name].runs_target for name in _names(config))
+
+
+def reads_history(config: SpecConfig) -> bool:
+    """Whether the method, or a stage of it, needs the tokens on the host."""
+    return any(METHODS[name].reads_history for name in _names(config))
+
+
+def early_exits(config: SpecConfig) -> list[EarlyExitConfig]:
+    """The configurations of all exits in a method."""
+    parts = [config.own, *(stage.own for stage in getattr(config.own, "stages", ()))]
+    return [part for part in parts if isinstance(part, EarlyExitConfig)]
+
+
+def _names(config: SpecConfig) -> list[str]:
+    return [config.method, *(stage.method for stage in getattr(config.own, "stages", ()))]
 
 
 def build_proposer(config: SpecConfig, context: ProposerContext) -> Proposer:
     """The proposer that `config` names, ready to propose."""
+    if isinstance(config.own, CascadeConfig):
+        stages = [_build(stage, context) for stage in config.own.stages]
+        return _build(config, context, stages)
+    return _build(config, context)
+
+
+def _build(config: SpecConfig | StageConfig, context: ProposerContext, *more: Any) -> Proposer:
     if isinstance(config.own, CustomConfig):
         build, argument = import_object(config.own.proposer), config.own.options
     else:
         path = METHODS[config.method].proposer
         assert path is not None
         build, argument = import_object(path), config.own
-    proposer: Proposer = build(argument, context)
+    proposer: Proposer = build(argument, context, *more)
     return proposer
 
 

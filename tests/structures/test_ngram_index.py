@@ -10,10 +10,11 @@ from vllm_specplugins.structures import ngram_index
 from vllm_specplugins.structures.ngram_index import NgramIndex
 
 
-def oracle(reference, history, min_ngram, max_ngram, max_tokens):
+def oracle(reference, history, min_ngram, max_ngram, max_tokens, num_remembered=None):
+    remembered = len(history) if num_remembered is None else num_remembered
     for n in range(min(max_ngram, len(history)), min_ngram - 1, -1):
-        for text, repeats in ((history, max_tokens), (reference, 1)):
-            for end in range(len(text) - 1, n - 1, -1):  # text[end] follows the match
+        for text, last, repeats in ((history, remembered, max_tokens), (reference, len(reference), 1)):
+            for end in range(last - 1, n - 1, -1):  # text[end] follows the match
                 if max_tokens and text[end - n : end] == history[-n:]:
                     return (text[end:] * repeats)[:max_tokens], n
     return [], 0
@@ -52,6 +53,10 @@ def check_random_steps(rng, vocab_size, min_ngram, max_ngram, num_tokens, num_re
         expected = oracle(reference, text[:position], min_ngram, max_ngram, max_tokens)
         assert (draft.tolist(), match_length) == expected, (text[:position], reference, max_tokens)
         assert index.num_tokens == position
+        more = text[position + 1 : position + 1 + int(rng.integers(0, 4))] + [int(rng.integers(0, vocab_size))]
+        draft, match_length = index.peek(more, max_tokens)
+        expected = oracle(reference, text[:position] + more, min_ngram, max_ngram, max_tokens, position)
+        assert (draft.tolist(), match_length) == expected, (text[:position], more, reference, max_tokens)
 
 
 @pytest.mark.parametrize("num_reference", [0, 1, 3, 150])

@@ -4,6 +4,7 @@ V1 gives its own custom proposers token ids and nothing else, so the runner's `p
 replaced, on that one runner, by one that sees all that the step knows.
 """
 
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -91,6 +92,7 @@ class _Adapter:
         self._update_states = runner._update_states  # vLLM's own, bound
         self._requests: dict[str, _Request] = {}
         self._target: TargetV1 | None = None
+        self._drafted_at = 0.0  # when the last drafting ended
 
     def load_model(self, target: Any) -> None:
         """Prepares a model proposer's view of the target."""
@@ -150,12 +152,16 @@ class _Adapter:
             target=target,
         )
         scheduled = scheduler_output.scheduled_spec_decode_tokens
+        num_draft = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32)
+        only_decoded = scheduler_output.total_num_scheduled_tokens == len(rows) + num_draft.sum()
         feedback = Feedback(
             request_ids=request_ids,
-            num_draft=np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32),
+            num_draft=num_draft,
             num_accepted=np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32),
+            step_ms=(time.perf_counter() - self._drafted_at) * 1000 if only_decoded else None,
         )
         draft = self._barrier.propose(batch, feedback)
+        self._drafted_at = time.perf_counter()
         if draft.logits is not None and target is not None:
             runner._draft_probs = _probs(draft.logits, target.sampling.temperature)
             runner._draft_prob_req_ids = request_ids

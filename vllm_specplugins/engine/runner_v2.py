@@ -1,12 +1,10 @@
 """Adapter for Model Runner V2: the default wherever Triton works.
 
-V2 keeps sampled tokens on the GPU and, with asynchronous scheduling, never shows them to the host. A proposer
-that runs on the host needs them: one small copy a step brings each request's newest tokens, with the lengths.
+A proposer that runs on the host waits for the sampled tokens; one that only runs the target waits for nothing.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array
-from vllm_specplugins.engine.options import request_options
+from vllm_specplugins.engine.history_v2 import Histories
 from vllm_specplugins.engine.report import REPORT, DraftReport
 from vllm_specplugins.engine.target_v2 import TargetSpeculator
 from vllm_specplugins.proposers.barrier import FaultBarrier
@@ -30,7 +28,7 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
 
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> BaseSpeculator:
         if vllm_config.speculative_config.runs_target:
-            return TargetSpeculator(vllm_config, device)
+            return TargetSpeculator(vllm_config, device, req_states)
         return HostSpeculator(vllm_config, device, req_states)
 
     model_runner.init_speculator = init_speculator
@@ -66,15 +64,6 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     runner.draft_tokens_handler = speculator.report
 
 
-@dataclass(slots=True)
-class _Request:
-    """A request's history on the host."""
-
-    token_ids: Int32Array  # [max_model_len]
-    num_tokens: int
-    options: Any
-
-
 class HostSpeculator(BaseSpeculator):
     """Runs a proposer on the host.
 
@@ -87,16 +76,13 @@ class HostSpeculator(BaseSpeculator):
     barrier: FaultBarrier  # set by `attach`
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
-        self._req_states = req_states
-        self._device = device
         self._max_model_len = vllm_config.model_config.max_model_len
         self._max_num_draft = vllm_config.num_speculative_tokens
-        self._requests: dict[str, _Request] = {}
+        self._histories = Histories(req_states, self._max_model_len, self._max_num_draft, device)
         self.report = DraftReport()
         self._draft_tokens = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs, self._max_num_draft, dtype=torch.int64, device=device
         )
-        self._offsets = torch.arange(-self._max_num_draft - 1, 0, device=device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing to capture."""
@@ -106,16 +92,11 @@ class HostSpeculator(BaseSpeculator):
 
     def add(self, new_requests: Any) -> None:
         """Starts the histories of requests that are new, or back after a preemption."""
-        for new in new_requests:
-            token_ids = np.empty(self._max_model_len, np.int32)
-            token_ids[: len(new.prefill_token_ids)] = new.prefill_token_ids
-            options = request_options(new.sampling_params)
-            self._requests[new.req_id] = _Request(token_ids, len(new.prefill_token_ids), options)
+        self._histories.add(new_requests)
 
     def remove(self, request_ids: set[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""
-        for request_id in request_ids:
-            self._requests.pop(request_id, None)
+        self._histories.remove(request_ids)
         if request_ids:
             self.barrier.forget(sorted(request_ids))
 
@@ -151,13 +132,13 @@ class HostSpeculator(BaseSpeculator):
         return drafts
 
     def _propose(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> Int32Array:
-        rows, accepted, rejected = self._extend_histories(input_batch, num_sampled, num_rejected)
+        rows, accepted, rejected = self._histories.extend(input_batch, num_sampled, num_rejected)
         request_ids = [input_batch.req_ids[row] for row in rows]
-        requests = [self._requests[request_id] for request_id in request_ids]
+        requests = [self._histories[request_id] for request_id in request_ids]
         room = np.array([self._max_model_len - request.num_tokens - 1 for request in requests], np.int64)
         batch = DraftBatch(
             request_ids=request_ids,
-            token_ids=[request.token_ids[: request.num_tokens] for request in requests],
+            token_ids=[request.token_ids for request in requests],
             max_num_draft=np.clip(room, 0, self._max_num_draft).astype(np.int32),
             options=[request.options for request in requests],
         )
@@ -169,32 +150,3 @@ class HostSpeculator(BaseSpeculator):
             drafts[row] = tokens[:count].tolist()
         self.report.tell(input_batch.req_ids, drafts)
         return padded
-
-    def _extend_histories(
-        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor
-    ) -> tuple[list[int], Int32Array, Int32Array]:
-        """Reads the sampled tokens (waits for the device) and appends them to the histories.
-
-        Returns:
-            rows of the batch that sampled a token, and for each how many drafts were accepted and rejected.
-        """
-        indexes = input_batch.idx_mapping[: input_batch.num_reqs].long()
-        total_len = self._req_states.total_len.gpu[indexes]
-        positions = (total_len[:, None] + self._offsets).clamp_(min=0)
-        newest = self._req_states.all_token_ids.gpu[indexes[:, None], positions]
-        columns = (num_sampled[:, None], num_rejected[:, None], total_len[:, None], newest)
-        host = torch.cat([column.int() for column in columns], dim=1).cpu().numpy()
-        rows = []
-        for row, request_id in enumerate(input_batch.req_ids):
-            sampled, total = int(host[row, 0]), int(host[row, 2])
-            request = self._requests.get(request_id)
-            if sampled == 0 or request is None:
-                continue
-            rows.append(row)
-            if request.num_tokens + sampled == total:
-                request.token_ids[request.num_tokens : total] = host[row, host.shape[1] - sampled :]
-            else:
-                whole = self._req_states.all_token_ids.gpu[indexes[row], :total]
-                request.token_ids[:total] = whole.cpu().numpy()
-            request.num_tokens = total
-        return rows, host[rows, 0] - 1, host[rows, 1]

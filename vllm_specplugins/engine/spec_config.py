@@ -9,7 +9,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig
-from vllm_specplugins.methods import METHODS
+from vllm_specplugins.methods import early_exits, reads_history, runs_target
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -37,7 +37,12 @@ class PluginSpeculativeConfig(SpeculativeConfig):
     @property
     def runs_target(self) -> bool:
         """Whether the method runs layers of the target, and so writes to its KV cache."""
-        return METHODS[self.plugin_config.method].runs_target
+        return runs_target(self.plugin_config)
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether the method needs the tokens on the host."""
+        return reads_history(self.plugin_config)
 
 
 class PluginVllmConfig(VllmConfig):
@@ -52,13 +57,14 @@ def build(
     config: SpecConfig, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
 ) -> PluginSpeculativeConfig:
     """vLLM's view of a configuration of ours."""
+    samples = [part.draft_sample_method for part in early_exits(config)]
     return PluginSpeculativeConfig(
         method=config.method,
         num_speculative_tokens=config.common.num_speculative_tokens,
         plugin_config=config,
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
-        draft_sample_method=getattr(config.own, "draft_sample_method", "greedy"),
+        draft_sample_method="probabilistic" if "probabilistic" in samples else "greedy",
     )
 
 
@@ -100,6 +106,8 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     ):
         if size > 1:
             raise ConfigError(f"{method}: {name} must be 1, not {size}.")
+    if parallel.tensor_parallel_size > 1 and getattr(config.own, "gate", "off") != "off":
+        raise ConfigError(f"{method}: gate must be 'off' with tensor parallelism: it would differ between the ranks.")
     if vllm_config.lora_config is not None:
         raise ConfigError(f"{method}: enable_lora must be false, not True: drafts would run another request's adapter.")
     kinds = {
@@ -110,8 +118,8 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     for kind, found in kinds.items():
         if found:
             raise ConfigError(f"{method}: model must be a text-only decoder with attention in every layer, not {kind}.")
-    if isinstance(config.own, EarlyExitConfig):
-        _check_exit(config.own, model)
+    for exit_config in early_exits(config):
+        _check_exit(exit_config, model)
 
 
 def _check_exit(config: EarlyExitConfig, model: ModelConfig) -> None:

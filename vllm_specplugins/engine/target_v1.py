@@ -41,23 +41,93 @@ class TargetV1:
         )
 
 
-class _KVGroup:
-    """The layers of one KV cache group: their block table, and the slots of one token a request."""
+class _PagedForward:
+    """draft.PagedForward for some rows of a step."""
 
-    def __init__(self, block_table: torch.Tensor, block_size: int, attn_groups: Any):
+    def __init__(self, runner: Any, first_layers: FirstLayers, rows: list[int], lengths: torch.Tensor):
+        self._runner = runner
+        self._first_layers = first_layers
+        self.logits, self.argmax = first_layers.logits, first_layers.argmax
+        # Upper bounds of the lengths while drafting, on the host.
+        self._longest = (lengths.int() + runner.num_spec_tokens - 1).clamp_(max=runner.max_model_len)
+        num_rows, tables = runner.input_batch.num_reqs, runner.input_batch.block_table
+        self._groups = [
+            (tables[index].get_device_tensor(num_rows)[rows], tables[index].block_size, attn_groups)
+            for index, attn_groups in enumerate(runner.attn_groups)
+            if attn_groups
+        ]
+        self._queries: dict[int, _Query] = {}  # by their length
+
+    def hidden_states(
+        self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
+    ) -> torch.Tensor:
+        length = 1 if positions.ndim == 1 else positions.shape[1]
+        query = self._queries.get(length)
+        if query is None:
+            groups = [_KVGroup(table, size, attn_groups, length) for table, size, attn_groups in self._groups]
+            query = self._queries[length] = _Query(groups, length, self._longest, self._runner)
+        query.move_to(positions.view(-1))
+        with set_forward_context(
+            query.metadata, self._runner.vllm_config, num_tokens=token_ids.numel(), slot_mapping=query.slots
+        ):
+            hidden_states = self._first_layers(end_layer, token_ids.view(-1), query.positions, normed)
+        return hidden_states.view(*token_ids.shape, -1)
+
+
+class _Query:
+    """Attention inputs of T new tokens a request; its tensors are made once a step and changed in place."""
+
+    def __init__(self, groups: list["_KVGroup"], length: int, longest: torch.Tensor, runner: Any):
+        num_reqs, device = len(longest), runner.device
+        self._groups, self._length = groups, length
+        self._in_place = length == 1 and all(group.supports_update for group in groups)
+        self._seq_lens = torch.empty(num_reqs, dtype=torch.int32, device=device)
+        self.positions = torch.empty(num_reqs * length, dtype=torch.int64, device=device)
+        self.slots = {name: group.slots for group in groups for name in group.layer_names}
+        self.metadata: dict[str, Any] = {}
+        starts = torch.arange(0, num_reqs * length + 1, length, dtype=torch.int32)
+        self._common = {
+            "query_start_loc": starts.to(device),
+            "query_start_loc_cpu": starts,
+            "seq_lens": self._seq_lens,
+            "seq_lens_cpu_upper_bound": longest,
+            "num_reqs": num_reqs,
+            "num_actual_tokens": num_reqs * length,
+            "max_query_len": length,
+            "max_seq_len": runner.max_model_len if self._in_place else int(longest.max()),
+            "positions": self.positions,
+        }
+
+    def move_to(self, positions: torch.Tensor) -> None:
+        """Brings slots and metadata to these positions, [num_reqs * T] int64."""
+        self.positions.copy_(positions)
+        self._seq_lens.copy_(self.positions[self._length - 1 :: self._length]).add_(1)
+        for group in self._groups:
+            group.move_to(self.positions)
+            if self._in_place and self.metadata:
+                group.update(self.metadata)
+        if not (self._in_place and self.metadata):
+            for group in self._groups:
+                self.metadata.update(group.build(**self._common))
+
+
+class _KVGroup:
+    """The layers of one KV cache group: their block table, and the slots of T tokens a request."""
+
+    def __init__(self, block_table: torch.Tensor, block_size: int, attn_groups: Any, length: int):
         num_reqs, device = len(block_table), block_table.device
         self._block_table, self._block_size, self._attn_groups = block_table, block_size, attn_groups
-        self._index = torch.empty(num_reqs, 1, dtype=torch.int64, device=device)
-        self._block = torch.empty(num_reqs, 1, dtype=block_table.dtype, device=device)
-        self.slots = torch.empty(num_reqs, dtype=torch.int64, device=device)
+        self._index = torch.empty(num_reqs, length, dtype=torch.int64, device=device)
+        self._block = torch.empty(num_reqs, length, dtype=block_table.dtype, device=device)
+        self.slots = torch.empty(num_reqs * length, dtype=torch.int64, device=device)
         self.layer_names = [name for group in attn_groups for name in group.layer_names]
 
     def move_to(self, positions: torch.Tensor) -> None:
-        """Computes the slots of these positions, [num_reqs] int64, in place."""
-        torch.div(positions[:, None], self._block_size, rounding_mode="floor", out=self._index)
+        """Computes the slots of these positions, [num_reqs * T] int64, in place."""
+        torch.div(positions.view_as(self._index), self._block_size, rounding_mode="floor", out=self._index)
         torch.gather(self._block_table, 1, self._index, out=self._block)
         torch.remainder(positions, self._block_size, out=self.slots)
-        self.slots.add_(self._block[:, 0], alpha=self._block_size)
+        self.slots.add_(self._block.view(-1), alpha=self._block_size)
 
     @property
     def supports_update(self) -> bool:
@@ -79,60 +149,3 @@ class _KVGroup:
         """Brings metadata up to date whose tensors have changed in place."""
         for group in self._attn_groups:
             group.update_draft_decode_metadata(metadata)
-
-
-class _PagedForward:
-    """draft.PagedForward for some rows of a step; all of its buffers are made once a step."""
-
-    def __init__(self, runner: Any, first_layers: FirstLayers, rows: list[int], lengths: torch.Tensor):
-        num_reqs, device = len(rows), runner.device
-        self._runner = runner
-        self._first_layers = first_layers
-        self.logits, self.argmax = first_layers.logits, first_layers.argmax
-        num_rows, tables = runner.input_batch.num_reqs, runner.input_batch.block_table
-        self._groups = [
-            _KVGroup(tables[index].get_device_tensor(num_rows)[rows], tables[index].block_size, attn_groups)
-            for index, attn_groups in enumerate(runner.attn_groups)
-            if attn_groups
-        ]
-        self._slots = {name: group.slots for group in self._groups for name in group.layer_names}
-        self._in_place = all(group.supports_update for group in self._groups)
-        self._metadata: dict[str, Any] = {}
-        self._query_starts = torch.arange(num_reqs + 1, dtype=torch.int32)
-        self._query_starts_on_device = self._query_starts.to(device)
-        self._positions = torch.empty(num_reqs, dtype=torch.int64, device=device)
-        self._seq_lens = torch.empty(num_reqs, dtype=torch.int32, device=device)
-        self._longest = lengths.int() - 1  # an upper bound of the lengths, on the host; counts up with the calls
-
-    def hidden_states(
-        self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
-    ) -> torch.Tensor:
-        self._positions.copy_(positions)
-        self._seq_lens.copy_(positions).add_(1)
-        self._longest.add_(1).clamp_(max=self._runner.max_model_len)
-        for group in self._groups:
-            group.move_to(self._positions)
-        self._refresh_metadata()
-        with set_forward_context(
-            self._metadata, self._runner.vllm_config, num_tokens=len(token_ids), slot_mapping=self._slots
-        ):
-            return self._first_layers(end_layer, token_ids, self._positions, normed)
-
-    def _refresh_metadata(self) -> None:
-        if self._in_place and self._metadata:
-            for group in self._groups:
-                group.update(self._metadata)
-            return
-        common = {
-            "query_start_loc": self._query_starts_on_device,
-            "query_start_loc_cpu": self._query_starts,
-            "seq_lens": self._seq_lens,
-            "seq_lens_cpu_upper_bound": self._longest,
-            "num_reqs": len(self._positions),
-            "num_actual_tokens": len(self._positions),
-            "max_query_len": 1,
-            "max_seq_len": self._runner.max_model_len if self._in_place else int(self._longest.max()),
-            "positions": self._positions,
-        }
-        for group in self._groups:
-            self._metadata.update(group.build(**common))

@@ -5,6 +5,8 @@ tokens are thrown away by the scheduler, and what they write to the KV cache lie
 Where the attention backends can update their metadata in place, a whole draft is one CUDA graph.
 """
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,12 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Sampling, Target
+from vllm_specplugins.engine.history_v2 import Histories
 from vllm_specplugins.engine.layers import FirstLayers
 from vllm_specplugins.engine.report import DraftReport
 from vllm_specplugins.proposers.barrier import FaultBarrier
+
+_NO_TOKENS = np.zeros(1, np.int32)  # of a row that wants no draft
 
 
 class TargetSpeculator(DraftModelSpeculator):
@@ -35,11 +40,15 @@ class TargetSpeculator(DraftModelSpeculator):
     draft_logits: torch.Tensor | None
     barrier: FaultBarrier  # set by runner_v2.attach
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
         rows = self.max_num_reqs
+        self._histories = None
+        if vllm_config.speculative_config.reads_history:
+            self._histories = Histories(req_states, self.max_model_len, self.num_speculative_steps, device)
         self.report = DraftReport()
         self._feedback = _LateFeedback()
+        self._drafted_at = 0.0  # when the last drafting from histories ended
         self._graphs: SpeculatorCudaGraphManager | None = None
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._last_token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -53,10 +62,14 @@ class TargetSpeculator(DraftModelSpeculator):
             self.draft_logits = self._draft_logits[:rows]
 
     def add(self, new_requests: Any) -> None:
-        """Nothing is kept of a request."""
+        """Starts the histories of requests that are new, or back after a preemption."""
+        if self._histories is not None:
+            self._histories.add(new_requests)
 
     def remove(self, request_ids: set[str]) -> None:
         """Tells the proposer which requests are gone."""
+        if self._histories is not None:
+            self._histories.remove(request_ids)
         if request_ids:
             self.barrier.forget(sorted(request_ids))
 
@@ -73,7 +86,8 @@ class TargetSpeculator(DraftModelSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Called after `set_attn`."""
-        if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL and self.supports_decode_metadata_update:
+        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        if full and self.supports_decode_metadata_update and self._histories is None:
             mode = CUDAGraphMode.FULL_DECODE_ONLY
             self._graphs = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
 
@@ -129,10 +143,11 @@ class TargetSpeculator(DraftModelSpeculator):
         self._temperature[:num_reqs].copy_(temperature[requests])
         self._seeds[:num_reqs].copy_(seeds[requests])
 
-        feedback = self._feedback.exchange(input_batch.req_ids, num_sampled, num_rejected)
-        num_draft = self._replay(num_reqs, feedback) if self._graphs else None
-        if num_draft is None:
-            num_draft = self._draft_eagerly(input_batch, feedback)
+        if self._histories is not None:
+            num_draft = self._draft_from_histories(input_batch, num_sampled, num_rejected)
+        else:
+            feedback = self._feedback.exchange(input_batch.req_ids, num_sampled, num_rejected)
+            num_draft = self._replay(num_reqs, feedback) or self._draft_eagerly(input_batch, feedback)
         if input_batch.has_structured_output_reqs:  # a grammar has to see the tokens
             rows = drafts.tolist()
         else:
@@ -140,14 +155,15 @@ class TargetSpeculator(DraftModelSpeculator):
         self.report.tell(input_batch.req_ids, [row[:n] for row, n in zip(rows, num_draft, strict=True)])
         return drafts
 
-    def _replay(self, num_reqs: int, feedback: Feedback) -> list[int] | None:
-        """Drafts by one graph and returns the drafts' lengths; None where no graph has this batch size."""
-        assert self._graphs is not None
+    def _replay(self, num_reqs: int, feedback: Feedback) -> list[int]:
+        """Drafts by one graph and returns the drafts' lengths; nothing where no graph has this batch size."""
+        if self._graphs is None:
+            return []
         batch, _ = dispatch_cg_and_sync_dp(
             self._graphs, num_reqs, num_reqs, uniform_token_count=1, dp_size=1, dp_rank=0
         )
         if batch.cg_mode != CUDAGraphMode.FULL:
-            return None
+            return []
         for groups in self.attn_groups:
             for group in groups:
                 group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
@@ -160,6 +176,39 @@ class TargetSpeculator(DraftModelSpeculator):
         forward = _PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
         batch = self._batch(input_batch.req_ids, forward)
         draft = self.barrier.propose(batch, feedback)
+        self._keep(draft)
+        lengths: list[int] = draft.num_draft.tolist()
+        return lengths
+
+    def _draft_from_histories(
+        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor
+    ) -> list[int]:
+        """For proposers that read tokens, too: waits for them, and knows what became of the last drafts."""
+        assert self._histories is not None
+        num_reqs = input_batch.num_reqs
+        rows, accepted, rejected = self._histories.extend(input_batch, num_sampled, num_rejected)
+        max_num_draft = np.zeros(num_reqs, np.int32)  # rows in the middle of their prompt want nothing
+        token_ids = [_NO_TOKENS] * num_reqs
+        options: list[Any] = [{}] * num_reqs
+        for row in rows:
+            request = self._histories[input_batch.req_ids[row]]
+            token_ids[row], options[row] = request.token_ids, request.options
+            room = self.max_model_len - request.num_tokens - 1
+            max_num_draft[row] = np.clip(room, 0, self.num_speculative_steps)
+        forward = _PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
+        batch = replace(
+            self._batch(input_batch.req_ids, forward), token_ids=token_ids, options=options, max_num_draft=max_num_draft
+        )
+        only_decoded = len(rows) == num_reqs and input_batch.num_tokens == int((1 + accepted + rejected).sum())
+        feedback = Feedback(
+            request_ids=[input_batch.req_ids[row] for row in rows],
+            num_draft=accepted + rejected,
+            num_accepted=accepted,
+            step_ms=(time.perf_counter() - self._drafted_at) * 1000 if only_decoded else None,
+        )
+        draft = self.barrier.propose(batch, feedback)
+        self._drafted_at = time.perf_counter()
+        self.draft_tokens[:num_reqs].zero_()  # what stands behind a draft's end must be a token
         self._keep(draft)
         lengths: list[int] = draft.num_draft.tolist()
         return lengths
@@ -248,48 +297,55 @@ class _PagedForward:
         self._speculator, self._num_reqs, self._num_tokens = speculator, num_reqs, num_tokens
         self._metadata, self._slots, self._seq_lens_cpu = metadata, slots, seq_lens_cpu
         self._exists = speculator.idx_mapping[:num_reqs] >= 0  # not so in a graph's padding rows
-        self._step = 0
         self.logits, self.argmax = speculator.first_layers.logits, speculator.first_layers.argmax
 
     def hidden_states(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        speculator, num_reqs, num_tokens = self._speculator, self._num_reqs, self._num_tokens
+        speculator, num_reqs = self._speculator, self._num_reqs
         buffers = speculator.input_buffers
-        starts = buffers.query_start_loc[: num_reqs + 1].copy_(speculator._query_starts[: num_reqs + 1])
-        buffers.input_ids[:num_reqs].copy_(token_ids)
-        torch.clamp(positions, min=0, out=buffers.positions[:num_reqs])
-        torch.add(positions, 1, out=buffers.seq_lens[:num_reqs]).mul_(self._exists)
+        length = 1 if positions.ndim == 1 else positions.shape[1]
+        rows = slice(num_reqs * length)
+        starts = buffers.query_start_loc[: num_reqs + 1]
+        torch.mul(speculator._query_starts[: num_reqs + 1], length, out=starts)
+        buffers.input_ids[rows].copy_(token_ids.view(-1))
+        torch.clamp(positions.view(-1), min=0, out=buffers.positions[rows])
+        last = positions if positions.ndim == 1 else positions[:, -1]
+        torch.add(last, 1, out=buffers.seq_lens[:num_reqs]).mul_(self._exists)
+        num_tokens = max(self._num_tokens, num_reqs * length)
         slots = speculator.block_tables.compute_slot_mappings(
-            speculator.idx_mapping[:num_reqs], starts, buffers.positions[:num_reqs], num_tokens
+            speculator.idx_mapping[:num_reqs], starts, buffers.positions[rows], num_tokens
         )
-        if self._slots is None:
-            self._slots = build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
-        self._step += 1
-        if self._metadata is None or not speculator.supports_decode_metadata_update:
-            self._metadata = self._build_metadata()
-        elif self._step > 1 or self._seq_lens_cpu is None:
-            speculator._update_draft_decode_metadata(self._metadata, num_reqs)
         with set_forward_context(
-            self._metadata,
+            self._metadata_for(length),
             speculator.vllm_config,
             num_tokens=num_tokens,
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=self._slots,
+            slot_mapping=self._slots or build_slot_mappings_by_layer(slots, speculator.kv_cache_config),
             batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
         ):
-            return speculator.first_layers(
-                end_layer, buffers.input_ids[:num_reqs], buffers.positions[:num_reqs], normed
-            )
+            hidden_states = speculator.first_layers(end_layer, buffers.input_ids[rows], buffers.positions[rows], normed)
+        return hidden_states.view(*token_ids.shape, -1)
 
-    def _build_metadata(self) -> dict[str, Any] | None:
+    def _metadata_for(self, length: int) -> dict[str, Any] | None:
+        """Attention metadata over the speculator's buffers; that of single tokens is made once, if it can be."""
+        speculator = self._speculator
+        if length == 1 and self._metadata is not None:
+            speculator._update_draft_decode_metadata(self._metadata, self._num_reqs)
+            return self._metadata
         assert self._seq_lens_cpu is not None
-        return self._speculator._build_uniform_attn_metadata(
+        metadata: dict[str, Any] | None = speculator._build_uniform_attn_metadata(
             batch_desc=BatchExecutionDescriptor(
-                cg_mode=CUDAGraphMode.NONE, num_tokens=self._num_tokens, num_reqs=self._num_reqs, uniform_token_count=1
+                cg_mode=CUDAGraphMode.NONE,
+                num_tokens=self._num_reqs * length,
+                num_reqs=self._num_reqs,
+                uniform_token_count=length,
             ),
             num_reqs=self._num_reqs,
-            num_query_per_req=1,
+            num_query_per_req=length,
             seq_lens_cpu_upper_bound=self._seq_lens_cpu,
-            step=self._step,
+            step=speculator.num_speculative_steps,  # an upper bound for the whole draft
         )
+        if length == 1 and speculator.supports_decode_metadata_update:
+            self._metadata = metadata
+        return metadata

@@ -50,7 +50,9 @@ class _WithProposer:
 
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (draft.Counters) as a dictionary; for `LLM.collective_rpc`."""
-        return asdict(self._barrier.counters)
+        counters = self._barrier.counters
+        counters.stages = getattr(self._barrier.proposer, "stage_counters", dict)()
+        return asdict(counters)
 
 
 def guarded_proposer(vllm_config: "VllmConfig", device: Any) -> FaultBarrier:

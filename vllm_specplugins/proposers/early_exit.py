@@ -6,7 +6,9 @@ norm and head, or a trained one. K: num_speculative_tokens.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_specplugins.config import EarlyExitConfig
@@ -39,25 +41,50 @@ class EarlyExit:
         token_ids = last.new_empty(batch.num_reqs, width, dtype=torch.int32)
         logits = None
         for step in range(width):
-            hidden_states = target.forward.hidden_states(self._exit_layer, last, positions, normed=self._head is None)
-            positions.add_(1).clamp_(max=self._max_position)
-            if self._samples:
-                step_logits = self._logits(target, hidden_states)
+            last, step_logits = self._choose(target, last, positions)
+            token_ids[:, step] = last
+            if step_logits is not None:
                 if logits is None:
                     logits = step_logits.new_empty(batch.num_reqs, width, step_logits.shape[-1])
                 logits[:, step] = step_logits
-                last = gumbel_sample(step_logits, target.sampling.temperature, target.sampling.seeds, positions)
-            elif self._head is None:
-                last = target.forward.argmax(hidden_states)
-            else:
-                last = self._head.logits(hidden_states).argmax(dim=-1)
-            token_ids[:, step] = last
+            positions.add_(1).clamp_(max=self._max_position)
         return Draft(token_ids, batch.max_num_draft, logits=logits)
 
-    def _logits(self, target: Target, hidden_states: torch.Tensor) -> torch.Tensor:
-        head = target.forward if self._head is None else self._head
-        logits: torch.Tensor = head.logits(hidden_states)
-        return logits
+    def choose(self, target: Target, token_ids: Any, firsts: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Feeds several tokens of each request at once; for each, what the exit says comes next.
+
+        Args:
+            token_ids: [num_reqs, T] int64 on the host.
+            firsts: [num_reqs] int64 on the host: a request's first token stands so far past its newest one.
+
+        Returns:
+            token ids [num_reqs, T] and, if the exit samples, logits [num_reqs, T, vocab_size]. Each is the one
+            that `propose` would draft behind the same tokens.
+        """
+        device, length = target.num_tokens.device, token_ids.shape[1]
+        offsets = torch.from_numpy(firsts[:, None] + np.arange(length)).to(device)
+        positions = (target.num_tokens[:, None] - 1 + offsets).clamp_(max=self._max_position)
+        return self._choose(target, torch.from_numpy(token_ids).to(device), positions)
+
+    def _choose(
+        self, target: Target, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What follows each token: ids and, if the exit samples, logits. All of shape [num_reqs] or [num_reqs, T]."""
+        hidden_states = target.forward.hidden_states(self._exit_layer, token_ids, positions, normed=self._head is None)
+        flat = hidden_states.view(-1, hidden_states.shape[-1])
+        if not self._samples:
+            chosen = target.forward.argmax(flat) if self._head is None else self._head.logits(flat).argmax(dim=-1)
+            return chosen.view(token_ids.shape), None
+        logits = (target.forward if self._head is None else self._head).logits(flat)
+        repeats = len(flat) // len(target.num_tokens)
+        sampling = target.sampling
+        chosen = gumbel_sample(
+            logits,
+            sampling.temperature.repeat_interleave(repeats),
+            sampling.seeds.repeat_interleave(repeats),
+            positions.reshape(-1) + 1,
+        )
+        return chosen.view(token_ids.shape), logits.view(*token_ids.shape, -1)
 
     def observe(self, feedback: Feedback) -> None:
         """Nothing to learn."""

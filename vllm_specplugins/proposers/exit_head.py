@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from vllm_specplugins.config import ConfigError
 
@@ -73,20 +73,21 @@ class ExitHead:
         """Writes the head into a folder, which is made if need be."""
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.weights.items()}
-        save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        # Not `save_file`, which lets nobody else read the file.
+        (folder / WEIGHTS_FILE).write_bytes(save(weights, metadata={"format": "pt"}))
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: str | Path, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> "ExitHead":
         """The head in a folder that `check_exit_head` has passed."""
-        config = _read_config(Path(folder))
+        config = read_head_config(folder)
         weights = load_file(Path(folder) / WEIGHTS_FILE, device=str(device))
         return cls(config, {name: weights[name].to(dtype) for name in config.shapes()})
 
 
 def check_exit_head(folder: str | Path, *, exit_layer: int, hidden_size: int, vocab_size: int) -> None:
     """Raises ConfigError unless a folder holds a whole head for this layer of a model of these sizes."""
-    config = _read_config(Path(folder))
+    config = read_head_config(folder)
     wanted = {"exit_layer": exit_layer, "hidden_size": hidden_size, "vocab_size": vocab_size}
     for name, value in wanted.items():
         if getattr(config, name) != value:
@@ -104,8 +105,9 @@ def check_exit_head(folder: str | Path, *, exit_layer: int, hidden_size: int, vo
             _refuse(folder, f"a head with {name} of shape {list(shape)}", f"{list(found.get(name, ())) or 'nothing'}")
 
 
-def _read_config(folder: Path) -> ExitHeadConfig:
-    path = folder / CONFIG_FILE
+def read_head_config(folder: str | Path) -> ExitHeadConfig:
+    """What the head in a folder was made for; ConfigError if there is none."""
+    path = Path(folder) / CONFIG_FILE
     try:
         raw = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -35,15 +35,22 @@ class PromptLookup:
         token_ids = np.zeros((batch.num_reqs, self._context.max_num_draft), np.int32)
         num_draft = np.zeros(batch.num_reqs, np.int32)
         match_length = np.zeros(batch.num_reqs, np.float32)
-        for row, request_id in enumerate(batch.request_ids):
-            history = batch.token_ids[row]
-            index = self._indexes.get(request_id)
-            if index is None or not _continues(index, history):
-                index = self._indexes[request_id] = self._start(request_id, batch.options[row])
+        for row in range(batch.num_reqs):
+            index, history = self._index(batch, row), batch.token_ids[row]
             tokens, match_length[row] = index.step(history[index.num_tokens :], int(batch.max_num_draft[row]))
             num_draft[row] = len(tokens)
             token_ids[row, : len(tokens)] = tokens
         return Draft(token_ids, num_draft, confidence=match_length)
+
+    def continue_draft(
+        self, batch: DraftBatch, row: int, begun: Sequence[int], max_tokens: int
+    ) -> tuple[Int32Array, int]:
+        """Up to max_tokens tokens to follow one request's history and a draft that was begun, which is not
+        remembered; and the length of the match."""
+        index, history = self._index(batch, row), batch.token_ids[row]
+        if index.num_tokens < len(history):
+            index.extend(history[index.num_tokens :])
+        return index.peek(begun, max_tokens)
 
     def observe(self, feedback: Feedback) -> None:
         """Nothing to learn: the accepted tokens come with the next batch's histories."""
@@ -52,6 +59,14 @@ class PromptLookup:
         """Frees the indexes of these requests."""
         for request_id in request_ids:
             self._indexes.pop(request_id, None)
+
+    def _index(self, batch: DraftBatch, row: int) -> NgramIndex:
+        """The index of a request, begun anew where the history is not the one that it holds."""
+        request_id = batch.request_ids[row]
+        index = self._indexes.get(request_id)
+        if index is None or not _continues(index, batch.token_ids[row]):
+            index = self._indexes[request_id] = self._start(request_id, batch.options[row])
+        return index
 
     def _start(self, request_id: str, options: Mapping[str, Any]) -> NgramIndex:
         reference = self._reference(request_id, options.get("reference"))

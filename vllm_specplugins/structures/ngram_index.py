@@ -128,18 +128,18 @@ def _longest_match(buffer: Int32Array, table: Int64Array, state: Int64Array, las
     return match, match_length
 
 
-@compiled("UniTuple(int64, 2)(int32[::1], int64[::1], int64[::1], int64, int64, int32[::1])")
+@compiled("UniTuple(int64, 2)(int32[::1], int64[::1], int64[::1], int64, int64, int32[::1], boolean)")
 def _step(
-    buffer: Int32Array, table: Int64Array, state: Int64Array, end: int, max_tokens: int, out: Int32Array
+    buffer: Int32Array, table: Int64Array, state: Int64Array, end: int, max_tokens: int, out: Int32Array, enters: bool
 ) -> tuple[int, int]:
-    """Index buffer[:end - 1], then draft into `out`: number of draft tokens, or why not; match length."""
+    """Index buffer[:end - 1] if `enters`, then draft into `out`: number of draft tokens, or why not; match length."""
     start = state[HISTORY_START]
     for i in range(max(start, state[NEXT] + 1), end):
         if buffer[i] < 0:
             return ID_IS_NEGATIVE, 0
     # An n-gram is entered when the token after it exists: it cannot find itself, and each match goes on.
     # One token takes at most one slot per n.
-    while state[NEXT] < end - 1:
+    while enters and state[NEXT] < end - 1:
         if state[NUM_SLOTS_USED] > table.size * 3 // 4 - LARGEST_N:
             return TABLE_IS_FULL, 0
         state[NUM_SLOTS_USED] += _enter(buffer, table, state, state[NEXT])
@@ -229,6 +229,19 @@ class NgramIndex:
         self, tokens: Int32Array | Sequence[int], max_tokens: int, out: Int32Array | None = None
     ) -> tuple[Int32Array, int]:
         """`extend`, then `draft`, in one compiled call: a decoding step."""
+        draft, match_length, self._end = self._append_and_draft(tokens, max_tokens, out, enters=True)
+        return draft, match_length
+
+    # tokens: [num_new] int32
+    def peek(self, tokens: Int32Array | Sequence[int], max_tokens: int) -> tuple[Int32Array, int]:
+        """What `step` would draft after these tokens, but for matches that end in them; nothing is remembered."""
+        draft, match_length, _ = self._append_and_draft(tokens, max_tokens, None, enters=False)
+        return draft, match_length
+
+    def _append_and_draft(
+        self, tokens: Int32Array | Sequence[int], max_tokens: int, out: Int32Array | None, enters: bool
+    ) -> tuple[Int32Array, int, int]:
+        """Draft, length of the match, and the end of the tokens in the buffer."""
         if max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}; it must be >= 0.")
         if out is None:
@@ -239,13 +252,12 @@ class NgramIndex:
         if end > len(self._buffer):
             self._buffer.resize(2 * end, refcheck=False)  # no view of it leaves this class
         self._buffer[self._end : end] = tokens
-        while (result := _step(self._buffer, self._table, self._state, end, max_tokens, out))[0] < 0:
+        while (result := _step(self._buffer, self._table, self._state, end, max_tokens, out, enters))[0] < 0:
             if result[0] == ID_IS_NEGATIVE:
                 raise ValueError(f"tokens holds the id {np.min(tokens)}; ids must be >= 0.")
             # Room for one slot per token still to come: a prompt grows the table once or twice.
             self._grow_table(int(self._state[NUM_SLOTS_USED] + end - self._state[NEXT]) + LARGEST_N)
-        self._end = end
-        return out[: result[0]], result[1]
+        return out[: result[0]], result[1], end
 
     def _grow_table(self, num_slots: int) -> None:
         table = np.zeros(max(2 * len(self._table), 1 << (4 * num_slots // 3).bit_length()), np.int64)

@@ -1,0 +1,221 @@
+"""Cascades on the host alone: staged verification gives the last stage's own tokens, whatever was offered to it."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, StageConfig
+from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext, Sampling, StageCounters, Target
+from vllm_specplugins.methods import parse_config
+from vllm_specplugins.proposers.cascade import Cascade
+from vllm_specplugins.proposers.drafters import DraftToken, Extend, First, Nothing, Rows, Verified
+from vllm_specplugins.proposers.early_exit import EarlyExit
+
+VOCAB_SIZE, K = 7, 6
+CONTEXT = ProposerContext(VOCAB_SIZE, 64, 8, K, lambda text: [])
+
+
+class FakeForward:
+    """Layers whose logits depend on all tokens so far. A KV cache that must never be read where nothing was written."""
+
+    def __init__(self, histories: Sequence[np.ndarray], sharpness: dict[int, float]):
+        self.histories, self.sharpness = histories, sharpness
+        self.cache = [dict(enumerate(history[:-1].tolist())) for history in histories]
+        self.num_passes = 0
+
+    def hidden_states(self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool) -> Any:
+        self.num_passes += 1
+        shape = token_ids.shape
+        states = []
+        for row, (tokens, places) in enumerate(
+            zip(token_ids.view(shape[0], -1), positions.view(shape[0], -1), strict=True)
+        ):
+            for token, place in zip(tokens.tolist(), places.tolist(), strict=True):
+                assert place < len(self.histories[row]) - 1 + K, "a slot that is not reserved"
+                self.cache[row][place] = token
+            for place in places.tolist():
+                text = tuple(self.cache[row][i] for i in range(place + 1))
+                noise = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(hash(text) % 2**60))
+                exit_noise = torch.randn(
+                    VOCAB_SIZE, generator=torch.Generator().manual_seed(hash((end_layer, text)) % 2**60)
+                )
+                states.append(noise * 2 + exit_noise * self.sharpness[end_layer])
+        return torch.stack(states).view(*shape, -1)
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+    def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states.argmax(dim=-1)
+
+
+class Offers:
+    """A cheap drafter: random lengths, and each token right with some probability (if `right` is given)."""
+
+    def __init__(self, rng: np.random.Generator, right: Rows | None = None):
+        self.rng, self.right = rng, right
+
+    def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
+        rows = []
+        for row, (tokens, limit) in enumerate(zip(begun, wanted, strict=True)):
+            length = int(self.rng.integers(0, limit + 1))
+            offered = [int(token) for token in self.rng.integers(0, VOCAB_SIZE, length)]
+            if self.right is not None:
+                known = [token.token_id for token in self.right[row]][len(tokens) : len(tokens) + length]
+                offered = [a if self.rng.random() < 0.8 else b for a, b in zip(known, offered, strict=False)]
+            rows.append([DraftToken(token, 0, 2.0) for token in offered])
+        return rows
+
+
+def make_batch(rng: np.random.Generator, num_reqs: int) -> DraftBatch:
+    histories = [rng.integers(0, VOCAB_SIZE, rng.integers(1, 12)).astype(np.int32) for _ in range(num_reqs)]
+    target = Target(
+        forward=FakeForward(histories, {1: 1.5, 2: 0.7}),
+        last_token_ids=torch.tensor([int(history[-1]) for history in histories], dtype=torch.int32),
+        num_tokens=torch.tensor([len(history) for history in histories]),
+        last_hidden_states=None,
+        sampling=Sampling(torch.tensor(rng.choice([0.0, 0.7, 1.3], num_reqs)).float(), torch.arange(num_reqs) * 99),
+    )
+    wanted = rng.integers(0, K + 1, num_reqs).astype(np.int32)
+    return DraftBatch([str(i) for i in range(num_reqs)], histories, wanted, [{}] * num_reqs, target)
+
+
+def exit_stage(layer: int, method: str) -> EarlyExit:
+    return EarlyExit(EarlyExitConfig(exit_layer=layer, draft_sample_method=method), CONTEXT)
+
+
+def ids(rows: Rows) -> list[list[int]]:
+    return [[token.token_id for token in row] for row in rows]
+
+
+def alone(batch: DraftBatch, stage: EarlyExit) -> tuple[list[list[int]], Any]:
+    """What the stage drafts by itself, token by token."""
+    draft = stage.propose(batch)
+    tokens = [row[:count].tolist() for row, count in zip(draft.token_ids, draft.num_draft, strict=True)]
+    return tokens, draft.logits
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("seed", range(30))
+def test_verified_tokens_are_the_stages_own(method: str, seed: int) -> None:
+    """Draft by draft, for ragged batches, and with q.
+
+    Kills: an off-by-one in columns or positions, a token kept unseen, noise of another position, a slot that is not
+    reserved, a pass that spoils the KV of a row that is done.
+    """
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng, int(rng.integers(1, 6)))
+    stage = exit_stage(2, method)
+    expected, logits = alone(batch, stage)
+    right = [[DraftToken(token, 0, 1.0) for token in row] for row in expected]
+    for cheap in (Nothing(), Offers(rng), Offers(rng, right)):
+        drafts = Verified(cheap, stage, 1, StageCounters()).draft(
+            batch, [[] for _ in batch.request_ids], batch.max_num_draft.tolist()
+        )
+        assert ids(drafts) == expected
+        for row, draft in enumerate(drafts):
+            for column, token in enumerate(draft):
+                assert (token.logits is None) == (method == "greedy")
+                if logits is not None:
+                    assert torch.equal(token.logits, logits[row, column])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_three_stages(seed: int) -> None:
+    """A verified cascade as the cheap drafter of another: still the last stage's tokens."""
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng, 4)
+    first, last = exit_stage(1, "probabilistic"), exit_stage(2, "probabilistic")
+    expected, _ = alone(batch, last)
+    nested = Verified(Verified(Offers(rng), first, 1, StageCounters()), last, 2, StageCounters())
+    assert ids(nested.draft(batch, [[] for _ in range(4)], batch.max_num_draft.tolist())) == expected
+
+
+def test_good_offers_save_passes() -> None:
+    """One pass for a whole draft that is right. Kills: checking token by token."""
+    rng = np.random.default_rng(0)
+    batch = make_batch(rng, 1)
+    batch = DraftBatch(batch.request_ids, batch.token_ids, np.array([K], np.int32), batch.options, batch.target)
+    stage = exit_stage(2, "greedy")
+    expected, _ = alone(batch, stage)
+
+    class Right:
+        def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
+            return [[DraftToken(token, 0, 1.0) for token in expected[0][: wanted[0]]]]
+
+    before = batch.target.forward.num_passes
+    counters, cheap = StageCounters(), StageCounters()
+    drafts = Verified(Right(), stage, 1, counters, cheap).draft(batch, [[]], [K])
+    assert ids(drafts) == expected and batch.target.forward.num_passes == before + 1
+    assert (counters.drafted, cheap.kept) == (K, K - 1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_first_and_extend(seed: int) -> None:
+    """Kills: a model stage that continues from another place than the end of what was begun."""
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng, 4)
+    stage = exit_stage(2, "greedy")
+    wanted = batch.max_num_draft.tolist()
+    empty: Rows = [[] for _ in range(4)]
+    model = Verified(Nothing(), stage, 1, StageCounters())
+    offers = [[token for token in row] for row in Offers(rng).draft(batch, empty, wanted)]
+    fixed = SimpleNamespace(draft=lambda batch, begun, wanted: offers)
+    extended = Extend(fixed, model).draft(batch, empty, wanted)
+    firsts = First(fixed, model).draft(batch, empty, wanted)
+    own, _ = alone(batch, stage)
+    for row, offer in enumerate(offers):
+        assert ids([extended[row][: len(offer)]]) == ids([offer])
+        assert len(extended[row]) == wanted[row]
+        assert ids([firsts[row]]) == (ids([offer]) if offer else [own[row]])
+        text = list(batch.token_ids[row]) + [token.token_id for token in extended[row]]
+        forward = FakeForward([np.array(text[: len(batch.token_ids[row])])], {2: 0.7})
+        for place in range(len(batch.token_ids[row]) + len(offer), len(text)):
+            forward.cache[0] = dict(enumerate(map(int, text[: place - 1])))
+            state = forward.hidden_states(2, torch.tensor([int(text[place - 1])]), torch.tensor([place - 1]), True)
+            assert int(state.argmax()) == text[place]
+
+
+def cascade(policy: str, gate: str = "off") -> Cascade:
+    config = parse_config(
+        {"method": "cascade", "policy": policy, "gate": gate,
+         "stages": [{"method": "prompt_lookup", "min_ngram": 1}, {"method": "early_exit", "exit_layer": 2}]}
+    )  # fmt: skip
+    from vllm_specplugins.methods import build_proposer
+
+    proposer = build_proposer(config, CONTEXT)
+    assert isinstance(proposer, Cascade)
+    return proposer
+
+
+@pytest.mark.parametrize("policy", ["verify", "first", "extend"])
+def test_cascade(policy: str) -> None:
+    """The whole proposer: shapes, accounts, and nothing kept of a request that is gone."""
+    rng = np.random.default_rng(5)
+    proposer = cascade(policy)
+    batch = make_batch(rng, 5)
+    draft = proposer.propose(batch)
+    assert (draft.num_draft <= batch.max_num_draft).all() and draft.token_ids.shape[0] == 5
+    if policy == "verify":
+        expected, _ = alone(batch, exit_stage(2, "greedy"))
+        assert [row[:n].tolist() for row, n in zip(draft.token_ids, draft.num_draft, strict=True)] == expected
+    accepted = np.minimum(draft.num_draft, 1)
+    proposer.observe(Feedback(batch.request_ids, draft.num_draft, accepted))
+    counters = proposer.stage_counters()
+    assert list(counters) == ["0 prompt_lookup", "1 early_exit"]
+    assert sum(stage.accepted for stage in counters.values()) == accepted.sum()
+    assert sum(stage.kept for stage in counters.values()) >= draft.num_draft.sum()
+    proposer.propose(batch)
+    proposer.forget(batch.request_ids)
+    assert not proposer._sent and not proposer._stages[0]._indexes
+
+
+def test_config_is_nested() -> None:
+    config = parse_config({"method": "cascade", "stages": [{"method": "prompt_lookup"}, {"method": "early_exit"}]})
+    assert isinstance(config.own, CascadeConfig)
+    assert config.own.stages[1] == StageConfig(method="early_exit", own=EarlyExitConfig())
+    assert (config.own.policy, config.own.gate) == ("verify", "auto")

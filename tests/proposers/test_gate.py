@@ -1,0 +1,187 @@
+"""The gate in simulation: texts whose drafts are accepted with known chances, steps with known costs."""
+
+import doctest
+import random
+import time
+from dataclasses import dataclass
+from statistics import mean
+
+import pytest
+
+from vllm_specplugins.proposers import gate as gate_module
+from vllm_specplugins.proposers.gate import Gate, StepCosts
+
+K = 6
+LOOKUP, EXIT = 0, 1
+
+
+@dataclass
+class Engine:
+    """Steps of `base + slope * verified draft tokens` ms for num_reqs requests; drafting costs draft_ms a token."""
+
+    base: float = 30.0
+    slope: float = 0.5
+    draft_ms: float = 0.0
+    num_reqs: int = 1
+    noise: float = 0.05
+
+
+def simulate(
+    gate: Gate,
+    engine: Engine,
+    chances: list[float],
+    rng: random.Random,
+    stage: int = LOOKUP,
+    confidence: float = 4.0,
+    prefix: str = "",
+) -> tuple[float, list[int]]:
+    """Runs a step for each chance of a next token. Returns tokens/ms, and the draft lengths of the first request."""
+    total_ms, total_tokens, lengths = 0.0, 0, []
+    for chance in chances:
+        ids = [f"{prefix}{i}" for i in range(engine.num_reqs)]
+        drafts = gate.lengths(ids, stage, [confidence] * len(ids), [K] * len(ids))
+        lengths.append(drafts[0])
+        drafting = engine.draft_ms * max(drafts)
+        if engine.draft_ms:
+            gate.add_drafting(stage, drafting, max(drafts))
+        emitted = 0
+        for i, num_draft in enumerate(drafts):
+            accepted = 0
+            while accepted < num_draft and rng.random() < chance:
+                accepted += 1
+            if num_draft:
+                gate.add_fate(f"{prefix}{i}", stage, confidence, num_draft, accepted)
+            emitted += 1 + accepted
+        ms = (engine.base + engine.slope * sum(drafts)) * rng.lognormvariate(0, engine.noise)
+        gate.add_step(engine.num_reqs, ms, drafting, sum(drafts), emitted)
+        total_ms, total_tokens = total_ms + ms + drafting, total_tokens + emitted
+    return total_tokens / total_ms, lengths
+
+
+def plain(engine: Engine) -> float:
+    return engine.num_reqs / engine.base
+
+
+def best_fixed(engine: Engine, chance: float) -> float:
+    """Tokens/ms of the best fixed length, in expectation."""
+
+    def speed(k: int) -> float:
+        tokens = sum(chance**i for i in range(k + 1)) * engine.num_reqs
+        return tokens / (engine.base + k * (engine.slope * engine.num_reqs + engine.draft_ms))
+
+    return max(map(speed, range(K + 1)))
+
+
+def test_docstrings() -> None:
+    assert doctest.testmod(gate_module).failed == 0
+
+
+ENGINES = {
+    "one request": Engine(),
+    "hot batch": Engine(base=100, slope=3.0, num_reqs=32),
+    "one request, costly stage": Engine(draft_ms=6.0),
+    "batch, costly stage": Engine(base=60, slope=1.5, num_reqs=8, draft_ms=8.0),
+    "compute bound": Engine(base=10, slope=10.0),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("chance", [0.0, 0.05, 0.3, 0.6, 0.9, 1.0])
+def test_close_to_the_best_fixed_length_and_never_lost(name: str, chance: float) -> None:
+    """400 steps of one kind of text. Kills: a price without the cost of drafting, or without that of verifying."""
+    engine = ENGINES[name]
+    speeds = [simulate(Gate(), engine, [chance] * 400, random.Random(seed))[0] for seed in range(5)]
+    assert mean(speeds) >= 0.97 * plain(engine)
+    assert mean(speeds) >= 0.90 * best_fixed(engine, chance)
+
+
+def test_off_within_64_tokens_and_on_within_32() -> None:
+    """Text that copies, stops copying, and copies again; on an engine where a useless draft costs."""
+    engine = Engine(base=30, slope=6.0)
+    rng = random.Random(0)
+    gate = Gate()
+    _, before = simulate(gate, engine, [0.95] * 60, rng)
+    assert mean(before[20:]) > 3
+    _, off = simulate(gate, engine, [0.0] * 200, rng)
+    assert mean(off[64:]) < 0.2 and max(off[64:]) <= 1
+    _, on = simulate(gate, engine, [0.95] * 60, rng)
+    first = next(i for i, length in enumerate(on) if length >= 3)
+    tokens_until_then = first + sum(on[:first])
+    assert tokens_until_then <= 32
+
+
+def test_short_outputs_learn_from_each_other() -> None:
+    """A request of 16 tokens cannot learn by itself. Kills: a prior that forgets what all requests taught."""
+    engine = Engine(base=30, slope=6.0)
+    rng, gate = random.Random(1), Gate()
+    speeds, drafted = [], []
+    for request in range(60):
+        speed, lengths = simulate(gate, engine, [0.0] * 16, rng, prefix=f"{request}/")
+        speeds.append(speed)
+        drafted.append(sum(lengths))
+        gate.forget([f"{request}/0"])
+    assert mean(speeds[20:]) >= 0.97 * plain(engine)
+    assert mean(drafted[20:]) < 1.5
+
+
+def test_drifting_text() -> None:
+    """Acceptance that wanders: at least nine tenths of the best fixed length in hindsight, and no loss."""
+    engine = Engine(base=30, slope=2.0)
+    rng = random.Random(3)
+    chance, chances = 0.5, []
+    for _ in range(2000):
+        chance = min(0.98, max(0.0, chance + rng.uniform(-0.04, 0.04)))
+        chances.append(chance)
+    speed, _ = simulate(Gate(), engine, chances, rng)
+    fixed = max(
+        sum(sum(c**i for i in range(k + 1)) for c in chances) / (len(chances) * (engine.base + k * engine.slope))
+        for k in range(K + 1)
+    )
+    assert speed >= 0.9 * fixed and speed >= plain(engine)
+
+
+def test_requests_do_not_disturb_each_other() -> None:
+    """One request copies and one does not, in one batch."""
+    gate, rng = Gate(), random.Random(2)
+    lengths: dict[str, list[int]] = {"copies": [], "does not": []}
+    for _ in range(200):
+        total = emitted = 0
+        drafts = gate.lengths(list(lengths), LOOKUP, [4.0, 4.0], [K, K])
+        for request, chance, length in zip(lengths, (0.95, 0.0), drafts, strict=True):
+            accepted = next((i for i in range(length) if rng.random() >= chance), length)
+            if length:
+                gate.add_fate(request, LOOKUP, 4.0, length, accepted)
+            lengths[request].append(length)
+            total, emitted = total + length, emitted + 1 + accepted
+        gate.add_step(2, 30 + 6.0 * total, 0.0, total, emitted)
+    assert mean(lengths["copies"][50:]) > 2.5 and mean(lengths["does not"][50:]) < 0.5
+
+
+def test_step_costs_are_found() -> None:
+    """Base and slope from noisy times, hiccups among them. Kills: a covariance that forgets the decay."""
+    rng, costs = random.Random(4), StepCosts()
+    for step in range(400):
+        num_draft = rng.randrange(7)
+        hiccup = 500.0 if step % 50 == 49 else 0.0
+        costs.add(40 + 1.5 * num_draft + rng.gauss(0, 0.5) + hiccup, 0.0, num_draft, 1)
+    assert costs.slope_ms == pytest.approx(1.5, abs=0.4)
+    assert costs.mean_ms == pytest.approx(44.5, abs=2)
+
+
+def test_same_inputs_same_choices() -> None:
+    runs = [simulate(Gate(), Engine(), [0.7] * 100, random.Random(9)) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_cost_per_request_and_step() -> None:
+    """Under 10 us; the fastest of several runs, so that a busy machine does not matter."""
+    gate, ids = Gate(), [str(i) for i in range(64)]
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        lengths = gate.lengths(ids, LOOKUP, [4.0] * 64, [K] * 64)
+        for request_id, length in zip(ids, lengths, strict=True):
+            gate.add_fate(request_id, LOOKUP, 4.0, length or 1, 0)
+        gate.add_step(64, 30.0, 0.1, 100, 64)
+        best = min(best, time.perf_counter() - start)
+    assert best / 64 < 10e-6

@@ -1,0 +1,182 @@
+"""Cascade: a proposer that holds proposers.
+
+Its stages, cheapest first, are combined by one of POLICIES (see drafters.py) into one drafter, and a gate decides for
+each request and step how many tokens are worth drafting (see gate.py).
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+import torch
+
+from vllm_specplugins.config import CascadeConfig
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters
+from vllm_specplugins.proposers.drafters import (
+    Drafter,
+    DraftToken,
+    Extend,
+    First,
+    Lookup,
+    Nothing,
+    Rows,
+    Verified,
+    Whole,
+)
+from vllm_specplugins.proposers.early_exit import EarlyExit
+from vllm_specplugins.proposers.gate import Gate
+from vllm_specplugins.proposers.prompt_lookup import PromptLookup
+
+POLICIES: dict[str, Callable[[Drafter, Drafter], Drafter]] = {"first": First, "extend": Extend}
+
+
+@dataclass(slots=True)
+class Gated:
+    """A drafter whose lengths a gate chooses: before it drafts, if drafting costs, and after it, if that was free."""
+
+    drafter: Drafter
+    gate: Gate
+    index: int
+    is_free: bool
+
+    def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
+        if self.is_free:
+            drafts = self.drafter.draft(batch, begun, wanted)
+            confidences = [draft[0].confidence if draft else 0.0 for draft in drafts]
+            lengths = self._lengths(batch, confidences, [len(draft) for draft in drafts])
+            return [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
+        lengths = self._lengths(batch, [1.0] * batch.num_reqs, wanted)
+        if not any(lengths):
+            return [[] for _ in lengths]
+        start = time.perf_counter()
+        drafts = self.drafter.draft(batch, begun, lengths)
+        self.gate.add_drafting(self.index, (time.perf_counter() - start) * 1000, max(lengths))
+        return drafts
+
+    def _lengths(self, batch: DraftBatch, confidences: Sequence[float], most: Sequence[int]) -> list[int]:
+        return self.gate.lengths(batch.request_ids, self.index, confidences, most)
+
+
+class Cascade:
+    """See the module.
+
+    Args:
+        stages: the proposers, in the order of `config.stages`.
+    """
+
+    def __init__(self, config: CascadeConfig, context: ProposerContext, stages: Sequence[Proposer]):
+        self._stages = stages
+        self._names = [stage.method for stage in config.stages]
+        self._gate = Gate() if config.gate == "auto" else None
+        self._counters = [StageCounters() for _ in stages]
+        self._drafter = self._combine(config.policy)
+        self._drafting_ms = 0.0  # of the last step
+        self._sent: dict[str, list[DraftToken]] = {}  # the newest draft of each request
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """The stages' drafts, combined by the policy, as long as the gate thinks they pay."""
+        start = time.perf_counter()
+        nothing: Rows = [[] for _ in batch.request_ids]
+        drafts = self._drafter.draft(batch, nothing, batch.max_num_draft.tolist())
+        for request_id, draft in zip(batch.request_ids, drafts, strict=True):
+            self._sent[request_id] = draft
+            for token in draft:
+                self._counters[token.stage].kept += 1
+        joined = self._joined(drafts)
+        self._drafting_ms = (time.perf_counter() - start) * 1000
+        return joined
+
+    def _joined(self, drafts: Rows) -> Draft:
+        num_draft = np.array([len(draft) for draft in drafts], np.int32)
+        width = int(num_draft.max(initial=0))
+        token_ids = np.zeros((len(drafts), width), np.int32)
+        for row, draft in enumerate(drafts):
+            token_ids[row, : len(draft)] = [token.token_id for token in draft]
+        first = [draft[0].confidence if draft else 0.0 for draft in drafts]
+        stage = [draft[-1].stage if draft else -1 for draft in drafts]
+        return Draft(
+            token_ids, num_draft, np.array(first, np.float32), self._logits(drafts, width), np.array(stage, np.int32)
+        )
+
+    def _logits(self, drafts: Rows, width: int) -> torch.Tensor | None:
+        """[num_reqs, width, vocab_size]; a token without logits gets those of its one-hot q."""
+        some = next((token.logits for draft in drafts for token in draft if token.logits is not None), None)
+        if some is None:
+            return None
+        logits = some.new_zeros(len(drafts), width, some.shape[-1])
+        for row, draft in enumerate(drafts):
+            for column, token in enumerate(draft):
+                if token.logits is None:
+                    logits[row, column] = -torch.inf
+                    logits[row, column, token.token_id] = 0.0
+                else:
+                    logits[row, column] = token.logits
+        return logits
+
+    def observe(self, feedback: Feedback) -> None:
+        """Tells the stages' counters and the gate what became of the last drafts."""
+        num_reqs = len(feedback.request_ids)
+        fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
+        for request_id, num_draft, num_accepted in fates:
+            sent = self._sent.pop(request_id, [])[:num_draft]
+            for index, token in enumerate(sent):
+                self._counters[token.stage].accepted += index < num_accepted
+            if sent and self._gate is not None:
+                for stage, start, end in _runs(sent):
+                    if num_accepted >= start:
+                        accepted = min(num_accepted, end) - start
+                        self._gate.add_fate(request_id, stage, sent[start].confidence, end - start, accepted)
+        if self._gate is not None and feedback.step_ms is not None:
+            num_emitted = num_reqs + int(feedback.num_accepted.sum())
+            num_draft = int(feedback.num_draft.sum())
+            self._gate.add_step(num_reqs, feedback.step_ms, self._drafting_ms, num_draft, num_emitted)
+        for proposer in self._stages:
+            proposer.observe(feedback)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Drops what the stages, the gate and the accounts hold of these requests."""
+        for request_id in request_ids:
+            self._sent.pop(request_id, None)
+        if self._gate is not None:
+            self._gate.forget(request_ids)
+        for proposer in self._stages:
+            proposer.forget(request_ids)
+
+    def stage_counters(self) -> dict[str, StageCounters]:
+        """Running totals by stage, under "index method"."""
+        return {f"{index} {name}": self._counters[index] for index, name in enumerate(self._names)}
+
+    def _combine(self, policy: str) -> Drafter:
+        if policy == "verify":
+            drafter = self._drafter_of(0)
+            for index, stage in enumerate(self._stages[1:], start=1):
+                assert isinstance(stage, EarlyExit)
+                drafter = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
+            return self._gated(drafter, len(self._stages) - 1, is_free=False)
+        drafters = [
+            self._gated(self._drafter_of(index), index, is_free=not isinstance(stage, EarlyExit))
+            for index, stage in enumerate(self._stages)
+        ]
+        return reduce(POLICIES[policy], drafters)
+
+    def _drafter_of(self, index: int) -> Drafter:
+        stage, counters = self._stages[index], self._counters[index]
+        if isinstance(stage, EarlyExit):
+            return Verified(Nothing(), stage, index, counters)
+        if isinstance(stage, PromptLookup):
+            return Lookup(stage, index, counters)
+        return Whole(stage, index, counters)
+
+    def _gated(self, drafter: Drafter, index: int, is_free: bool) -> Drafter:
+        return drafter if self._gate is None else Gated(drafter, self._gate, index, is_free)
+
+
+def _runs(draft: list[DraftToken]) -> Iterator[tuple[int, int, int]]:
+    """(stage, start, end) of each stretch of a draft that one stage made."""
+    start = 0
+    for end in range(1, len(draft) + 1):
+        if end == len(draft) or draft[end].stage != draft[start].stage:
+            yield draft[start].stage, start, end
+            start = end

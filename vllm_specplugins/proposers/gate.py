@@ -1,0 +1,183 @@
+"""The gate: how many tokens a request gets drafted, and by whom, so that speculation does not lose.
+
+A token more is worth its chance of being accepted, and costs the time in which the engine could have emitted others:
+draft the k-th token while a^k >= rate * (cost of verifying one more token + its share of the cost of drafting it),
+where a is the chance that a token is accepted after the one before it was, and rate the tokens per ms that the engine
+emits now (Dinkelbach's method for a ratio, one iteration a step). a is averaged exponentially by request, stage and
+grade of confidence, the costs by batch size; a batch size that is new starts with short drafts. Pure arithmetic: times
+come in, nothing is measured here.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+DECAY = 0.8  # of a request's record of a stage, by draft; half of it is forgotten after three drafts
+SHARED_DECAY = 0.95  # of the record of all requests
+PRIOR_WEIGHT = 2.0  # the record of all requests counts as so many tokens of a request's own
+FIRST_GUESS = 0.6  # acceptance of a stage that was never tried
+EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
+EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
+COST_DECAY = 0.95  # of the record of times, by step
+MARGIN = 1.1  # a token must be worth so many times its price: estimates err, and the highest of them most
+FIRST_SLOPE = 0.05  # cost of verifying one more token, in steps, before it is known
+SLOPE_WEIGHT = 2.0  # how much of a record (draft tokens squared) that guess is worth
+SLOPE_MEMORY = 64.0  # how much of a record is kept at most
+
+
+def confidence_grade(confidence: float) -> int:
+    """0 to 3: a draft's grade of confidence. A match of 2 tokens says little, one of 8 a lot.
+
+    >>> [confidence_grade(length) for length in (1, 2, 3, 4, 6, 8, 16)]
+    [0, 0, 1, 1, 2, 2, 3]
+    """
+    return (confidence > 2) + (confidence > 4) + (confidence > 8)
+
+
+@dataclass(slots=True)
+class Record:
+    """A decaying count of tokens that could have been accepted, and of those that were."""
+
+    tried: float = 0.0
+    accepted: float = 0.0
+
+    def add(self, num_draft: int, num_accepted: int, decay: float) -> None:
+        """A draft's fate: tokens behind the first rejected one were not tried."""
+        self.tried = self.tried * decay + min(num_accepted + 1, num_draft)
+        self.accepted = self.accepted * decay + num_accepted
+
+    def rate(self, prior: float) -> float:
+        """Chance that a token is accepted."""
+        return (self.accepted + PRIOR_WEIGHT * prior) / (self.tried + PRIOR_WEIGHT)
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """What a step of a batch size costs, fitted as base + slope * draft tokens verified, in ms."""
+
+    weight: float = 0.0
+    mean_ms: float = 0.0  # without drafting
+    mean_drafting_ms: float = 0.0
+    mean_draft: float = 0.0
+    mean_emitted: float = 0.0
+    variation: float = 0.0  # sum of squares of the number of draft tokens about its mean
+    covariation: float = 0.0  # with the time
+
+    def add(self, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
+        """One step's time without drafting, the drafting before it, the draft tokens that it verified, its tokens."""
+        off_ms, off_draft = ms - self.mean_ms, num_draft - self.mean_draft
+        if self.weight > 4 and ms > 3 * (self.mean_ms + self.slope_ms * max(0.0, off_draft)):  # a hiccup
+            return
+        self.weight = self.weight * COST_DECAY + 1
+        share = 1 / self.weight
+        self.mean_ms += share * off_ms
+        self.mean_draft += share * off_draft
+        self.mean_drafting_ms += share * (drafting_ms - self.mean_drafting_ms)
+        self.mean_emitted += share * (num_emitted - self.mean_emitted)
+        # Steps that all verify as many tokens say nothing about the slope, and so make nothing of it forgotten.
+        square = (1 - share) * off_draft * off_draft
+        keep = max(0.0, 1 - square / SLOPE_MEMORY)
+        self.variation = keep * self.variation + square
+        self.covariation = keep * self.covariation + (1 - share) * off_draft * off_ms
+
+    @property
+    def slope_ms(self) -> float:
+        """Time that one more draft token to verify takes; never negative."""
+        guess = FIRST_SLOPE * self.mean_ms
+        return max(0.0, (self.covariation + SLOPE_WEIGHT * guess) / (self.variation + SLOPE_WEIGHT))
+
+    @property
+    def step_ms(self) -> float:
+        return self.mean_ms + self.mean_drafting_ms
+
+    @property
+    def tokens_per_ms(self) -> float:
+        return self.mean_emitted / self.step_ms
+
+
+class Gate:
+    """Chooses draft lengths."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, dict[Hashable, Record]] = {}
+        self._shared: dict[Hashable, Record] = {}
+        self._costs: dict[int, StepCosts] = {}
+        self._draft_ms: dict[int, float] = {}  # by stage, a token of the whole batch
+        self._quiet: dict[int, int] = {}  # by stage, steps in which somebody went without and nobody was tried
+
+    def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
+        """A step of nothing but decoding is over. See StepCosts.add."""
+        self._costs.setdefault(num_reqs.bit_length(), StepCosts()).add(ms, drafting_ms, num_draft, num_emitted)
+
+    def add_drafting(self, stage: int, ms: float, num_tokens: int) -> None:
+        """What a stage took to draft so many tokens for each request of the batch, all at once."""
+        if num_tokens:
+            old = self._draft_ms.get(stage, ms / num_tokens)
+            self._draft_ms[stage] = old + 2 * (1 - COST_DECAY) * (ms / num_tokens - old)
+
+    def add_fate(self, request_id: str, stage: int, confidence: float, num_draft: int, num_accepted: int) -> None:
+        """What became of a draft."""
+        key = (stage, confidence_grade(confidence))
+        self._record(request_id, key).add(num_draft, num_accepted, DECAY)
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = Record(PRIOR_WEIGHT, PRIOR_WEIGHT * FIRST_GUESS)
+        shared.add(num_draft, num_accepted, SHARED_DECAY)
+
+    def lengths(
+        self, request_ids: Sequence[str], stage: int, confidences: Sequence[float], most: Sequence[int]
+    ) -> list[int]:
+        """How many tokens, at most `most`, to draft for each request from a stage that is so confident."""
+        costs = self._costs.get(len(request_ids).bit_length())
+        rate = slope = 0.0
+        if costs is not None:
+            rate, slope = costs.tokens_per_ms, costs.slope_ms
+        price = MARGIN * rate * slope if costs else FIRST_SLOPE
+        draft_price = MARGIN * rate * self._draft_ms.get(stage, 0.0)
+        lengths: list[int] = []
+        gains: list[float] = []  # by draft token, of the whole batch
+        for request_id, confidence, limit in zip(request_ids, confidences, most, strict=True):
+            acceptance = self._acceptance(request_id, stage, confidence) if limit else 0.0
+            length, chance = 0, acceptance
+            while length < limit and chance >= price:
+                if length == len(gains):
+                    gains.append(0.0)
+                gains[length] += chance - price
+                length, chance = length + 1, chance * acceptance
+            lengths.append(length)
+        # Drafting a token costs the same for one request as for all: so far as it pays for the batch.
+        depth = next((k for k, gain in enumerate(gains) if gain < draft_price), len(gains))
+        depth = min(depth, 1 + int(costs.weight) if costs else 1)
+        lengths = [min(length, depth) for length in lengths]
+        return self._explored(lengths, stage, most, costs)
+
+    def _explored(self, lengths: list[int], stage: int, most: Sequence[int], costs: StepCosts | None) -> list[int]:
+        """Now and then one token for those who would get none, as often as EXPLORE_SHARE allows."""
+        without = sum(1 for length, limit in zip(lengths, most, strict=True) if limit and not length)
+        if not without or costs is None:
+            return lengths
+        quiet = self._quiet[stage] = self._quiet.get(stage, 0) + 1
+        trial_ms = without * costs.slope_ms + self._draft_ms.get(stage, 0.0)
+        if quiet < max(EXPLORE_EVERY, trial_ms / costs.step_ms / EXPLORE_SHARE):
+            return lengths
+        self._quiet[stage] = 0
+        return [length or min(1, limit) for length, limit in zip(lengths, most, strict=True)]
+
+    def _acceptance(self, request_id: str, stage: int, confidence: float) -> float:
+        key = (stage, confidence_grade(confidence))
+        shared = self._shared.get(key)
+        prior = FIRST_GUESS if shared is None else shared.rate(FIRST_GUESS)
+        return self._record(request_id, key).rate(prior)
+
+    def _record(self, request_id: str, key: Hashable) -> Record:
+        records = self._requests.get(request_id)
+        if records is None:
+            records = self._requests[request_id] = {}
+        record = records.get(key)
+        if record is None:
+            record = records[key] = Record()
+        return record
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Drops the records of these requests."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
