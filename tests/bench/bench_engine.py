@@ -4,7 +4,8 @@
     python tests/bench/bench_engine.py --model .cache/widened [--kind edit|continue|random] [--batch 1]
 
 First every engine answers once, unmeasured; in float32 at temperature 0 all must give the same tokens, or nothing is
-reported. Prints tokens/s and, for each round, the ratio to no speculation: medians and ranges over the rounds.
+reported. Prints tokens/s and, for each round, the ratio to no speculation, prompts included and for decoding alone:
+medians and ranges over the rounds.
 Scheduling modes are compared with --arms, for example
     --arms '{"none":null, "sync":{"method":"prompt_lookup"}, "async":{"method":"prompt_lookup","async":true}}'
 """
@@ -37,6 +38,7 @@ ARMS = {
     "prompt_lookup": {"method": "prompt_lookup", "num_speculative_tokens": K, "max_ngram": 8, "min_ngram": 2},
 }
 METRICS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+LATENCY = "vllm:inter_token_latency_seconds"  # its sum is the time that decoding took
 
 
 def serve(pipe: Connection, config: dict[str, Any] | None, args: argparse.Namespace) -> None:
@@ -77,7 +79,8 @@ def serve(pipe: Connection, config: dict[str, Any] | None, args: argparse.Namesp
 
 def metrics(llm: Any) -> dict[str, float]:
     found = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
-    return {name: found[name].value if name in found else 0 for name in METRICS}
+    counts = {name: found[name].value if name in found else 0 for name in METRICS}
+    return {**counts, LATENCY: found[LATENCY].sum}
 
 
 def prompts_of(kind: str, count: int, vocab_size: int) -> list[Any]:
@@ -113,7 +116,7 @@ def main() -> int:
             return 1
 
     def round_of(name: str) -> tuple[float, list[list[int]], dict[str, float]]:
-        seconds, outputs, counts = 0.0, [], dict.fromkeys(METRICS, 0.0)
+        seconds, outputs, counts = 0.0, [], dict.fromkeys((*METRICS, LATENCY), 0.0)
         for start in range(0, len(prompts), args.batch):
             pipes[name].send((prompts[start : start + args.batch], args.temperature))
             part = pipes[name].recv()
@@ -133,17 +136,27 @@ def main() -> int:
 
     num_tokens = sum(len(tokens) for tokens in expected)
     table = Table(title=f"{args.kind}, {args.batch} at a time, temperature {args.temperature:g}, {args.dtype}")
-    for column in ("method", "tokens/s", "ratio (range)", "tokens/step", "steps drafted", "verified/token"):
+    for column in (
+        "method",
+        "tokens/s",
+        "ratio (range)",
+        "decoding only",
+        "tokens/step",
+        "steps drafted",
+        "verified/token",
+    ):
         table.add_column(column, justify="left" if column == "method" else "right")
-    base = [seconds for seconds, *_ in rounds[next(iter(rounds))]]
+    base = rounds[next(iter(rounds))]
     for name, results in rounds.items():
-        ratios = sorted(plain / seconds for plain, (seconds, *_) in zip(base, results, strict=True))
+        ratios = sorted(plain[0] / result[0] for plain, result in zip(base, results, strict=True))
+        decoding = sorted(plain[2][LATENCY] / result[2][LATENCY] for plain, result in zip(base, results, strict=True))
         counts = results[-1][2]
         steps = num_tokens - counts["num_accepted_tokens"]
         table.add_row(
             name,
             f"{num_tokens / statistics.median(seconds for seconds, *_ in results):.1f}",
             f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})",
+            f"{statistics.median(decoding):.2f} ({decoding[0]:.2f}-{decoding[-1]:.2f})",
             f"{num_tokens / steps:.2f}",
             f"{counts['num_drafts'] / steps:.0%}",
             f"{(steps + counts['num_draft_tokens']) / num_tokens:.2f}",

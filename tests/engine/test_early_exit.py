@@ -150,9 +150,23 @@ def test_refused_multimodal(monkeypatch: pytest.MonkeyPatch) -> None:
         _check_target(config, config.speculative_config.plugin_config)
 
 
-def test_lookahead_slots(engine: Any) -> None:
-    """K slots past the last token are reserved, for methods that write there."""
-    config = engine(early_exit(FEW_LAYERS)).llm_engine.vllm_config
+def memory(llm: Any) -> dict[str, Any]:
+    """What an engine keeps: blocks, KV cache and weights in bytes."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    caches = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in runner.kv_caches}
+    return {
+        "blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
+        "cache": sum(caches.values()),
+        "weights": sum(weight.nbytes for weight in runner.get_model().parameters()),
+    }
+
+
+def test_memory_and_lookahead_slots(engine: Any) -> None:
+    """No cache and no weights but the target's own; K slots past the last token are reserved, as drafts need."""
+    plain = memory(engine())
+    llm = engine(early_exit(FEW_LAYERS))
+    assert memory(llm) == plain
+    config = llm.llm_engine.vllm_config
     assert config.num_lookahead_tokens == config.num_speculative_tokens == 4
 
 

@@ -102,6 +102,7 @@ class Gate:
         self._shared: dict[Hashable, Record] = {}
         self._costs: dict[int, StepCosts] = {}
         self._draft_ms: dict[int, float] = {}  # by stage, a token of the whole batch
+        self._draft_calls: dict[int, int] = {}
         self._quiet: dict[int, int] = {}  # by stage, steps in which somebody went without and nobody was tried
 
     def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
@@ -110,9 +111,12 @@ class Gate:
 
     def add_drafting(self, stage: int, ms: float, num_tokens: int) -> None:
         """What a stage took to draft so many tokens for each request of the batch, all at once."""
-        if num_tokens:
-            old = self._draft_ms.get(stage, ms / num_tokens)
-            self._draft_ms[stage] = old + 2 * (1 - COST_DECAY) * (ms / num_tokens - old)
+        if num_tokens == 0:
+            return
+        calls = self._draft_calls[stage] = self._draft_calls.get(stage, -1) + 1
+        if calls:  # the first one warms up caches and compilers
+            old = self._draft_ms.get(stage, 0.0)
+            self._draft_ms[stage] = old + max(0.1, 1 / calls) * (ms / num_tokens - old)
 
     def add_fate(self, request_id: str, stage: int, confidence: float, num_draft: int, num_accepted: int) -> None:
         """What became of a draft."""
