@@ -18,6 +18,8 @@ MAY_IMPORT = {
     "proposers": {"config", "draft", "structures", "kernels"},
     "methods": {"config", "draft", "proposers"},
     "kernels": set(),
+    "tools": {"config", "draft", "proposers", "kernels", "engine"},
+    "__main__": {"config", "tools"},
     "__init__": {"config", "engine"},
 }
 HEAVY = {"vllm", "torch", "triton", "transformers"}
@@ -55,6 +57,9 @@ def test_arrows(path: Path) -> None:
         assert not {name for name in names if name.split(".")[0] == "vllm"}
         ours = {name.split(".")[1] for name in names if name.startswith("vllm_specplugins.")}
         assert ours <= MAY_IMPORT[part] | {part}
+    if part == "tools":  # vLLM is timed from outside
+        engines = {name for name in names if name.startswith("vllm_specplugins.engine")}
+        assert all(name.startswith("vllm_specplugins.engine.measure") for name in engines)
     if path.name != "fused.py" and part != "engine":
         assert "triton" not in {name.split(".")[0] for name in names}
     if path.name == "__init__.py":
@@ -70,6 +75,9 @@ def test_import_is_light() -> None:
         "vllm_specplugins.proposers.prompt_lookup",
         "vllm_specplugins.kernels",
         "vllm_specplugins.engine",
+        "vllm_specplugins.engine.measure",
+        "vllm_specplugins.tools",
+        "vllm_specplugins.__main__",
     ]
     code = f"import sys, {', '.join(modules)}; print(sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

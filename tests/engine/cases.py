@@ -7,6 +7,12 @@ from prompts import load_prompts
 from transformers import AutoTokenizer
 
 PROMPT_LOOKUP = {"method": "prompt_lookup", "num_speculative_tokens": 4}
+
+
+def early_exit(layer: int, num_draft: int = 4) -> dict[str, Any]:
+    return {"method": "early_exit", "exit_layer": layer, "num_speculative_tokens": num_draft}
+
+
 # Hardly more blocks than one request can fill: of eight at a time, some are preempted.
 STRESS: dict[str, Any] = {
     "max_model_len": 256 if INTERPRETED else 512,

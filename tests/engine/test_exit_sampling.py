@@ -15,7 +15,7 @@ VOCAB_SIZE = 12
 PROMPT = [3, 7, 1, 0, 5, 11, 2]
 TEMPERATURE = 0.8
 TOP_P = 1.0 if INTERPRETED else 0.9  # vLLM's top-p kernel does not run through Triton's interpreter
-NUM_SAMPLES = 1500 if INTERPRETED else 20_000
+NUM_SAMPLES = 400 if INTERPRETED else 20_000
 ARGUMENTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "max_model_len": 64,
@@ -80,7 +80,7 @@ def early_exit(method: str) -> dict[str, Any]:
     return {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 2, "draft_sample_method": method}
 
 
-@pytest.fixture(params=["greedy", "probabilistic"])
+@pytest.fixture(params=["probabilistic"] if INTERPRETED else ["greedy", "probabilistic"])
 def drafting(request: pytest.FixtureRequest, engine: Any, checkpoint: Path) -> Iterator[Any]:
     yield engine(early_exit(request.param), model=str(checkpoint), **ARGUMENTS)
 
@@ -110,6 +110,7 @@ def test_a_wrong_q_is_seen(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="half a minute, for noise that is the same on both runners")
 def test_seeds(engine: Any, checkpoint: Path) -> None:
     """The same seed gives the same tokens, whatever else runs. Kills: draft noise by row or by step."""
     from vllm import SamplingParams

@@ -1,11 +1,13 @@
 """Token-identical to no speculation at temperature 0, under everything that a scheduler does to requests."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from cases import PROMPT_LOOKUP, STRESS, generate, mixed_prompts
-from conftest import DEMO_MODEL, RUNNER, spec_metrics
+from cases import PROMPT_LOOKUP, STRESS, early_exit, generate, mixed_prompts
+from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, spec_metrics
 
+METHODS = [PROMPT_LOOKUP, early_exit(NUM_LAYERS // 2)]
 SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
 ASYNC = [False, True] if RUNNER == "v2" else [False]
 
@@ -42,58 +44,110 @@ def test_stress(engine: Any, prompts: Any, expected: Any, asynchronous: bool) ->
     assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
 
 
-def test_end_of_context(engine: Any) -> None:
-    """Requests that reach max_model_len in the middle of a draft, beside one that does not."""
-    repetitive, other = [5, 6, 7, 8] * 15, list(range(20, 40))
-    arguments = {"max_model_len": 64, "max_num_batched_tokens": 64}
-    prompts = [repetitive[:40], repetitive[:57], repetitive[:60], other]
-    plain = generate(engine(**arguments), prompts, [4], max_tokens=60)
-    assert generate(engine(PROMPT_LOOKUP, **arguments), prompts, [4], max_tokens=60) == plain
-    assert [len(tokens) for tokens in plain] == [24, 7, 4, 44]
+END_OF_CONTEXT = {"max_model_len": 64, "max_num_batched_tokens": 64}
+REPETITIVE = [5, 6, 7, 8] * 15
+NEAR_THE_END = [REPETITIVE[:40], REPETITIVE[:57], REPETITIVE[:60], list(range(20, 40))]
 
 
-def test_stops(engine: Any, prompts: Any) -> None:
-    """Stop tokens in the middle of an accepted draft, and min_tokens."""
+@pytest.fixture(scope="module", params=METHODS, ids=lambda config: config["method"])
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    method: dict[str, Any] = request.param
+    return method
+
+
+@pytest.fixture(scope="module")
+def plain_to_the_end(engine: Any) -> list[list[int]]:
+    return generate(engine(**END_OF_CONTEXT), NEAR_THE_END, [4], max_tokens=60)
+
+
+def test_end_of_context(engine: Any, plain_to_the_end: Any, config: dict[str, Any]) -> None:
+    """Requests that reach max_model_len in the middle of a draft, beside one that does not.
+
+    Kills: a draft that is not cut at the end of the context, or that is cut for the whole batch.
+    """
+    llm = engine(config, **END_OF_CONTEXT)
+    assert generate(llm, NEAR_THE_END, [4], max_tokens=60) == plain_to_the_end
+    assert [len(tokens) for tokens in plain_to_the_end] == [24, 7, 4, 44]
+    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+
+
+@pytest.fixture(scope="module")
+def edits(prompts: Any) -> list[list[int]]:
+    return [prompt for prompt in prompts if len(prompt) > 100][:6]
+
+
+@pytest.fixture(scope="module")
+def plain_stops(engine: Any, edits: Any) -> list[tuple[list[int], str]]:
+    return stopped(engine(), edits)
+
+
+def stopped(llm: Any, edits: list[list[int]]) -> list[tuple[list[int], str]]:
+    """Outputs and finish reasons with a stop token each, one that the model says later on, and min_tokens."""
     from vllm import SamplingParams
 
-    edits = [prompt for prompt in prompts if len(prompt) > 100][:6]
-
-    def run(llm: Any) -> Any:
-        stops = generate(llm, edits, [6], max_tokens=40)
-        stop_at = [tokens[25] for tokens in stops]
-        params = [
-            SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[stop], min_tokens=i, detokenize=False)
-            for i, stop in enumerate(stop_at)
-        ]
-        results = llm.generate([{"prompt_token_ids": edit} for edit in edits], params, use_tqdm=False)
-        return [(list(result.outputs[0].token_ids), result.outputs[0].finish_reason) for result in results]
-
-    plain = run(engine())
-    assert run(engine(PROMPT_LOOKUP)) == plain
+    stop_at = [tokens[25] for tokens in generate(llm, edits, [6], max_tokens=40)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[stop], min_tokens=i, detokenize=False)
+        for i, stop in enumerate(stop_at)
+    ]
+    results = llm.generate([{"prompt_token_ids": edit} for edit in edits], params, use_tqdm=False)
+    return [(list(result.outputs[0].token_ids), result.outputs[0].finish_reason) for result in results]
 
 
-def test_abort_and_same_id(engine: Any, prompts: Any) -> None:
-    """A request aborted in the middle, and a new one with its id: nothing of the old one's history remains."""
+def test_stops(engine: Any, edits: Any, plain_stops: Any, config: dict[str, Any]) -> None:
+    """Stop tokens, and min_tokens. Kills: a drafted stop token accepted where min_tokens forbids it."""
+    assert stopped(engine(config), edits) == plain_stops
+
+
+def steps_of(llm: Any, request_id: str, prompt: list[int], num_steps: int | None = None, **sampling: Any) -> list[Any]:
+    """(token ids, text, finish reason) of a request after each engine step; aborted if it needs more than num_steps."""
     from vllm import SamplingParams
 
-    llm = engine(PROMPT_LOOKUP)
     core = llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
+    params = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, **sampling}
+    core.add_request(request_id, {"prompt_token_ids": prompt}, SamplingParams(**params))
+    seen: list[Any] = []
+    while core.has_unfinished_requests() and len(seen) != num_steps:
+        for result in core.step():
+            [output] = result.outputs
+            seen.append((list(output.token_ids), output.text, output.finish_reason))
+    if core.has_unfinished_requests():
+        core.abort_request([request_id])
+        core.step()
+    return seen
 
-    def run(token_ids: list[int], steps: int | None) -> list[int]:
-        core.add_request("same-id", {"prompt_token_ids": token_ids}, params)
-        tokens: list[int] = []
-        while core.has_unfinished_requests() and (steps is None or steps > 0):
-            for output in core.step():
-                tokens = list(output.outputs[0].token_ids)
-            steps = None if steps is None else steps - 1
-        if core.has_unfinished_requests():
-            core.abort_request(["same-id"])
-            core.step()
-        return tokens
 
+def test_stop_inside_a_draft(engine: Any, edits: Any, config: dict[str, Any]) -> None:
+    """A stop token, and a stop string, with accepted tokens of the same draft behind them.
+
+    Kills: the rest of a draft given out after its stop, and state of the stopped request that the next one meets.
+    """
+    llm = engine(config)
+    tokens_found = strings_found = 0
+    for edit in edits:
+        whole = steps_of(llm, "a", edit)
+        token_ids, text, _ = whole[-1]
+        for (old_ids, old_text, _), (new_ids, new_text, _) in pairwise(whole):
+            if len(new_ids) - len(old_ids) < 3:
+                continue
+            stop = token_ids[len(old_ids)]  # the draft's first token; the second one was accepted, too
+            if not tokens_found and stop not in old_ids:
+                tokens_found += 1
+                assert steps_of(llm, "a", edit, stop_token_ids=[stop])[-1][::2] == ([*old_ids, stop], "stop")
+            string = text[len(old_text) + 1 : len(old_text) + 3]
+            if not strings_found and len(old_text) + 4 < len(new_text) and text.find(string) == len(old_text) + 1:
+                strings_found += 1
+                assert steps_of(llm, "a", edit, stop=[string])[-1][1:] == (text[: len(old_text) + 1], "stop")
+    assert tokens_found and strings_found
+    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+
+
+def test_abort_and_same_id(engine: Any, prompts: Any, config: dict[str, Any]) -> None:
+    """A request aborted in the middle, and a new one with its id. Kills: a history of the old one that remains."""
+    llm = engine(config)
     first, second = prompts[7], prompts[12]
-    alone = run(second, None)
-    run(first, 5)
-    assert run(second, None) == alone
-    assert len(alone) == 30
+    alone = steps_of(llm, "same-id", second)[-1]
+    assert steps_of(llm, "same-id", first, 5)[-1][2] is None
+    assert steps_of(llm, "same-id", second)[-1] == alone
+    assert len(alone[0]) == 40
+    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}

@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from cases import PROMPT_LOOKUP
-from conftest import DEMO_MODEL
+from cases import PROMPT_LOOKUP, early_exit
+from conftest import DEMO_MODEL, NUM_LAYERS
 
 PROGRAM = """
 import json, sys
@@ -18,10 +18,12 @@ from vllm import LLM, SamplingParams
 def main():
     arguments, prompts = json.loads(sys.argv[1])
     llm = LLM(**arguments)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=21, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     stats = llm.collective_rpc("specplugins_stats") if arguments.get("speculative_config") else []
-    print("RESULT", json.dumps([[list(output.outputs[0].token_ids) for output in outputs], stats]))
+    counted = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+    counts = [metric.value for name in counted for metric in llm.get_metrics() if metric.name == name]
+    print("RESULT", json.dumps([[list(output.outputs[0].token_ids) for output in outputs], stats, counts]))
 
 if __name__ == "__main__":
     main()
@@ -29,10 +31,24 @@ if __name__ == "__main__":
 PROMPTS = [[5, 6, 7, 8] * 8, list(range(30, 70)), [9, 9, 3] * 9]
 
 
-def run(folder: Path, environment: dict[str, str], **arguments: Any) -> tuple[list[list[int]], list[dict[str, Any]]]:
+class Result(NamedTuple):
+    """What the program prints: outputs, our counters of each rank, vLLM's counts of drafted and accepted tokens."""
+
+    outputs: list[list[int]]
+    stats: list[dict[str, Any]]
+    counts: list[int]
+
+
+def run(folder: Path, environment: dict[str, str], **arguments: Any) -> Result:
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    defaults = {"model": str(DEMO_MODEL), "dtype": "float32", "max_model_len": 256, "enforce_eager": True}
+    defaults = {
+        "model": str(DEMO_MODEL),
+        "dtype": "float32",
+        "max_model_len": 256,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+    }
     done = subprocess.run(
         [sys.executable, str(program), json.dumps([{**defaults, **arguments}, PROMPTS])],
         capture_output=True,
@@ -42,25 +58,45 @@ def run(folder: Path, environment: dict[str, str], **arguments: Any) -> tuple[li
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-3000:]
-    outputs, stats = json.loads(lines[0].removeprefix("RESULT "))
-    return outputs, stats
+    return Result(*json.loads(lines[0].removeprefix("RESULT ")))
 
 
 @pytest.mark.slow
 def test_engine_process(tmp_path: Path) -> None:
     """VLLM_ENABLE_V1_MULTIPROCESSING=1: configuration and drafts cross the processes."""
-    plain, _ = run(tmp_path, {})
-    outputs, [stats] = run(tmp_path, {}, speculative_config=PROMPT_LOOKUP)
-    assert outputs == plain
+    plain = run(tmp_path, {})
+    drafted = run(tmp_path, {}, speculative_config=PROMPT_LOOKUP)
+    assert drafted.outputs == plain.outputs
+    [stats] = drafted.stats
     assert stats["accepted_tokens"] > 10
 
 
+def run_two_ranks(folder: Path, config: dict[str, Any] | None) -> Result:
+    return run(folder, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, tensor_parallel_size=2, speculative_config=config)
+
+
+@pytest.fixture(scope="module")
+def plain_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return run_two_ranks(tmp_path_factory.mktemp("plain"), None)
+
+
 @pytest.mark.slow
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks(tmp_path: Path, plain_two_ranks: Result) -> None:
     """Both ranks verify the same drafts. Kills: a rank that drafts by itself."""
-    binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    plain, _ = run(tmp_path, binding, tensor_parallel_size=2)
-    outputs, stats = run(tmp_path, binding, tensor_parallel_size=2, speculative_config=PROMPT_LOOKUP)
-    assert outputs == plain
-    assert len(stats) == 2
-    assert stats[0]["accepted_tokens"] > 10
+    drafted = run_two_ranks(tmp_path, PROMPT_LOOKUP)
+    assert drafted.outputs == plain_two_ranks.outputs
+    assert len(drafted.stats) == 2
+    assert drafted.stats[0]["accepted_tokens"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [NUM_LAYERS, NUM_LAYERS // 2])
+def test_two_ranks_exit_early(tmp_path: Path, plain_two_ranks: Result, layer: int) -> None:
+    """Each rank holds half of the heads and of their KV cache. Kills: hidden states or logits that are one rank's part
+    of a sum, and ranks that draft different tokens."""
+    result = run_two_ranks(tmp_path, early_exit(layer))
+    assert result.outputs == plain_two_ranks.outputs
+    drafted, accepted = result.counts
+    assert drafted >= len(PROMPTS) * 16
+    assert accepted == drafted if layer == NUM_LAYERS else 0 < accepted < drafted
+    assert [stats["faults"] for stats in result.stats] == [{}, {}]

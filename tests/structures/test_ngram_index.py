@@ -53,7 +53,7 @@ def check_random_steps(rng, vocab_size, min_ngram, max_ngram, num_tokens, num_re
         expected = oracle(reference, text[:position], min_ngram, max_ngram, max_tokens)
         assert (draft.tolist(), match_length) == expected, (text[:position], reference, max_tokens)
         assert index.num_tokens == position
-        more = text[position + 1 : position + 1 + int(rng.integers(0, 4))] + [int(rng.integers(0, vocab_size))]
+        more = [*text[position + 1 : position + 1 + int(rng.integers(0, 4))], int(rng.integers(0, vocab_size))]
         draft, match_length = index.peek(more, max_tokens)
         expected = oracle(reference, text[:position] + more, min_ngram, max_ngram, max_tokens, position)
         assert (draft.tolist(), match_length) == expected, (text[:position], more, reference, max_tokens)

@@ -1,17 +1,19 @@
-"""Runs an engine in a process of its own, one request at a time, and times it; for `calibrate`.
+"""Runs engines in processes of their own, one request at a time, and times them; for `calibrate`.
 
 The calling process never imports vLLM.
 """
 
+import itertools
 import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from vllm_specplugins.config import ConfigError
 
@@ -33,65 +35,68 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request: its output, and its time after the first token.
+    """One request: its output, and the steps after the one that gave the first token.
 
     Args:
         token_ids: [num_tokens] of the output.
-        step_ms: mean of a step.
-        propose_ms: mean share of a step that is drafting; 0 without speculation.
+        step_ms: [num_steps] of each step.
+        propose_ms: [num_steps] how much of it was drafting; 0 without speculation.
     """
 
     token_ids: list[int]
-    step_ms: float
-    propose_ms: float
+    step_ms: list[float]
+    propose_ms: list[float]
 
 
-def serve_all(
-    settings: EngineSettings,
-    speculative_config: Mapping[str, Any] | None,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    log: Path,
-    advance: Callable[[], None],
-) -> list[Served]:
-    """Greedy answers to prompts (token ids) by one engine, from its start to its end.
-
-    The first prompt is answered once before, unmeasured. `advance` is called when the engine is up, and after every
-    prompt; the engine's output goes to `log`.
+class Engine:
+    """One engine for as long as a `with` block lasts; its output goes to `log`.
 
     Raises:
-        ConfigError: the engine failed.
+        ConfigError: from every method, if the engine failed.
     """
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    work = (settings, speculative_config, prompts, max_tokens)
-    process = context.Process(target=_serve, args=(sender, log, *work))
-    process.start()
-    sender.close()
-    try:
-        served: list[Served] = []
-        while len(served) < len(prompts):
-            message = _receive(receiver, log)
-            advance()
-            if message is not None:
-                served.append(message)
-        process.join(timeout=30)
+
+    def __init__(
+        self, settings: EngineSettings, speculative_config: Mapping[str, Any] | None, max_tokens: int, log: Path
+    ):
+        self._log = log
+        context = multiprocessing.get_context("spawn")
+        self._pipe, self._theirs = context.Pipe()
+        arguments = (self._theirs, log, settings, speculative_config, max_tokens)
+        self._process = context.Process(target=_serve, args=arguments)
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        self._theirs.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # it may have ended
+            self._pipe.send(None)
+        self._process.join(timeout=30)
+        self._process.kill()
+
+    def wait(self) -> None:
+        """Returns when the engine is up."""
+        self._receive()
+
+    def answer(self, prompt: Sequence[int]) -> Served:
+        """The greedy answer to a prompt of token ids, timed."""
+        self._pipe.send(prompt)
+        served: Served = self._receive()
         return served
-    finally:
-        process.kill()
+
+    def _receive(self) -> Any:
+        try:
+            message = self._pipe.recv()
+        except EOFError:
+            message = "it ended without a word"
+        if isinstance(message, str):
+            sentence = "MODEL must be one that vLLM can serve with these options"
+            raise ConfigError(f"{sentence}; its log is {self._log} ({message}).")
+        return message
 
 
-def _receive(receiver: Connection, log: Path) -> Served | None:
-    try:
-        message = receiver.recv()
-    except EOFError:
-        message = "it ended without a word"
-    if isinstance(message, str):
-        raise ConfigError(f"MODEL must be one that vLLM can serve with these options; its log is {log} ({message}).")
-    return message
-
-
-def _serve(sender: Connection, log: Path, settings: EngineSettings, *work: Any) -> None:
+def _serve(pipe: Connection, log: Path, *work: Any) -> None:
     """The engine's process: sends None when it is up, then a Served for each prompt, or a sentence on what failed."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -99,19 +104,15 @@ def _serve(sender: Connection, log: Path, settings: EngineSettings, *work: Any) 
     os.environ |= ENVIRONMENT
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     try:
-        _answer(sender, settings, *work)
+        _answer_all(pipe, *work)
     except Exception as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines()
-        sender.send(lines[0].rstrip(".") if lines else type(error).__name__)
+        pipe.send(lines[0].rstrip(".") if lines else type(error).__name__)
 
 
-def _answer(
-    sender: Connection,
-    settings: EngineSettings,
-    speculative_config: Mapping[str, Any] | None,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
+def _answer_all(
+    pipe: Connection, settings: EngineSettings, speculative_config: Mapping[str, Any] | None, max_tokens: int
 ) -> None:
     from vllm import LLM, SamplingParams
 
@@ -119,52 +120,63 @@ def _answer(
         **asdict(settings),
         max_num_seqs=1,
         enable_prefix_caching=False,
-        disable_log_stats=False,
         speculative_config=dict(speculative_config) if speculative_config else None,
     )
     if speculative_config:
-        llm.collective_rpc(_wait_for_device)
-    greedy = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False)
-
-    def answer(prompt: Sequence[int]) -> list[int]:
-        [result] = llm.generate([{"prompt_token_ids": list(prompt)}], greedy, use_tqdm=False)
-        return list(result.outputs[0].token_ids)
-
-    answer(prompts[0])
-    sender.send(None)
-    for prompt in prompts:
-        before = _totals(llm, bool(speculative_config))
-        token_ids = answer(prompt)
-        spent = {name: total - before[name] for name, total in _totals(llm, bool(speculative_config)).items()}
-        step_ms = spent["decode_ms"] / max(spent["decode_steps"], 1)
-        sender.send(Served(token_ids, step_ms, spent["propose_ms"] / max(spent["request_steps"], 1)))
+        llm.collective_rpc(_time_drafting)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False)
+    pipe.send(None)
+    for number in itertools.count():
+        prompt = pipe.recv()
+        if prompt is None:
+            return
+        llm.llm_engine.add_request(str(number), {"type": "token", "prompt_token_ids": list(prompt)}, params)
+        pipe.send(_run_request(llm, bool(speculative_config)))
 
 
-def _totals(llm: Any, speculating: bool) -> dict[str, float]:
-    """Running totals: of vLLM, over steps after a request's first token; and of our proposer, over all steps."""
-    latency = next(metric for metric in llm.get_metrics() if metric.name == "vllm:inter_token_latency_seconds")
-    totals = {"decode_ms": latency.sum * 1000, "decode_steps": latency.count, "propose_ms": 0, "request_steps": 0}
-    if speculating:
-        [stats] = llm.collective_rpc("specplugins_stats")
-        totals.update({name: stats[name] for name in ("propose_ms", "request_steps")})
-    return totals
+def _run_request(llm: Any, speculating: bool) -> Served:
+    """Steps through the one request of an engine."""
+    token_ids: list[int] = []
+    step_ms, propose_ms = [], []
+    while llm.llm_engine.has_unfinished_requests():
+        decoding, drafted, start = bool(token_ids), _propose_ms(llm, speculating), time.perf_counter()
+        outputs = llm.llm_engine.step()
+        elapsed = (time.perf_counter() - start) * 1000
+        if outputs:
+            token_ids = list(outputs[0].outputs[0].token_ids)
+        if decoding:
+            step_ms.append(elapsed)
+            propose_ms.append(_propose_ms(llm, speculating) - drafted)
+    return Served(token_ids, step_ms, propose_ms)
 
 
-def _wait_for_device(worker: Any) -> None:
-    """On a GPU, lets drafting end before it counts as ended: its kernels outlive the call that launched them."""
-    if worker.device.type != "cuda":
-        return
+def _propose_ms(llm: Any, speculating: bool) -> float:
+    """Our proposer's running total."""
+    return float(llm.collective_rpc("specplugins_stats")[0]["propose_ms"]) if speculating else 0.0
+
+
+def _time_drafting(worker: Any) -> None:
+    """Counts all of drafting in `propose_ms`, to the end of its kernels.
+
+    They outlive the call that launches them, and a recorded graph does not pass our fault barrier, which counts.
+    """
     import torch
 
-    barrier = worker._barrier
-    propose, counters = barrier.propose, barrier.counters
+    runner, counters = worker.model_runner, worker._barrier.counters
+    v2 = hasattr(runner, "speculator")
+    owner, name = (runner.speculator, "propose") if v2 else (runner, "propose_draft_token_ids")
+    propose = getattr(owner, name)
 
-    def propose_and_wait(*args: Any) -> Any:
-        torch.cuda.synchronize()
+    def wait() -> None:
+        if worker.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        wait()
         start, total = time.perf_counter(), counters.propose_ms
-        draft = propose(*args)
-        torch.cuda.synchronize()
+        drafts = propose(*args, **kwargs)
+        wait()
         counters.propose_ms = total + (time.perf_counter() - start) * 1000
-        return draft
+        return drafts
 
-    barrier.propose = propose_and_wait
+    setattr(owner, name, timed)

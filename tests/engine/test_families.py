@@ -1,0 +1,91 @@
+"""Early exit on other model families: norms in other places, tied and scaled embeddings, sliding windows.
+
+Sliding windows beside full attention make several KV-cache groups, each with block tables of its own.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cases import STRESS, early_exit, generate
+from conftest import INTERPRETED, RUNNER, spec_metrics
+from families import EXIT_LAYER, FAMILIES, NUM_LAYERS, VOCAB_SIZE, checkpoint
+
+SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
+NUM_TOKENS = 16 if INTERPRETED else 21  # one from the prompt and whole steps of K + 1, so that no draft is cut
+# Hardly more blocks than a request of full length needs: in every KV-cache group its own, few where a window slides.
+FULL = STRESS["num_gpu_blocks_override"]
+NUM_BLOCKS = {"mistral": 8, "gemma2": FULL + 6, "gemma3": FULL + 22}
+RUNS = [(family, False) for family in FAMILIES]
+if RUNNER == "v2":
+    RUNS.append(("gemma3", True))
+
+Outputs = list[list[int]]
+
+
+def arguments(family: str, asynchronous: bool = False) -> dict[str, Any]:
+    model = {"model": str(checkpoint(family)), "skip_tokenizer_init": True}
+    return {**model, **({"async_scheduling": True} if asynchronous else {})}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Outputs:
+    """50 prompts of mixed lengths, most longer than the sliding window; the families' models know no language."""
+    rng = random.Random(0)
+    lengths = [3 + 17 * i % (150 if INTERPRETED else 331) for i in range(12 if INTERPRETED else 50)]
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Any, prompts: Outputs) -> Callable[[str], Outputs]:
+    """plain(family): what the family's model says without speculation."""
+    known: dict[str, Outputs] = {}
+
+    def outputs(family: str) -> Outputs:
+        if family not in known:
+            known[family] = generate(engine(**arguments(family)), prompts, [8], max_tokens=NUM_TOKENS)
+        return known[family]
+
+    return outputs
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: run[0] + ("-asynchronous" if run[1] else ""))
+def run(request: pytest.FixtureRequest) -> tuple[str, bool]:
+    """A family, and whether it is scheduled asynchronously."""
+    family_and_scheduling: tuple[str, bool] = request.param
+    return family_and_scheduling
+
+
+@pytest.mark.slow
+def test_all_layers_accept_everything(engine: Any, prompts: Outputs, plain: Any, run: tuple[str, bool]) -> None:
+    """The invariant. Kills: one group's block table or slots for all groups, a window that is not applied, an
+    embedding that is not scaled, a final norm without the residual, a position that is off by one."""
+    family, asynchronous = run
+    expected = plain(family)
+    llm = engine(early_exit(NUM_LAYERS), **arguments(family, asynchronous))
+    before = spec_metrics(llm)
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    after = spec_metrics(llm)
+    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    assert drafted >= len(prompts) * (NUM_TOKENS - 1) * 4 // 5
+    # Asynchronous scheduling plans one step after a request's last.
+    assert accepted >= drafted - (len(prompts) * 4 if asynchronous else 0)
+
+
+@pytest.mark.slow
+def test_stress(engine: Any, prompts: Outputs, plain: Any, run: tuple[str, bool]) -> None:
+    """Half of the layers draft, in batches of 1 to 8, under preemption, prefix-cache hits and chunked prefill.
+
+    Kills: drafts that write past their own blocks, or past the blocks of one group; a draft in another request's row.
+    """
+    family, asynchronous = run
+    expected = plain(family)
+    blocks = {"num_gpu_blocks_override": NUM_BLOCKS.get(family, FULL)}
+    llm = engine(early_exit(EXIT_LAYER), **{**STRESS, **blocks, **arguments(family, asynchronous)})
+    assert generate(llm, prompts, SIZES, max_tokens=NUM_TOKENS) == expected
+    assert generate(llm, prompts[:16], [8], max_tokens=NUM_TOKENS) == expected[:16], "now from the prefix cache"
+    metrics = spec_metrics(llm)
+    assert metrics["preemptions"] > 0
+    assert 0.1 < metrics["accepted_tokens"] / metrics["draft_tokens"] < 0.95, "the drafts must matter to the outcome"
+    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}

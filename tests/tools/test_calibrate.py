@@ -1,0 +1,172 @@
+"""`calibrate` with engines that are made up, and everything else real."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from vllm_specplugins.__main__ import main
+from vllm_specplugins.engine.measure import Served
+from vllm_specplugins.tools import calibrate
+from vllm_specplugins.tools.base_model import BaseModel, Exit
+from vllm_specplugins.tools.speedup import tokens_per_step
+
+pytest.importorskip("vllm")
+
+
+@pytest.fixture(scope="session")
+def idle_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with later layers that add nothing: its first exit is the full model."""
+    folder = tmp_path_factory.mktemp("idle")
+    model = LlamaForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny_model / name).read_bytes())
+    return folder
+
+
+def greedy(model: Path, prompts: list[list[int]], num_tokens: int) -> list[Served]:
+    """What a real engine would answer, at 10 ms a step."""
+    full = LlamaForCausalLM.from_pretrained(model)
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = full.generate(ids, max_new_tokens=num_tokens, do_sample=False, eos_token_id=None)
+        answers.append(Served(output[0, len(prompt) :].tolist(), [10.0] * 9, [0.0] * 9))
+    return answers
+
+
+class MadeUpEngine:
+    """In place of measure.Engine: a draft token of E layers takes 1 + E / 2 ms, verifying K + 1 takes 10 + K / 2."""
+
+    configs: ClassVar[list[Any]] = []
+
+    def __init__(self, settings: Any, config: Any, max_tokens: int, log: Path):
+        self.configs.append(config)
+        self._model, self._config, self._max_tokens = Path(settings.model), config, max_tokens
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def answer(self, prompt: list[int]) -> Served:
+        if self._config is None:
+            return greedy(self._model, [prompt], self._max_tokens)[0]
+        num_draft = self._config["num_speculative_tokens"]
+        propose_ms = num_draft * (1 + self._config["exit_layer"] / 2)
+        return Served([5] * self._max_tokens, [10 + num_draft / 2 + propose_ms] * 9, [propose_ms] * 9)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpEngine]:
+    monkeypatch.setattr(MadeUpEngine, "configs", [])
+    monkeypatch.setattr(calibrate, "Engine", MadeUpEngine)
+    return MadeUpEngine
+
+
+def run(model: Path, files: list[Path], *options: str) -> int:
+    few = ("--prompts", "3", "--tokens", "24", "--prompt-tokens", "32", "--max-draft", "4")
+    return main(["calibrate", str(model), "--data", *map(str, files), *few, *options])
+
+
+@pytest.mark.parametrize("options", [[], ["--together"]])
+def test_an_exit_that_is_the_model(
+    options: list[str],
+    idle_model: Path,
+    text_files: list[Path],
+    engines: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Everything matches, and the speed-up is that of the made-up machine.
+
+    Kills: bits off by a token, a drafted first token, costs of the wrong engine, the wrong K printed.
+    """
+    assert run(idle_model, text_files, "--out", str(tmp_path), *options) == 0
+    found = json.loads((tmp_path / "calibration.json").read_text())
+    first = found["rows"][0]
+    assert first["match_rate"] == 1.0 and first["overlap"] == pytest.approx(1.0, abs=1e-4)
+    by_hand = {str(k): (k + 1) * 10 / (10 + k / 2 + k * 1.5) for k in range(1, 5)}
+    assert first["prediction"]["by_num_draft"] == pytest.approx(by_hand)
+    assert found["rows"][1]["draft_ms"] == pytest.approx(2.0)
+    chosen = {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 4}
+    assert found["chosen"] == chosen
+    output = capsys.readouterr().out
+    assert f"--speculative-config '{json.dumps(chosen)}'" in output
+    assert "100.0%" in output and f"{by_hand['4']:.2f}x" in output
+    assert (tmp_path / "calibration.png").read_bytes().startswith(b"\x89PNG")
+    assert engines.configs[0] is None and len(engines.configs) == 3
+
+
+def test_speculation_that_does_not_pay(
+    idle_model: Path, text_files: list[Path], engines: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kills: a configuration recommended although it is slower."""
+    slow = lambda self: 50.0  # noqa: E731
+    monkeypatch.setattr("vllm_specplugins.tools.speedup.Timing.draft_ms", property(slow))
+    assert run(idle_model, text_files) == 0
+    output = capsys.readouterr().out
+    assert "does not pay here" in output and "--speculative-config" not in output
+
+
+@pytest.mark.parametrize(("slowest", "warned"), [(2.0, True), (1.05, False)])
+def test_a_busy_machine(
+    slowest: float, warned: bool, idle_model: Path, text_files: list[Path], engines: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    """Kills: figures that cannot be trusted, printed without a word; and a warning about noise of a few per cent."""
+    original = MadeUpEngine.answer
+
+    def answer(self: MadeUpEngine, prompt: list[int]) -> Served:
+        served = original(self, prompt)
+        times = [ms * factor for ms, factor in zip(served.step_ms, np.linspace(1, slowest, 9), strict=True)]
+        return replace(served, step_ms=times)
+
+    monkeypatch.setattr(MadeUpEngine, "answer", answer)
+    assert run(idle_model, text_files) == 0
+    assert ("Do not trust the speed-ups" in capsys.readouterr().out) == warned
+
+
+def test_a_trained_head(tiny_model: Path, text_files: list[Path], engines: Any, tmp_path: Path, capsys: Any) -> None:
+    """Kills: a head that is timed or compared as if it were the model's own, or left out of the configuration."""
+    options = ["--exit-layer", "1", "--steps", "40", "--row-tokens", "64", "--learning-rate", "0.02"]
+    data = ["--data", *map(str, text_files), "--batch-tokens", "256"]
+    assert main(["train-exit-head", str(tiny_model), *data, "--out", str(tmp_path / "head"), *options]) == 0
+    assert run(tiny_model, text_files, "--exit-head", str(tmp_path / "head"), "--out", str(tmp_path)) == 0
+    found = json.loads((tmp_path / "calibration.json").read_text())
+    assert [row["exit_layer"] for row in found["rows"]] == [1, 2, 1]
+    assert found["rows"][2]["exit_head"] == engines.configs[-1]["exit_head"] == str((tmp_path / "head").resolve())
+    assert found["rows"][2]["overlap"] != found["rows"][0]["overlap"]
+    assert "1 + head" in capsys.readouterr().out
+
+
+def test_bits_are_those_of_the_drafts(tiny_model: Path) -> None:
+    """Against a draft loop that runs the exit itself. Kills: bits of another token or another layer."""
+    prompts = [[0, 40, 50, 60], [0, 300, 301]]
+    served = greedy(tiny_model, prompts, 20)
+    [agreement] = calibrate.agreements(BaseModel.load(str(tiny_model), "cpu"), [Exit(2)], prompts, served)
+    model = LlamaForCausalLM.from_pretrained(tiny_model)
+    model.model.layers = model.model.layers[:2]
+    num_tokens = num_steps = 0
+    for prompt, answer in zip(prompts, served, strict=True):
+        done = 1
+        while done + 3 <= len(answer.token_ids):
+            ids = [*prompt, *answer.token_ids[:done]]
+            draft = model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False, eos_token_id=None)
+            right = np.array(draft[0, len(ids) :].tolist()) == np.array(answer.token_ids[done : done + 3])
+            emitted = 4 if right.all() else int(right.argmin()) + 1
+            done, num_tokens, num_steps = done + emitted, num_tokens + emitted, num_steps + 1
+    assert tokens_per_step(agreement.match, 3) == pytest.approx(num_tokens / num_steps)

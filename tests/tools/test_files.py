@@ -1,0 +1,58 @@
+"""The user's files as rows of tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.tools.base_model import load_tokenizer
+from vllm_specplugins.tools.files import MIN_ROW_TOKENS, every_nth, token_rows
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Any:
+    return load_tokenizer(str(tiny_model))
+
+
+def test_rows_hold_every_token_once(tokenizer: Any, text_files: list[Path]) -> None:
+    """Kills: a cut that loses or repeats a token, rows without <bos>, rows across files."""
+    rows = token_rows(text_files, tokenizer, 64)
+    assert {row[0] for row in rows} == {tokenizer.bos_token_id}
+    assert max(map(len, rows)) == 64 and min(map(len, rows)) >= MIN_ROW_TOKENS
+    whole = [tokenizer(file.read_text(), add_special_tokens=False)["input_ids"] for file in text_files]
+    joined = [token for row in rows for token in row[1:]]
+    assert len(joined) > sum(map(len, whole)) - 2 * MIN_ROW_TOKENS
+    assert joined[: len(whole[0]) // 63 * 63] == whole[0][: len(whole[0]) // 63 * 63]
+    assert token_rows(text_files[1:], tokenizer, 64) == rows[-len(token_rows(text_files[1:], tokenizer, 64)) :]
+
+
+def test_a_short_file_is_one_row(tokenizer: Any, tmp_path: Path) -> None:
+    """Kills: a file padded, or joined with its neighbour. A prompt of its own is a file of its own."""
+    file = tmp_path / "prompt.txt"
+    file.write_text("def add(left, right):\n    return left")
+    assert token_rows([file, file], tokenizer, 256) == [tokenizer(file.read_text())["input_ids"]] * 2
+
+
+def test_refused_files(tokenizer: Any, tmp_path: Path) -> None:
+    """Each with its sentence. Kills: a traceback, or an empty file that is passed over."""
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00text")
+    for name, words in (
+        ("empty.txt", "which is empty"),
+        ("binary.txt", "UTF-8"),
+        ("no.txt", "No such"),
+        (".", "directory"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^--data must be .*{words}.*\.$"):
+            token_rows([tmp_path / name], tokenizer, 64)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_every_nth(count: int) -> None:
+    """Kills: indices that repeat, lie outside, or crowd at one end."""
+    for wanted in range(1, count + 3):
+        indices = every_nth(count, wanted)
+        assert len(set(indices)) == len(indices) == min(count, wanted)
+        assert set(indices) <= set(range(count))
+        assert abs(indices[0] - (count - 1 - indices[-1])) <= 1

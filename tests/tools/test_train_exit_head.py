@@ -1,0 +1,194 @@
+"""Training of exit heads on a tiny model."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.proposers.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, check_exit_head
+from vllm_specplugins.tools import train_exit_head
+from vllm_specplugins.tools.base_model import BaseModel, Exit, load_tokenizer
+from vllm_specplugins.tools.files import token_rows
+from vllm_specplugins.tools.train_exit_head import Settings, initial_head, rows_of_step, schedule, scores, train
+
+SETTINGS = Settings(
+    model="tiny", exit_layer=1, rank=0, steps=12, batch_tokens=128, row_tokens=64, learning_rate=0.02, seed=0,
+    heldout=0.1, data=1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model: Path) -> BaseModel:
+    return BaseModel.load(str(tiny_model), "cpu")
+
+
+@pytest.fixture(scope="module")
+def rows(tiny_model: Path, text_files: list[Path]) -> list[list[int]]:
+    return token_rows(text_files, load_tokenizer(str(tiny_model)), 64)
+
+
+def test_hidden_states(base: BaseModel, rows: list[list[int]]) -> None:
+    """Kills: states off by a layer or normed twice, and padding that reaches another row's tokens."""
+    expected = base.model(torch.tensor([rows[0]]), output_hidden_states=True)
+    batch = [rows[0], rows[1][:9], rows[0][:20]]
+    whole, _, part = base.hidden_states(batch)
+    assert len(whole) == 3 and all(
+        torch.allclose(a, b[0], atol=1e-4) for a, b in zip(whole, expected.hidden_states[1:], strict=True)
+    )
+    assert torch.allclose(base.logits(whole[-1]), expected.logits[0], atol=1e-3)
+    assert torch.allclose(part[0], whole[0][:20], atol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 32])
+def test_starts_as_the_models_own(base: BaseModel, rows: list[list[int]], rank: int) -> None:
+    """At full rank, too. Kills: a head that starts at random, transposed factors, the smallest directions kept."""
+    head = initial_head(base, replace(SETTINGS, rank=rank))
+    [states] = base.hidden_states(rows[:1])
+    own = Exit(1).logits(base, states)
+    assert torch.allclose(Exit(1, head).logits(base, states), own, atol=own.abs().max().item() * 1e-4)
+
+
+def test_low_rank_is_the_nearest(base: BaseModel) -> None:
+    """Kills: directions that are not the largest."""
+    weights = initial_head(base, replace(SETTINGS, rank=5)).weights
+    u, s, v = torch.linalg.svd(base.head_weight, full_matrices=False)
+    nearest = u[:, :5] * s[:5] @ v[:5]
+    assert torch.allclose(weights["up.weight"] @ weights["down.weight"], nearest, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rank", "least"), [(0, 0.9), (12, 0.7)])
+def test_learns(base: BaseModel, rows: list[list[int]], tmp_path: Path, rank: int, least: float) -> None:
+    """Held-out agreement of a bad exit rises. Kills: no step taken, the wrong layer read, labels for the teacher."""
+    settings = replace(SETTINGS, rank=rank, steps=60, batch_tokens=256)
+    train(base, rows[:-8], settings, tmp_path)
+    head = ExitHead.load(tmp_path)
+    before, after = scores(base, rows[-8:], [Exit(1), Exit(1, head)])
+    assert before.match < 0.7 and after.match > least, (before, after)
+    assert after.overlap > before.overlap + 0.1
+    check_exit_head(tmp_path, exit_layer=1, hidden_size=32, vocab_size=3072)
+
+
+def test_saved_in_the_models_dtype(tiny_model: Path, rows: list[list[int]], tmp_path: Path) -> None:
+    """Kills: float32 written beside a bfloat16 model."""
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+
+    LlamaForCausalLM.from_pretrained(tiny_model).bfloat16().save_pretrained(tmp_path / "half")
+    base = BaseModel.load(str(tmp_path / "half"), "cpu")
+    assert base.model.dtype == torch.float32
+    train(base, rows, replace(SETTINGS, steps=1), tmp_path / "head")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "head" / WEIGHTS_FILE).values()} == {torch.bfloat16}
+
+
+class Killed(Exception):
+    pass
+
+
+def dying(distil: Callable[..., float], calls: int) -> Callable[..., float]:
+    """`distil` that fails at the call after so many."""
+    left = [calls]
+
+    def wrapped(*args: Any) -> float:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        return distil(*args)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_resumed_is_uninterrupted(
+    base: BaseModel, rows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Killed twice, between saves. Kills: a state that forgets the optimizer, the step, or the order of the rows."""
+    settings = replace(SETTINGS, rank=rank)
+    train(base, rows, settings, tmp_path / "whole")
+    clock = iter(range(0, 10**6, 25))  # seconds: saved at every third step
+    done: list[int] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(train_exit_head.time, "monotonic", lambda: float(next(clock)))
+        for calls in (5, 4, 100):
+            patched.setattr(train_exit_head, "distil", dying(train_exit_head.distil, calls))
+            try:
+                train(base, rows, settings, tmp_path / "killed", lambda step, loss: done.append(step))
+            except Killed:
+                assert calls < 100
+            patched.undo()
+            patched.setattr(train_exit_head.time, "monotonic", lambda: float(next(clock)))
+    assert done.count(4) == 2 and done[-1] == 12 and len(done) < 20
+    for name in (WEIGHTS_FILE, CONFIG_FILE):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    # A run that is over stays as it is.
+    train(base, rows, settings, tmp_path / "killed", lambda step, loss: pytest.fail("it went on"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rank", 3), ("exit_layer", 2), ("steps", 13), ("seed", 1), ("data", 2), ("learning_rate", 0.1), ("model", "x")],
+)
+def test_resumes_with_the_same_settings_only(
+    base: BaseModel, rows: list[list[int]], tmp_path: Path, name: str, value: Any
+) -> None:
+    """Kills: a setting that is not compared."""
+    train(base, rows, replace(SETTINGS, steps=1), tmp_path)
+    changed: Any = {"steps": 1, name: value}
+    with pytest.raises(ConfigError, match=r"must be .*, as in the run in .*, or --out new, not .*\.$"):
+        train(base, rows, replace(SETTINGS, **changed), tmp_path)
+
+
+def test_broken_state(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
+    """Kills: a traceback for half a file."""
+    train(base, rows, replace(SETTINGS, steps=1), tmp_path)
+    path = tmp_path / train_exit_head.STATE_FILE
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"^--out must be a folder whose training_state.pt is whole, not .*\.$"):
+        train(base, rows, replace(SETTINGS, steps=1), tmp_path)
+
+
+@pytest.mark.parametrize(("num_rows", "batch_rows"), [(7, 3), (2, 5), (10, 10)])
+def test_every_row_once_an_epoch(num_rows: int, batch_rows: int) -> None:
+    """Kills: rows that are left out or drawn twice, and the same order in every epoch."""
+    picked = [row for step in range(3 * num_rows) for row in rows_of_step(step, num_rows, batch_rows, seed=0)]
+    epochs = [picked[start : start + num_rows] for start in range(0, len(picked), num_rows)]
+    assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_schedule() -> None:
+    """Kills: a rate that starts at nothing, ends high, or leaves [0, 1]."""
+    for steps in (1, 10, 1000):
+        rates = [schedule(step, steps) for step in range(steps)]
+        assert all(0 < rate <= 1 for rate in rates) and rates[-1] <= 1 / steps + 1e-9
+
+
+def test_scores_only_what_was_not_trained_on(
+    tiny_model: Path, text_files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills: held-out rows in the training set, and a share that is ignored."""
+    seen: dict[str, Any] = {}
+    original = train_exit_head.train
+
+    def spying_train(base: Any, rows: Any, *args: Any) -> ExitHead:
+        seen["trained"] = rows
+        return original(base, rows, *args)
+
+    def spying_scores(base: Any, rows: Any, exits: Any) -> Any:
+        seen["scored"] = rows
+        return scores(base, rows, exits)
+
+    monkeypatch.setattr(train_exit_head, "train", spying_train)
+    monkeypatch.setattr(train_exit_head, "scores", spying_scores)
+    args = argparse.Namespace(
+        model=str(tiny_model), data=text_files, out=tmp_path, exit_layer=1, rank=0, steps=1, batch_tokens=64,
+        row_tokens=64, learning_rate=0.01, heldout=0.2, device="cpu", seed=0,
+    )  # fmt: skip
+    assert train_exit_head.run(args) == 0
+    trained, scored = ({tuple(row) for row in seen[name]} for name in ("trained", "scored"))
+    assert not trained & scored
+    assert len(scored) == round(0.2 * (len(trained) + len(scored)))

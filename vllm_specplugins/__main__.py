@@ -1,0 +1,134 @@
+"""`python -m vllm_specplugins`: the command line. Parses arguments and imports nothing heavy before a command runs."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm_specplugins.config import ConfigError, shown
+
+# A command's module, and what it needs beside this package.
+COMMANDS = {
+    "train-exit-head": ("vllm_specplugins.tools.train_exit_head", ("torch", "transformers", "rich")),
+    "calibrate": ("vllm_specplugins.tools.calibrate", ("vllm", "torch", "transformers", "rich", "matplotlib")),
+}
+EXTRAS = {"rich": "tools", "matplotlib": "tools"}  # of pyproject.toml; what is not here comes with vLLM
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses with one sentence, as everything here does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message.removeprefix('argument ').rstrip('.')}.\n")
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Reads an integer in [low, high]."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be an integer from {low} to {high}, not {shown(text)}")
+        return value
+
+    return read
+
+
+def fraction(low: float, high: float) -> Callable[[str], float]:
+    """Reads a number between low and high, neither included."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = low
+        if not low < value < high:
+            raise argparse.ArgumentTypeError(f"must be a number between {low:g} and {high:g}, not {shown(text)}")
+        return value
+
+    return read
+
+
+def layer_list(text: str) -> list[int]:
+    """Reads layers, as in "1,2,4"."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"must be integers with commas between them, not {shown(text)}")
+    return [int(part) for part in parts]
+
+
+def parser() -> Parser:
+    """All commands and their arguments."""
+    commands = Parser(prog="python -m vllm_specplugins", description="Prepares a model for early_exit.")
+    subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _train_exit_head(subparsers)
+    _calibrate(subparsers)
+    return commands
+
+
+def _train_exit_head(subparsers: Any) -> None:
+    words = "train a norm and a head for an early layer, so that it drafts more like the whole model"
+    command = subparsers.add_parser("train-exit-head", help=words, description=f"Will {words}.")
+    _common(command)
+    add = command.add_argument
+    add("--exit-layer", type=whole(1, 10_000), required=True, metavar="E", help="how many layers run before the head")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of the head; an interrupted run goes on there")
+    add("--rank", type=whole(0, 100_000), default=0, metavar="R", help="of the head; 0 is a full matrix (default: 0)")
+    add("--steps", type=whole(1, 10_000_000), default=1000, metavar="N", help="default: 1000")
+    add("--batch-tokens", type=whole(16, 10_000_000), default=4096, metavar="N", help="tokens a step (default: 4096)")
+    add("--row-tokens", type=whole(16, 1_000_000), default=512, metavar="N", help="tokens a row (default: 512)")
+    add("--learning-rate", type=fraction(0, 1), default=1e-3, metavar="X", help="highest (default: 0.001)")
+    add("--heldout", type=fraction(0, 1), default=0.05, metavar="X", help="share of rows to score (default: 0.05)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    add("--seed", type=whole(0, 2**31), default=0, metavar="N", help="default: 0")
+
+
+def _calibrate(subparsers: Any) -> None:
+    words = "find the exit layer and the number of draft tokens that serve a model fastest"
+    command = subparsers.add_parser("calibrate", help=words, description=f"Will {words}.")
+    _common(command)
+    add = command.add_argument
+    add("--out", type=Path, metavar="DIR", help="folder for calibration.json, a plot and the engines' logs")
+    add("--layers", type=layer_list, metavar="1,2,4", help="exit layers to look at (default: all but the last)")
+    add("--exit-head", type=Path, metavar="DIR", help="a trained head to look at as well")
+    add("--max-draft", type=whole(1, 64), default=8, metavar="K", help="most draft tokens of a step (default: 8)")
+    add("--prompts", type=whole(1, 10_000), default=8, metavar="N", help="default: 8")
+    add("--tokens", type=whole(2, 100_000), default=96, metavar="N", help="output tokens of a prompt (default: 96)")
+    add("--prompt-tokens", type=whole(16, 1_000_000), default=256, metavar="N",
+        help="most tokens of a prompt; a shorter file is one prompt (default: 256)")  # fmt: skip
+    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="as for vLLM")
+    add("--together", action="store_true",
+        help="all engines at once, answering in turns: for a noisy machine with memory for three")  # fmt: skip
+    add("--enforce-eager", action="store_true", help="as for vLLM; calibrate with it if you serve with it")
+
+
+def _common(command: Parser) -> None:
+    command.add_argument("model", metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
+    command.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 text files")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; 0, or 2 with one sentence on stderr, or 130 if interrupted."""
+    args = parser().parse_args(arguments)
+    module, needed = COMMANDS[args.command]
+    try:
+        for name in needed:
+            if find_spec(name) is None:
+                extra = f"vllm-specplugins[{EXTRAS.get(name, 'vllm')}]"
+                raise ConfigError(f"{args.command} needs {name}, which is not installed (pip install '{extra}').")
+        return int(import_module(module).run(args))
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The served model in transformers, frozen: what its layers hold, and what an exit reads from them.
+
+Knows nothing of vLLM. T: tokens, H: hidden size, V: vocabulary, L: layers.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import logging
+
+from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.proposers.exit_head import ExitHead
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A causal language model whose layers end in a final RMSNorm and a head.
+
+    Args:
+        model: of transformers, in eval mode; its parameters need no gradients.
+        dtype: that the checkpoint is stored in.
+        norm_weight: [H] float32, what the final norm multiplies by (for Gemma, one more than its parameter).
+        norm_eps: of the final norm.
+    """
+
+    model: Any
+    dtype: torch.dtype
+    norm_weight: torch.Tensor
+    norm_eps: float
+
+    @classmethod
+    def load(cls, path: str, device: str) -> "BaseModel":
+        """The checkpoint at a path or of a Hugging Face name: in float32 on a CPU, else in its own dtype.
+
+        Raises:
+            ConfigError: there is none, or it has no final RMSNorm.
+        """
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        model = _from_pretrained(AutoModelForCausalLM, path, dtype="auto")
+        dtype = model.dtype
+        model = model.to(device, torch.float32 if device == "cpu" else dtype).eval().requires_grad_(False)
+        norm = getattr(model.base_model, "norm", None)
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        weight = _effective_norm_weight(norm, model, float(eps)) if norm is not None and eps else None
+        if weight is None or model.get_output_embeddings() is None:
+            raise ConfigError(f"MODEL must be one that ends in an RMSNorm and a head, not a {type(model).__name__}.")
+        return cls(model, dtype, weight, float(eps or 0))
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.norm_weight)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[V, H] of the head."""
+        weight: torch.Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    @torch.no_grad()
+    def hidden_states(self, rows: Sequence[Sequence[int]]) -> Iterator[list[torch.Tensor]]:
+        """For each row of token ids, what each layer leaves: L tensors [T, H], of which the last is normed."""
+        tensors = [torch.tensor(row) for row in rows]
+        # Attention is causal: padding at the end reaches no token before it.
+        batch = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(self.model.device)
+        states = self.model.base_model(batch, output_hidden_states=True, use_cache=False).hidden_states
+        for index, row in enumerate(rows):
+            yield [state[index, : len(row)] for state in states[1:]]
+
+    @torch.no_grad()
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] float32 of normed hidden states [T, H], by all that the model does after its layers."""
+        layers = self.model.base_model
+        layers.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=normed[None])
+        try:
+            token_ids = torch.zeros(1, len(normed), dtype=torch.long, device=normed.device)
+            logits: torch.Tensor = self.model(token_ids, use_cache=False).logits[0].float()
+        finally:
+            del layers.forward  # what hid the class's own
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """A place to draft from: after `layer` layers, through a head of its own or the model's norm and head."""
+
+    layer: int
+    head: ExitHead | None = None
+
+    @torch.no_grad()
+    def logits(self, base: BaseModel, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Logits [T, V] float32, from what `BaseModel.hidden_states` gives for a row."""
+        hidden_states = states[self.layer - 1]
+        if self.head is not None:
+            return self.head.logits(hidden_states.float())
+        return base.logits(base.model.base_model.norm(hidden_states))
+
+
+def overlap(full_logits: torch.Tensor, exit_logits: torch.Tensor) -> torch.Tensor:
+    """[T] sum of min(p, q): how often a token drawn from the exit is accepted at temperature 1 (Leviathan et al. 2023).
+
+    >>> overlap(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, -torch.inf]]))
+    tensor([0.5000])
+    """
+    return torch.minimum(full_logits.softmax(-1), exit_logits.softmax(-1)).sum(-1)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a checkpoint; ConfigError if it has none."""
+    logging.set_verbosity_error()
+    return _from_pretrained(AutoTokenizer, path)
+
+
+def load_config(path: str) -> Any:
+    """The configuration of a checkpoint's language model; ConfigError if there is none."""
+    return _from_pretrained(AutoConfig, path).get_text_config()
+
+
+def _from_pretrained(kind: Any, path: str, **arguments: Any) -> Any:
+    if path.startswith((".", "/")) and not Path(path, "config.json").is_file():
+        raise ConfigError(f"MODEL must be a Hugging Face name or a folder with a config.json, not {shown(path)}.")
+    try:
+        return kind.from_pretrained(path, **arguments)
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        cause = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise ConfigError(f"MODEL must be a checkpoint that transformers can load, not {path} ({cause}).") from error
+
+
+def _effective_norm_weight(norm: Any, model: Any, eps: float) -> torch.Tensor | None:
+    """[H] what an RMSNorm multiplies by, seen from outside; None for another kind of norm."""
+    if getattr(norm, "weight", None) is None or norm.weight.ndim != 1:
+        return None
+    like = {"device": model.device, "dtype": model.dtype}
+    weight: torch.Tensor = norm(torch.ones(1, len(norm.weight), **like))[0].float() * math.sqrt(1 + eps)
+    probe = torch.linspace(-1, 2, len(weight), **like)[None]
+    expected = F.rms_norm(probe.float(), weight.shape, weight, eps)
+    return weight if torch.allclose(norm(probe).float(), expected, rtol=0.05, atol=0.05) else None

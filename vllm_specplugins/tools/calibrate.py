@@ -1,0 +1,243 @@
+"""`calibrate`: finds the exit layer and the number of draft tokens with which `early_exit` serves a model fastest.
+
+An engine without speculation continues the user's own text greedily; each layer is then asked, token by token, whether
+it would have drafted what came out; and engines with early exit tell what drafting and verifying cost here. Nothing
+else is served: the speed-up of every layer and K follows from these (speedup.py).
+"""
+
+import argparse
+import re
+import shutil
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.engine.measure import Engine, EngineSettings, Served
+from vllm_specplugins.proposers.exit_head import ExitHead, check_exit_head, read_head_config
+from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer, overlap
+from vllm_specplugins.tools.files import MIN_ROW_TOKENS, every_nth, make_folder, token_rows
+from vllm_specplugins.tools.findings import Findings, Row, show, write
+from vllm_specplugins.tools.speedup import Bits, Costs, Timing, predict
+
+MIN_STEPS = 8  # an output with fewer says little about the time of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How an exit does on the model's own outputs.
+
+    Args:
+        match: for each output, [num_tokens] whether the exit's greedy token is the output's.
+        overlap: mean sum of min(p, q).
+    """
+
+    match: list[Bits]
+    overlap: float
+
+    @property
+    def match_rate(self) -> float:
+        return sum(int(bits.sum()) for bits in self.match) / sum(map(len, self.match))
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """An engine to be timed: with early exit at exit_layer and K, or None for both without speculation."""
+
+    exit_layer: int | None = None
+    num_draft: int | None = None
+    exit_head: Path | None = None
+
+    def __str__(self) -> str:
+        if self.exit_layer is None:
+            return "no speculation"
+        head = " and the head" if self.exit_head else ""
+        return f"early exit after layer {self.exit_layer} with {self.num_draft} draft tokens{head}"
+
+    def speculative_config(self) -> dict[str, Any] | None:
+        """Its value for vLLM."""
+        if self.exit_layer is None:
+            return None
+        head = {"exit_head": str(self.exit_head.resolve())} if self.exit_head else {}
+        return {
+            "method": "early_exit", "exit_layer": self.exit_layer, **head, "num_speculative_tokens": self.num_draft
+        }  # fmt: skip
+
+    def timing(self, served: Sequence[Served]) -> Timing:
+        """What its answers say of its costs."""
+        assert self.exit_layer is not None and self.num_draft is not None
+        steps = [step for request in served for step in zip(request.step_ms, request.propose_ms, strict=True)]
+        return Timing(
+            exit_layer=self.exit_layer,
+            num_draft=self.num_draft,
+            verify_ms=statistics.median(step_ms - propose_ms for step_ms, propose_ms in steps),
+            propose_ms=statistics.median(propose_ms for _, propose_ms in steps),
+        )
+
+
+class Bench:
+    """Answers the prompts with engines: one engine after the other, or all at once and in turns."""
+
+    def __init__(self, args: argparse.Namespace, prompts: Sequence[Sequence[int]], logs: Path, progress: Progress):
+        self.prompts = prompts
+        self._args, self._logs, self._progress = args, logs, progress
+
+    def serve(self, arms: Sequence[Arm]) -> list[list[Served]]:
+        """What each arm made of every prompt; the first prompt goes unmeasured before."""
+        if not self._args.together:
+            return [self._serve([arm])[0] for arm in arms]
+        return self._serve(arms)
+
+    def _serve(self, arms: Sequence[Arm]) -> list[list[Served]]:
+        served: list[list[Served]] = [[] for _ in arms]
+        tasks = [self._progress.add_task(f"{arm}: starting vLLM", total=1 + len(self.prompts)) for arm in arms]
+        with ExitStack() as stack:
+            engines = [stack.enter_context(self._engine(arm)) for arm in arms]
+            for arm, engine, task in zip(arms, engines, tasks, strict=True):
+                engine.wait()
+                engine.answer(self.prompts[0])
+                self._progress.update(task, description=str(arm), advance=1)
+            for prompt in self.prompts:
+                for engine, answers, task in zip(engines, served, tasks, strict=True):
+                    answers.append(engine.answer(prompt))
+                    self._progress.advance(task)
+        return served
+
+    def _engine(self, arm: Arm) -> Engine:
+        args = self._args
+        settings = EngineSettings(
+            model=args.model,
+            dtype=args.dtype,
+            max_model_len=args.prompt_tokens + args.tokens + args.max_draft + 1,
+            enforce_eager=args.enforce_eager,
+        )
+        log = self._logs / f"engine-{'-'.join(re.findall(r'[a-z0-9]+', str(arm)))}.log"
+        return Engine(settings, arm.speculative_config(), args.tokens, log)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; prints its findings and returns the exit status."""
+    prompts = pick_prompts(args)
+    layers = check_layers(args)
+    console = Console(stderr=True)
+    logs = make_folder(args.out) if args.out else Path(tempfile.mkdtemp(prefix="specplugins-"))
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        findings = calibrate(args, layers, Bench(args, prompts, logs, progress))
+    show(findings, Console())
+    if args.out:
+        write(findings, args.out)
+    else:
+        shutil.rmtree(logs)
+    return 0
+
+
+def calibrate(args: argparse.Namespace, layers: Sequence[int], bench: Bench) -> Findings:
+    """Serves, compares and predicts: every layer as it is, and the trained head if there is one."""
+    arms = [Arm(), *arms_to_time(args, layers)]
+    exits = [Exit(layer) for layer in layers]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.exit_head:
+        head = ExitHead.load(args.exit_head, device)
+        exits.append(Exit(head.config.exit_layer, head))
+        arms.append(Arm(head.config.exit_layer, args.max_draft, args.exit_head))
+    plain, *served = bench.serve(arms)
+    check_lengths(plain, args.max_draft)
+    timings = [arm.timing(answers) for arm, answers in zip(arms[1:], served, strict=True)]
+    plain_ms = statistics.median(ms for request in plain for ms in request.step_ms)
+    costs = Costs.fit(plain_ms, timings[:2])
+    draft_ms = [*map(costs.draft_ms, layers), *(timing.draft_ms for timing in timings[2:])]
+    found = agreements(BaseModel.load(args.model, device), exits, bench.prompts, plain)
+    rows = [
+        Row(
+            exit_layer=place.layer,
+            exit_head=str(args.exit_head.resolve()) if place.head else None,
+            match_rate=agreement.match_rate,
+            overlap=agreement.overlap,
+            draft_ms=ms,
+            prediction=predict(agreement.match, costs, ms, args.max_draft),
+        )
+        for place, agreement, ms in zip(exits, found, draft_ms, strict=True)
+    ]
+    conditions = {"model": args.model, "dtype": args.dtype, "prompts": len(plain), "tokens": args.tokens}
+    num_tokens = sum(len(request.token_ids) for request in plain)
+    return Findings(conditions, costs, rows, num_tokens, max(map(spread, [plain, *served])))
+
+
+def pick_prompts(args: argparse.Namespace) -> list[list[int]]:
+    """Beginnings for the engines to continue, spread evenly over the user's text."""
+    if args.tokens < (least := args.max_draft + MIN_STEPS):
+        raise ConfigError(f"--tokens must be at least {least} with --max-draft {args.max_draft}, not {args.tokens}.")
+    rows = token_rows(args.data, load_tokenizer(args.model), args.prompt_tokens)
+    if not rows:
+        raise ConfigError(f"--data must hold at least {MIN_ROW_TOKENS} tokens in one file, not fewer.")
+    return [rows[index] for index in every_nth(len(rows), args.prompts)]
+
+
+def check_layers(args: argparse.Namespace) -> list[int]:
+    """The exit layers to look at, in order; all but the last if the user names none.
+
+    Raises:
+        ConfigError: one that the model does not have, or an exit head that does not fit the model.
+    """
+    config = load_config(args.model)
+    last = config.num_hidden_layers - 1
+    layers = sorted(set(args.layers or range(1, last + 1)))
+    if last < 1:
+        raise ConfigError("MODEL must have at least 2 layers, not 1.")
+    if not 1 <= layers[0] <= layers[-1] <= last:
+        raise ConfigError(f"--layers must be integers from 1 to {last} for this model, not {shown(args.layers)}.")
+    if args.exit_head:
+        layer = min(read_head_config(args.exit_head).exit_layer, last)
+        sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        check_exit_head(args.exit_head, exit_layer=layer, **sizes)
+    return layers
+
+
+def arms_to_time(args: argparse.Namespace, layers: Sequence[int]) -> list[Arm]:
+    """Two exit layers for the cost of one, two K for the cost of verification."""
+    first, middle = layers[0], layers[len(layers) // 2]
+    return [Arm(first, args.max_draft), Arm(middle, max(1, args.max_draft // 2))]
+
+
+def check_lengths(served: Sequence[Served], max_draft: int) -> None:
+    """Raises ConfigError if no output is long enough to replay K = max_draft."""
+    longest = max(len(request.token_ids) for request in served)
+    if longest < max_draft + MIN_STEPS:
+        wanted = f"by {max_draft + MIN_STEPS} tokens or more"
+        raise ConfigError(f"--data must hold text that the model continues {wanted}, not by {longest} at most.")
+
+
+def spread(served: Sequence[Served]) -> float:
+    """Interquartile range of an engine's steps over their median."""
+    low, middle, high = np.quantile([ms for request in served for ms in request.step_ms], (0.25, 0.5, 0.75))
+    return float((high - low) / middle)
+
+
+def agreements(
+    base: BaseModel, exits: Sequence[Exit], prompts: Sequence[Sequence[int]], plain: Sequence[Served]
+) -> list[Agreement]:
+    """Asks each exit for every token of the outputs but the first, given all tokens before it."""
+    match: list[list[Bits]] = [[] for _ in exits]
+    overlaps: list[list[torch.Tensor]] = [[] for _ in exits]
+    for prompt, served in zip(prompts, plain, strict=True):
+        # The first token of an output comes from the prompt and is never drafted.
+        row, start = [*prompt, *served.token_ids[:-1]], len(prompt)
+        wanted = torch.tensor(served.token_ids[1:], device=base.model.device)
+        [states] = base.hidden_states([row])
+        states = [state[start:] for state in states]
+        full = base.logits(states[-1])
+        for place, bits, shares in zip(exits, match, overlaps, strict=True):
+            logits = place.logits(base, states)
+            bits.append((logits.argmax(-1) == wanted).cpu().numpy())
+            shares.append(overlap(full, logits).cpu())
+    return [Agreement(bits, torch.cat(shares).mean().item()) for bits, shares in zip(match, overlaps, strict=True)]

@@ -1,0 +1,63 @@
+"""The user's files: text as rows of token ids, and folders to write to. Knows nothing of models."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_specplugins.config import ConfigError
+
+MIN_ROW_TOKENS = 8  # what is left of a file after its last whole row counts from here on
+
+
+def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[list[int]]:
+    """Rows of MIN_ROW_TOKENS to `row_tokens` token ids, cut from each file in order.
+
+    Every row begins with the tokenizer's <bos>, if it has one; no row spans two files.
+
+    Raises:
+        ConfigError: a file that cannot be read, is not UTF-8, or holds nothing.
+    """
+    prefix: list[int] = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
+    width = row_tokens - len(prefix)
+    rows: list[list[int]] = []
+    for file in files:
+        ids: list[int] = tokenizer(read_text(file), add_special_tokens=False)["input_ids"]
+        cuts = (ids[start : start + width] for start in range(0, len(ids), width))
+        rows += [prefix + cut for cut in cuts if len(prefix) + len(cut) >= MIN_ROW_TOKENS]
+    return rows
+
+
+def read_text(file: Path) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        ConfigError: it cannot be read, is not UTF-8, or holds nothing but white space.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--data must be UTF-8 text files, not {file}.") from None
+    except OSError as error:
+        raise ConfigError(f"--data must be readable files, not {file} ({error.strerror}).") from None
+    if not text.strip():
+        raise ConfigError(f"--data must be files with text in them, not {file}, which is empty.")
+    return text
+
+
+def every_nth(count: int, wanted: int) -> list[int]:
+    """`wanted` indices spread evenly over range(count), or all if there are fewer.
+
+    >>> every_nth(10, 3)
+    [1, 5, 8]
+    """
+    wanted = min(count, wanted)
+    return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
+
+
+def make_folder(path: Path) -> Path:
+    """The folder at `path`, made if need be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out must be a folder that can be written, not {path} ({error.strerror}).") from error
+    return path
