@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,15 @@ def asynchronous_scheduling_on_cpu() -> None:
         vllm_config.scheduler_config.async_scheduling = asynchronous
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+@pytest.fixture(scope="session", autouse=INTERPRETED)
+def log1p_in_the_interpreter() -> None:
+    """vLLM takes residuals of a dense q with libdevice's log1p, which Triton's interpreter does not have."""
+    import triton.language as tl
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+
+    rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))
 
 
 @pytest.fixture(scope="session")

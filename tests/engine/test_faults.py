@@ -45,7 +45,7 @@ def plant(worker: Any, fault: str) -> None:
     """Runs in the worker: a new proposer with this fault behind a barrier as good as new."""
     barrier = worker._barrier
     vocab_size = worker.model_config.get_vocab_size()
-    barrier._proposer = Faulty({"fault": fault}, ProposerContext(vocab_size, 1024, 8, 4, tokenize=lambda text: []))
+    barrier.proposer = Faulty({"fault": fault}, ProposerContext(vocab_size, 1024, 8, 4, tokenize=lambda text: []))
     barrier.counters = Counters()
     barrier._fault_steps.clear()
 
