@@ -17,20 +17,21 @@ check ruff format --check
 check mypy
 preload
 check pytest -q tests --ignore tests/engine -m "not gpu"
-# Both runners' tests at once, on a core each where there are two: their models are tiny, and V2's interpreter is
-# a single thread.
+# Both runners' engine tests at once, on a core each where there are two: their models are tiny, and V2's interpreter
+# is a single thread.
+cores=$(nproc)
 engine_tests() {
     local runner=$1 core=$2 bind=()
     ((cores < 2)) || bind=(OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND="$core")
-    check env "${bind[@]}" SPECPLUGINS_RUNNER="$runner" pytest -q tests/engine -m "not gpu"
+    exec env "${bind[@]}" SPECPLUGINS_RUNNER="$runner" pytest -q tests/engine -m "not gpu"
 }
-cores=$(nproc)
 v2_output=$(mktemp)
-engine_tests v2 1 >"$v2_output" 2>&1 &
+(engine_tests v2 1) >"$v2_output" 2>&1 &
 v2=$!
-trap 'kill $v2 2>/dev/null; rm -f "$v2_output"' EXIT
-engine_tests v1 0
-wait $v2 || v2_failed=1
+trap 'kill $v2 2>/dev/null || true; rm -f "$v2_output"' EXIT
+echo "== engine tests on V1, and beside them on V2"
+(engine_tests v1 0) || fail "engine tests failed on V1"
+wait $v2 && v2_status=0 || v2_status=$?
 cat "$v2_output"
-[[ -z ${v2_failed:-} ]] || exit 1
+((v2_status == 0)) || fail "engine tests failed on V2"
 echo "All checks passed in $SECONDS s."

@@ -59,8 +59,8 @@ def run(request: pytest.FixtureRequest) -> tuple[str, bool]:
 
 @pytest.mark.slow
 def test_all_layers_accept_everything(engine: Any, prompts: Outputs, plain: Any, run: tuple[str, bool]) -> None:
-    """The invariant. Kills: one group's block table or slots for all groups, a window that is not applied, an
-    embedding that is not scaled, a final norm without the residual, a position that is off by one."""
+    """The invariant. Kills: one group's block table or slots for all groups, an embedding that is not scaled, a final
+    norm without the residual, a position that is off by one, a draft in another request's row."""
     family, asynchronous = run
     expected = plain(family)
     llm = engine(early_exit(NUM_LAYERS), **arguments(family, asynchronous))
@@ -77,7 +77,7 @@ def test_all_layers_accept_everything(engine: Any, prompts: Outputs, plain: Any,
 def test_stress(engine: Any, prompts: Outputs, plain: Any, run: tuple[str, bool]) -> None:
     """Half of the layers draft, in batches of 1 to 8, under preemption, prefix-cache hits and chunked prefill.
 
-    Kills: drafts that write past their own blocks, or past the blocks of one group; a draft in another request's row.
+    Kills: drafts that write past their own blocks (no lookahead slots); one group's block table for all groups.
     """
     family, asynchronous = run
     expected = plain(family)

@@ -120,8 +120,7 @@ def run_watched(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_full_cache(engine: Any, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    """Kills: no lookahead slots; one group's block table for all groups; positions from before the last token; no clamp
-    at the end of the context."""
+    """Kills: no lookahead slots; positions from before the last token; no clamp at the end of the context."""
     config, arguments = MODELS[model]
     if model != "demo":
         arguments = {**arguments, "model": str(checkpoint(model))}
