@@ -77,7 +77,7 @@ def test_all_layers_accept_everything(engine: Any, prompts: Outputs, plain: Any,
 def test_stress(engine: Any, prompts: Outputs, plain: Any, run: tuple[str, bool]) -> None:
     """Half of the layers draft, in batches of 1 to 8, under preemption, prefix-cache hits and chunked prefill.
 
-    Kills: drafts that write past their own blocks (no lookahead slots); one group's block table for all groups.
+    Kills: one group's block table for all groups, drafts that overwrite what was computed, another request's drafts.
     """
     family, asynchronous = run
     expected = plain(family)

@@ -63,7 +63,7 @@ def plain_to_the_end(engine: Any) -> list[list[int]]:
 def test_end_of_context(engine: Any, plain_to_the_end: Any, config: dict[str, Any]) -> None:
     """Requests that reach max_model_len in the middle of a draft, beside one that does not.
 
-    Kills: a draft that is not cut at the end of the context, or that is cut for the whole batch.
+    Kills: a room for drafts that is negative there, which the fault barrier would count.
     """
     llm = engine(config, **END_OF_CONTEXT)
     assert generate(llm, NEAR_THE_END, [4], max_tokens=60) == plain_to_the_end
@@ -118,9 +118,9 @@ def steps_of(llm: Any, request_id: str, prompt: list[int], num_steps: int | None
 
 
 def test_stop_inside_a_draft(engine: Any, edits: Any, config: dict[str, Any]) -> None:
-    """A stop token, and a stop string, with accepted tokens of the same draft behind them.
+    """A stop token, and a stop string, with accepted tokens of the same draft behind them, which are not given out.
 
-    Kills: the rest of a draft given out after its stop, and state of the stopped request that the next one meets.
+    The check is vLLM's own. Kills: a method that fails (a fault is counted) over a request that ends there.
     """
     llm = engine(config)
     tokens_found = strings_found = 0
