@@ -16,7 +16,7 @@ SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
 NUM_TOKENS = 16 if INTERPRETED else 21  # one from the prompt and whole steps of K + 1, so that no draft is cut
 # Hardly more blocks than a request of full length needs: in every KV-cache group its own, few where a window slides.
 FULL = STRESS["num_gpu_blocks_override"]
-NUM_BLOCKS = {"mistral": 8, "gemma2": FULL + 6, "gemma3": FULL + 22}
+NUM_BLOCKS = {"mistral": 8, "gemma2": FULL + 6, "gemma3": FULL + 28}
 RUNS = [(family, False) for family in FAMILIES]
 if RUNNER == "v2":
     RUNS.append(("gemma3", True))
