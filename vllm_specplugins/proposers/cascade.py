@@ -34,12 +34,16 @@ POLICIES: dict[str, Callable[[Drafter, Drafter], Drafter]] = {"first": First, "e
 
 @dataclass(slots=True)
 class Gated:
-    """A drafter whose lengths a gate chooses: before it drafts, if drafting costs, and after it, if that was free."""
+    """A drafter whose lengths a gate chooses: before it drafts, if drafting costs, and after it, if that was free.
+
+    It leaves a request to `rival`, the stage that drafts in its stead, where that one is expected to gain more.
+    """
 
     drafter: Drafter
     gate: Gate
     index: int
     is_free: bool
+    rival: int | None = None
 
     def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
         if self.is_free:
@@ -56,7 +60,7 @@ class Gated:
         return drafts
 
     def _lengths(self, batch: DraftBatch, confidences: Sequence[float], most: Sequence[int]) -> list[int]:
-        return self.gate.lengths(batch.request_ids, self.index, confidences, most)
+        return self.gate.lengths(batch.request_ids, self.index, confidences, most, self.rival)
 
 
 class Cascade:
@@ -154,10 +158,11 @@ class Cascade:
             for index, stage in enumerate(self._stages[1:], start=1):
                 assert isinstance(stage, EarlyExit)
                 drafter = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
-            return self._gated(drafter, len(self._stages) - 1, is_free=False)
+            return self._gated(drafter, len(self._stages) - 1)
+        last = len(self._stages) - 1
         drafters = [
-            self._gated(self._drafter_of(index), index, is_free=not isinstance(stage, EarlyExit))
-            for index, stage in enumerate(self._stages)
+            self._gated(self._drafter_of(index), index, index + 1 if policy == "first" and index < last else None)
+            for index in range(len(self._stages))
         ]
         return reduce(POLICIES[policy], drafters)
 
@@ -169,8 +174,9 @@ class Cascade:
             return Lookup(stage, index, counters)
         return Whole(stage, index, counters)
 
-    def _gated(self, drafter: Drafter, index: int, is_free: bool) -> Drafter:
-        return drafter if self._gate is None else Gated(drafter, self._gate, index, is_free)
+    def _gated(self, drafter: Drafter, index: int, rival: int | None = None) -> Drafter:
+        is_free = not isinstance(self._stages[index], EarlyExit)
+        return drafter if self._gate is None else Gated(drafter, self._gate, index, is_free, rival)
 
 
 def _runs(draft: list[DraftToken]) -> Iterator[tuple[int, int, int]]:

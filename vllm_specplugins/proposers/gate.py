@@ -4,23 +4,24 @@ A token more is worth its chance of being accepted, and costs the time in which 
 draft the k-th token while a^k >= rate * (cost of verifying one more token + its share of the cost of drafting it),
 where a is the chance that a token is accepted after the one before it was, and rate the tokens per ms that the engine
 emits now (Dinkelbach's method for a ratio, one iteration a step). a is averaged exponentially by request, stage and
-grade of confidence, the costs by batch size; a batch size that is new starts with short drafts. Pure arithmetic: times
-come in, nothing is measured here.
+grade of confidence, the costs by batch size; a batch size that is new starts without drafts, then with short ones. Of
+two stages the one with the larger gain drafts. Pure arithmetic: times come in, nothing is measured here.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 DECAY = 0.8  # of a request's record of a stage, by draft; half of it is forgotten after three drafts
-SHARED_DECAY = 0.95  # of the record of all requests
-PRIOR_WEIGHT = 2.0  # the record of all requests counts as so many tokens of a request's own
+SHARED_DECAY = 0.98  # of the record of all requests
+PRIOR_WEIGHT = 4.0  # the record of all requests counts as so many tokens of a request's own
 FIRST_GUESS = 0.6  # acceptance of a stage that was never tried
+FIRST_CONFIDENCE = 1.0  # of a stage before it has drafted
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
 COST_DECAY = 0.95  # of the record of times, by step
-MARGIN = 1.1  # a token must be worth so many times its price: estimates err, and the highest of them most
+MARGIN = 1.05  # a token must be worth so many times its price: estimates err, and the highest of them most
 FIRST_SLOPE = 0.05  # cost of verifying one more token, in steps, before it is known
-SLOPE_WEIGHT = 2.0  # how much of a record (draft tokens squared) that guess is worth
+SLOPE_WEIGHT = 1.0  # how much of a record (draft tokens squared) that guess is worth
 SLOPE_MEMORY = 64.0  # how much of a record is kept at most
 
 
@@ -33,21 +34,34 @@ def confidence_grade(confidence: float) -> int:
     return (confidence > 2) + (confidence > 4) + (confidence > 8)
 
 
-@dataclass(slots=True)
 class Record:
-    """A decaying count of tokens that could have been accepted, and of those that were."""
+    """Decaying counts, by grade of confidence, of tokens that could have been accepted and of those that were.
 
-    tried: float = 0.0
-    accepted: float = 0.0
+    Every accepted token makes the one behind it surer by 1: where a match of 3 tokens was right about the next one, it
+    is a match of 4. Drafts are right all along or not at all far more often than a constant rate would have them.
+    """
 
-    def add(self, num_draft: int, num_accepted: int, decay: float) -> None:
+    __slots__ = ("_accepted", "_tried")
+
+    def __init__(self) -> None:
+        self._tried = [0.0] * 4
+        self._accepted = [0.0] * 4
+
+    def add(self, confidence: float, num_draft: int, num_accepted: int, decay: float) -> None:
         """A draft's fate: tokens behind the first rejected one were not tried."""
-        self.tried = self.tried * decay + min(num_accepted + 1, num_draft)
-        self.accepted = self.accepted * decay + num_accepted
+        last_grade = -1
+        for index in range(min(num_accepted + 1, num_draft)):
+            grade = confidence_grade(confidence + index)
+            if grade != last_grade:
+                self._tried[grade] *= decay
+                self._accepted[grade] *= decay
+                last_grade = grade
+            self._tried[grade] += 1
+            self._accepted[grade] += index < num_accepted
 
-    def rate(self, prior: float) -> float:
-        """Chance that a token is accepted."""
-        return (self.accepted + PRIOR_WEIGHT * prior) / (self.tried + PRIOR_WEIGHT)
+    def rate(self, grade: int, prior: float) -> float:
+        """Chance that a token of this grade is accepted, the ones before it being right."""
+        return (self._accepted[grade] + PRIOR_WEIGHT * prior) / (self._tried[grade] + PRIOR_WEIGHT)
 
 
 @dataclass(slots=True)
@@ -95,11 +109,11 @@ class StepCosts:
 
 
 class Gate:
-    """Chooses draft lengths."""
+    """Chooses draft lengths, and between stages."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, dict[Hashable, Record]] = {}
-        self._shared: dict[Hashable, Record] = {}
+        self._requests: dict[str, dict[int, Record]] = {}  # by stage
+        self._shared: dict[int, Record] = {}  # of all requests, by stage
         self._costs: dict[int, StepCosts] = {}
         self._draft_ms: dict[int, float] = {}  # by stage, a token of the whole batch
         self._draft_calls: dict[int, int] = {}
@@ -120,39 +134,58 @@ class Gate:
 
     def add_fate(self, request_id: str, stage: int, confidence: float, num_draft: int, num_accepted: int) -> None:
         """What became of a draft."""
-        key = (stage, confidence_grade(confidence))
-        self._record(request_id, key).add(num_draft, num_accepted, DECAY)
-        shared = self._shared.get(key)
-        if shared is None:
-            shared = self._shared[key] = Record(PRIOR_WEIGHT, PRIOR_WEIGHT * FIRST_GUESS)
-        shared.add(num_draft, num_accepted, SHARED_DECAY)
+        self._record(request_id, stage).add(confidence, num_draft, num_accepted, DECAY)
+        self._shared_record(stage).add(confidence, num_draft, num_accepted, SHARED_DECAY)
 
     def lengths(
-        self, request_ids: Sequence[str], stage: int, confidences: Sequence[float], most: Sequence[int]
+        self,
+        request_ids: Sequence[str],
+        stage: int,
+        confidences: Sequence[float],
+        most: Sequence[int],
+        rival: int | None = None,
     ) -> list[int]:
-        """How many tokens, at most `most`, to draft for each request from a stage that is so confident."""
+        """How many tokens, at most `most`, to draft for each request from a stage that is so confident.
+
+        None where `rival`, another stage, is expected to gain more.
+        """
         costs = self._costs.get(len(request_ids).bit_length())
-        rate = slope = 0.0
-        if costs is not None:
-            rate, slope = costs.tokens_per_ms, costs.slope_ms
-        price = MARGIN * rate * slope if costs else FIRST_SLOPE
-        draft_price = MARGIN * rate * self._draft_ms.get(stage, 0.0)
+        rate = MARGIN * costs.tokens_per_ms if costs else 0.0
+        price = rate * costs.slope_ms if costs else FIRST_SLOPE
+        rival_price = price + rate * self._draft_ms.get(rival, 0.0) / len(request_ids) if rival is not None else 0.0
         lengths: list[int] = []
         gains: list[float] = []  # by draft token, of the whole batch
         for request_id, confidence, limit in zip(request_ids, confidences, most, strict=True):
-            acceptance = self._acceptance(request_id, stage, confidence) if limit else 0.0
-            length, chance = 0, acceptance
-            while length < limit and chance >= price:
-                if length == len(gains):
+            worths = self._worths(request_id, stage, confidence, limit, price)
+            if worths and rival is not None:
+                others = self._worths(request_id, rival, FIRST_CONFIDENCE, limit, rival_price)
+                worths = [] if sum(others) > sum(worths) else worths
+            for index, worth in enumerate(worths):
+                if index == len(gains):
                     gains.append(0.0)
-                gains[length] += chance - price
-                length, chance = length + 1, chance * acceptance
-            lengths.append(length)
+                gains[index] += worth
+            lengths.append(len(worths))
         # Drafting a token costs the same for one request as for all: so far as it pays for the batch.
+        draft_price = rate * self._draft_ms.get(stage, 0.0)
         depth = next((k for k, gain in enumerate(gains) if gain < draft_price), len(gains))
-        depth = min(depth, 1 + int(costs.weight) if costs else 1)
+        depth = min(depth, int(costs.weight) if costs else 0)
         lengths = [min(length, depth) for length in lengths]
         return self._explored(lengths, stage, most, costs)
+
+    def _worths(self, request_id: str, stage: int, confidence: float, limit: int, price: float) -> list[float]:
+        """What each token of a draft is worth, in tokens, as long as that is more than nothing."""
+        record, shared = self._record(request_id, stage), self._shared_record(stage)
+        worths: list[float] = []
+        chance, last_grade, acceptance = 1.0, -1, 0.0
+        for index in range(limit):
+            grade = confidence_grade(confidence + index)
+            if grade != last_grade:
+                acceptance, last_grade = record.rate(grade, shared.rate(grade, FIRST_GUESS)), grade
+            chance *= acceptance
+            if chance < price:
+                break
+            worths.append(chance - price)
+        return worths
 
     def _explored(self, lengths: list[int], stage: int, most: Sequence[int], costs: StepCosts | None) -> list[int]:
         """Now and then one token for those who would get none, as often as EXPLORE_SHARE allows."""
@@ -166,20 +199,14 @@ class Gate:
         self._quiet[stage] = 0
         return [length or min(1, limit) for length, limit in zip(lengths, most, strict=True)]
 
-    def _acceptance(self, request_id: str, stage: int, confidence: float) -> float:
-        key = (stage, confidence_grade(confidence))
-        shared = self._shared.get(key)
-        prior = FIRST_GUESS if shared is None else shared.rate(FIRST_GUESS)
-        return self._record(request_id, key).rate(prior)
-
-    def _record(self, request_id: str, key: Hashable) -> Record:
+    def _record(self, request_id: str, stage: int) -> Record:
         records = self._requests.get(request_id)
         if records is None:
             records = self._requests[request_id] = {}
-        record = records.get(key)
-        if record is None:
-            record = records[key] = Record()
-        return record
+        return records.get(stage) or records.setdefault(stage, Record())
+
+    def _shared_record(self, stage: int) -> Record:
+        return self._shared.get(stage) or self._shared.setdefault(stage, Record())
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops the records of these requests."""
