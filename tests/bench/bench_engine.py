@@ -1,7 +1,7 @@
 """Speed of methods in real engines: all engines stay up and take turns, so that a noisy machine is noisy for all.
 
     python examples/demo/widen.py examples/demo/model .cache/widened
-    python tests/bench/bench_engine.py --model .cache/widened [--kind edit|continue|random] [--batch 1]
+    python tests/bench/bench_engine.py --model .cache/widened [--kind edit|continue|mixed|random] [--batch 1]
 
 First every engine answers once, unmeasured; in float32 at temperature 0 all must give the same tokens, or nothing is
 reported. Prints tokens/s and, for each round, the ratio to no speculation, prompts included and for decoding alone:
@@ -87,13 +87,16 @@ def prompts_of(kind: str, count: int, vocab_size: int) -> list[Any]:
     if kind == "random":
         rng = random.Random(0)
         return [rng.sample(range(10, vocab_size), 256) for _ in range(count)]
+    if kind == "mixed":
+        pairs = zip(load_prompts("continue", (count + 1) // 2), load_prompts("edit", (count + 1) // 2), strict=True)
+        return [prompt for pair in pairs for prompt in pair][:count]
     return load_prompts(kind, count)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--kind", choices=["edit", "continue", "random"], default="edit")
+    parser.add_argument("--kind", choices=["edit", "continue", "mixed", "random"], default="edit")
     parser.add_argument("--batch", type=int, default=1, help="requests at a time")
     parser.add_argument("--prompts", type=int, default=6, help="requests in one round")
     parser.add_argument("--rounds", type=int, default=5)
