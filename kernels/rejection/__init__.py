@@ -1,0 +1,112 @@
+"""Verification of draft tokens: modified rejection sampling over ragged batches, every sampling parameter included.
+
+Front door: `rejection_sample` picks the implementation; `Sampling` holds the requests' parameters. Logit bias,
+penalties and other edits of the logits come before it (adjust/). Knows neither requests nor engines. Leviathan et al.
+2023, "Fast Inference from Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model
+Decoding with Speculative Sampling". num_logits: rows of all requests, num_states: rows of the per-request arrays.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+IMPLEMENTATIONS = {"reference": ".reference", "fused": ".fused"}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters by request state; None where no request of the batch uses one."""
+
+    # [num_states] float32, 0: the most probable token
+    temperature: Any
+    # [num_states] int64
+    seeds: Any
+    # [num_states] int32; below 1, or vocab_size and more: all tokens
+    top_k: Any = None
+    # [num_states] float32 in (0, 1]
+    top_p: Any = None
+    # [num_states] float32 in [0, 1]
+    min_p: Any = None
+
+    def at(self, index: Any) -> "Sampling":
+        """The parameters of some states, by an index tensor or a mask."""
+        chosen = (None if field is None else field[index] for field in vars(self).values())
+        return Sampling(*chosen)
+
+
+def rejection_sample(
+    # [num_logits, vocab_size] bfloat16, float16 or float32; the rows of a request are contiguous
+    target_logits: Any,
+    # [num_reqs + 1] int32: request r has the rows cu_num_logits[r] to cu_num_logits[r + 1]; none: it emits nothing
+    cu_num_logits: Any,
+    # [num_logits] integer: the token that is fed at each row. A request's first is ignored, -1 is always rejected
+    draft_token_ids: Any,
+    # [num_logits] int64: where the token that the row predicts will stand (one past the token that is fed)
+    positions: Any,
+    # [num_reqs] integer: the request's row in the arrays of `sampling` and in draft_logits
+    idx_mapping: Any,
+    sampling: Sampling,
+    max_num_draft: int,
+    # [num_states, >= max_num_draft, draft_vocab_size] floating: what drafts 1.. were drawn from, before temperature;
+    # None: each draft token was certain (q is one-hot). Tokens that the proposer does not know have q = 0
+    draft_logits: Any = None,
+    implementation: str | None = None,
+) -> tuple[Any, Any]:
+    """The accepted drafts of each request and one token more: recovered after a rejection, else the bonus token.
+
+    The result follows the target's distribution, after temperature, min-p, top-k and top-p in this order. It depends on
+    neither the other requests nor the batch; with a one-hot q, not on the drafts either, only its length does.
+
+    NaN logits count as -inf. +inf counts as the largest float32, so that tokens with +inf share a row. A row of -inf
+    alone gives token 0. Temperature 0 gives the first of the most probable tokens.
+
+    Args:
+        implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
+
+    Returns:
+        sampled [num_reqs, max_num_draft + 1] int64, padded with -1, and num_sampled [num_reqs] int32.
+
+    Raises:
+        ValueError: a shape or an implementation that does not fit.
+
+    >>> import torch
+    >>> logits = torch.tensor([[0.0, 9.0], [9.0, 0.0]])
+    >>> sampling = Sampling(torch.zeros(1), torch.zeros(1, dtype=torch.int64))
+    >>> rejection_sample(logits, torch.tensor([0, 2]), torch.tensor([0, 1]), torch.tensor([5, 6]), torch.tensor([0]),
+    ...     sampling, max_num_draft=1)
+    (tensor([[1, 0]]), tensor([2], dtype=torch.int32))
+    """
+    _check(target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, max_num_draft, draft_logits)
+    if implementation is None:
+        implementation = "fused" if target_logits.is_cuda else "reference"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation is {implementation!r}, but must be one of {', '.join(IMPLEMENTATIONS)}.")
+    module = import_module(IMPLEMENTATIONS[implementation], __name__)
+    result: tuple[Any, Any] = module.rejection_sample(
+        target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, sampling, max_num_draft, draft_logits
+    )
+    return result
+
+
+def _check(
+    target_logits: Any,
+    cu_num_logits: Any,
+    draft_token_ids: Any,
+    positions: Any,
+    idx_mapping: Any,
+    max_num_draft: int,
+    draft_logits: Any,
+) -> None:
+    num_logits, vocab_size = target_logits.shape
+    for name, tensor in {"draft_token_ids": draft_token_ids, "positions": positions}.items():
+        if tensor.shape != (num_logits,):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but must have ({num_logits},) as the logits.")
+    if idx_mapping.shape[0] + 1 != cu_num_logits.shape[0]:
+        raise ValueError(
+            f"idx_mapping has {idx_mapping.shape[0]} requests, but cu_num_logits {cu_num_logits.shape[0] - 1}."
+        )
+    if draft_logits is not None and (draft_logits.shape[1] < max_num_draft or draft_logits.shape[2] > vocab_size):
+        raise ValueError(
+            f"draft_logits has shape {tuple(draft_logits.shape)}, but must have at least {max_num_draft} rows a "
+            f"request of at most {vocab_size} tokens."
+        )

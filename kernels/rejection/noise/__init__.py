@@ -1,0 +1,1 @@
+"""The random bits of verification: streams that depend on (request seed, position, counter) alone."""

@@ -1,0 +1,194 @@
+"""Modified rejection sampling in PyTorch: reads like the paper, and is what runs on a CPU.
+
+A draft d, drawn from q, is accepted with probability min(1, p(d) / q(d)); else a token is recovered from the residual
+max(p - q, 0), normalised. After the last accepted draft a bonus token is drawn from p. All are then distributed as p.
+
+With a one-hot q this is one draw: let x ~ p, accept if x = d, else emit x. It accepts with probability p(d) = min(1,
+p(d) / 1), and given that it does not, x is distributed as p without d, normalised: the residual. Either way x is
+emitted: the noise alone decides what is said, and the draft only how many tokens a step has.
+
+A draw is a race in two heats. If token v arrives after E_v / w_v, E_v ~ Exponential(1), it is the first of all with
+probability w_v / sum(w) (the Gumbel-max trick, exponentiated). Of a group of tokens, the first arrives after
+Exponential(1) / sum of the group's w, whichever it is: so first a group wins with its own noise, then a token of
+that group. It costs V / GROUP_SIZE + GROUP_SIZE random numbers, not V. N: rows, V: vocab_size, G: GROUP_SIZE.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from . import Sampling
+from .noise.reference import ACCEPT, GROUP, RECOVERED_GROUP, RECOVERED_TOKEN, TOKEN, exponential, keys, uniform
+from .truncation.reference import thresholds
+
+GROUP_SIZE = 256
+# Rows are taken in chunks that stay in the cache.
+_CHUNK_ELEMENTS = 1 << 20
+
+
+def acceptance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Probability of accepting a draft that has probability p under the target and q under the proposer."""
+    return torch.where(p > 0, (p / q).clamp(max=1), 0.0)
+
+
+def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Weights [..., V] of the recovered token, from probabilities of the same shape; not normalised.
+
+    Where rounding leaves nothing of max(p - q, 0) it is p that is left.
+    """
+    return (p - q).clamp_(min=0).add_(p, alpha=2.0**-80)
+
+
+def finite(logits: torch.Tensor) -> torch.Tensor:
+    """float32 (or float64) logits without NaN, which count as -inf, and +inf, which counts as the largest float32."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if bool((logits.amax(-1) < torch.inf).all()):  # false for NaN, too
+        return logits
+    return logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
+
+
+def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Weights [N, V] that the rows' sampling parameters give to the tokens; probabilities but for their sum.
+
+    The largest is 1; at temperature 0 the others are 0. float32, or float64 for float64 logits.
+    """
+    logits = finite(logits)
+    maximum, first = logits.max(dim=-1, keepdim=True)
+    greedy = sampling.temperature == 0
+    scale = math.log2(math.e) / torch.where(greedy, 1.0, sampling.temperature).to(logits.dtype)
+    result = (logits - maximum.clamp(min=torch.finfo(logits.dtype).min)).mul_(scale[:, None]).exp2_()
+    if not (sampling.top_k is None and sampling.top_p is None and sampling.min_p is None):
+        limit = thresholds(logits, scale, result.sum(-1), sampling.top_k, sampling.top_p, sampling.min_p)
+        result.masked_fill_(logits < limit[:, None], 0)
+    if bool(greedy.any()):
+        result[greedy] = 0
+        result.scatter_add_(1, first, greedy[:, None].to(result.dtype))
+    return result
+
+
+def probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Probabilities [N, V] under the rows' sampling parameters; one-hot at temperature 0."""
+    result = weights(logits, sampling)
+    return result.div_(result.sum(-1, keepdim=True))
+
+
+def group_sums(weights: torch.Tensor, group_size: int = GROUP_SIZE) -> torch.Tensor:
+    """Weights [N, ceil(V / G)] of the groups, from the tokens' [N, V]."""
+    num_rows, vocab_size = weights.shape
+    whole = vocab_size // group_size * group_size
+    sums = weights[:, :whole].view(num_rows, -1, group_size).sum(-1) if whole else weights[:, :0]
+    return sums if whole == vocab_size else torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], dim=1)
+
+
+def draw(
+    weights: torch.Tensor,  # [N, V]
+    seeds: torch.Tensor,  # [N] int64
+    positions: torch.Tensor,  # [N] int64
+    streams: tuple[int | torch.Tensor, int | torch.Tensor] = (GROUP, TOKEN),  # each one for all rows, or [N]
+) -> torch.Tensor:
+    """Token ids [N] int64, drawn in proportion to the weights; token 0 if all of a row's are 0."""
+    vocab_size, device = weights.shape[-1], weights.device
+    sums = group_sums(weights)
+    group_keys, token_keys = (keys(seeds, positions, stream)[:, None] for stream in streams)
+    noise = exponential(group_keys, torch.arange(sums.shape[-1], device=device))
+    first = (sums / noise).argmax(-1, keepdim=True) * GROUP_SIZE
+    token_ids = first + torch.arange(min(GROUP_SIZE, vocab_size), device=device)
+    group = weights.gather(1, token_ids.clamp(max=vocab_size - 1)).masked_fill_(token_ids >= vocab_size, 0)
+    return first[:, 0] + (group / exponential(token_keys, token_ids)).argmax(-1)
+
+
+def draw_rows(
+    logits: torch.Tensor,  # [N, V]
+    positions: torch.Tensor,  # [N] int64
+    sampling: Sampling,  # of the rows
+) -> torch.Tensor:
+    """Token ids [N] int64, drawn from each row under its sampling parameters."""
+    result = positions.new_empty(len(logits), dtype=torch.int64)
+    for chunk in _chunks(*logits.shape):
+        part = sampling.at(chunk)
+        if bool((part.temperature == 0).all()):
+            result[chunk] = finite(logits[chunk]).argmax(-1)
+        else:
+            result[chunk] = draw(weights(logits[chunk], part), part.seeds, positions[chunk])
+    return result
+
+
+def draft_probs(draft_logits: torch.Tensor, sampling: Sampling, vocab_size: int) -> torch.Tensor:
+    """q [N, vocab_size] of draft logits [N, <= vocab_size]: 0 at temperature 0, where only p decides."""
+    q = probs(draft_logits, Sampling(sampling.temperature, sampling.seeds))
+    q.masked_fill_((sampling.temperature == 0)[:, None], 0)
+    return torch.nn.functional.pad(q, (0, vocab_size - q.shape[-1]))
+
+
+def accept_dense(
+    target_logits: torch.Tensor,  # [N, V]
+    draft_logits: torch.Tensor,  # [N, <= V]
+    draft_token_ids: torch.Tensor,  # [N] int64, -1: reject
+    positions: torch.Tensor,  # [N] int64
+    sampling: Sampling,  # of the rows
+) -> torch.Tensor:
+    """Which drafts are accepted, [N] bool, each for itself."""
+    p = probs(target_logits, sampling)
+    q = draft_probs(draft_logits, sampling, p.shape[-1])
+    token = draft_token_ids.clamp(min=0)[:, None]
+    number = uniform(keys(sampling.seeds, positions, ACCEPT), torch.zeros_like(positions))
+    return (number < acceptance(p.gather(1, token), q.gather(1, token))[:, 0]) & (draft_token_ids >= 0)
+
+
+def draw_last(
+    target_logits: torch.Tensor,  # [N, V]
+    draft_logits: torch.Tensor,  # [N, <= V]
+    is_bonus: torch.Tensor,  # [N] bool: nothing was drafted here
+    positions: torch.Tensor,  # [N] int64
+    sampling: Sampling,  # of the rows
+) -> torch.Tensor:
+    """Recovered or bonus tokens [N] int64."""
+    p = probs(target_logits, sampling)
+    q = draft_probs(draft_logits, sampling, p.shape[-1]).masked_fill_(is_bonus[:, None], 0)
+    streams = torch.where(is_bonus, GROUP, RECOVERED_GROUP), torch.where(is_bonus, TOKEN, RECOVERED_TOKEN)
+    return draw(residual(p, q), sampling.seeds, positions, streams)
+
+
+def _chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    size = max(1, _CHUNK_ELEMENTS // vocab_size)
+    return (slice(begin, begin + size) for begin in range(0, num_rows, size))
+
+
+def rejection_sample(
+    target_logits: torch.Tensor,  # [num_logits, V]
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1]
+    draft_token_ids: torch.Tensor,  # [num_logits]
+    positions: torch.Tensor,  # [num_logits]
+    idx_mapping: torch.Tensor,  # [num_reqs]
+    sampling: Sampling,
+    max_num_draft: int,
+    draft_logits: torch.Tensor | None = None,  # [num_states, >= max_num_draft, <= V]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the front door."""
+    num_rows, states = cu_num_logits.diff().long(), idx_mapping.long()
+    steps = torch.arange(max_num_draft + 1, device=num_rows.device)
+    # The row of each step; behind a request's last row any row.
+    rows = (cu_num_logits[:-1, None] + steps).clamp_(max=len(target_logits) - 1)
+    is_draft = steps[1:] < num_rows[:, None]
+    drafts = torch.where(is_draft, draft_token_ids.long()[rows[:, 1:]], -1)
+    if draft_logits is None or max_num_draft == 0:
+        tokens = draw_rows(target_logits, positions, sampling.at(states.repeat_interleave(num_rows)))[rows]
+        num_accepted = (tokens[:, :-1] == drafts).cumprod(1).sum(1)
+    else:
+        accepted = torch.zeros_like(is_draft)
+        for part in _chunks(int(is_draft.sum()), target_logits.shape[-1]):
+            r, i = (index[part] for index in is_draft.nonzero(as_tuple=True))
+            row, state = rows[r, i], states[r]
+            arguments = drafts[r, i], positions[row], sampling.at(state)
+            accepted[r, i] = accept_dense(target_logits[row], draft_logits[state, i], *arguments)
+        num_accepted = accepted.cumprod(1).sum(1)
+        tokens = torch.nn.functional.pad(drafts, (0, 1))
+        for part in _chunks(len(states), target_logits.shape[-1]):
+            i, state = num_accepted[part], states[part]
+            row, is_bonus = rows[part].gather(1, i[:, None])[:, 0], i == num_rows[part] - 1
+            q_logits = draft_logits[state, i.clamp(max=max_num_draft - 1)]
+            last = draw_last(target_logits[row], q_logits, is_bonus, positions[row], sampling.at(state))
+            tokens[part].scatter_(1, i[:, None], last[:, None])
+    num_sampled = torch.where(num_rows > 0, num_accepted + 1, 0).int()
+    return torch.where(steps < num_sampled[:, None], tokens, -1), num_sampled

@@ -1,0 +1,71 @@
+"""Thresholds of top-k, top-p and min-p, in PyTorch.
+
+All three keep the tokens whose logit is at least some threshold, so together they are one number a row. In vLLM's
+order: min-p and top-k see the whole distribution, top-p what they left, renormalised. Ties with the last token kept
+are kept, so the result does not depend on the order of the vocabulary. N: rows, V: vocab_size.
+"""
+
+import torch
+
+_FIRST_PREFIX = 128
+
+
+def thresholds(
+    logits: torch.Tensor,  # [N, V] floating, no NaN
+    scale: torch.Tensor,  # [N] same dtype: the weight of a token is exp2((logit - row maximum) * scale)
+    total: torch.Tensor,  # [N] same dtype: sum of a row's weights
+    top_k: torch.Tensor | None,  # [N] integer; below 1, or V and more, keeps all
+    top_p: torch.Tensor | None,  # [N] floating in (0, 1]; 1 keeps all
+    min_p: torch.Tensor | None,  # [N] floating in [0, 1]; 0 keeps all
+) -> torch.Tensor:
+    """Smallest logit kept [N], -inf where all are.
+
+    Only as many of the largest logits are sorted as decide; the whole row in the worst case.
+
+    >>> logits = torch.tensor([[3.0, 1.0, 2.0, 1.0]])
+    >>> thresholds(logits, torch.ones(1), torch.exp2(logits - 3).sum(-1), torch.tensor([2]), None, None)
+    tensor([2.])
+    """
+    vocab_size = logits.shape[-1]
+    top_k = torch.full_like(scale, vocab_size) if top_k is None else top_k
+    top_k = torch.where((top_k < 1) | (top_k > vocab_size), vocab_size, top_k).long()
+    top_p = torch.ones_like(scale) if top_p is None else top_p.to(scale.dtype)
+    min_p = torch.zeros_like(scale) if min_p is None else min_p.to(scale.dtype)
+    largest_k = int(torch.where(top_k < vocab_size, top_k, 0).max())
+    size = max(_FIRST_PREFIX, largest_k + 1)
+    while True:
+        size = size if 4 * size < vocab_size else vocab_size
+        prefix = logits.topk(size, dim=-1).values
+        decided, result = _from_prefix(prefix, vocab_size, scale, total, top_k, top_p, min_p)
+        if size == vocab_size or bool(decided.all()):
+            return result
+        size *= 8
+
+
+def _from_prefix(
+    prefix: torch.Tensor,  # [N, size]: a row's largest logits, descending
+    vocab_size: int,
+    scale: torch.Tensor,
+    total: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether a row's largest logits decide [N], and its threshold if they do [N]."""
+    size = prefix.shape[-1]
+    maximum = prefix[:, 0]
+    kth = prefix.gather(1, (top_k.clamp(max=size) - 1)[:, None])[:, 0]
+    limit = torch.where(top_k < vocab_size, kth, -torch.inf)
+    limit = torch.maximum(limit, torch.where(min_p > 0, maximum + torch.log2(min_p) / scale, -torch.inf))
+    inside = prefix >= limit[:, None]
+    weights = torch.exp2((prefix - maximum[:, None]) * scale[:, None]).masked_fill_(~inside, 0).double()
+    remaining = torch.where(limit > -torch.inf, weights.sum(-1), total.double())
+    above = weights.cumsum(-1) - weights
+    # The most probable token always stays: nothing is above it.
+    kept = inside & (above < (top_p * remaining)[:, None]) | (prefix == maximum[:, None])
+    nucleus = torch.where(kept, prefix, torch.inf).amin(-1)
+    result = torch.where(top_p < 1, nucleus, limit)
+    # Beyond the prefix there may be more of what top-p sums up or keeps, unless its last logit is out already.
+    last = prefix[:, -1]
+    decided = (top_p == 1) | ((limit == -torch.inf) | (last < limit)) & (last < result)
+    return decided, result
