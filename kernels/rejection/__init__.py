@@ -28,6 +28,10 @@ class Sampling:
     # [num_states] float32 in [0, 1]
     min_p: Any = None
 
+    @property
+    def truncates(self) -> bool:
+        return not (self.top_k is None and self.top_p is None and self.min_p is None)
+
     def at(self, index: Any) -> "Sampling":
         """The parameters of some states, by an index tensor or a mask."""
         chosen = (None if field is None else field[index] for field in vars(self).values())

@@ -58,7 +58,7 @@ def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     greedy = sampling.temperature == 0
     scale = math.log2(math.e) / torch.where(greedy, 1.0, sampling.temperature).to(logits.dtype)
     result = (logits - maximum.clamp(min=torch.finfo(logits.dtype).min)).mul_(scale[:, None]).exp2_()
-    if not (sampling.top_k is None and sampling.top_p is None and sampling.min_p is None):
+    if sampling.truncates:
         limit = thresholds(logits, scale, result.sum(-1), sampling.top_k, sampling.top_p, sampling.min_p)
         result.masked_fill_(logits < limit[:, None], 0)
     if bool(greedy.any()):

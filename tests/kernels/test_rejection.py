@@ -157,7 +157,7 @@ def test_truncation(vocab_size: int) -> None:
     """Every combination, with ties. Kills: top-p before top-k; ties cut; another order than vLLM's."""
     rng = torch.Generator().manual_seed(1)
     for temperature, top_k, top_p, min_p in itertools.product(
-        [0.3, 1.0, 2.0], [1, 2, 40, vocab_size], [0.1, 0.7, 0.999, 1.0], [0.0, 0.05, 0.9]
+        [0.3, 1.0, 4.0], [1, 2, 40, vocab_size], [0.1, 0.7, 0.999, 1.0], [0.0, 0.05, 0.9]
     ):
         top_k = min(top_k, vocab_size)
         logits = (torch.randn(vocab_size, generator=rng, dtype=torch.float64) * 8).round() / 4
@@ -258,6 +258,8 @@ def test_strange_logits() -> None:
             (tokens,) = zip(*emitted(batch._replace(target_logits=rows.to(dtype))), strict=True)
             assert tokens[:3] == (1, 0, 0) and tokens[3] in (1, 2) and tokens[4:] == (1, 2)
             assert temperature or tokens[3] == 1
+    nothing = make_batch([1], 600, dtype=torch.float32, top_p=torch.full((2,), 0.9))
+    assert emitted(nothing._replace(target_logits=nothing.target_logits * nan)) == [[0]]
 
 
 MIXED = {"temperature": torch.tensor([0.0, 0.7, 1.0, 1.6]).repeat(4)}

@@ -7,7 +7,8 @@ are kept, so the result does not depend on the order of the vocabulary. N: rows,
 
 import torch
 
-_FIRST_PREFIX = 128
+_PREFIX = 128
+_NUM_BINS, _BINS_PER_BIT = 4096, 64
 
 
 def thresholds(
@@ -20,7 +21,7 @@ def thresholds(
 ) -> torch.Tensor:
     """Smallest logit kept [N], -inf where all are.
 
-    Only as many of the largest logits are sorted as decide; the whole row in the worst case.
+    A row's largest logits decide where they are more than it keeps; else a histogram finds where top-p ends.
 
     >>> logits = torch.tensor([[3.0, 1.0, 2.0, 1.0]])
     >>> thresholds(logits, torch.ones(1), torch.exp2(logits - 3).sum(-1), torch.tensor([2]), None, None)
@@ -32,14 +33,14 @@ def thresholds(
     top_p = torch.ones_like(scale) if top_p is None else top_p.to(scale.dtype)
     min_p = torch.zeros_like(scale) if min_p is None else min_p.to(scale.dtype)
     largest_k = int(torch.where(top_k < vocab_size, top_k, 0).max())
-    size = max(_FIRST_PREFIX, largest_k + 1)
-    while True:
-        size = size if 4 * size < vocab_size else vocab_size
-        prefix = logits.topk(size, dim=-1).values
-        decided, result = _from_prefix(prefix, vocab_size, scale, total, top_k, top_p, min_p)
-        if size == vocab_size or bool(decided.all()):
-            return result
-        size *= 8
+    size = max(_PREFIX, largest_k + 1)
+    prefix = logits.topk(size if 4 * size < vocab_size else vocab_size, dim=-1).values
+    limit, decided, result = _from_prefix(prefix, vocab_size, scale, total, top_k, top_p, min_p)
+    if prefix.shape[-1] < vocab_size:
+        for row in (~decided).nonzero()[:, 0].tolist():
+            kept = logits[row][logits[row] >= limit[row]]
+            result[row] = _nucleus_limit(kept, prefix[row, 0], scale[row], top_p[row])
+    return result
 
 
 def _from_prefix(
@@ -50,8 +51,8 @@ def _from_prefix(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether a row's largest logits decide [N], and its threshold if they do [N]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Threshold of top-k and min-p [N]; whether the largest logits decide top-p [N]; the threshold if they do [N]."""
     size = prefix.shape[-1]
     maximum = prefix[:, 0]
     kth = prefix.gather(1, (top_k.clamp(max=size) - 1)[:, None])[:, 0]
@@ -67,5 +68,25 @@ def _from_prefix(
     result = torch.where(top_p < 1, nucleus, limit)
     # Beyond the prefix there may be more of what top-p sums up or keeps, unless its last logit is out already.
     last = prefix[:, -1]
-    decided = (top_p == 1) | ((limit == -torch.inf) | (last < limit)) & (last < result)
-    return decided, result
+    decided = (top_p == 1) | (maximum == -torch.inf) | ((limit == -torch.inf) | (last < limit)) & (last < result)
+    return limit, decided, result
+
+
+def _nucleus_limit(
+    logits: torch.Tensor,  # [M]: those of a row that top-k and min-p keep
+    maximum: torch.Tensor,
+    scale: torch.Tensor,
+    top_p: torch.Tensor,
+) -> torch.Tensor:
+    """Smallest logit with less than top_p of the weight above it, from a histogram of which one bin is sorted."""
+    depths = (maximum - logits) * scale
+    weights = torch.exp2(-depths).double()
+    bins = (depths * _BINS_PER_BIT).clamp_(max=_NUM_BINS - 1).int()
+    above = torch.bincount(bins, weights, minlength=_NUM_BINS).cumsum(0)
+    target = top_p * above[-1]
+    last = int((above < target).sum().clamp(max=_NUM_BINS - 1))
+    inside = bins == last
+    candidates, order = logits[inside].sort(descending=True)
+    sizes = weights[inside][order]
+    before = above[last] - sizes.sum() + sizes.cumsum(0) - sizes
+    return candidates[int((before < target).sum().clamp(min=1)) - 1]

@@ -1,0 +1,192 @@
+"""Modified rejection sampling in Triton: one read of the logits with a one-hot q; see reference.py for the algorithm.
+
+A program holds the race of one tile of a row, in the row's own noise, and leaves its winner: the tile's maximum, the rate
+at which its tokens arrive divided by the winner's noise, and the winner. A second launch lets the winners of the tiles
+race, each request its rows at once, and compares them with the drafts. Truncating parameters and a dense q need the whole
+row before a token can win: truncation/fused.py and dense/fused.py. No launch waits for the host.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from . import Sampling
+from .noise.fused import exponential, stream_key
+from .noise.reference import GROUP, TOKEN
+from .reference import GROUP_SIZE
+
+TILE_SIZE = 8192
+_GROUP, _TOKEN = tl.constexpr(GROUP), tl.constexpr(TOKEN)
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_logits(row_ptr, offsets, mask):
+    """float32 logits of a row; NaN counts as -inf, +inf as the largest float32."""
+    logits = tl.load(row_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32)
+    return tl.minimum(tl.where(logits != logits, float("-inf"), logits), _LARGEST)
+
+
+@triton.jit
+def finite_maximum(maximum):
+    """What may be subtracted from logits that have this maximum: -inf less -inf is NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def _draw_kernel(
+    # [num_reqs, width, num_tiles] float32, float32, int32: what each tile leaves
+    maximum_ptr,
+    rate_ptr,
+    token_ptr,
+    # [num_logits, vocab_size]
+    logits_ptr,
+    logits_stride,
+    # [num_reqs + 1] int32
+    cu_num_logits_ptr,
+    # [num_logits] int64
+    positions_ptr,
+    # [num_reqs]
+    idx_mapping_ptr,
+    # [num_states] float32, int64
+    temperature_ptr,
+    seeds_ptr,
+    vocab_size,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+):
+    tile, step, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(cu_num_logits_ptr + request).to(tl.int64) + step
+    if row >= tl.load(cu_num_logits_ptr + request + 1):
+        return
+    state = tl.load(idx_mapping_ptr + request)
+    temperature = tl.load(temperature_ptr + state)
+    row_ptr = logits_ptr + row * logits_stride
+    groups = tile * GROUPS + tl.arange(0, GROUPS)
+    offsets = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+    logits = load_logits(row_ptr, offsets, offsets < vocab_size)
+    maximum = tl.max(tl.max(logits, axis=1), axis=0)
+    rate = 1.0
+    if temperature == 0.0:
+        token = tl.min(tl.min(tl.where(logits == maximum, offsets, vocab_size), axis=1), axis=0)
+    else:
+        seed, position = tl.load(seeds_ptr + state), tl.load(positions_ptr + row)
+        base, scale = finite_maximum(maximum), _LOG2_E / temperature
+        rates = tl.sum(tl.exp2((logits - base) * scale), axis=1) / exponential(
+            stream_key(seed, position, _GROUP), groups
+        )
+        rate, winner = tl.max(rates, axis=0, return_indices=True)
+        # Its tokens are in the cache: cheaper than to pick them out of all registers.
+        tokens = (tile * GROUPS + winner) * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
+        weights = tl.exp2((load_logits(row_ptr, tokens, tokens < vocab_size) - base) * scale)
+        token_rates = weights / exponential(stream_key(seed, position, _TOKEN), tokens)
+        token = (tile * GROUPS + winner) * GROUP_SIZE + tl.argmax(token_rates, axis=0)
+    slot = (request * tl.num_programs(1) + step) * tl.num_programs(0) + tile
+    tl.store(maximum_ptr + slot, maximum)
+    tl.store(rate_ptr + slot, rate)
+    tl.store(token_ptr + slot, token)
+
+
+@triton.jit
+def race_of_tiles(maxima, rates, temperature, AXIS: tl.constexpr):
+    """Index of the tile whose winner wins: at temperature 0 of the largest maximum, else of the largest rate."""
+    maximum = finite_maximum(tl.max(maxima, axis=AXIS, keep_dims=True))
+    scale = _LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)
+    scaled = tl.where(maxima == float("-inf"), 0.0, rates * tl.exp2((maxima - maximum) * scale))
+    return tl.argmax(tl.where(temperature == 0.0, maxima, scaled), axis=AXIS)
+
+
+@triton.jit
+def _accept_kernel(
+    # [num_reqs, width] int64, [num_reqs] int32
+    sampled_ptr,
+    num_sampled_ptr,
+    # [num_reqs, width, num_tiles] float32, float32, int32
+    maximum_ptr,
+    rate_ptr,
+    token_ptr,
+    # [num_logits]
+    draft_token_ids_ptr,
+    cu_num_logits_ptr,
+    idx_mapping_ptr,
+    temperature_ptr,
+    width,
+    num_tiles,
+    WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    request = tl.program_id(0)
+    begin, end = tl.load(cu_num_logits_ptr + request), tl.load(cu_num_logits_ptr + request + 1)
+    temperature = tl.load(temperature_ptr + tl.load(idx_mapping_ptr + request))
+    steps, tiles = tl.arange(0, WIDTH), tl.arange(0, TILES)
+    slots = (request * width + steps[:, None]) * num_tiles + tiles[None, :]
+    inside = (steps[:, None] < end - begin) & (tiles[None, :] < num_tiles)
+    maxima = tl.load(maximum_ptr + slots, mask=inside, other=float("-inf"))
+    rates = tl.load(rate_ptr + slots, mask=inside, other=0.0)
+    winners = race_of_tiles(maxima, rates, temperature, 1)
+    tokens = tl.load(token_ptr + (request * width + steps) * num_tiles + winners, mask=steps < end - begin, other=-1)
+    is_draft = steps < end - begin - 1
+    drafts = tl.load(draft_token_ids_ptr + begin + 1 + steps, mask=is_draft, other=-1)
+    rejected = tl.where((drafts.to(tl.int32) == tokens) & is_draft, WIDTH, steps)
+    num_sampled = tl.minimum(tl.min(rejected, axis=0) + 1, end - begin)
+    tl.store(num_sampled_ptr + request, num_sampled)
+    tokens = tl.where(steps < num_sampled, tokens, -1)
+    tl.store(sampled_ptr + request * width + steps, tokens.to(tl.int64), mask=steps < width)
+
+
+def rejection_sample(
+    target_logits: torch.Tensor,  # [num_logits, vocab_size]
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1]
+    draft_token_ids: torch.Tensor,  # [num_logits]
+    positions: torch.Tensor,  # [num_logits]
+    idx_mapping: torch.Tensor,  # [num_reqs]
+    sampling: Sampling,
+    max_num_draft: int,
+    draft_logits: torch.Tensor | None = None,  # [num_states, >= max_num_draft, <= vocab_size]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the front door."""
+    num_reqs, width = len(idx_mapping), max_num_draft + 1
+    sampled = positions.new_empty(num_reqs, width, dtype=torch.int64)
+    num_sampled = positions.new_empty(num_reqs, dtype=torch.int32)
+    layout = cu_num_logits, positions, idx_mapping
+    if draft_logits is not None and max_num_draft > 0:
+        from .dense.fused import launch as launch_dense
+
+        launch_dense(sampled, num_sampled, target_logits, draft_logits, draft_token_ids, *layout, sampling)
+        return sampled, num_sampled
+    if sampling.truncates:
+        from .truncation.fused import launch as launch_truncation
+
+        winners = launch_truncation(target_logits, *layout, sampling, width).winners
+    else:
+        winners = _launch_draw(target_logits, *layout, sampling, width)
+    num_tiles = winners[0].shape[-1]
+    _accept_kernel[(num_reqs,)](
+        sampled, num_sampled, *winners, draft_token_ids, cu_num_logits, idx_mapping, sampling.temperature, width,
+        num_tiles, WIDTH=triton.next_power_of_2(width), TILES=triton.next_power_of_2(num_tiles), num_warps=1,
+    )  # fmt: skip
+    return sampled, num_sampled
+
+
+def _launch_draw(
+    target_logits: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    positions: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    sampling: Sampling,
+    width: int,
+) -> tuple[Any, Any, Any]:
+    """Maxima, rates and tokens of the tiles, [num_reqs, width, num_tiles] each."""
+    num_reqs, vocab_size = len(idx_mapping), target_logits.shape[-1]
+    shape = num_reqs, width, triton.cdiv(vocab_size, TILE_SIZE)
+    maximum, rate = (target_logits.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    token = target_logits.new_empty(shape, dtype=torch.int32)
+    _draw_kernel[shape[::-1]](
+        maximum, rate, token, target_logits, target_logits.stride(0), cu_num_logits, positions, idx_mapping,
+        sampling.temperature, sampling.seeds, vocab_size,
+        GROUPS=TILE_SIZE // GROUP_SIZE, GROUP_SIZE=GROUP_SIZE, num_warps=8,
+    )  # fmt: skip
+    return maximum, rate, token
