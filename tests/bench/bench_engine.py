@@ -42,7 +42,8 @@ LATENCY = "vllm:inter_token_latency_seconds"  # its sum is the time that decodin
 
 
 def serve(pipe: Connection, config: dict[str, Any] | None, args: argparse.Namespace) -> None:
-    """An engine's process: answers (prompts, temperature) with (seconds, token ids, metrics)."""
+    """An engine's process: answers (prompts, temperature, output tokens, how many requests at a time) with
+    (seconds, token ids, metrics)."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     from vllm import LLM, SamplingParams
@@ -63,18 +64,30 @@ def serve(pipe: Connection, config: dict[str, Any] | None, args: argparse.Namesp
     tokenizer = llm.get_tokenizer()
     pipe.send("ready")
     while (work := pipe.recv()) is not None:
-        prompts, temperature = work
+        prompts, temperature, num_tokens, at_a_time = work
         ids = [prompt if isinstance(prompt, list) else tokenizer.encode(prompt) for prompt in prompts]
-        params = SamplingParams(
-            temperature=temperature, max_tokens=args.tokens, ignore_eos=True, detokenize=False, seed=0
-        )
+        # Without a seed: on CPUs vLLM 0.32 dies of a seeded request whose prompt is computed in pieces.
+        params = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         before = metrics(llm)
         start = time.perf_counter()
-        results = llm.generate([{"prompt_token_ids": prompt} for prompt in ids], params, use_tqdm=False)
+        outputs = answers(llm.llm_engine, ids, params, at_a_time)
         seconds = time.perf_counter() - start
         after = metrics(llm)
-        outputs = [list(result.outputs[0].token_ids) for result in results]
         pipe.send((seconds, outputs, {name: after[name] - before[name] for name in after}))
+
+
+def answers(engine: Any, prompts: list[list[int]], params: Any, at_a_time: int) -> list[list[int]]:
+    """Output token ids of each prompt; a request that is done makes room for the next one, as in a server."""
+    outputs: dict[str, list[int]] = {}
+    waiting = list(enumerate(prompts))[::-1]
+    while waiting or engine.has_unfinished_requests():
+        while waiting and engine.get_num_unfinished_requests() < at_a_time:
+            index, prompt = waiting.pop()
+            engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+        for result in engine.step():
+            if result.finished:
+                outputs[result.request_id] = list(result.outputs[0].token_ids)
+    return [outputs[str(index)] for index in range(len(prompts))]
 
 
 def metrics(llm: Any) -> dict[str, float]:
@@ -83,10 +96,10 @@ def metrics(llm: Any) -> dict[str, float]:
     return {**counts, LATENCY: found[LATENCY].sum}
 
 
-def prompts_of(kind: str, count: int, vocab_size: int) -> list[Any]:
+def prompts_of(kind: str, count: int, vocab_size: int, num_random: int = 256) -> list[Any]:
     if kind == "random":
         rng = random.Random(0)
-        return [rng.sample(range(10, vocab_size), 256) for _ in range(count)]
+        return [rng.sample(range(10, vocab_size), num_random) for _ in range(count)]
     if kind == "mixed":
         pairs = zip(load_prompts("continue", (count + 1) // 2), load_prompts("edit", (count + 1) // 2), strict=True)
         return [prompt for pair in pairs for prompt in pair][:count]
@@ -119,13 +132,9 @@ def main() -> int:
             return 1
 
     def round_of(name: str) -> tuple[float, list[list[int]], dict[str, float]]:
-        seconds, outputs, counts = 0.0, [], dict.fromkeys((*METRICS, LATENCY), 0.0)
-        for start in range(0, len(prompts), args.batch):
-            pipes[name].send((prompts[start : start + args.batch], args.temperature))
-            part = pipes[name].recv()
-            seconds, outputs = seconds + part[0], outputs + part[1]
-            counts = {key: counts[key] + part[2][key] for key in counts}
-        return seconds, outputs, counts
+        pipes[name].send((prompts, args.temperature, args.tokens, args.batch))
+        answer: tuple[float, list[list[int]], dict[str, float]] = pipes[name].recv()
+        return answer
 
     first = {name: round_of(name) for name in pipes}
     expected = next(iter(first.values()))[1]

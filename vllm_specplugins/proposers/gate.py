@@ -15,11 +15,13 @@ DECAY = 0.8  # of a request's record of a stage, by draft; half of it is forgott
 SHARED_DECAY = 0.98  # of the record of all requests
 PRIOR_WEIGHT = 4.0  # the record of all requests counts as so many tokens of a request's own
 FIRST_GUESS = 0.6  # acceptance of a stage that was never tried
+GOOD_ACCEPTANCE = 0.75  # what text that suits a stage may be expected to have, whatever the record of other text
 FIRST_CONFIDENCE = 1.0  # of a stage before it has drafted
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
 COST_DECAY = 0.95  # of the record of times, by step
 MARGIN = 1.05  # a token must be worth so many times its price: estimates err, and the highest of them most
+SHARED_MARGIN = 1.5  # and among several requests so many times what it costs those that have no draft
 FIRST_SLOPE = 0.05  # cost of verifying one more token, in steps, before it is known
 SLOPE_WEIGHT = 1.0  # how much of a record (draft tokens squared) that guess is worth
 SLOPE_MEMORY = 64.0  # how much of a record is kept at most
@@ -41,14 +43,16 @@ class Record:
     is a match of 4. Drafts are right all along or not at all far more often than a constant rate would have them.
     """
 
-    __slots__ = ("_accepted", "_tried")
+    __slots__ = ("_accepted", "_tried", "whole")
 
     def __init__(self) -> None:
         self._tried = [0.0] * 4
         self._accepted = [0.0] * 4
+        self.whole = 0  # length of the last draft if all of it was accepted
 
     def add(self, confidence: float, num_draft: int, num_accepted: int, decay: float) -> None:
         """A draft's fate: tokens behind the first rejected one were not tried."""
+        self.whole = num_draft if num_accepted == num_draft else 0
         last_grade = -1
         for index in range(min(num_accepted + 1, num_draft)):
             grade = confidence_grade(confidence + index)
@@ -100,12 +104,23 @@ class StepCosts:
         return max(0.0, (self.covariation + SLOPE_WEIGHT * guess) / (self.variation + SLOPE_WEIGHT))
 
     @property
+    def plain_ms(self) -> float:
+        """Of a step without drafts; the line is not trusted beyond half of the mean."""
+        return max(0.5 * self.mean_ms, self.mean_ms - self.slope_ms * self.mean_draft)
+
+    @property
     def step_ms(self) -> float:
         return self.mean_ms + self.mean_drafting_ms
 
     @property
     def tokens_per_ms(self) -> float:
         return self.mean_emitted / self.step_ms
+
+
+def _worth_of_a_ms(costs: StepCosts, num_reqs: int) -> float:
+    """Tokens that a draft must be expected to bring for each ms that it costs a batch."""
+    rate = MARGIN * costs.tokens_per_ms
+    return rate if num_reqs == 1 else max(rate, SHARED_MARGIN * num_reqs / costs.plain_ms)
 
 
 class Gate:
@@ -150,7 +165,7 @@ class Gate:
         None where `rival`, another stage, is expected to gain more.
         """
         costs = self._costs.get(len(request_ids).bit_length())
-        rate = MARGIN * costs.tokens_per_ms if costs else 0.0
+        rate = _worth_of_a_ms(costs, len(request_ids)) if costs else 0.0
         price = rate * costs.slope_ms if costs else FIRST_SLOPE
         rival_price = price + rate * self._draft_ms.get(rival, 0.0) / len(request_ids) if rival is not None else 0.0
         lengths: list[int] = []
@@ -170,6 +185,10 @@ class Gate:
         depth = next((k for k, gain in enumerate(gains) if gain < draft_price), len(gains))
         depth = min(depth, int(costs.weight) if costs else 0)
         lengths = [min(length, depth) for length in lengths]
+        if costs is None:
+            return lengths
+        if price + draft_price / len(lengths) < GOOD_ACCEPTANCE:
+            lengths = self._followed(lengths, request_ids, stage, most)
         return self._explored(lengths, stage, most, costs)
 
     def _worths(self, request_id: str, stage: int, confidence: float, limit: int, price: float) -> list[float]:
@@ -187,10 +206,17 @@ class Gate:
             worths.append(chance - price)
         return worths
 
-    def _explored(self, lengths: list[int], stage: int, most: Sequence[int], costs: StepCosts | None) -> list[int]:
+    def _followed(self, lengths: list[int], request_ids: Sequence[str], stage: int, most: Sequence[int]) -> list[int]:
+        """A draft that was accepted whole is followed by one twice as long, whatever the record says: text changes."""
+        return [
+            length or min(2 * self._record(request_id, stage).whole, limit)
+            for request_id, length, limit in zip(request_ids, lengths, most, strict=True)
+        ]
+
+    def _explored(self, lengths: list[int], stage: int, most: Sequence[int], costs: StepCosts) -> list[int]:
         """Now and then one token for those who would get none, as often as EXPLORE_SHARE allows."""
         without = sum(1 for length, limit in zip(lengths, most, strict=True) if limit and not length)
-        if not without or costs is None:
+        if not without:
             return lengths
         quiet = self._quiet[stage] = self._quiet.get(stage, 0) + 1
         trial_ms = without * costs.slope_ms + self._draft_ms.get(stage, 0.0)
