@@ -1,9 +1,9 @@
 """Modified rejection sampling in Triton: one read of the logits with a one-hot q; see reference.py for the algorithm.
 
-A program holds the race of one tile of a row, in the row's own noise, and leaves its winner: the tile's maximum, the rate
-at which its tokens arrive divided by the winner's noise, and the winner. A second launch lets the winners of the tiles
-race, each request its rows at once, and compares them with the drafts. Truncating parameters and a dense q need the whole
-row before a token can win: truncation/fused.py and dense/fused.py. No launch waits for the host.
+A program holds the race of one tile of a row, in the row's own noise, and leaves what won: the tile's maximum, the
+rate at which the winner arrived relative to it, and the winner. A second launch lets the tiles' winners race, all rows
+of a request at once, and compares the rows' with the drafts. Truncation and a dense q need the whole row before a token
+can win: truncation/fused.py and dense/fused.py. No launch waits for the host, so a CUDA graph can record them.
 """
 
 from typing import Any
@@ -160,7 +160,8 @@ def rejection_sample(
     if sampling.truncates:
         from .truncation.fused import launch as launch_truncation
 
-        winners = launch_truncation(target_logits, *layout, sampling, width).winners
+        rows = launch_truncation(target_logits, *layout, sampling, width)
+        winners = rows.maximum, rows.total, rows.token
     else:
         winners = _launch_draw(target_logits, *layout, sampling, width)
     num_tiles = winners[0].shape[-1]

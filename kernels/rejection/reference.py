@@ -68,9 +68,9 @@ def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Probabilities [N, V] under the rows' sampling parameters; one-hot at temperature 0."""
+    """Probabilities [N, V] under the rows' sampling parameters; one-hot at temperature 0, 0 for a row of -inf alone."""
     result = weights(logits, sampling)
-    return result.div_(result.sum(-1, keepdim=True))
+    return result.div_(result.sum(-1, keepdim=True).clamp_(min=1))
 
 
 def group_sums(weights: torch.Tensor, group_size: int = GROUP_SIZE) -> torch.Tensor:
