@@ -22,6 +22,7 @@ from vllm_specplugins.engine.layers import FirstLayers
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target_v1 import TargetV1
 from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.request_options import draft_limit
 
 
 class _Drafter:
@@ -139,7 +140,10 @@ class _Adapter:
         request_ids = [input_batch.req_ids[row] for row in rows]
         requests = [self._request(request_id) for request_id in request_ids]
         num_tokens = input_batch.num_tokens_no_spec[rows]
-        room = runner.max_model_len - num_tokens - 1
+        limits = [
+            draft_limit(request.options, n, runner.num_spec_tokens, runner.max_model_len)
+            for request, n in zip(requests, num_tokens.tolist(), strict=True)
+        ]
         target = None
         if self._target is not None and rows:
             seeds = [request.seed for request in requests]
@@ -147,7 +151,7 @@ class _Adapter:
         batch = DraftBatch(
             request_ids=request_ids,
             token_ids=[input_batch.token_ids_cpu[row, :n] for row, n in zip(rows, num_tokens, strict=True)],
-            max_num_draft=np.clip(room, 0, runner.num_spec_tokens).astype(np.int32),
+            max_num_draft=np.array(limits, np.int32),
             options=[request.options for request in requests],
             target=target,
         )

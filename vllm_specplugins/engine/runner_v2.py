@@ -19,6 +19,7 @@ from vllm_specplugins.engine.history_v2 import Histories
 from vllm_specplugins.engine.report import REPORT, DraftReport
 from vllm_specplugins.engine.target_v2 import TargetSpeculator
 from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.request_options import draft_limit
 
 
 @contextmanager
@@ -135,11 +136,14 @@ class HostSpeculator(BaseSpeculator):
         rows, accepted, rejected = self._histories.extend(input_batch, num_sampled, num_rejected)
         request_ids = [input_batch.req_ids[row] for row in rows]
         requests = [self._histories[request_id] for request_id in request_ids]
-        room = np.array([self._max_model_len - request.num_tokens - 1 for request in requests], np.int64)
+        limits = [
+            draft_limit(request.options, request.num_tokens, self._max_num_draft, self._max_model_len)
+            for request in requests
+        ]
         batch = DraftBatch(
             request_ids=request_ids,
             token_ids=[request.token_ids for request in requests],
-            max_num_draft=np.clip(room, 0, self._max_num_draft).astype(np.int32),
+            max_num_draft=np.array(limits, np.int32),
             options=[request.options for request in requests],
         )
         draft = self.barrier.propose(batch, Feedback(request_ids, accepted + rejected, accepted))

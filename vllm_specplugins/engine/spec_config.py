@@ -9,9 +9,13 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig
+from vllm_specplugins.engine.options import check_requests
 from vllm_specplugins.methods import early_exits, reads_history, runs_target
 
 logger = logging.getLogger("vllm.specplugins")
+
+# Every process that receives a configuration of ours imports this module, the front ends' among them.
+check_requests()
 
 # vLLM's workers that ours extend; see engine/worker.py.
 WORKERS = {

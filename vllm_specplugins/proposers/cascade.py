@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch
 from vllm_specplugins.config import CascadeConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters
 from vllm_specplugins.proposers.drafters import (
+    Allowed,
     Drafter,
     DraftToken,
     Extend,
@@ -24,6 +26,7 @@ from vllm_specplugins.proposers.drafters import (
     Rows,
     Verified,
     Whole,
+    allows,
 )
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import Gate
@@ -36,14 +39,15 @@ POLICIES: dict[str, Callable[[Drafter, Drafter], Drafter]] = {"first": First, "e
 class Gated:
     """A drafter whose lengths a gate chooses: before it drafts, if drafting costs, and after it, if that was free.
 
-    It leaves a request to `rival`, the stage that drafts in its stead, where that one is expected to gain more.
+    It leaves a request to `rival`, the index and name of the stage that drafts in its stead, where that one is expected
+    to gain more.
     """
 
     drafter: Drafter
     gate: Gate
     index: int
     is_free: bool
-    rival: int | None = None
+    rival: tuple[int, str] | None = None
 
     def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
         if self.is_free:
@@ -60,7 +64,11 @@ class Gated:
         return drafts
 
     def _lengths(self, batch: DraftBatch, confidences: Sequence[float], most: Sequence[int]) -> list[int]:
-        return self.gate.lengths(batch.request_ids, self.index, confidences, most, self.rival)
+        rivals = None
+        if self.rival is not None:
+            index, name = self.rival
+            rivals = [index if allows(options, name) else None for options in batch.options]
+        return self.gate.lengths(batch.request_ids, self.index, confidences, most, rivals)
 
 
 class Cascade:
@@ -154,15 +162,16 @@ class Cascade:
 
     def _combine(self, policy: str) -> Drafter:
         if policy == "verify":
-            drafter = self._drafter_of(0)
+            drafter: Drafter = Allowed(self._drafter_of(0), Nothing(), self._names[0])
             for index, stage in enumerate(self._stages[1:], start=1):
                 assert isinstance(stage, EarlyExit)
-                drafter = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
+                checked = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
+                drafter = Allowed(checked, drafter, self._names[index])
             return self._gated(drafter, len(self._stages) - 1)
-        last = len(self._stages) - 1
-        drafters = [
-            self._gated(self._drafter_of(index), index, index + 1 if policy == "first" and index < last else None)
-            for index in range(len(self._stages))
+        rivals = [(index, name) for index, name in enumerate(self._names[1:], start=1) if policy == "first"]
+        drafters: list[Drafter] = [
+            Allowed(self._gated(self._drafter_of(index), index, rival), Nothing(), self._names[index])
+            for index, rival in zip_longest(range(len(self._stages)), rivals)
         ]
         return reduce(POLICIES[policy], drafters)
 
@@ -174,7 +183,7 @@ class Cascade:
             return Lookup(stage, index, counters)
         return Whole(stage, index, counters)
 
-    def _gated(self, drafter: Drafter, index: int, rival: int | None = None) -> Drafter:
+    def _gated(self, drafter: Drafter, index: int, rival: tuple[int, str] | None = None) -> Drafter:
         is_free = not isinstance(self._stages[index], EarlyExit)
         return drafter if self._gate is None else Gated(drafter, self._gate, index, is_free, rival)
 
