@@ -96,6 +96,19 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """What a proposer built into the engine drafted in this step, before ours is asked.
+
+    Args:
+        token_ids: [num_reqs, K] int32.
+        ms: how long that took.
+    """
+
+    token_ids: Int32Array
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class DraftBatch:
     """The requests that want a draft in this step.
 
@@ -106,6 +119,7 @@ class DraftBatch:
         max_num_draft: [num_reqs] int32, most tokens wanted for each request: 0..K.
         options: `SamplingParams.extra_args["specplugins"]` of each request, empty where it has none.
         target: the target, for a model proposer.
+        offer: the drafts of a cascade's stage that is built into the engine; None where it could not draft.
     """
 
     request_ids: Sequence[str]
@@ -113,6 +127,7 @@ class DraftBatch:
     max_num_draft: Int32Array
     options: Sequence[Mapping[str, Any]]
     target: Target | None = None
+    offer: Offer | None = None
 
     @property
     def num_reqs(self) -> int:

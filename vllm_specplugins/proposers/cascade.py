@@ -14,6 +14,7 @@ import torch
 
 from vllm_specplugins.config import CascadeConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters
+from vllm_specplugins.proposers.built_in import BuiltIn, Offered
 from vllm_specplugins.proposers.drafters import (
     Drafter,
     DraftToken,
@@ -69,6 +70,7 @@ class Cascade:
     def __init__(self, config: CascadeConfig, context: ProposerContext, stages: Sequence[Proposer]):
         self._stages = stages
         self._names = [stage.method for stage in config.stages]
+        self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
         self._gate = Gate() if config.gate == "auto" else None
         self._counters = [StageCounters() for _ in stages]
         self._drafter = self._combine(config.policy)
@@ -78,6 +80,8 @@ class Cascade:
     def propose(self, batch: DraftBatch) -> Draft:
         """The stages' drafts, combined by the policy, as long as the gate thinks they pay."""
         start = time.perf_counter()
+        if batch.offer is not None:
+            self._counters[self._built_in].ms += batch.offer.ms
         nothing: Rows = [[] for _ in batch.request_ids]
         drafts = self._drafter.draft(batch, nothing, batch.max_num_draft.tolist())
         for request_id, draft in zip(batch.request_ids, drafts, strict=True):
@@ -165,6 +169,8 @@ class Cascade:
         stage, counters = self._stages[index], self._counters[index]
         if isinstance(stage, EarlyExit):
             return Verified(Nothing(), stage, index, counters)
+        if isinstance(stage, BuiltIn):
+            return Offered(index, counters)
         if isinstance(stage, PromptLookup):
             return Lookup(stage, index, counters)
         return Whole(stage, index, counters)
