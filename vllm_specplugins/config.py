@@ -143,16 +143,13 @@ class StageConfig:
 BUILT_IN_SETTINGS = (
     "attention_backend",
     "code_revision",
-    "disable_eagle_block_drop",
     "draft_load_config",
     "draft_tensor_parallel_size",
     "kv_cache_dtype",
     "max_model_len",
     "moe_backend",
-    "parallel_drafting",
     "quantization",
     "revision",
-    "use_heterogeneous_vocab",
     "use_local_argmax_reduction",
 )
 
@@ -170,8 +167,8 @@ class BuiltInConfig:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, method: str, raw: Mapping[str, Any]) -> Self:
-        """Builds the configuration of a stage from the user's dictionary (without its "method" key).
+    def parse(cls, index: int, method: str, raw: Mapping[str, Any]) -> Self:
+        """Builds the configuration of stages[index] from the user's dictionary (without its "method" key).
 
         Raises:
             ConfigError: unknown key, or no model.
@@ -179,10 +176,12 @@ class BuiltInConfig:
         for key in raw:
             if key != "model" and key not in BUILT_IN_SETTINGS:
                 allowed = ", ".join(("model", *BUILT_IN_SETTINGS))
-                raise ConfigError(f"{method}: {shown(key)} is not a field of a stage; the fields are {allowed}.")
+                raise ConfigError(f"cascade: stages[{index}]: {shown(key)} is not a field; the fields are {allowed}.")
         model = raw.get("model")
         if not (isinstance(model, str) and model) and (model is not None or method != "mtp"):
-            raise ConfigError(f"{method}: model must be a non-empty string, not {shown(model)}.")
+            raise ConfigError(
+                f"cascade: stages[{index}]: model must be a non-empty string for {method}, not {shown(model)}."
+            )
         return cls(model=model, settings={key: raw[key] for key in raw if key != "model"})
 
 

@@ -80,14 +80,14 @@ def _check_stages(config: CascadeConfig) -> None:
     built_in = [stage.method for stage in config.stages if isinstance(stage.own, BuiltInConfig)]
     if len(built_in) > 1:
         raise ConfigError(
-            f"cascade: stages must hold at most one proposer built into vLLM, not {' and '.join(built_in)}."
+            f"cascade: stages must not hold more than one proposer built into vLLM, like {' and '.join(built_in)}."
         )
     samples = any(
         isinstance(stage.own, EarlyExitConfig) and stage.own.draft_sample_method != "greedy" for stage in config.stages
     )
     if built_in and samples:
         raise ConfigError(
-            f"cascade: draft_sample_method must be 'greedy' in every stage beside {built_in[0]}, not 'probabilistic'."
+            f"cascade: draft_sample_method must be 'greedy' in all stages beside {built_in[0]}, not 'probabilistic'."
         )
 
 
@@ -102,7 +102,7 @@ def _parse_stage(index: int, raw: Any) -> StageConfig:
             raise ConfigError(f"cascade: stages[{index}] must not hold {entry.name}, which the whole cascade shares.")
     if raw["method"] in BUILT_IN:
         settings = {key: value for key, value in raw.items() if key != "method"}
-        return StageConfig(method=raw["method"], own=BuiltInConfig.parse(raw["method"], settings))
+        return StageConfig(method=raw["method"], own=BuiltInConfig.parse(index, raw["method"], settings))
     config = parse_config(raw)
     return StageConfig(method=config.method, own=config.own)
 

@@ -26,7 +26,9 @@ class DrafterV1:
         self._runner = runner
         self._config = runner.speculative_config
         self._propose = runner.propose_draft_token_ids  # vLLM's own, bound
-        self._longest = runner.effective_drafter_max_model_len
+        # A drafter clamps positions at the end of the target's context, but not at an earlier end of its own.
+        own_end = runner.effective_drafter_max_model_len
+        self._longest = own_end if own_end < runner.max_model_len else None
         self._config.disable_padded_drafter_batch = True
 
     def offer(
@@ -37,7 +39,7 @@ class DrafterV1:
         `step` is what `propose_draft_token_ids` gets behind the sampled tokens.
         """
         *tensors, common, slot_mappings = step
-        if common.max_seq_len + self._runner.num_spec_tokens > self._longest:
+        if self._longest is not None and common.max_seq_len + self._runner.num_spec_tokens > self._longest:
             return None
         width = max(1, *map(len, sampled_token_ids))
         padded = np.full((len(sampled_token_ids), width), -1, np.int32)
