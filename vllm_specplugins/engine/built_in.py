@@ -6,7 +6,8 @@ does, whoever drafted them.
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from vllm_specplugins.draft import Offer
 class DrafterV1:
     """vLLM's own drafter of a V1 runner.
 
-    V1 runs these drafters before it knows the sampled tokens on the host, and custom ones behind that. With the
-    runner's flag set it does the latter; the drafter never sees the flag.
+    V1 asks its own drafters before it knows the sampled tokens on the host, and custom ones behind that. With this flag
+    of the configuration it does the latter, too; the drafter never sees the flag, which draft models refuse.
     """
 
     def __init__(self, runner: Any):
@@ -41,24 +42,39 @@ class DrafterV1:
         *tensors, common, slot_mappings = step
         if self._longest is not None and common.max_seq_len + self._runner.num_spec_tokens > self._longest:
             return None
+        start = time.perf_counter()
+        padded = self._padded(sampled_token_ids)
+        with self._as_it_expects(scheduler_output, sampled_token_ids):
+            # The metadata are changed.
+            drafts = self._propose(scheduler_output, padded, *tensors, copy.copy(common), slot_mappings)
+        token_ids = drafts.to("cpu", torch.int32).numpy()[rows]
+        return Offer(token_ids, (time.perf_counter() - start) * 1000)
+
+    @contextmanager
+    def _as_it_expects(self, scheduler_output: Any, sampled_token_ids: list[list[int]]) -> Iterator[None]:
+        """For a request in the middle of its prompt `prepare_next_token_ids_padded` takes the prompt's last token for
+        the next one, which EAGLE would keep in its KV cache: let its last token be the next one."""
+        batch = self._runner.input_batch
+        lengths = batch.num_tokens_no_spec
+        kept = lengths.copy()
+        for row, tokens in enumerate(sampled_token_ids):
+            if not tokens:
+                scheduled = scheduler_output.num_scheduled_tokens[batch.req_ids[row]]
+                lengths[row] = min(kept[row], batch.num_computed_tokens_cpu[row] + scheduled + 1)
+        self._config.disable_padded_drafter_batch = False
+        try:
+            yield
+        finally:
+            self._config.disable_padded_drafter_batch = True
+            lengths[:] = kept
+
+    def _padded(self, sampled_token_ids: list[list[int]]) -> torch.Tensor:
+        """[num_reqs, longest] int32 on the device, -1 pads."""
         width = max(1, *map(len, sampled_token_ids))
         padded = np.full((len(sampled_token_ids), width), -1, np.int32)
         for row, tokens in enumerate(sampled_token_ids):
             padded[row, : len(tokens)] = tokens
-        start = time.perf_counter()
-        self._config.disable_padded_drafter_batch = False
-        try:
-            drafts = self._propose(
-                scheduler_output,
-                torch.from_numpy(padded).to(self._runner.device),
-                *tensors,
-                copy.copy(common),  # it is changed
-                slot_mappings,
-            )
-        finally:
-            self._config.disable_padded_drafter_batch = True
-        token_ids = drafts.to("cpu", torch.int32).numpy()[rows]
-        return Offer(token_ids, (time.perf_counter() - start) * 1000)
+        return torch.from_numpy(padded).to(self._runner.device)
 
 
 class OfferV2:
