@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow
 K = 4
 NUM_TOKENS = 13 if INTERPRETED else 25
 NUM_PROMPTS = 9 if INTERPRETED else 24
-LOOKUP = {"method": "prompt_lookup"}
+LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}  # the target repeats little else
+BLOCKS = (1, 2, 3, 3)  # of the KV cache, per prompt; each soon wants one more, and there is none
 TINY: dict[str, Any] = {**STRESS, "skip_tokenizer_init": True}
 QUIET: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": TINY["max_model_len"]}
 
@@ -42,7 +43,7 @@ def prompts() -> list[list[int]]:
     """Mixed lengths, each with something to copy; the last one ends shortly before the end of the context."""
     generator = torch.Generator().manual_seed(4)
     longest = TINY["max_model_len"]
-    lengths = [3 + 37 * i % (longest // 2) for i in range(NUM_PROMPTS - 1)] + [longest - NUM_TOKENS // 2]
+    lengths = [32 * BLOCKS[i % 4] - 9 - i % 7 for i in range(NUM_PROMPTS - 1)] + [longest - NUM_TOKENS // 2]
     prompts = []
     for length in lengths:
         phrase = torch.randint(VOCAB_SIZE, (1 + length // 3,), generator=generator).tolist()
@@ -124,7 +125,7 @@ def test_eagle_keeps_in_step(engine: Any, prompts: Any, expected: Any, monkeypat
         llm = engine(cascade(*stages), **target, **arguments)
         offers.__init__(llm, monkeypatch)  # type: ignore[misc]
         assert run(llm, prompts) == wanted
-        assert all(counters["kept"] for counters in stats_of(llm)) or offers is alone
+    assert all(counters["kept"] for counters in stats_of(llm))
     both = alone.by_history.keys() & beside.by_history.keys()
     assert len(both) > 3 * len(prompts)
     assert [alone.by_history[history] for history in both] == [beside.by_history[history] for history in both]
