@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from cases import STRESS, generate
-from conftest import INTERPRETED, spec_metrics
+from conftest import DEMO_MODEL, INTERPRETED, RUNNER, spec_metrics
 from eagle_heads import eagle_head
-from families import VOCAB_SIZE, checkpoint
+from families import EXIT_LAYER, VOCAB_SIZE, checkpoint
+
+from vllm_specplugins.config import ConfigError
 
 pytestmark = pytest.mark.slow
 K = 4
@@ -129,3 +131,53 @@ def test_eagle_keeps_in_step(engine: Any, prompts: Any, expected: Any, monkeypat
     both = alone.by_history.keys() & beside.by_history.keys()
     assert len(both) > 3 * len(prompts)
     assert [alone.by_history[history] for history in both] == [beside.by_history[history] for history in both]
+
+
+def test_checked_by_early_exit(engine: Any, prompts: Any, expected: Any) -> None:
+    """`verify`: a draft model is the cheap stage, the target's first layers check it; asynchronous where that can be.
+
+    Kills: two views of one KV cache that disturb each other; lookahead slots for one stage only.
+    """
+    exit_stage = {"method": "early_exit", "exit_layer": EXIT_LAYER}
+    arguments = {**TINY, "async_scheduling": RUNNER == "v2"}
+    llm = engine(cascade(draft_model(), exit_stage, policy="verify"), model=str(checkpoint("llama")), **arguments)
+    assert run(llm, prompts) == [tokens[:NUM_TOKENS] for tokens in expected]
+    model, checker = stats_of(llm)
+    assert 0 < model["kept"] < model["drafted"] and checker["accepted"] > 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="as on V1, and slow through the interpreter")
+def test_extended_and_gated(engine: Any, prompts: Any, expected: Any) -> None:
+    """A draft model goes on where prompt lookup ends if that is what it would have begun with."""
+    llm = engine(cascade(LOOKUP, draft_model(), policy="extend", gate="auto"), model=str(checkpoint("llama")), **TINY)
+    assert run(llm, prompts) == [tokens[:NUM_TOKENS] for tokens in expected]
+    lookup, model = stats_of(llm)
+    assert lookup["accepted"] > 0 and model["accepted"] > 0
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        ({"method": "draft_model", "model": "/not/there"}, "/not/there"),
+        ({"method": "draft_model", "model": str(DEMO_MODEL)}, "same vocabulary size"),
+        ({"method": "eagle", "model": "/not/there"}, "/not/there"),
+        ({"method": "mtp"}, "mtp"),
+        ({**draft_model(), "quantization": 5}, "quantization"),
+        ({**draft_model(), "draft_tensor_parallel_size": 3}, "draft_tensor_parallel_size"),
+        ({**draft_model(), "draft_tensor_parallel_size": "x"}, "draft_tensor_parallel_size"),
+    ],
+    ids=str,
+)
+def test_refused_with_a_sentence(stage: dict[str, Any], says: str) -> None:
+    """What vLLM raises, in one sentence, before anything is loaded."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(
+        model=str(checkpoint("llama")), skip_tokenizer_init=True, speculative_config=cascade(LOOKUP, stage)
+    )
+    with pytest.raises(ConfigError) as caught:
+        args.create_engine_config()
+    sentence = str(caught.value)
+    assert says in sentence and sentence.startswith("cascade: ") and sentence.endswith(".")
+    assert "\n" not in sentence and len(sentence) < 300

@@ -2,9 +2,10 @@
 
 import copy
 import logging
+import textwrap
 from typing import Any
 
-from pydantic import SkipValidation
+from pydantic import SkipValidation, ValidationError
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
@@ -95,7 +96,7 @@ def _build_with(stage: StageConfig, common: dict[str, Any]) -> PluginSpeculative
     try:
         result = PluginSpeculativeConfig(method=stage.method, model=stage.own.model, **stage.own.settings, **common)
     except Exception as error:  # whatever vLLM, pydantic and transformers raise
-        raise ConfigError(f"{stage.method}: vLLM refuses {stage.own.model or 'it'}: {_first_line(error)}") from error
+        raise ConfigError(f"cascade: vLLM refuses {stage.method}: {_first_sentence(error)}") from error
     if result.method != stage.method:
         raise ConfigError(f"cascade: method must be {result.method!r} for {stage.own.model}, not {stage.method!r}.")
     return result
@@ -111,12 +112,14 @@ def without_built_in(vllm_config: VllmConfig) -> VllmConfig:
     return alone
 
 
-def _first_line(error: Exception) -> str:
-    """What an error says, as one sentence; pydantic puts a heading before it and an explanation behind it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    heading = len(lines) > 1 and "validation error" in lines[0]
-    line = lines[1 if heading else 0].removeprefix("Value error, ").split(" [type=")[0]
-    return line if line.endswith(".") else line + "."
+def _first_sentence(error: Exception) -> str:
+    """What an error says first; pydantic names the field apart from that."""
+    text, field = str(error) or type(error).__name__, ""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        text, field = first["msg"].removeprefix("Value error, "), "".join(f"{part}: " for part in first["loc"][:1])
+    sentence = " ".join(text.split()).split(". ")[0].removesuffix(".")
+    return textwrap.shorten(field + sentence, 200, placeholder=" ...") + "."
 
 
 def take_over(vllm_config: VllmConfig) -> None:
