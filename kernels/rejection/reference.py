@@ -105,7 +105,7 @@ def draw_rows(
 ) -> torch.Tensor:
     """Token ids [N] int64, drawn from each row under its sampling parameters."""
     result = positions.new_empty(len(logits), dtype=torch.int64)
-    for chunk in _chunks(*logits.shape):
+    for chunk in chunks(*logits.shape):
         part = sampling.at(chunk)
         if bool((part.temperature == 0).all()):
             result[chunk] = finite(logits[chunk]).argmax(-1)
@@ -150,7 +150,7 @@ def draw_last(
     return draw(residual(p, q), sampling.seeds, positions, streams)
 
 
-def _chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
+def chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
     size = max(1, _CHUNK_ELEMENTS // vocab_size)
     return (slice(begin, begin + size) for begin in range(0, num_rows, size))
 
@@ -177,14 +177,14 @@ def rejection_sample(
         num_accepted = (tokens[:, :-1] == drafts).cumprod(1).sum(1)
     else:
         accepted = torch.zeros_like(is_draft)
-        for part in _chunks(int(is_draft.sum()), target_logits.shape[-1]):
+        for part in chunks(int(is_draft.sum()), target_logits.shape[-1]):
             r, i = (index[part] for index in is_draft.nonzero(as_tuple=True))
             row, state = rows[r, i], states[r]
             arguments = drafts[r, i], positions[row], sampling.at(state)
             accepted[r, i] = accept_dense(target_logits[row], draft_logits[state, i], *arguments)
         num_accepted = accepted.cumprod(1).sum(1)
         tokens = torch.nn.functional.pad(drafts, (0, 1))
-        for part in _chunks(len(states), target_logits.shape[-1]):
+        for part in chunks(len(states), target_logits.shape[-1]):
             i, state = num_accepted[part], states[part]
             row, is_bonus = rows[part].gather(1, i[:, None])[:, 0], i == num_rows[part] - 1
             q_logits = draft_logits[state, i.clamp(max=max_num_draft - 1)]

@@ -89,10 +89,12 @@ def test_options_as_text(engine: Any) -> None:
 )
 def test_bad_options_are_refused(engine: Any, options: Any) -> None:
     """One sentence for the caller; the engine and the other requests go on."""
+    from vllm.exceptions import VLLMValidationError
+
     llm = engine(PROMPT_LOOKUP)
     prompt = list(range(10, 60))
     plain = generate(llm, [prompt, prompt], [2])
-    with pytest.raises(ValueError, match=r"^specplugins.* (must be|is not an option)"):
+    with pytest.raises(VLLMValidationError, match=r"^specplugins.* (must be|is not an option)"):
         generate(llm, [prompt], [1], extra_args={"specplugins": options})
     assert generate(llm, [prompt, prompt], [2]) == plain
     assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}

@@ -18,6 +18,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import DraftBatch, Feedback
+from vllm_specplugins.engine.built_in import DrafterV1, both
 from vllm_specplugins.engine.layers import FirstLayers
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target_v1 import TargetV1
@@ -37,7 +38,10 @@ class _Drafter:
 
 @contextmanager
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
-    """Lets a runner be built: to V1 we are a `custom_class` proposer."""
+    """Lets a runner be built: to V1 we are a `custom_class` proposer, unless it shall build one of its own."""
+    if vllm_config.speculative_config.built_in is not None:
+        yield
+        return
     original = gpu_model_runner.create_custom_proposer
     gpu_model_runner.create_custom_proposer = lambda vllm_config: _Drafter()
     vllm_config.speculative_config.method = "custom_class"
@@ -51,7 +55,12 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     """Hands the runner's drafting steps and its news of requests to our proposer."""
     if not hasattr(runner, "drafter"):  # a pipeline rank that does not draft
         return
-    adapter = runner.drafter.adapter = _Adapter(runner, barrier)
+    adapter = _Adapter(runner, barrier)
+    drafter = runner.drafter
+    if isinstance(drafter, _Drafter):
+        drafter.adapter = adapter
+    else:
+        drafter.load_model = both(drafter.load_model, adapter.load_model)
     runner.propose_draft_token_ids = adapter.propose_draft_token_ids
     runner._update_states = adapter.update_states
     # V1 drafts zeros for the whole batch when one request nears this; we shorten that request's draft instead.
@@ -91,6 +100,7 @@ class _Adapter:
         self._runner = runner
         self._barrier = barrier
         self._update_states = runner._update_states  # vLLM's own, bound
+        self._built_in = None if runner.speculative_config.built_in is None else DrafterV1(runner)
         self._requests: dict[str, _Request] = {}
         self._target: TargetV1 | None = None
         self._drafted_at = 0.0  # when the last drafting ended
@@ -148,12 +158,27 @@ class _Adapter:
         if self._target is not None and rows:
             seeds = [request.seed for request in requests]
             target = self._target.of(rows, num_tokens, seeds, hidden_states, common_attn_metadata)
+        offer = None
+        if self._built_in is not None:
+            offer = self._built_in.offer(
+                rows,
+                scheduler_output,
+                sampled_token_ids,
+                sampling_metadata,
+                hidden_states,
+                sample_hidden_states,
+                aux_hidden_states,
+                spec_decode_metadata,
+                common_attn_metadata,
+                slot_mappings,
+            )
         batch = DraftBatch(
             request_ids=request_ids,
             token_ids=[input_batch.token_ids_cpu[row, :n] for row, n in zip(rows, num_tokens, strict=True)],
             max_num_draft=np.array(limits, np.int32),
             options=[request.options for request in requests],
             target=target,
+            offer=offer,
         )
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         num_draft = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32)

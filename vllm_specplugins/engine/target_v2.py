@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Sampling, Target
+from vllm_specplugins.engine.built_in import OfferV2
 from vllm_specplugins.engine.history_v2 import Histories
 from vllm_specplugins.engine.layers import FirstLayers
 from vllm_specplugins.engine.options import request_options
@@ -41,6 +42,7 @@ class TargetSpeculator(DraftModelSpeculator):
     draft_attn_layer_names: set[str]
     draft_logits: torch.Tensor | None
     barrier: FaultBarrier  # set by runner_v2.attach
+    offer: OfferV2 | None = None  # of a cascade's stage that is built into vLLM
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
@@ -187,7 +189,7 @@ class TargetSpeculator(DraftModelSpeculator):
         for groups in self.attn_groups:
             for group in groups:
                 group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
-        self.barrier.counters.add(feedback)
+        self.barrier.count(feedback)
         self._graphs.run_fullgraph(batch)
         return [self.num_speculative_steps] * num_reqs
 
@@ -218,7 +220,11 @@ class TargetSpeculator(DraftModelSpeculator):
             )
         forward = _PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
         batch = replace(
-            self._batch(input_batch.req_ids, forward), token_ids=token_ids, options=options, max_num_draft=max_num_draft
+            self._batch(input_batch.req_ids, forward),
+            token_ids=token_ids,
+            options=options,
+            max_num_draft=max_num_draft,
+            offer=None if self.offer is None else self.offer.of(range(num_reqs)),
         )
         only_decoded = len(rows) == num_reqs and input_batch.num_tokens == int((1 + accepted + rejected).sum())
         feedback = Feedback(
