@@ -210,7 +210,7 @@ def _finish_kernel(
     steps, tiles = tl.arange(0, WIDTH), tl.arange(0, TILES)
     num_accepted = _num_accepted(accepted_ptr, request, width, num_rows, WIDTH)
     temperature = tl.load(temperature_ptr + tl.load(idx_mapping_ptr + request))
-    last = -1
+    last = tl.full((), -1, tl.int32)
     if num_rows > 0:
         if temperature == 0.0:
             last = _argmax_token(maximum_ptr, greedy_token_ptr, request * width + num_accepted, num_parts, PARTS)
