@@ -7,12 +7,15 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import bytes_moved
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
@@ -122,47 +125,13 @@ def test_many_draws(dense: bool) -> None:
     assert_same(batch, num_near_ties=1)
 
 
-@pytest.fixture
-def moved(monkeypatch) -> dict[str, int]:
-    """Bytes that kernels load and store: all, and without what a launch loads again and then finds in the cache."""
-    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
-
-    counts, addresses = {"all": 0, "distinct": 0}, []
-    load, store, launch = (
-        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store, GridExecutor.__call__
-    )  # fmt: skip
-
-    def counting_load(self, pointers, mask, *args):
-        loaded = load(self, pointers, mask, *args)
-        counts["all"] += int(mask.data.sum()) * loaded.data.itemsize
-        chosen = np.broadcast_to(pointers.data, mask.data.shape)[mask.data != 0]
-        addresses.append(chosen.astype(np.uint64) * 16 + loaded.data.itemsize)
-        return loaded
-
-    def counting_store(self, pointers, value, mask, *args):
-        num_bytes = int(mask.data.sum()) * value.data.itemsize
-        counts["all"] += num_bytes
-        counts["distinct"] += num_bytes
-        return store(self, pointers, value, mask, *args)
-
-    def counting_launch(self, *args, **kwargs):
-        launch(self, *args, **kwargs)
-        counts["distinct"] += int((np.unique(np.concatenate(addresses)) % 16).sum())
-        addresses.clear()
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting_load)
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counting_store)
-    monkeypatch.setattr(GridExecutor, "__call__", counting_launch)
-    return counts
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")
 @pytest.mark.parametrize(
     ("dense", "truncation", "counted", "limit"),
     [(False, {}, "all", 1.1), (True, {}, "all", 2.2), (False, {"top_p": 0.95}, "distinct", 1.3)],
     ids=["one-hot", "dense", "top_p"],
 )
-def test_bytes_moved(dense: bool, truncation: dict, counted: str, limit: float, moved: dict[str, int]) -> None:
+def test_bytes_moved(dense: bool, truncation: dict, counted: str, limit: float) -> None:
     """In reads of the target's logits, K = 4; the drafts of one request in four are accepted."""
     parameters = {name: torch.full((8,), value) for name, value in truncation.items()}
     batch = make_batch([4] * 4, 32_768, dense=dense, dtype=torch.bfloat16, agreement=0.0, **parameters)
@@ -170,7 +139,8 @@ def test_bytes_moved(dense: bool, truncation: dict, counted: str, limit: float, 
     batch.target_logits[:, 100::1700] += 12
     if dense:
         batch.draft_logits[batch.idx_mapping[0].long()] = batch.target_logits[:4]
-    rejection_sample(*batch, implementation="fused")
+    with bytes_moved() as moved:
+        rejection_sample(*batch, implementation="fused")
     shares = {name: count / (2 * batch.target_logits.numel()) for name, count in moved.items()}
     print(f"dense {dense}, {truncation}: {shares}")
     assert shares[counted] <= limit
