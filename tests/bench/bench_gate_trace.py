@@ -98,7 +98,7 @@ def main() -> int:
         axes.axvline(border, color="gray", linewidth=0.8)
         axes.text(border + 3, K + 0.3, name)
     axes.set(xlabel="tokens of the output", ylabel="tokens a step", ylim=(0, K + 1), title="What the gate lets through")
-    axes.legend(loc="center left")
+    axes.legend(loc="center")
     figure.savefig(args.out / "gate_trace.png", dpi=100)
     print(f"off {off} tokens after the text began to mislead (bar: {OFF_WITHIN}); {drafted_late} tokens drafted in the "
           f"{PART - OFF_WITHIN} after the bar; on {on} tokens after it copied again (bar: {ON_WITHIN})")  # fmt: skip
