@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import STRESS, generate
 from conftest import DEMO_MODEL, INTERPRETED, RUNNER, spec_metrics
-from eagle_heads import eagle_head
+from eagle_heads import eagle_head, mtp_model
 from families import EXIT_LAYER, VOCAB_SIZE, checkpoint
 
 from vllm_specplugins.config import ConfigError
@@ -113,15 +113,19 @@ def test_draft_model_keeps_in_step(engine: Any, prompts: Any, expected: Any, mon
     assert lookup["kept"] > 0 and model["accepted"] > 0 and model["ms"] > 0
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
 def test_eagle_keeps_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
     """Under stress and behind prompt lookup it offers what it offers where it drafts alone and nothing happens.
 
     Kills: hidden states of another layer, row or step; KV that misses tokens that others drafted.
     """
-    stage = {"method": method, "model": str(eagle_head(method))}
-    target = {"model": str(checkpoint("llama"))}
-    wanted = [tokens[:NUM_TOKENS] for tokens in expected]
+    if method == "mtp":
+        stage, target = {"method": method}, {"model": str(mtp_model())}
+        wanted = run(engine(**target, **QUIET), prompts)
+    else:
+        stage = {"method": method, "model": str(eagle_head(method))}
+        target = {"model": str(checkpoint("llama"))}
+        wanted = [tokens[:NUM_TOKENS] for tokens in expected]
     alone, beside = (Offers.__new__(Offers) for _ in range(2))
     for offers, stages, arguments in ((alone, (stage, LOOKUP), QUIET), (beside, (LOOKUP, stage), TINY)):
         llm = engine(cascade(*stages), **target, **arguments)
