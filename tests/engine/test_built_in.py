@@ -18,7 +18,7 @@ from vllm_specplugins.config import ConfigError
 
 pytestmark = pytest.mark.slow
 K = 4
-NUM_TOKENS = 13 if INTERPRETED else 25
+NUM_TOKENS = 11 if INTERPRETED else 25
 NUM_PROMPTS = 9 if INTERPRETED else 24
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}  # the target repeats little else
 BLOCKS = (1, 2, 3, 3)  # of the KV cache, per prompt; each soon wants one more, and there is none
@@ -113,7 +113,7 @@ def test_draft_model_keeps_in_step(engine: Any, prompts: Any, expected: Any, mon
     assert lookup["kept"] > 0 and model["accepted"] > 0 and model["ms"] > 0
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3"] if INTERPRETED else ["eagle", "eagle3", "mtp"])
 def test_eagle_keeps_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
     """Under stress and behind prompt lookup it offers what it offers where it drafts alone and nothing happens.
 
