@@ -114,7 +114,7 @@ def test_draft_model_keeps_in_step(engine: Any, prompts: Any, expected: Any, mon
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"] if INTERPRETED else ["eagle", "eagle3", "mtp"])
-def test_eagle_keeps_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
+def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
     """Under stress and behind prompt lookup it offers what it offers where it drafts alone and nothing happens.
 
     Kills: hidden states of another layer, row or step; KV that misses tokens that others drafted.
