@@ -11,14 +11,14 @@ import pytest
 import torch
 from cases import STRESS, generate
 from conftest import DEMO_MODEL, INTERPRETED, RUNNER, spec_metrics
-from eagle_heads import eagle_head
+from eagle_heads import eagle_head, mtp_model
 from families import EXIT_LAYER, VOCAB_SIZE, checkpoint
 
 from vllm_specplugins.config import ConfigError
 
 pytestmark = pytest.mark.slow
 K = 4
-NUM_TOKENS = 13 if INTERPRETED else 25
+NUM_TOKENS = 11 if INTERPRETED else 25
 NUM_PROMPTS = 9 if INTERPRETED else 24
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}  # the target repeats little else
 BLOCKS = (1, 2, 3, 3)  # of the KV cache, per prompt; each soon wants one more, and there is none
@@ -113,15 +113,19 @@ def test_draft_model_keeps_in_step(engine: Any, prompts: Any, expected: Any, mon
     assert lookup["kept"] > 0 and model["accepted"] > 0 and model["ms"] > 0
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_eagle_keeps_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
+@pytest.mark.parametrize("method", ["eagle", "eagle3"] if INTERPRETED else ["eagle", "eagle3", "mtp"])
+def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
     """Under stress and behind prompt lookup it offers what it offers where it drafts alone and nothing happens.
 
     Kills: hidden states of another layer, row or step; KV that misses tokens that others drafted.
     """
-    stage = {"method": method, "model": str(eagle_head(method))}
-    target = {"model": str(checkpoint("llama"))}
-    wanted = [tokens[:NUM_TOKENS] for tokens in expected]
+    if method == "mtp":
+        stage, target = {"method": method}, {"model": str(mtp_model())}
+        wanted = run(engine(**target, **QUIET), prompts)
+    else:
+        stage = {"method": method, "model": str(eagle_head(method))}
+        target = {"model": str(checkpoint("llama"))}
+        wanted = [tokens[:NUM_TOKENS] for tokens in expected]
     alone, beside = (Offers.__new__(Offers) for _ in range(2))
     for offers, stages, arguments in ((alone, (stage, LOOKUP), QUIET), (beside, (LOOKUP, stage), TINY)):
         llm = engine(cascade(*stages), **target, **arguments)

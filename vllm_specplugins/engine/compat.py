@@ -368,6 +368,14 @@ SEAMS: tuple[Seam, ...] = (
         "instance",
         "hands us the target beside a stage that is built into vLLM, V1",
     ),
+    Seam(
+        "v1/spec_decode/llm_base_proposer.py",
+        "SpecDecodeBaseProposer.prepare_next_token_ids_padded",
+        _names("self sampled_token_ids requests gpu_input_batch discard_request_mask"),
+        "read",
+        "at the end of a prompt's chunk it takes the prompt's last token for the next one: it is shown another length",
+        remove_when="it takes the token behind the chunk, as prepare_next_token_ids_cpu does, or V1 is gone",
+    ),
     Seam("v1/attention/backend.py", "CommonAttentionMetadata.max_seq_len", None, "read", "what a drafter can hold, V1"),
     Seam(
         "v1/worker/gpu/spec_decode/speculator.py",
