@@ -79,7 +79,9 @@ def _draw_kernel(
     maximum = tl.where(largest != largest, float("-inf"), largest) * scale
     rate = 1.0
     if temperature == 0.0:
-        token = tl.min(tl.min(tl.where(logits == maximum, offsets, vocab_size), axis=1), axis=0)
+        first = tl.min(tl.min(tl.where(logits == maximum, offsets, vocab_size), axis=1), axis=0)
+        # Of NaN alone no logit is the maximum.
+        token = tl.where(maximum == float("-inf"), tile * GROUPS * GROUP_SIZE, first)
     else:
         sums = tl.sum(tl.exp2(tl.fma(logits, scale, -finite_maximum(maximum))), axis=1)
         is_tidy = tl.sum(sums, axis=0) < float("inf")  # NaN is not
