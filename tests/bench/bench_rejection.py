@@ -33,11 +33,19 @@ TOP_P = 0.95
 
 
 def bench_batch(num_reqs, num_draft, vocab_size, dense, top_p, device, dtype=torch.bfloat16):
-    """Rows with twenty tokens above the bulk, as a language model has them."""
+    """Rows with twenty tokens above the bulk, as a language model has them; every other request's drafts are likely.
+
+    Where all requests reject a draft, K 4 and a dense q take 2.21 reads.
+    """
     batch = make_batch([num_draft] * num_reqs, vocab_size, dense=dense, dtype=dtype,
                        temperature=torch.full((2 * num_reqs,), 0.8),
                        top_p=torch.full((2 * num_reqs,), TOP_P) if top_p else None)  # fmt: skip
-    batch.target_logits[:, 100 :: vocab_size // 20] += 12
+    above = slice(100, None, vocab_size // 20)
+    batch.target_logits[:, above] += 12
+    if dense:
+        batch.draft_logits[:, :, above] += 12
+    likely = batch.target_logits.argmax(-1).roll(1).view(num_reqs, -1)
+    batch.draft_token_ids.view(num_reqs, -1)[::2] = likely[::2]
     moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in batch]
     sampling = {k: None if v is None else v.to(device) for k, v in vars(batch.sampling).items()}
     return Batch(*moved)._replace(sampling=type(batch.sampling)(**sampling))
