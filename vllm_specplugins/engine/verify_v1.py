@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ _PER_ROW = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProces
 
 
 @contextmanager
-def while_built(vllm_config: VllmConfig) -> Iterator[None]:
+def all_logits_processors(vllm_config: VllmConfig) -> Iterator[None]:
     """Lets a runner be built with all logits processors, of which vLLM has but one where there is speculation."""
     if vllm_config.speculative_config.plugin_config.common.verification != "fused":
         yield
@@ -90,7 +91,7 @@ class _Rows:
         """[N] what each row's request has said before it, drafts included."""
         fed = self.fed.tolist()
         result: list[list[int]] = []
-        for tokens, start, end in zip(output_token_ids, self.starts, self.starts[1:], strict=True):
+        for tokens, (start, end) in zip(output_token_ids, pairwise(self.starts), strict=True):
             result.append(tokens)
             result.extend([*tokens, *fed[start + 1 : row + 1]] for row in range(start + 1, end))
         return result
@@ -164,7 +165,9 @@ class Verifier:
         input_batch = self._runner.input_batch
         num_reqs = input_batch.num_reqs
         if metadata.all_greedy:
-            return Sampling(torch.zeros(num_reqs, device=device), torch.zeros(num_reqs, dtype=torch.int64, device=device))
+            return Sampling(
+                torch.zeros(num_reqs, device=device), torch.zeros(num_reqs, dtype=torch.int64, device=device)
+            )
         min_p = None
         for processor in metadata.logitsprocs.argmax_invariant:
             if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
@@ -293,9 +296,7 @@ def _add_bias(logits: torch.Tensor, biases: dict[int, dict[int, float]], rows: _
         logits[rows.starts[request] : rows.starts[request + 1], token_ids] += values
 
 
-def _on_last_rows(
-    logits: torch.Tensor, rows: _Rows, function: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def _on_last_rows(logits: torch.Tensor, rows: _Rows, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Applies what works on one row a request, and changes only rows of requests without drafts."""
     if len(logits) == len(rows.counts):
         return function(logits)
