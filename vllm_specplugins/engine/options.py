@@ -1,5 +1,6 @@
 """Per-request options on their way through vLLM: checked in the front end, read in the worker."""
 
+import copy
 import functools
 from typing import Any
 
@@ -24,9 +25,10 @@ def _read(sampling_params: Any) -> Options:
 
 
 def check_requests() -> None:
-    """Has vLLM check the options of every request, wherever it checks the others; once per process.
+    """Has vLLM check the options of every request where it checks the other parameters; once per process.
 
-    A call that is not about a configuration of ours goes to vLLM unchanged.
+    It refuses min_p and logit_bias where there is speculation; our verification honours them. A call that is not about
+    a configuration of ours goes to vLLM unchanged.
     """
     original = SamplingParams._validate_spec_decode
     if hasattr(original, "__wrapped__"):
@@ -41,6 +43,9 @@ def check_requests() -> None:
                 check_options(_read(self), config, vocab_size)
             except ConfigError as error:
                 raise VLLMValidationError(str(error)) from None
+            if config.common.verification == "fused":
+                self = copy.copy(self)
+                self.min_p, self.logit_bias = 0.0, None
         original(self, speculative_config)
 
     SamplingParams._validate_spec_decode = _validate_spec_decode

@@ -5,7 +5,6 @@ replaced, on that one runner, by one that sees all that the step knows.
 """
 
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from vllm_specplugins.engine.built_in import DrafterV1, both
 from vllm_specplugins.engine.layers import FirstLayers
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target_v1 import TargetV1
+from vllm_specplugins.engine.verify_v1 import Verifier
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.request_options import draft_limit
 
@@ -65,7 +65,10 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     runner._update_states = adapter.update_states
     # V1 drafts zeros for the whole batch when one request nears this; we shorten that request's draft instead.
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
-    if runner.device.type == "cpu":
+    if runner.speculative_config.plugin_config.common.verification == "fused":
+        adapter.verifier = Verifier(runner, adapter.seed)
+        runner._sample = adapter.verifier.sample
+    elif runner.device.type == "cpu":
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
@@ -96,14 +99,21 @@ class _Request:
 
 
 class _Adapter:
+    verifier: Verifier | None = None  # None: vLLM's
+
     def __init__(self, runner: Any, barrier: FaultBarrier):
         self._runner = runner
         self._barrier = barrier
         self._update_states = runner._update_states  # vLLM's own, bound
         self._built_in = None if runner.speculative_config.built_in is None else DrafterV1(runner)
         self._requests: dict[str, _Request] = {}
+        # Requests without a seed get theirs in the order in which they come: the same on every rank.
+        self._random = np.random.default_rng(runner.model_config.seed)
         self._target: TargetV1 | None = None
         self._drafted_at = 0.0  # when the last drafting ended
+
+    def _may_draft(self, row: int) -> bool:
+        return self.verifier is None or self.verifier.may_draft(row)
 
     def load_model(self, target: Any) -> None:
         """Prepares a model proposer's view of the target."""
@@ -124,10 +134,16 @@ class _Adapter:
         if request is None:
             params = self._runner.requests[request_id].sampling_params
             seed = getattr(params, "seed", None)
-            if seed is None:  # the same on every rank
-                seed = zlib.crc32(request_id.encode(), self._runner.model_config.seed)
+            if seed is None:
+                seed = int(self._random.integers(1 << 63))
+            # torch.Generator, which vLLM seeds so, takes 64 bits with and without a sign.
+            seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
             request = self._requests[request_id] = _Request(request_options(params), seed)
         return request
+
+    def seed(self, request_id: str) -> int:
+        """The seed of a request's noise, for drafting and for verification."""
+        return self._request(request_id).seed
 
     def propose_draft_token_ids(
         self,
@@ -151,8 +167,8 @@ class _Adapter:
         requests = [self._request(request_id) for request_id in request_ids]
         num_tokens = input_batch.num_tokens_no_spec[rows]
         limits = [
-            draft_limit(request.options, n, runner.num_spec_tokens, runner.max_model_len)
-            for request, n in zip(requests, num_tokens.tolist(), strict=True)
+            draft_limit(request.options, n, runner.num_spec_tokens, runner.max_model_len) if self._may_draft(row) else 0
+            for row, request, n in zip(rows, requests, num_tokens.tolist(), strict=True)
         ]
         target = None
         if self._target is not None and rows:
@@ -191,7 +207,9 @@ class _Adapter:
         )
         draft = self._barrier.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
-        if draft.logits is not None and target is not None:
+        if self.verifier is not None:
+            self.verifier.keep_draft(request_ids, draft.logits)
+        elif draft.logits is not None and target is not None:
             runner._draft_probs = _probs(draft.logits, target.sampling.temperature)
             runner._draft_prob_req_ids = request_ids
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
