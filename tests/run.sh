@@ -16,22 +16,18 @@ check ruff check
 check ruff format --check
 check mypy
 preload
-check pytest -q tests --ignore tests/engine -m "not gpu"
-# Both runners' engine tests at once, on a core each where there are two: their models are tiny, and V2's interpreter
-# is a single thread.
+# Two lanes, on a core each where there are two: V1's engine tests; the quick tests, and V2's engine tests behind them.
+# The engines' models are tiny, and V2's interpreter is a single thread.
 cores=$(nproc)
-engine_tests() {
-    local runner=$1 core=$2 bind=()
-    ((cores < 2)) || bind=(OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND="$core")
-    exec env "${bind[@]}" SPECPLUGINS_RUNNER="$runner" pytest -q tests/engine -m "not gpu"
-}
-v2_output=$(mktemp)
-(engine_tests v2 1) >"$v2_output" 2>&1 &
-v2=$!
-trap 'kill $v2 2>/dev/null || true; rm -f "$v2_output"' EXIT
-echo "== engine tests on V1, and beside them on V2"
-(engine_tests v1 0) || fail "engine tests failed on V1"
-wait $v2 && v2_status=0 || v2_status=$?
-cat "$v2_output"
-((v2_status == 0)) || fail "engine tests failed on V2"
+on_core() { ((cores < 2)) || echo "OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=$1"; }
+v1_output=$(mktemp)
+# shellcheck disable=SC2046
+env $(on_core 0) SPECPLUGINS_RUNNER=v1 pytest -q tests/engine -m "not gpu" >"$v1_output" 2>&1 &
+v1=$!
+trap 'kill $v1 2>/dev/null || true; rm -f "$v1_output"' EXIT
+check env $(on_core 1) pytest -q tests --ignore tests/engine -m "not gpu"
+check env $(on_core 1) SPECPLUGINS_RUNNER=v2 pytest -q tests/engine -m "not gpu"
+wait $v1 && status=0 || status=$?
+cat "$v1_output"
+((status == 0)) || fail "engine tests failed on V1"
 echo "All checks passed in $SECONDS s."
