@@ -56,10 +56,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="requests at a time")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--method", type=json.loads, default=METHOD, help="JSON: speculative_config")
     args = parser.parse_args()
-    args.batch, args.compile = max(BATCHES), False
+    args.batch, args.compile = max(args.batches), False
     vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     pipes = [start(config, args) for config in tqdm((None, args.method), desc="engines")]
@@ -71,13 +73,14 @@ def main() -> int:
 
     table = Table(title=f"speed, of no speculation; {args.rounds} rounds, {args.dtype}")
     table.add_column("traffic")
-    for batch in BATCHES:
+    for batch in args.batches:
         table.add_column(f"{batch} at a time", justify="right")
-    progress = tqdm(total=len(WORKLOADS) * len(BATCHES) * args.rounds, desc="rounds")
+    progress = tqdm(total=len(args.workloads) * len(args.batches) * args.rounds, desc="rounds")
     worst = float("inf")
-    for name, (kind, temperature, num_tokens) in WORKLOADS.items():
+    for name in args.workloads:
+        kind, temperature, num_tokens = WORKLOADS[name]
         cells = []
-        for batch in BATCHES:
+        for batch in args.batches:
             count = 2 * batch if batch > 1 else 4
             texts = prompts_of(kind, min(count, 60), vocab_size, PROMPT_LENGTH)
             encoded = [text if isinstance(text, list) else tokenizer.encode(text) for text in texts]
