@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_specplugins.config import ConfigError, PromptLookupConfig
-from vllm_specplugins.methods import METHODS, parse_config
+from vllm_specplugins.methods import BUILT_IN, METHODS, built_in_stage, parse_config
 
 RUBBISH: list[Any] = [
     None,
@@ -78,6 +78,22 @@ def malformed() -> list[dict[str, Any]]:
         {"method": "cascade", "stages": [{**stages[0], "num_speculative_tokens": 3}, stages[1]]},
         {"method": "cascade", "stages": [{**stages[0], "max_ngram": 99}, stages[1]]},
     ]
+    draft_model = {"method": "draft_model", "model": "m"}
+    wrong += [
+        {"method": "cascade", "policy": "first", "stages": [stages[0], {"method": method, "model": value}]}
+        for method in BUILT_IN
+        for value in RUBBISH
+        if not (isinstance(value, str) and value) and not (value is None and method == "mtp")
+    ]
+    wrong += [
+        {"method": "cascade", "policy": "first", "stages": [stages[0], {**draft_model, key: 5}]}
+        for key in ("exit_layer", "num_speculative_tokens", "draft_sample_method", "x" * 100, 5, None)  # type: ignore[dict-item]
+    ]
+    wrong += [
+        {"method": "cascade", "stages": [stages[0], draft_model]},  # `verify` cannot check with it
+        {"method": "cascade", "policy": "first", "stages": [draft_model, {"method": "mtp"}]},
+        {"method": "cascade", "stages": [draft_model, {**stages[1], "draft_sample_method": "probabilistic"}]},
+    ]
     options: list[Any] = [value for value in RUBBISH if value != {} and not isinstance(value, dict)]
     wrong += [{"method": "custom", "proposer": "json:loads", "options": value} for value in [*options, {5: 6}]]
     rng = random.Random(0)
@@ -123,6 +139,15 @@ def test_the_documented_example() -> None:
         5,
         8,
     )
+
+
+def test_built_in_stage() -> None:
+    stage = {"method": "eagle3", "model": "m", "quantization": "fp8"}
+    config = parse_config({"method": "cascade", "policy": "first", "stages": [{"method": "prompt_lookup"}, stage]})
+    found = built_in_stage(config)
+    assert found is config.own.stages[1] and found is not None and found.method == "eagle3"
+    assert (found.own.model, found.own.settings) == ("m", {"quantization": "fp8"})
+    assert built_in_stage(parse_config({"method": "prompt_lookup"})) is None
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "draft": set(),
     "structures": {"config", "draft"},
     "proposers": {"config", "draft", "structures", "kernels"},
+    "request_options": {"config"},
     "methods": {"config", "draft", "proposers"},
     "kernels": set(),
     "tools": {"config", "draft", "proposers", "kernels", "engine"},

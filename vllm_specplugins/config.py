@@ -139,6 +139,52 @@ class StageConfig:
     own: Any
 
 
+# Keys of vLLM's own speculative_config that a proposer built into vLLM may have as a stage; vLLM checks their values.
+BUILT_IN_SETTINGS = (
+    "attention_backend",
+    "code_revision",
+    "draft_load_config",
+    "draft_tensor_parallel_size",
+    "kv_cache_dtype",
+    "max_model_len",
+    "moe_backend",
+    "quantization",
+    "revision",
+    "use_local_argmax_reduction",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltInConfig:
+    """`draft_model`, `eagle`, `eagle3`, `mtp`: a proposer built into vLLM, as a stage of a cascade.
+
+    Args:
+        model: the draft model; None is the target itself, whose checkpoint holds the layers of `mtp`.
+        settings: what vLLM's own speculative_config shall hold beside it, of BUILT_IN_SETTINGS.
+    """
+
+    model: str | None = optional_text()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, index: int, method: str, raw: Mapping[str, Any]) -> Self:
+        """Builds the configuration of stages[index] from the user's dictionary (without its "method" key).
+
+        Raises:
+            ConfigError: unknown key, or no model.
+        """
+        for key in raw:
+            if key != "model" and key not in BUILT_IN_SETTINGS:
+                allowed = ", ".join(("model", *BUILT_IN_SETTINGS))
+                raise ConfigError(f"cascade: stages[{index}]: {shown(key)} is not a field; the fields are {allowed}.")
+        model = raw.get("model")
+        if not (isinstance(model, str) and model) and (model is not None or method != "mtp"):
+            raise ConfigError(
+                f"cascade: stages[{index}]: model must be a non-empty string for {method}, not {shown(model)}."
+            )
+        return cls(model=model, settings={key: raw[key] for key in raw if key != "model"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomConfig:
     """`custom`: a proposer of the user's own.

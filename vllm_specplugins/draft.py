@@ -26,6 +26,7 @@ class ProposerContext:
         tokenize: text to token ids, without special tokens; slow (it may load the tokenizer).
         device: where the target is (a torch.device).
         dtype: what the target computes in (a torch.dtype).
+        agreed: times to those that rank 0 of a tensor-parallel group has; every rank calls it at the same places.
     """
 
     vocab_size: int
@@ -35,6 +36,7 @@ class ProposerContext:
     tokenize: Callable[[str], list[int]]
     device: Any = "cpu"
     dtype: Any = None
+    agreed: Callable[[list[float]], list[float]] = list
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,19 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """What a proposer built into the engine drafted in this step, before ours is asked.
+
+    Args:
+        token_ids: [num_reqs, K] int32.
+        ms: how long that took.
+    """
+
+    token_ids: Int32Array
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class DraftBatch:
     """The requests that want a draft in this step.
 
@@ -106,6 +121,7 @@ class DraftBatch:
         max_num_draft: [num_reqs] int32, most tokens wanted for each request: 0..K.
         options: `SamplingParams.extra_args["specplugins"]` of each request, empty where it has none.
         target: the target, for a model proposer.
+        offer: the drafts of a cascade's stage that is built into the engine; None where it could not draft.
     """
 
     request_ids: Sequence[str]
@@ -113,6 +129,7 @@ class DraftBatch:
     max_num_draft: Int32Array
     options: Sequence[Mapping[str, Any]]
     target: Target | None = None
+    offer: Offer | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -201,6 +218,24 @@ class Counters:
     faults: dict[str, int] = field(default_factory=dict)  # by kind
     stages: dict[str, StageCounters] = field(default_factory=dict)  # of a cascade
     switched_off: bool = False
+
+    def summary(self) -> str:
+        """One line for a log.
+
+        >>> Counters(request_steps=4, drafts=2, drafted_tokens=6, accepted_tokens=3).summary()
+        '1.75 tokens a step, 50 % of 4 steps with a draft; drafted 6, accepted 3'
+        """
+        steps = max(1, self.request_steps)
+        words = [
+            f"{1 + self.accepted_tokens / steps:.2f} tokens a step, {self.drafts / steps:.0%} of {self.request_steps} "
+            f"steps with a draft; drafted {self.drafted_tokens}, accepted {self.accepted_tokens}".replace("%", " %")
+        ]
+        for name, stage in self.stages.items():
+            counts = f"drafted {stage.drafted}, kept {stage.kept}, accepted {stage.accepted}, {stage.ms:.0f} ms"
+            words.append(f"stage {name}: {counts}")
+        if self.faults:
+            words.append(f"faults: {self.faults}")
+        return "; ".join(words)
 
     def add(self, feedback: Feedback) -> None:
         """Counts one step's verification."""

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from vllm_specplugins.config import (
+    BuiltInConfig,
     CascadeConfig,
     CommonConfig,
     ConfigError,
@@ -43,6 +44,12 @@ METHODS: Mapping[str, Method] = {
     "custom": Method(CustomConfig, None),
 }
 
+# Proposers built into vLLM that can be a stage of a cascade; alone, vLLM serves them itself.
+BUILT_IN: Mapping[str, Method] = dict.fromkeys(
+    ("draft_model", "eagle", "eagle3", "mtp"),
+    Method(BuiltInConfig, "vllm_specplugins.proposers.built_in:BuiltIn", reads_history=False),
+)
+
 
 def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
     """The checked configuration for a user's dictionary, whose "method" is one of METHODS.
@@ -56,18 +63,36 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
     config = SpecConfig.parse(raw["method"], METHODS[raw["method"]].config, own)
     if isinstance(config.own, CustomConfig):
         import_object(config.own.proposer)
-    if isinstance(config.own, CascadeConfig) and config.own.policy == "verify":
-        for index, stage in enumerate(config.own.stages[1:], start=1):
-            if not METHODS[stage.method].runs_target:
+    if isinstance(config.own, CascadeConfig):
+        _check_stages(config.own)
+    return config
+
+
+def _check_stages(config: CascadeConfig) -> None:
+    """Raises ConfigError for stages that do not fit each other or the policy."""
+    if config.policy == "verify":
+        for index, stage in enumerate(config.stages[1:], start=1):
+            if not _method(stage.method).runs_target:
                 raise ConfigError(
                     f"cascade: stages[{index}] must run the target (early_exit) where policy is 'verify', "
                     f"not {stage.method!r}."
                 )
-    return config
+    built_in = [stage.method for stage in config.stages if isinstance(stage.own, BuiltInConfig)]
+    if len(built_in) > 1:
+        raise ConfigError(
+            f"cascade: stages must not hold more than one proposer built into vLLM, like {' and '.join(built_in)}."
+        )
+    samples = any(
+        isinstance(stage.own, EarlyExitConfig) and stage.own.draft_sample_method != "greedy" for stage in config.stages
+    )
+    if built_in and samples:
+        raise ConfigError(
+            f"cascade: draft_sample_method must be 'greedy' in all stages beside {built_in[0]}, not 'probabilistic'."
+        )
 
 
 def _parse_stage(index: int, raw: Any) -> StageConfig:
-    names = [name for name in METHODS if name != "cascade"]
+    names = [name for name in (*METHODS, *BUILT_IN) if name != "cascade"]
     if not isinstance(raw, dict) or raw.get("method") not in names:
         found = shown(raw.get("method")) if isinstance(raw, dict) else shown(raw)
         allowed = f"a dictionary whose method is one of {', '.join(names)}"
@@ -75,18 +100,31 @@ def _parse_stage(index: int, raw: Any) -> StageConfig:
     for entry in fields(CommonConfig):
         if entry.name in raw:
             raise ConfigError(f"cascade: stages[{index}] must not hold {entry.name}, which the whole cascade shares.")
+    if raw["method"] in BUILT_IN:
+        settings = {key: value for key, value in raw.items() if key != "method"}
+        return StageConfig(method=raw["method"], own=BuiltInConfig.parse(index, raw["method"], settings))
     config = parse_config(raw)
     return StageConfig(method=config.method, own=config.own)
 
 
+def _method(name: str) -> Method:
+    return METHODS[name] if name in METHODS else BUILT_IN[name]
+
+
 def runs_target(config: SpecConfig) -> bool:
     """Whether the method, or a stage of it, runs layers of the target, and so writes to its KV cache."""
-    return any(METHODS[name].runs_target for name in _names(config))
+    return any(_method(name).runs_target for name in _names(config))
 
 
 def reads_history(config: SpecConfig) -> bool:
     """Whether the method, or a stage of it, needs the tokens on the host."""
-    return any(METHODS[name].reads_history for name in _names(config))
+    return any(_method(name).reads_history for name in _names(config))
+
+
+def built_in_stage(config: SpecConfig) -> StageConfig | None:
+    """The stage of a cascade that is built into vLLM, if there is one."""
+    stages = getattr(config.own, "stages", ())
+    return next((stage for stage in stages if isinstance(stage.own, BuiltInConfig)), None)
 
 
 def early_exits(config: SpecConfig) -> list[EarlyExitConfig]:
@@ -111,7 +149,7 @@ def _build(config: SpecConfig | StageConfig, context: ProposerContext, *more: An
     if isinstance(config.own, CustomConfig):
         build, argument = import_object(config.own.proposer), config.own.options
     else:
-        path = METHODS[config.method].proposer
+        path = _method(config.method).proposer
         assert path is not None
         build, argument = import_object(path), config.own
     proposer: Proposer = build(argument, context, *more)

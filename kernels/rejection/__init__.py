@@ -80,7 +80,7 @@ def rejection_sample(
     ...     sampling, max_num_draft=1)
     (tensor([[1, 0]]), tensor([2], dtype=torch.int32))
     """
-    _check(target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, max_num_draft, draft_logits)
+    check(target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, max_num_draft, draft_logits)
     if implementation is None:
         implementation = "fused" if target_logits.is_cuda else "reference"
     if implementation not in IMPLEMENTATIONS:
@@ -92,7 +92,7 @@ def rejection_sample(
     return result
 
 
-def _check(
+def check(
     target_logits: Any,
     cu_num_logits: Any,
     draft_token_ids: Any,

@@ -1,9 +1,9 @@
 """Modified rejection sampling in Triton: one read of the logits with a one-hot q; see reference.py for the algorithm.
 
-A program holds the race of one tile of a row, in the row's own noise, and leaves its winner: the tile's maximum, the rate
-at which its tokens arrive divided by the winner's noise, and the winner. A second launch lets the winners of the tiles
-race, each request its rows at once, and compares them with the drafts. Truncating parameters and a dense q need the whole
-row before a token can win: truncation/fused.py and dense/fused.py. No launch waits for the host.
+A program holds the race of one tile of a row, in the row's own noise, and leaves what won: the tile's maximum, the
+rate at which the winner arrived relative to it, and the winner. A second launch lets the tiles' winners race, all rows
+of a request at once, and compares the rows' with the drafts. Truncation and a dense q need the whole row before a token
+can win: truncation/fused.py and dense/fused.py. No launch waits for the host, so a CUDA graph can record them.
 """
 
 from typing import Any
@@ -24,10 +24,15 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_logits(row_ptr, offsets, mask):
-    """float32 logits of a row; NaN counts as -inf, +inf as the largest float32."""
-    logits = tl.load(row_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32)
+def tidy(logits):
+    """NaN counts as -inf, +inf as the largest float32."""
     return tl.minimum(tl.where(logits != logits, float("-inf"), logits), _LARGEST)
+
+
+@triton.jit
+def load_logits(row_ptr, offsets, mask):
+    """Tidy float32 logits of a row."""
+    return tidy(tl.load(row_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32))
 
 
 @triton.jit
@@ -38,7 +43,7 @@ def finite_maximum(maximum):
 
 @triton.jit
 def _draw_kernel(
-    # [num_reqs, width, num_tiles] float32, float32, int32: what each tile leaves
+    # [num_reqs, width, num_tiles] float32, float32, int32: what each tile leaves; maxima after temperature, in bits
     maximum_ptr,
     rate_ptr,
     token_ptr,
@@ -67,22 +72,32 @@ def _draw_kernel(
     row_ptr = logits_ptr + row * logits_stride
     groups = tile * GROUPS + tl.arange(0, GROUPS)
     offsets = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
-    logits = load_logits(row_ptr, offsets, offsets < vocab_size)
-    maximum = tl.max(tl.max(logits, axis=1), axis=0)
+    scale = tl.where(temperature == 0.0, 1.0, _LOG2_E / temperature)
+    # As they are: few instructions a logit are what keeps up with the memory. A maximum leaves NaN out.
+    logits = tl.load(row_ptr + offsets, mask=offsets < vocab_size, other=float("-inf")).to(tl.float32)
+    largest = tl.max(tl.max(logits, axis=1), axis=0)
+    maximum = tl.where(largest != largest, float("-inf"), largest) * scale
     rate = 1.0
     if temperature == 0.0:
-        token = tl.min(tl.min(tl.where(logits == maximum, offsets, vocab_size), axis=1), axis=0)
+        first = tl.min(tl.min(tl.where(logits == maximum, offsets, vocab_size), axis=1), axis=0)
+        # Of NaN alone no logit is the maximum.
+        token = tl.where(maximum == float("-inf"), tile * GROUPS * GROUP_SIZE, first)
     else:
+        sums = tl.sum(tl.exp2(tl.fma(logits, scale, -finite_maximum(maximum))), axis=1)
+        is_tidy = tl.sum(sums, axis=0) < float("inf")  # NaN is not
+        if not is_tidy:
+            logits = tl.minimum(tidy(logits) * scale, _LARGEST)
+            maximum = tl.max(tl.max(logits, axis=1), axis=0)
+            sums = tl.sum(tl.exp2(logits - finite_maximum(maximum)), axis=1)
         seed, position = tl.load(seeds_ptr + state), tl.load(positions_ptr + row)
-        base, scale = finite_maximum(maximum), _LOG2_E / temperature
-        rates = tl.sum(tl.exp2((logits - base) * scale), axis=1) / exponential(
-            stream_key(seed, position, _GROUP), groups
-        )
+        rates = sums / exponential(stream_key(seed, position, _GROUP), groups)
         rate, winner = tl.max(rates, axis=0, return_indices=True)
         # Its tokens are in the cache: cheaper than to pick them out of all registers.
         tokens = (tile * GROUPS + winner) * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
-        weights = tl.exp2((load_logits(row_ptr, tokens, tokens < vocab_size) - base) * scale)
-        token_rates = weights / exponential(stream_key(seed, position, _TOKEN), tokens)
+        chosen = load_logits(row_ptr, tokens, tokens < vocab_size)
+        base = finite_maximum(maximum)
+        depths = tl.where(is_tidy, tl.fma(chosen, scale, -base), tl.minimum(chosen * scale, _LARGEST) - base)
+        token_rates = tl.exp2(depths) / exponential(stream_key(seed, position, _TOKEN), tokens)
         token = (tile * GROUPS + winner) * GROUP_SIZE + tl.argmax(token_rates, axis=0)
     slot = (request * tl.num_programs(1) + step) * tl.num_programs(0) + tile
     tl.store(maximum_ptr + slot, maximum)
@@ -94,8 +109,7 @@ def _draw_kernel(
 def race_of_tiles(maxima, rates, temperature, AXIS: tl.constexpr):
     """Index of the tile whose winner wins: at temperature 0 of the largest maximum, else of the largest rate."""
     maximum = finite_maximum(tl.max(maxima, axis=AXIS, keep_dims=True))
-    scale = _LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)
-    scaled = tl.where(maxima == float("-inf"), 0.0, rates * tl.exp2((maxima - maximum) * scale))
+    scaled = tl.where(maxima == float("-inf"), 0.0, rates * tl.exp2(maxima - maximum))
     return tl.argmax(tl.where(temperature == 0.0, maxima, scaled), axis=AXIS)
 
 
@@ -160,7 +174,8 @@ def rejection_sample(
     if sampling.truncates:
         from .truncation.fused import launch as launch_truncation
 
-        winners = launch_truncation(target_logits, *layout, sampling, width).winners
+        rows = launch_truncation(target_logits, *layout, sampling, width)
+        winners = rows.maximum, rows.total, rows.token
     else:
         winners = _launch_draw(target_logits, *layout, sampling, width)
     num_tiles = winners[0].shape[-1]

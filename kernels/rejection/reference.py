@@ -43,9 +43,17 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def finite(logits: torch.Tensor) -> torch.Tensor:
     """float32 (or float64) logits without NaN, which count as -inf, and +inf, which counts as the largest float32."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    if bool((logits.amax(-1) < torch.inf).all()):  # false for NaN, too
-        return logits
     return logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
+
+
+def finite_with_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`finite` of logits [N, V], the rows' maxima and the first tokens that have them, [N, 1] each."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    maximum, first = logits.max(dim=-1, keepdim=True)
+    if not bool((maximum < torch.inf).all()):  # rare: NaN is not less, either
+        logits = finite(logits)
+        maximum, first = logits.max(dim=-1, keepdim=True)
+    return logits, maximum, first
 
 
 def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -53,8 +61,7 @@ def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
     The largest is 1; at temperature 0 the others are 0. float32, or float64 for float64 logits.
     """
-    logits = finite(logits)
-    maximum, first = logits.max(dim=-1, keepdim=True)
+    logits, maximum, first = finite_with_max(logits)
     greedy = sampling.temperature == 0
     scale = math.log2(math.e) / torch.where(greedy, 1.0, sampling.temperature).to(logits.dtype)
     result = (logits - maximum.clamp(min=torch.finfo(logits.dtype).min)).mul_(scale[:, None]).exp2_()
@@ -68,9 +75,9 @@ def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Probabilities [N, V] under the rows' sampling parameters; one-hot at temperature 0."""
+    """Probabilities [N, V] under the rows' sampling parameters; one-hot at temperature 0, 0 for a row of -inf alone."""
     result = weights(logits, sampling)
-    return result.div_(result.sum(-1, keepdim=True))
+    return result.div_(result.sum(-1, keepdim=True).clamp_(min=1))
 
 
 def group_sums(weights: torch.Tensor, group_size: int = GROUP_SIZE) -> torch.Tensor:
@@ -105,20 +112,35 @@ def draw_rows(
 ) -> torch.Tensor:
     """Token ids [N] int64, drawn from each row under its sampling parameters."""
     result = positions.new_empty(len(logits), dtype=torch.int64)
-    for chunk in _chunks(*logits.shape):
+    for chunk in chunks(*logits.shape):
         part = sampling.at(chunk)
         if bool((part.temperature == 0).all()):
-            result[chunk] = finite(logits[chunk]).argmax(-1)
+            result[chunk] = finite_with_max(logits[chunk])[2][:, 0]
         else:
             result[chunk] = draw(weights(logits[chunk], part), part.seeds, positions[chunk])
     return result
 
 
+def draft_weights(draft_logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Weights [N, V] of draft logits [N, V]; 0 at temperature 0, where only p decides."""
+    result = weights(draft_logits, Sampling(sampling.temperature, sampling.seeds))
+    greedy = sampling.temperature == 0
+    return result.masked_fill_(greedy[:, None], 0) if bool(greedy.any()) else result
+
+
 def draft_probs(draft_logits: torch.Tensor, sampling: Sampling, vocab_size: int) -> torch.Tensor:
-    """q [N, vocab_size] of draft logits [N, <= vocab_size]: 0 at temperature 0, where only p decides."""
-    q = probs(draft_logits, Sampling(sampling.temperature, sampling.seeds))
-    q.masked_fill_((sampling.temperature == 0)[:, None], 0)
-    return torch.nn.functional.pad(q, (0, vocab_size - q.shape[-1]))
+    """q [N, vocab_size] of draft logits [N, <= vocab_size]: 0 at temperature 0."""
+    q = draft_weights(draft_logits, sampling)
+    q.div_(q.sum(-1, keepdim=True).clamp_(min=1))
+    return torch.nn.functional.pad(q, (0, vocab_size - q.shape[-1])) if q.shape[-1] < vocab_size else q
+
+
+def token_probs(weights: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Probabilities [N] of one token a row; 0 for an id that is not in the vocabulary."""
+    vocab_size = weights.shape[-1]
+    chosen = weights.gather(1, token_ids.clamp(0, vocab_size - 1)[:, None])[:, 0]
+    known = (token_ids >= 0) & (token_ids < vocab_size)
+    return torch.where(known, chosen / weights.sum(-1).clamp_(min=1), 0.0)
 
 
 def accept_dense(
@@ -129,11 +151,9 @@ def accept_dense(
     sampling: Sampling,  # of the rows
 ) -> torch.Tensor:
     """Which drafts are accepted, [N] bool, each for itself."""
-    p = probs(target_logits, sampling)
-    q = draft_probs(draft_logits, sampling, p.shape[-1])
-    token = draft_token_ids.clamp(min=0)[:, None]
-    number = uniform(keys(sampling.seeds, positions, ACCEPT), torch.zeros_like(positions))
-    return (number < acceptance(p.gather(1, token), q.gather(1, token))[:, 0]) & (draft_token_ids >= 0)
+    p = token_probs(weights(target_logits, sampling), draft_token_ids)
+    q = token_probs(draft_weights(draft_logits, sampling), draft_token_ids)
+    return uniform(keys(sampling.seeds, positions, ACCEPT), torch.zeros_like(positions)) < acceptance(p, q)
 
 
 def draw_last(
@@ -150,7 +170,7 @@ def draw_last(
     return draw(residual(p, q), sampling.seeds, positions, streams)
 
 
-def _chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
+def chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
     size = max(1, _CHUNK_ELEMENTS // vocab_size)
     return (slice(begin, begin + size) for begin in range(0, num_rows, size))
 
@@ -177,14 +197,14 @@ def rejection_sample(
         num_accepted = (tokens[:, :-1] == drafts).cumprod(1).sum(1)
     else:
         accepted = torch.zeros_like(is_draft)
-        for part in _chunks(int(is_draft.sum()), target_logits.shape[-1]):
+        for part in chunks(int(is_draft.sum()), target_logits.shape[-1]):
             r, i = (index[part] for index in is_draft.nonzero(as_tuple=True))
             row, state = rows[r, i], states[r]
             arguments = drafts[r, i], positions[row], sampling.at(state)
             accepted[r, i] = accept_dense(target_logits[row], draft_logits[state, i], *arguments)
         num_accepted = accepted.cumprod(1).sum(1)
         tokens = torch.nn.functional.pad(drafts, (0, 1))
-        for part in _chunks(len(states), target_logits.shape[-1]):
+        for part in chunks(len(states), target_logits.shape[-1]):
             i, state = num_accepted[part], states[part]
             row, is_bonus = rows[part].gather(1, i[:, None])[:, 0], i == num_rows[part] - 1
             q_logits = draft_logits[state, i.clamp(max=max_num_draft - 1)]

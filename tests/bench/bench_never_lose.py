@@ -36,8 +36,8 @@ BATCHES = (1, 4, 16, 32)
 PROMPT_LENGTH = 64
 # name -> kind of prompts, temperature, output tokens
 WORKLOADS = {
-    "random tokens, temperature 1": ("random", 1.0, 64),
-    "code, temperature 1.5": ("mixed", 1.5, 64),
+    "random tokens, temperature 1": ("random", 1.0, 32),
+    "code, temperature 1.5": ("mixed", 1.5, 32),
     "code, outputs of 16 tokens": ("mixed", 0.0, 16),
 }
 

@@ -82,6 +82,25 @@ def asynchronous_scheduling_on_cpu() -> None:
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
+def names_that_the_interpreter_patches() -> None:
+    """Triton's interpreter looks for the builtins of its language in every call of a kernel, a quarter of its time."""
+    from triton.runtime import interpreter
+
+    names: dict[Any, list[str]] = {}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        is_builtin = interpreter.tl.core.is_builtin
+        if package not in names:
+            names[package] = [name for name in dir(package) if is_builtin(getattr(package, name))]
+        for name in names[package]:
+            member = getattr(package, name)
+            if is_builtin(member):  # not so inside of another call, which has patched it already
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
+@pytest.fixture(scope="session", autouse=INTERPRETED)
 def log1p_in_the_interpreter() -> None:
     """vLLM takes residuals of a dense q with libdevice's log1p, which Triton's interpreter does not have."""
     import triton.language as tl

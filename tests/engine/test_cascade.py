@@ -88,3 +88,21 @@ def test_three_stages(engine: Any, prompts: Any, expected: Any) -> None:
     assert generate(llm, prompts[:16], [8], max_tokens=NUM_TOKENS) == expected[:16]
     [stats] = llm.collective_rpc("specplugins_stats")
     assert stats["faults"] == {} and stats["stages"]["1 early_exit"]["kept"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["verify"] if INTERPRETED else ["verify", "first", "extend"])
+def test_stages_by_request(engine: Any, prompts: Any, expected: Any, policy: str) -> None:
+    """Option `stages`: only those stages draft, whatever the others in the batch are allowed."""
+    llm = engine(cascade(policy))
+
+    def drafted_by(*names: str) -> list[bool]:
+        before = llm.collective_rpc("specplugins_stats")[0]["stages"]
+        options = {"specplugins": {"stages": list(names)}}
+        assert generate(llm, prompts[:8], [8], max_tokens=NUM_TOKENS, extra_args=options) == expected[:8]
+        after = llm.collective_rpc("specplugins_stats")[0]["stages"]
+        return [after[name]["drafted"] > before[name]["drafted"] for name in after]
+
+    assert drafted_by("prompt_lookup") == [True, False]
+    assert drafted_by("early_exit") == [False, True]
+    assert drafted_by("early_exit", "prompt_lookup") == [True, True]

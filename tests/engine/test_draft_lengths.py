@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from cases import PROMPT_LOOKUP, generate
+from cases import PROMPT_LOOKUP, early_exit, generate
 from conftest import RUNNER, spec_metrics
 
 
@@ -73,7 +73,7 @@ def test_reference(engine: Any) -> None:
 
 
 def test_options_as_text(engine: Any) -> None:
-    """As `vllm_xargs` of the HTTP API has to give them; text that is no dictionary is ignored."""
+    """As `vllm_xargs` of the HTTP API has to give them."""
     llm = engine(PROMPT_LOOKUP)
     prompt = list(range(10, 60))
     [plain] = generate(llm, [prompt], [1])
@@ -81,16 +81,38 @@ def test_options_as_text(engine: Any) -> None:
     before = spec_metrics(llm)
     assert generate(llm, [prompt], [1], extra_args={"specplugins": text}) == [plain]
     assert spec_metrics(llm)["accepted_tokens"] - before["accepted_tokens"] >= 0.75 * len(plain) - 4
-    for rubbish in ("{", "7", "[]", 7, [1]):
-        assert generate(llm, [prompt], [1], extra_args={"specplugins": rubbish}) == [plain]
     assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
 
 
-@pytest.mark.parametrize("reference", [7, [-1], [10**9], ["a"], {"a": 1}, [True]])
-def test_reference_that_cannot_be_used(engine: Any, reference: Any) -> None:
-    """A bad reference is ignored: the request goes on, and no fault is counted."""
+@pytest.mark.parametrize(
+    "options", [{"reference": [-1]}, {"max_draft": -1}, {"enabled": "no"}, {"stages": ["early_exit"]}, {"k": 1}, "{"]
+)
+def test_bad_options_are_refused(engine: Any, options: Any) -> None:
+    """One sentence for the caller; the engine and the other requests go on."""
+    from vllm.exceptions import VLLMValidationError
+
     llm = engine(PROMPT_LOOKUP)
     prompt = list(range(10, 60))
-    outputs = generate(llm, [prompt, prompt], [2], extra_args={"specplugins": {"reference": reference}})
-    assert outputs == generate(llm, [prompt, prompt], [2])
+    plain = generate(llm, [prompt, prompt], [2])
+    with pytest.raises(VLLMValidationError, match=r"^specplugins.* (must be|is not an option)"):
+        generate(llm, [prompt], [1], extra_args={"specplugins": options})
+    assert generate(llm, [prompt, prompt], [2]) == plain
     assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"enabled": False}, 0), ({"max_draft": 0}, 0), ({"max_draft": 2}, 2), ({"max_context": 9}, 0), ({}, 4)],
+)
+@pytest.mark.parametrize("method", ["prompt_lookup", "early_exit"])
+def test_limits(engine: Any, method: str, options: dict[str, Any], most: int) -> None:
+    """What a request allows is what is verified for it, beside one that allows everything."""
+    llm = engine(PROMPT_LOOKUP if method == "prompt_lookup" else early_exit(1))
+    prompt = [7, 8, 9, 10] * 6
+    plain = generate(llm, [prompt], [1])
+    before = spec_metrics(llm)
+    assert generate(llm, [prompt], [1], extra_args={"specplugins": options}) == plain
+    after = spec_metrics(llm)
+    drafts, tokens = (after[name] - before[name] for name in ("drafts", "draft_tokens"))
+    assert (drafts > 0) == (most > 0)
+    assert tokens <= most * drafts and (most == 0 or tokens > (most - 1) * drafts - 4)

@@ -90,6 +90,20 @@ def test_two_ranks(tmp_path: Path, plain_two_ranks: Result) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="as on V1, and a minute through the interpreter")
+def test_two_ranks_gated(tmp_path: Path, plain_two_ranks: Result) -> None:
+    """A gate on each rank. Kills: one that goes by its own clock, and drafts (or not) where the other rank does not."""
+    stages = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]
+    config = {"method": "cascade", "num_speculative_tokens": 4, "policy": "first", "stages": stages}
+    result = run_two_ranks(tmp_path, config)
+    assert result.outputs == plain_two_ranks.outputs
+    for counted in ("drafted", "kept"):
+        assert len({json.dumps([s[counted] for s in rank["stages"].values()]) for rank in result.stats}) == 1
+    assert all(stage["drafted"] for stage in result.stats[0]["stages"].values())
+    assert [stats["faults"] for stats in result.stats] == [{}, {}]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [NUM_LAYERS, *([] if INTERPRETED else [NUM_LAYERS // 2])])
 def test_two_ranks_exit_early(tmp_path: Path, plain_two_ranks: Result, layer: int) -> None:
     """Each rank holds half of the heads and of their KV cache. Kills: hidden states or logits that are one rank's part

@@ -255,15 +255,16 @@ def test_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from vllm import SamplingParams
 
-    from vllm_specplugins.engine.verify import allow_parameters
+    from vllm_specplugins.engine.options import check_requests
     from vllm_specplugins.methods import parse_config
 
     monkeypatch.setattr(SamplingParams, "_validate_spec_decode", SamplingParams._validate_spec_decode)
-    allow_parameters()
+    check_requests()
     params = SamplingParams(min_p=0.1, logit_bias={3: 1.0})
     ours, theirs = (parse_config({**PROMPT_LOOKUP, "verification": value}) for value in ("fused", "vllm"))
-    params._validate_spec_decode(SimpleNamespace(plugin_config=ours))
+    model = SimpleNamespace(get_vocab_size=lambda: 100)
+    params._validate_spec_decode(SimpleNamespace(plugin_config=ours, target_model_config=model))
     assert (params.min_p, params.logit_bias) == (0.1, {3: 1.0})
-    for config in (SimpleNamespace(plugin_config=theirs), SimpleNamespace()):
+    for config in (SimpleNamespace(plugin_config=theirs, target_model_config=model), SimpleNamespace()):
         with pytest.raises(ValueError, match="min_p"):
             params._validate_spec_decode(config)

@@ -230,11 +230,11 @@ def test_chi_squared(dense: bool, temperature: float) -> None:
 )
 def test_planted_errors_are_caught(planted: str | None, monkeypatch) -> None:
     """The chi-squared test sees each of the classic mistakes, of drafts that were drawn with our own noise."""
-    acceptance, draft_probs = reference.acceptance, reference.draft_probs
+    acceptance, draft_weights = reference.acceptance, reference.draft_weights
     if planted == "accepts more":
         monkeypatch.setattr(reference, "acceptance", lambda p, q: acceptance(p, q) + 0.02)
     elif planted == "wrong temperature":
-        monkeypatch.setattr(reference, "draft_probs", lambda logits, *args: draft_probs(logits / 0.9, *args))
+        monkeypatch.setattr(reference, "draft_weights", lambda logits, *args: draft_weights(logits / 0.9, *args))
     elif planted == "recovered from p":
         monkeypatch.setattr(reference, "residual", lambda p, q: p)
     elif planted == "recovered with the draft's noise":

@@ -1,6 +1,8 @@
 """Cascades on the host alone: staged verification gives the last stage's own tokens, whatever was offered to it."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,8 @@ import torch
 
 from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, StageConfig
 from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext, Sampling, StageCounters, Target
-from vllm_specplugins.methods import parse_config
+from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.cascade import Cascade
 from vllm_specplugins.proposers.drafters import DraftToken, Extend, First, Nothing, Rows, Verified
 from vllm_specplugins.proposers.early_exit import EarlyExit
@@ -135,6 +138,67 @@ def test_three_stages(seed: int) -> None:
     assert ids(nested.draft(batch, [[] for _ in range(4)], batch.max_num_draft.tolist())) == expected
 
 
+class TableForward:
+    """Layers whose logits depend on the layer and the token fed: a bigram model for as many requests as one likes."""
+
+    def __init__(self, tables: dict[int, torch.Tensor]):
+        self.tables = tables
+
+    def hidden_states(self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool) -> Any:
+        return self.tables[end_layer][token_ids.long()]
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+def test_verified_tokens_are_distributed_as_q() -> None:
+    """Chi-squared of pairs of tokens over 200 k drafts, against the last stage's q; the offers are chosen to mislead.
+
+    In turn they come from another q by the same noise, or are the stage's own likeliest or unlikeliest token. Kills: an
+    offer that is kept because it is likely; noise that says more about a token that was offered.
+    """
+    num_draws, batch_size, temperature = 200_000, 20_000, 0.8
+    generator = torch.Generator().manual_seed(1)
+    tables = {layer: torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator) for layer in (1, 2)}
+    stage = exit_stage(2, "probabilistic")
+    coupled = Verified(Nothing(), exit_stage(1, "probabilistic"), 0, StageCounters())
+    q = torch.softmax(tables[2].double() / temperature, dim=-1)
+    likeliest, unlikeliest = q.argmax(-1).tolist(), q.argmin(-1).tolist()
+
+    class Misleading:
+        def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
+            rows = coupled.draft(batch, begun, wanted)
+            for index, (tokens, row) in enumerate(zip(begun, rows, strict=True)):
+                last = tokens[-1].token_id if tokens else 0
+                if row and index % 3:
+                    row[0] = DraftToken((likeliest if index % 3 == 1 else unlikeliest)[last], 0, 9.0)
+            return rows
+
+    drafter = Verified(Misleading(), stage, 1, StageCounters())
+    counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.float64)
+    for start in range(0, num_draws, batch_size):
+        seeds = torch.arange(start, start + batch_size) * 7919
+        history = np.zeros(1, np.int32)
+        target = Target(
+            forward=TableForward(tables),  # type: ignore[arg-type]
+            last_token_ids=torch.zeros(batch_size, dtype=torch.int32),
+            num_tokens=torch.ones(batch_size, dtype=torch.int64),
+            last_hidden_states=None,
+            sampling=Sampling(torch.full((batch_size,), temperature), seeds),
+        )
+        wanted = np.full(batch_size, 2, np.int32)
+        batch = DraftBatch([""] * batch_size, [history] * batch_size, wanted, [{}] * batch_size, target)
+        drafts = drafter.draft(batch, [[] for _ in range(batch_size)], wanted.tolist())
+        pairs = torch.tensor([[token.token_id for token in draft] for draft in drafts])
+        counts.index_put_((pairs[:, 0], pairs[:, 1]), torch.ones((), dtype=torch.float64), accumulate=True)
+    expected = q[0][:, None] * q * num_draws
+    assert expected.min() > 5
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = VOCAB_SIZE**2 - 1
+    p_value = float(torch.special.gammaincc(torch.tensor(freedom / 2), statistic.float() / 2))
+    assert p_value > 1e-4, f"chi-squared {statistic:.1f} at {freedom} degrees of freedom"
+
+
 def test_good_offers_save_passes() -> None:
     """One pass for a whole draft that is right. Kills: checking token by token."""
     rng = np.random.default_rng(0)
@@ -185,8 +249,6 @@ def cascade(policy: str, gate: str = "off") -> Cascade:
         {"method": "cascade", "policy": policy, "gate": gate,
          "stages": [{"method": "prompt_lookup", "min_ngram": 1}, {"method": "early_exit", "exit_layer": 2}]}
     )  # fmt: skip
-    from vllm_specplugins.methods import build_proposer
-
     proposer = build_proposer(config, CONTEXT)
     assert isinstance(proposer, Cascade)
     return proposer
@@ -219,3 +281,38 @@ def test_config_is_nested() -> None:
     assert isinstance(config.own, CascadeConfig)
     assert config.own.stages[1] == StageConfig(method="early_exit", own=EarlyExitConfig())
     assert (config.own.policy, config.own.gate) == ("verify", "auto")
+
+
+def test_ranks_agree_on_times() -> None:
+    """The gate hears the agreed times, one exchange a step. Kills: a gate that goes by its own rank's clock."""
+    exchanged: list[list[float]] = []
+
+    def agreed(times: list[float]) -> list[float]:
+        exchanged.append(times)
+        return [1000.0 + index for index in range(len(times))]
+
+    stages = [{"method": "prompt_lookup", "min_ngram": 1}, {"method": "early_exit", "exit_layer": 2}]
+    config = parse_config({"method": "cascade", "policy": "first", "stages": stages})
+    proposer = build_proposer(config, replace(CONTEXT, agreed=agreed))
+    assert isinstance(proposer, Cascade) and proposer._gate is not None
+    batch = make_batch(np.random.default_rng(1), 3)
+    for _ in range(3):
+        draft = proposer.propose(batch)
+        proposer.observe(Feedback(batch.request_ids, draft.num_draft, draft.num_draft, step_ms=5.0))
+    assert len(exchanged) == 3 and all(len(times) == 4 for times in exchanged)
+    [costs] = proposer._gate._costs.values()
+    assert costs.mean_ms == 1000.0 and costs.mean_drafting_ms == 1001.0
+
+
+def test_log_line() -> None:
+    """What a cascade did so far, by stage."""
+    proposer = cascade("verify")
+    batch = make_batch(np.random.default_rng(5), 5)
+    draft = proposer.propose(batch)
+    feedback = Feedback(batch.request_ids, draft.num_draft, np.minimum(draft.num_draft, 1))
+    proposer.observe(feedback)
+    barrier = FaultBarrier(proposer, VOCAB_SIZE, K, None)
+    barrier.count(feedback)
+    words = barrier.totals().summary()
+    assert f"drafted {draft.num_draft.sum()}, accepted {np.minimum(draft.num_draft, 1).sum()}; " in words
+    assert re.search(r"stage 0 prompt_lookup: drafted \d+, kept \d+, accepted \d+, \d+ ms; stage 1 early_exit: ", words)

@@ -1,26 +1,52 @@
-"""Per-request options: `SamplingParams.extra_args["specplugins"]`, a dictionary, or its JSON text.
+"""Per-request options on their way through vLLM: checked in the front end, read in the worker."""
 
-The HTTP API takes them in `vllm_xargs`, whose values cannot be dictionaries: hence the text.
-"""
-
-import json
-import logging
-from collections.abc import Mapping
+import copy
+import functools
 from typing import Any
 
-from vllm_specplugins.config import shown
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
 
-logger = logging.getLogger("vllm.specplugins")
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.request_options import Options, check_options, read_options
 
 
-def request_options(sampling_params: Any) -> Mapping[str, Any]:
-    """The options of a request; empty where it has none, or (logged) where they cannot be read."""
-    options = (getattr(sampling_params, "extra_args", None) or {}).get("specplugins", {})
+def request_options(sampling_params: Any) -> Options:
+    """The options of a request, which the front end has checked; empty where it has none."""
     try:
-        read = json.loads(options) if isinstance(options, str) else options
-    except ValueError:
-        read = None
-    if isinstance(read, Mapping):
-        return read
-    logger.warning("extra_args: specplugins must be a dictionary or its JSON text, not %s; ignored.", shown(options))
-    return {}
+        return _read(sampling_params)
+    except ConfigError:  # of a request that came past the front end: nothing of it may stop the engine
+        return {}
+
+
+def _read(sampling_params: Any) -> Options:
+    raw = (getattr(sampling_params, "extra_args", None) or {}).get("specplugins")
+    return {} if raw is None else read_options(raw)
+
+
+def check_requests() -> None:
+    """Has vLLM check the options of every request, wherever it checks the others, and allow min_p and logit_bias;
+    once per process.
+
+    A call that is not about a configuration of ours goes to vLLM unchanged.
+    """
+    original = SamplingParams._validate_spec_decode
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def _validate_spec_decode(self: SamplingParams, speculative_config: Any) -> None:
+        config = getattr(speculative_config, "plugin_config", None)
+        if config is not None:
+            vocab_size = speculative_config.target_model_config.get_vocab_size()
+            try:
+                check_options(_read(self), config, vocab_size)
+            except ConfigError as error:
+                raise VLLMValidationError(str(error)) from None
+            if config.common.verification == "fused" and (self.min_p or self.logit_bias):
+                # vLLM refuses them wherever there is speculation; our verification knows them.
+                self = copy.copy(self)
+                self.min_p, self.logit_bias = 0.0, None
+        original(self, speculative_config)
+
+    SamplingParams._validate_spec_decode = _validate_spec_decode

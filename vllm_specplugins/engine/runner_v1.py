@@ -17,11 +17,13 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import DraftBatch, Feedback
+from vllm_specplugins.engine.built_in import DrafterV1, both
 from vllm_specplugins.engine.layers import FirstLayers
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target_v1 import TargetV1
 from vllm_specplugins.engine.verify_v1 import Verifier
 from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.request_options import draft_limit
 
 
 class _Drafter:
@@ -36,7 +38,10 @@ class _Drafter:
 
 @contextmanager
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
-    """Lets a runner be built: to V1 we are a `custom_class` proposer."""
+    """Lets a runner be built: to V1 we are a `custom_class` proposer, unless it shall build one of its own."""
+    if vllm_config.speculative_config.built_in is not None:
+        yield
+        return
     original = gpu_model_runner.create_custom_proposer
     gpu_model_runner.create_custom_proposer = lambda vllm_config: _Drafter()
     vllm_config.speculative_config.method = "custom_class"
@@ -50,7 +55,12 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     """Hands the runner's drafting steps and its news of requests to our proposer."""
     if not hasattr(runner, "drafter"):  # a pipeline rank that does not draft
         return
-    adapter = runner.drafter.adapter = _Adapter(runner, barrier)
+    adapter = _Adapter(runner, barrier)
+    drafter = runner.drafter
+    if isinstance(drafter, _Drafter):
+        drafter.adapter = adapter
+    else:
+        drafter.load_model = both(drafter.load_model, adapter.load_model)
     runner.propose_draft_token_ids = adapter.propose_draft_token_ids
     runner._update_states = adapter.update_states
     # V1 drafts zeros for the whole batch when one request nears this; we shorten that request's draft instead.
@@ -95,6 +105,7 @@ class _Adapter:
         self._runner = runner
         self._barrier = barrier
         self._update_states = runner._update_states  # vLLM's own, bound
+        self._built_in = None if runner.speculative_config.built_in is None else DrafterV1(runner)
         self._requests: dict[str, _Request] = {}
         # Requests without a seed get theirs in the order in which they come: the same on every rank.
         self._random = np.random.default_rng(runner.model_config.seed)
@@ -152,19 +163,37 @@ class _Adapter:
         request_ids = [input_batch.req_ids[row] for row in rows]
         requests = [self._request(request_id) for request_id in request_ids]
         num_tokens = input_batch.num_tokens_no_spec[rows]
-        room = runner.max_model_len - num_tokens - 1
-        if self.verifier is not None:
-            room[[not self.verifier.may_draft(row) for row in rows]] = 0
+        limits = [
+            draft_limit(request.options, n, runner.num_spec_tokens, runner.max_model_len)
+            if self.verifier is None or self.verifier.may_draft(row)
+            else 0
+            for row, request, n in zip(rows, requests, num_tokens.tolist(), strict=True)
+        ]
         target = None
         if self._target is not None and rows:
             seeds = [request.seed for request in requests]
             target = self._target.of(rows, num_tokens, seeds, hidden_states, common_attn_metadata)
+        offer = None
+        if self._built_in is not None:
+            offer = self._built_in.offer(
+                rows,
+                scheduler_output,
+                sampled_token_ids,
+                sampling_metadata,
+                hidden_states,
+                sample_hidden_states,
+                aux_hidden_states,
+                spec_decode_metadata,
+                common_attn_metadata,
+                slot_mappings,
+            )
         batch = DraftBatch(
             request_ids=request_ids,
             token_ids=[input_batch.token_ids_cpu[row, :n] for row, n in zip(rows, num_tokens, strict=True)],
-            max_num_draft=np.clip(room, 0, runner.num_spec_tokens).astype(np.int32),
+            max_num_draft=np.array(limits, np.int32),
             options=[request.options for request in requests],
             target=target,
+            offer=offer,
         )
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         num_draft = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32)

@@ -16,10 +16,13 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array
 from vllm_specplugins.engine import verify_v2
+from vllm_specplugins.engine.built_in import OfferV2, run_before
 from vllm_specplugins.engine.history_v2 import Histories
 from vllm_specplugins.engine.report import REPORT, DraftReport
+from vllm_specplugins.engine.spec_config import without_built_in
 from vllm_specplugins.engine.target_v2 import TargetSpeculator
 from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.request_options import draft_limit
 
 
 @contextmanager
@@ -28,9 +31,12 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
     original = model_runner.init_speculator
 
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> BaseSpeculator:
-        if vllm_config.speculative_config.runs_target:
-            return TargetSpeculator(vllm_config, device, req_states)
-        return HostSpeculator(vllm_config, device, req_states)
+        speculative_config = vllm_config.speculative_config
+        kind = TargetSpeculator if speculative_config.runs_target else HostSpeculator
+        if speculative_config.built_in is None:
+            return kind(vllm_config, device, req_states)
+        ours = kind(without_built_in(vllm_config), device, req_states)
+        return run_before(original(vllm_config, device, req_states), ours)
 
     model_runner.init_speculator = init_speculator
     try:
@@ -44,6 +50,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     speculator = runner.speculator
     if speculator is None:  # a pipeline rank that does not draft
         return
+    speculator = getattr(speculator, "specplugins", speculator)
     speculator.barrier = barrier
     add_requests, finish_requests, sample_tokens = runner.add_requests, runner.finish_requests, runner.sample_tokens
 
@@ -77,8 +84,10 @@ class HostSpeculator(BaseSpeculator):
     supports_mm_inputs = False
     draft_logits = None
     barrier: FaultBarrier  # set by `attach`
+    offer: OfferV2 | None = None  # of a cascade's stage that is built into vLLM
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
+        self.device = device
         self._max_model_len = vllm_config.model_config.max_model_len
         self._max_num_draft = vllm_config.num_speculative_tokens
         self._histories = Histories(req_states, self._max_model_len, self._max_num_draft, device)
@@ -138,12 +147,16 @@ class HostSpeculator(BaseSpeculator):
         rows, accepted, rejected = self._histories.extend(input_batch, num_sampled, num_rejected)
         request_ids = [input_batch.req_ids[row] for row in rows]
         requests = [self._histories[request_id] for request_id in request_ids]
-        room = np.array([self._max_model_len - request.num_tokens - 1 for request in requests], np.int64)
+        limits = [
+            draft_limit(request.options, request.num_tokens, self._max_num_draft, self._max_model_len)
+            for request in requests
+        ]
         batch = DraftBatch(
             request_ids=request_ids,
             token_ids=[request.token_ids for request in requests],
-            max_num_draft=np.clip(room, 0, self._max_num_draft).astype(np.int32),
+            max_num_draft=np.array(limits, np.int32),
             options=[request.options for request in requests],
+            offer=None if self.offer is None else self.offer.of(rows),
         )
         draft = self.barrier.propose(batch, Feedback(request_ids, accepted + rejected, accepted))
         padded = np.zeros((input_batch.num_reqs, self._max_num_draft), np.int32)

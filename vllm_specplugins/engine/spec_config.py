@@ -1,18 +1,23 @@
 """Our `SpeculativeConfig`: carries a checked configuration of ours into every process of the engine."""
 
+import copy
 import logging
+import textwrap
 from typing import Any
 
-from pydantic import SkipValidation
+from pydantic import SkipValidation, ValidationError
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 
-from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig
-from vllm_specplugins.engine.verify import allow_parameters
-from vllm_specplugins.methods import early_exits, reads_history, runs_target
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig, StageConfig
+from vllm_specplugins.engine.options import check_requests
+from vllm_specplugins.methods import built_in_stage, early_exits, reads_history, runs_target
 
 logger = logging.getLogger("vllm.specplugins")
+
+# Every process that receives a configuration of ours imports this module, the front ends' among them.
+check_requests()
 
 # vLLM's workers that ours extend; see engine/worker.py.
 WORKERS = {
@@ -24,16 +29,28 @@ SCHEDULER = "vllm_specplugins.engine.scheduler.PlannedScheduler"
 
 @vllm_dataclass
 class PluginSpeculativeConfig(SpeculativeConfig):
-    """What vLLM sees of a method of ours: a speculative method that has no model of its own."""
+    """What vLLM sees of a method of ours: a speculative method that has no model of its own.
+
+    A cascade with a proposer built into vLLM looks like that proposer alone, so that all of vLLM (memory, KV cache,
+    lookahead slots, hidden states of the target) prepares for it.
+    """
 
     method: str | None = None
     plugin_config: SkipValidation[Any] = None
 
     def __post_init__(self) -> None:
+        if self.built_in is not None:
+            SpeculativeConfig.__post_init__(self)
+            return
         self.model = self.method
         self.prompt_lookup_min = self.prompt_lookup_max = 0
         self.draft_model_config = self.target_model_config
         self.draft_parallel_config = self.target_parallel_config
+
+    @property
+    def built_in(self) -> StageConfig | None:
+        """The stage that is built into vLLM."""
+        return built_in_stage(self.plugin_config)
 
     @property
     def runs_target(self) -> bool:
@@ -57,16 +74,56 @@ class PluginVllmConfig(VllmConfig):
 def build(
     config: SpecConfig, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
 ) -> PluginSpeculativeConfig:
-    """vLLM's view of a configuration of ours."""
+    """vLLM's view of a configuration of ours.
+
+    Raises:
+        ConfigError: vLLM refuses the stage that is built into it.
+    """
+    common: dict[str, Any] = {
+        "num_speculative_tokens": config.common.num_speculative_tokens,
+        "plugin_config": config,
+        "target_model_config": target_model_config,
+        "target_parallel_config": target_parallel_config,
+    }
+    stage = built_in_stage(config)
+    if stage is not None:
+        return _build_with(stage, common)
     samples = [part.draft_sample_method for part in early_exits(config)]
     return PluginSpeculativeConfig(
         method=config.method,
-        num_speculative_tokens=config.common.num_speculative_tokens,
-        plugin_config=config,
-        target_model_config=target_model_config,
-        target_parallel_config=target_parallel_config,
         draft_sample_method="probabilistic" if "probabilistic" in samples else "greedy",
+        **common,
     )
+
+
+def _build_with(stage: StageConfig, common: dict[str, Any]) -> PluginSpeculativeConfig:
+    try:
+        result = PluginSpeculativeConfig(method=stage.method, model=stage.own.model, **stage.own.settings, **common)
+    except Exception as error:  # whatever vLLM, pydantic and transformers raise
+        raise ConfigError(f"cascade: vLLM refuses {stage.method}: {_first_sentence(error)}") from error
+    if result.method != stage.method:
+        raise ConfigError(f"cascade: method must be {result.method!r} for {stage.own.model}, not {stage.method!r}.")
+    return result
+
+
+def without_built_in(vllm_config: VllmConfig) -> VllmConfig:
+    """A configuration as it would be if the cascade had no stage that is built into vLLM."""
+    theirs = vllm_config.speculative_config
+    alone = copy.copy(vllm_config)
+    alone.speculative_config = copy.copy(theirs)
+    alone.speculative_config.draft_model_config = theirs.target_model_config
+    alone.speculative_config.draft_parallel_config = theirs.target_parallel_config
+    return alone
+
+
+def _first_sentence(error: Exception) -> str:
+    """What an error says first; pydantic names the field apart from that."""
+    text, field = str(error) or type(error).__name__, ""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        text, field = first["msg"].removeprefix("Value error, "), "".join(f"{part}: " for part in first["loc"][:1])
+    sentence = " ".join(text.split()).split(". ")[0].removesuffix(".")
+    return textwrap.shorten(field + sentence, 200, placeholder=" ...") + "."
 
 
 def take_over(vllm_config: VllmConfig) -> None:
@@ -76,15 +133,15 @@ def take_over(vllm_config: VllmConfig) -> None:
         ConfigError: the configuration holds something that our methods cannot run with.
     """
     speculative_config = vllm_config.speculative_config
-    method = speculative_config.method
+    method = speculative_config.plugin_config.method
     if speculative_config.runs_target:
         _check_target(vllm_config, speculative_config.plugin_config)
-        vllm_config.__class__ = PluginVllmConfig
+        if speculative_config.built_in is None:  # or else vLLM reserves these slots itself
+            vllm_config.__class__ = PluginVllmConfig
     worker = vllm_config.parallel_config.worker_cls
     if worker not in WORKERS:
         raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
-    allow_parameters()
     if not vllm_config.scheduler_config.async_scheduling:
         return
     if not vllm_config.use_v2_model_runner:
@@ -108,8 +165,6 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     ):
         if size > 1:
             raise ConfigError(f"{method}: {name} must be 1, not {size}.")
-    if parallel.tensor_parallel_size > 1 and getattr(config.own, "gate", "off") != "off":
-        raise ConfigError(f"{method}: gate must be 'off' with tensor parallelism: it would differ between the ranks.")
     if vllm_config.lora_config is not None:
         raise ConfigError(f"{method}: enable_lora must be false, not True: drafts would run another request's adapter.")
     kinds = {

@@ -22,10 +22,13 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Sampling, Target
+from vllm_specplugins.engine.built_in import OfferV2
 from vllm_specplugins.engine.history_v2 import Histories
 from vllm_specplugins.engine.layers import FirstLayers
+from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.report import DraftReport
 from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.request_options import Options, draft_limit
 
 _NO_TOKENS = np.zeros(1, np.int32)  # of a row that wants no draft
 
@@ -39,6 +42,7 @@ class TargetSpeculator(DraftModelSpeculator):
     draft_attn_layer_names: set[str]
     draft_logits: torch.Tensor | None
     barrier: FaultBarrier  # set by runner_v2.attach
+    offer: OfferV2 | None = None  # of a cascade's stage that is built into vLLM
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
@@ -48,6 +52,7 @@ class TargetSpeculator(DraftModelSpeculator):
             self._histories = Histories(req_states, self.max_model_len, self.num_speculative_steps, device)
         self.report = DraftReport()
         self._feedback = _LateFeedback()
+        self._options: dict[str, Options] = {}  # of the requests that have any
         self._drafted_at = 0.0  # when the last drafting from histories ended
         self._graphs: SpeculatorCudaGraphManager | None = None
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -65,11 +70,14 @@ class TargetSpeculator(DraftModelSpeculator):
         """Starts the histories of requests that are new, or back after a preemption."""
         if self._histories is not None:
             self._histories.add(new_requests)
+        self._options |= {new.req_id: found for new in new_requests if (found := request_options(new.sampling_params))}
 
     def remove(self, request_ids: set[str]) -> None:
         """Tells the proposer which requests are gone."""
         if self._histories is not None:
             self._histories.remove(request_ids)
+        for request_id in request_ids:
+            self._options.pop(request_id, None)
         if request_ids:
             self.barrier.forget(sorted(request_ids))
 
@@ -148,12 +156,26 @@ class TargetSpeculator(DraftModelSpeculator):
         else:
             feedback = self._feedback.exchange(input_batch.req_ids, num_sampled, num_rejected)
             num_draft = self._replay(num_reqs, feedback) or self._draft_eagerly(input_batch, feedback)
+            num_draft = self._limited(num_draft, input_batch)
         if input_batch.has_structured_output_reqs:  # a grammar has to see the tokens
             rows = drafts.tolist()
         else:
             rows = [[-1] * self.num_speculative_steps] * num_reqs
         self.report.tell(input_batch.req_ids, [row[:n] for row, n in zip(rows, num_draft, strict=True)])
         return drafts
+
+    def _limited(self, num_draft: list[int], input_batch: Any) -> list[int]:
+        """All are drafted for at once; what a request's options do not allow is not verified.
+
+        Its length is an upper bound here: the drafts of the last step count as if all had been accepted.
+        """
+        if not self._options:
+            return num_draft
+        lengths = input_batch.seq_lens_cpu_upper_bound.tolist()
+        return [
+            draft_limit(self._options.get(request_id, {}), length, num, self.max_model_len)
+            for request_id, length, num in zip(input_batch.req_ids, lengths, num_draft, strict=False)
+        ]
 
     def _replay(self, num_reqs: int, feedback: Feedback) -> list[int]:
         """Drafts by one graph and returns the drafts' lengths; nothing where no graph has this batch size."""
@@ -167,7 +189,7 @@ class TargetSpeculator(DraftModelSpeculator):
         for groups in self.attn_groups:
             for group in groups:
                 group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
-        self.barrier.counters.add(feedback)
+        self.barrier.count(feedback)
         self._graphs.run_fullgraph(batch)
         return [self.num_speculative_steps] * num_reqs
 
@@ -193,11 +215,16 @@ class TargetSpeculator(DraftModelSpeculator):
         for row in rows:
             request = self._histories[input_batch.req_ids[row]]
             token_ids[row], options[row] = request.token_ids, request.options
-            room = self.max_model_len - request.num_tokens - 1
-            max_num_draft[row] = np.clip(room, 0, self.num_speculative_steps)
+            max_num_draft[row] = draft_limit(
+                request.options, request.num_tokens, self.num_speculative_steps, self.max_model_len
+            )
         forward = _PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
         batch = replace(
-            self._batch(input_batch.req_ids, forward), token_ids=token_ids, options=options, max_num_draft=max_num_draft
+            self._batch(input_batch.req_ids, forward),
+            token_ids=token_ids,
+            options=options,
+            max_num_draft=max_num_draft,
+            offer=None if self.offer is None else self.offer.of(range(num_reqs)),
         )
         only_decoded = len(rows) == num_reqs and input_batch.num_tokens == int((1 + accepted + rejected).sum())
         feedback = Feedback(

@@ -1,7 +1,7 @@
 """vLLM's workers with our proposer in their model runner: the classes that `worker_cls` names.
 
 What has to be replaced in vLLM while a runner is built is put back, and everything else is set on that one runner;
-the patches that stay (kind "patch" in compat.py) let requests use min_p and logit_bias, or, where verification is
+the patches that stay (kind "patch" in compat.py) check the options of requests and, where verification is
 vLLM's, mend its sampling on CPUs.
 """
 
@@ -57,9 +57,7 @@ class _WithProposer:
 
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (draft.Counters) as a dictionary; for `LLM.collective_rpc`."""
-        counters = self._barrier.counters
-        counters.stages = getattr(self._barrier.proposer, "stage_counters", dict)()
-        return asdict(counters)
+        return asdict(self._barrier.totals())
 
 
 def guarded_proposer(vllm_config: "VllmConfig", device: Any) -> FaultBarrier:
@@ -74,6 +72,7 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any) -> FaultBarrier:
         tokenize=_Tokenizer(model_config),
         device=device,
         dtype=model_config.dtype,
+        agreed=_rank_0s,
     )
     return FaultBarrier(
         build_proposer(config, context),
@@ -82,6 +81,14 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any) -> FaultBarrier:
         # A call into the target belongs to the engine's own thread and stream.
         time_budget_ms=None if vllm_config.speculative_config.runs_target else config.common.time_budget_ms,
     )
+
+
+def _rank_0s(times: list[float]) -> list[float]:
+    """The times of the group's first rank. It costs a small broadcast on the host, and nothing for a single rank."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    agreed: list[float] = get_tp_group().broadcast_object(times, src=0)
+    return agreed
 
 
 class _Tokenizer:

@@ -19,6 +19,7 @@ logger = logging.getLogger("vllm.specplugins")
 
 MAX_FAULTS = 3  # so many faults
 FAULT_WINDOW = 1000  # within so many steps switch a proposer off
+LOG_EVERY_S = 10.0  # as vLLM logs its own statistics, while there is something to say
 
 
 class Fault(Exception):
@@ -49,13 +50,14 @@ class FaultBarrier:
         self._to_forget: list[str] = []
         self._fault_steps: deque[int] = deque(maxlen=MAX_FAULTS)
         self._step = 0
+        self._logged_at = time.monotonic()
 
     def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
         """What became of the last drafts, in; the drafts of this step, out: valid ones, whatever happens.
 
         Requests that were to be forgotten are forgotten first, in the proposer's own thread.
         """
-        self.counters.add(feedback)
+        self.count(feedback)
         if self.counters.switched_off or batch.num_reqs == 0:
             return Draft.empty(batch.num_reqs)
         self._step += 1
@@ -74,6 +76,19 @@ class FaultBarrier:
         finally:
             self.counters.propose_ms += (time.perf_counter() - start) * 1000
         return Draft.empty(batch.num_reqs)
+
+    def count(self, feedback: Feedback) -> None:
+        """Counts one step's verification, and now and then logs the totals."""
+        self.counters.add(feedback)
+        now = time.monotonic()
+        if now - self._logged_at > LOG_EVERY_S:
+            self._logged_at = now
+            logger.info("Speculation so far: %s", self.totals().summary())
+
+    def totals(self) -> Counters:
+        """The counters, those of a cascade's stages included."""
+        self.counters.stages = getattr(self.proposer, "stage_counters", dict)()
+        return self.counters
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Has the proposer forget these requests before it next proposes."""

@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import zip_longest
 
 import numpy as np
 import torch
 
 from vllm_specplugins.config import CascadeConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters
+from vllm_specplugins.proposers.built_in import BuiltIn, Offered
 from vllm_specplugins.proposers.drafters import (
+    Allowed,
     Drafter,
     DraftToken,
     Extend,
@@ -24,6 +27,7 @@ from vllm_specplugins.proposers.drafters import (
     Rows,
     Verified,
     Whole,
+    allows,
 )
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import Gate
@@ -36,14 +40,17 @@ POLICIES: dict[str, Callable[[Drafter, Drafter], Drafter]] = {"first": First, "e
 class Gated:
     """A drafter whose lengths a gate chooses: before it drafts, if drafting costs, and after it, if that was free.
 
-    It leaves a request to `rival`, the stage that drafts in its stead, where that one is expected to gain more.
+    It leaves a request to `rival`, the index and name of the stage that drafts in its stead, where that one is expected
+    to gain more.
     """
 
     drafter: Drafter
     gate: Gate
     index: int
     is_free: bool
-    rival: int | None = None
+    rival: tuple[int, str] | None = None
+    drafting_ms: float = 0.0  # of the last step
+    num_drafted: int = 0  # tokens that this was for, of each request
 
     def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
         if self.is_free:
@@ -52,15 +59,20 @@ class Gated:
             lengths = self._lengths(batch, confidences, [len(draft) for draft in drafts])
             return [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
         lengths = self._lengths(batch, [1.0] * batch.num_reqs, wanted)
-        if not any(lengths):
+        self.num_drafted = max(lengths, default=0)
+        if self.num_drafted == 0:
             return [[] for _ in lengths]
         start = time.perf_counter()
         drafts = self.drafter.draft(batch, begun, lengths)
-        self.gate.add_drafting(self.index, (time.perf_counter() - start) * 1000, max(lengths))
+        self.drafting_ms = (time.perf_counter() - start) * 1000
         return drafts
 
     def _lengths(self, batch: DraftBatch, confidences: Sequence[float], most: Sequence[int]) -> list[int]:
-        return self.gate.lengths(batch.request_ids, self.index, confidences, most, self.rival)
+        rivals = None
+        if self.rival is not None:
+            index, name = self.rival
+            rivals = [index if allows(options, name) else None for options in batch.options]
+        return self.gate.lengths(batch.request_ids, self.index, confidences, most, rivals)
 
 
 class Cascade:
@@ -73,8 +85,11 @@ class Cascade:
     def __init__(self, config: CascadeConfig, context: ProposerContext, stages: Sequence[Proposer]):
         self._stages = stages
         self._names = [stage.method for stage in config.stages]
+        self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
         self._gate = Gate() if config.gate == "auto" else None
+        self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
+        self._gated_stages: list[Gated] = []
         self._drafter = self._combine(config.policy)
         self._drafting_ms = 0.0  # of the last step
         self._sent: dict[str, list[DraftToken]] = {}  # the newest draft of each request
@@ -82,6 +97,8 @@ class Cascade:
     def propose(self, batch: DraftBatch) -> Draft:
         """The stages' drafts, combined by the policy, as long as the gate thinks they pay."""
         start = time.perf_counter()
+        if batch.offer is not None:
+            self._counters[self._built_in].ms += batch.offer.ms
         nothing: Rows = [[] for _ in batch.request_ids]
         drafts = self._drafter.draft(batch, nothing, batch.max_num_draft.tolist())
         for request_id, draft in zip(batch.request_ids, drafts, strict=True):
@@ -121,7 +138,6 @@ class Cascade:
 
     def observe(self, feedback: Feedback) -> None:
         """Tells the stages' counters and the gate what became of the last drafts."""
-        num_reqs = len(feedback.request_ids)
         fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
         for request_id, num_draft, num_accepted in fates:
             sent = self._sent.pop(request_id, [])[:num_draft]
@@ -133,11 +149,21 @@ class Cascade:
                         accepted = min(num_accepted, end) - start
                         self._gate.add_fate(request_id, stage, sent[start].confidence, end - start, accepted)
         if self._gate is not None and feedback.step_ms is not None:
-            num_emitted = num_reqs + int(feedback.num_accepted.sum())
-            num_draft = int(feedback.num_draft.sum())
-            self._gate.add_step(num_reqs, feedback.step_ms, self._drafting_ms, num_draft, num_emitted)
+            self._add_times(self._gate, feedback, feedback.step_ms)
         for proposer in self._stages:
             proposer.observe(feedback)
+
+    def _add_times(self, gate: Gate, feedback: Feedback, step_ms: float) -> None:
+        """Tells the gate what the last step cost: on every rank the same, or their drafts would differ."""
+        stages = self._gated_stages
+        step_ms, whole_ms, *drafting_ms = self._agreed(
+            [step_ms, self._drafting_ms, *(stage.drafting_ms for stage in stages)]
+        )
+        for stage, ms in zip(stages, drafting_ms, strict=True):
+            gate.add_drafting(stage.index, ms, stage.num_drafted)
+        num_reqs = len(feedback.request_ids)
+        num_emitted = num_reqs + int(feedback.num_accepted.sum())
+        gate.add_step(num_reqs, step_ms, whole_ms, int(feedback.num_draft.sum()), num_emitted)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what the stages, the gate and the accounts hold of these requests."""
@@ -154,15 +180,16 @@ class Cascade:
 
     def _combine(self, policy: str) -> Drafter:
         if policy == "verify":
-            drafter = self._drafter_of(0)
+            drafter: Drafter = Allowed(self._drafter_of(0), Nothing(), self._names[0])
             for index, stage in enumerate(self._stages[1:], start=1):
                 assert isinstance(stage, EarlyExit)
-                drafter = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
+                checked = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
+                drafter = Allowed(checked, drafter, self._names[index])
             return self._gated(drafter, len(self._stages) - 1)
-        last = len(self._stages) - 1
-        drafters = [
-            self._gated(self._drafter_of(index), index, index + 1 if policy == "first" and index < last else None)
-            for index in range(len(self._stages))
+        rivals = [(index, name) for index, name in enumerate(self._names[1:], start=1) if policy == "first"]
+        drafters: list[Drafter] = [
+            Allowed(self._gated(self._drafter_of(index), index, rival), Nothing(), self._names[index])
+            for index, rival in zip_longest(range(len(self._stages)), rivals)
         ]
         return reduce(POLICIES[policy], drafters)
 
@@ -170,13 +197,19 @@ class Cascade:
         stage, counters = self._stages[index], self._counters[index]
         if isinstance(stage, EarlyExit):
             return Verified(Nothing(), stage, index, counters)
+        if isinstance(stage, BuiltIn):
+            return Offered(index, counters)
         if isinstance(stage, PromptLookup):
             return Lookup(stage, index, counters)
         return Whole(stage, index, counters)
 
-    def _gated(self, drafter: Drafter, index: int, rival: int | None = None) -> Drafter:
+    def _gated(self, drafter: Drafter, index: int, rival: tuple[int, str] | None = None) -> Drafter:
         is_free = not isinstance(self._stages[index], EarlyExit)
-        return drafter if self._gate is None else Gated(drafter, self._gate, index, is_free, rival)
+        if self._gate is None:
+            return drafter
+        gated = Gated(drafter, self._gate, index, is_free, rival)
+        self._gated_stages.append(gated)
+        return gated
 
 
 def _runs(draft: list[DraftToken]) -> Iterator[tuple[int, int, int]]:

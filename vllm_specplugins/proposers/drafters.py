@@ -10,7 +10,7 @@ as often as any acceptance rule could make them (Daliri et al. 2025, "Coupling w
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -92,6 +92,30 @@ class Nothing:
 
     def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
         return [[] for _ in wanted]
+
+
+def allows(options: Mapping[str, Any], name: str) -> bool:
+    """Whether a request's options let the stage of this name draft."""
+    return not options or name in options.get("stages", (name,))
+
+
+@dataclass(slots=True)
+class Allowed:
+    """A stage's drafter where a request's options allow that stage, and `otherwise` where they do not."""
+
+    drafter: Drafter
+    otherwise: Drafter
+    name: str
+
+    def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
+        allowed = [allows(options, self.name) for options in batch.options]
+        if all(allowed):
+            return self.drafter.draft(batch, begun, wanted)
+        wanted_here = [limit if ok else 0 for ok, limit in zip(allowed, wanted, strict=True)]
+        wanted_there = [0 if ok else limit for ok, limit in zip(allowed, wanted, strict=True)]
+        drafts = self.drafter.draft(batch, begun, wanted_here)
+        others = self.otherwise.draft(batch, begun, wanted_there)
+        return [draft if ok else other for ok, draft, other in zip(allowed, drafts, others, strict=True)]
 
 
 @dataclass(slots=True)

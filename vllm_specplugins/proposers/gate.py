@@ -158,22 +158,23 @@ class Gate:
         stage: int,
         confidences: Sequence[float],
         most: Sequence[int],
-        rival: int | None = None,
+        rivals: Sequence[int | None] | None = None,
     ) -> list[int]:
         """How many tokens, at most `most`, to draft for each request from a stage that is so confident.
 
-        None where `rival`, another stage, is expected to gain more.
+        None where the request's rival, another stage, is expected to gain more.
         """
         costs = self._costs.get(len(request_ids).bit_length())
         rate = _worth_of_a_ms(costs, len(request_ids)) if costs else 0.0
         price = rate * costs.slope_ms if costs else FIRST_SLOPE
-        rival_price = price + rate * self._draft_ms.get(rival, 0.0) / len(request_ids) if rival is not None else 0.0
         lengths: list[int] = []
         gains: list[float] = []  # by draft token, of the whole batch
-        for request_id, confidence, limit in zip(request_ids, confidences, most, strict=True):
+        for row, (request_id, confidence, limit) in enumerate(zip(request_ids, confidences, most, strict=True)):
             worths = self._worths(request_id, stage, confidence, limit, price)
+            rival = rivals[row] if rivals is not None else None
             if worths and rival is not None:
-                others = self._worths(request_id, rival, FIRST_CONFIDENCE, limit, rival_price)
+                share = rate * self._draft_ms.get(rival, 0.0) / len(request_ids)
+                others = self._worths(request_id, rival, FIRST_CONFIDENCE, limit, price + share)
                 worths = [] if sum(others) > sum(worths) else worths
             for index, worth in enumerate(worths):
                 if index == len(gains):

@@ -4,17 +4,14 @@ A history proposer: it reads token ids only. Saxena, "Prompt Lookup Decoding" (2
 Reference" (2023) for the `reference` option.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.config import PromptLookupConfig, shown
+from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.structures.ngram_index import NgramIndex
-
-logger = logging.getLogger("vllm.specplugins")
 
 
 class PromptLookup:
@@ -28,7 +25,7 @@ class PromptLookup:
         self._config = config
         self._context = context
         self._indexes: dict[str, NgramIndex] = {}
-        self._start("warm-up", {}).step(np.arange(8, dtype=np.int32), 1)  # compiles, or loads the compiled code
+        self._start({}).step(np.arange(8, dtype=np.int32), 1)  # compiles, or loads the compiled code
 
     def propose(self, batch: DraftBatch) -> Draft:
         """The continuation of the longest match for each request, the most recent one among equals."""
@@ -65,35 +62,17 @@ class PromptLookup:
         request_id = batch.request_ids[row]
         index = self._indexes.get(request_id)
         if index is None or not _continues(index, batch.token_ids[row]):
-            index = self._indexes[request_id] = self._start(request_id, batch.options[row])
+            index = self._indexes[request_id] = self._start(batch.options[row])
         return index
 
-    def _start(self, request_id: str, options: Mapping[str, Any]) -> NgramIndex:
-        reference = self._reference(request_id, options.get("reference"))
-        return NgramIndex(self._config.min_ngram, self._config.max_ngram, reference)
-
-    def _reference(self, request_id: str, reference: Any) -> Sequence[int] | None:
+    def _start(self, options: Mapping[str, Any]) -> NgramIndex:
+        reference = options.get("reference")
         if isinstance(reference, str):
-            return self._context.tokenize(reference)
-        if reference is None or _are_token_ids(reference, self._context.vocab_size):
-            return reference  # type: ignore[no-any-return]
-        logger.warning(
-            "Request %s: specplugins.reference must be a text or a list of token ids from 0 to %d, not %s; "
-            "it is ignored.",
-            request_id,
-            self._context.vocab_size - 1,
-            shown(reference),
-        )
-        return None
+            reference = self._context.tokenize(reference)
+        return NgramIndex(self._config.min_ngram, self._config.max_ngram, reference)
 
 
 def _continues(index: NgramIndex, history: Int32Array) -> bool:
     """Whether the history still begins with what the index holds, judged by its length and last token."""
     held = index.num_tokens
     return held == 0 or (held <= len(history) and index.last_token == history[held - 1])
-
-
-def _are_token_ids(reference: Any, vocab_size: int) -> bool:
-    return isinstance(reference, list) and all(
-        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in reference
-    )

@@ -1,4 +1,4 @@
-"""The streams of noise/reference.py for Triton kernels: the same bits, and the same numbers but for roundings of log."""
+"""The streams of noise/reference.py for Triton kernels: the same bits, the same numbers but for rounded logarithms."""
 
 import triton
 import triton.language as tl

@@ -1,0 +1,93 @@
+"""Tiny EAGLE and EAGLE-3 heads with random weights for families.py's Llama, in the format of published checkpoints,
+and families.py's Qwen 2 with a layer for multi-token prediction, in the format of MiMo's."""
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from families import FAMILIES, checkpoint
+from safetensors.torch import load_file, save_file
+
+SHARPNESS = 3.0  # of the attention: its output depends on single tokens
+
+
+@functools.cache
+def eagle_head(method: str) -> Path:
+    """A folder with a head for "eagle" or "eagle3"; it is removed when the process ends."""
+    folder = _folder(method)
+    target = FAMILIES["llama"]
+    config = {**target.to_dict(), "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "dtype": "float32"}
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]  # vLLM's choice needs a target of more layers
+    (folder / "config.json").write_text(json.dumps(config))
+    _save(_random(_shapes(method)), folder)
+    return folder
+
+
+@functools.cache
+def mtp_model() -> Path:
+    """A folder with a target whose checkpoint holds a layer for `mtp`; it is removed when the process ends."""
+    folder, plain = _folder("mimo"), checkpoint("qwen2")
+    config = json.loads((plain / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(plain / "model.safetensors")
+    layer = "model.mtp_layers.0."
+    added = {
+        layer + name.removeprefix("model.layers.0."): tuple(weight.shape)
+        for name, weight in weights.items()
+        if name.startswith("model.layers.0.")
+    }
+    hidden = config["hidden_size"]
+    added |= {f"{layer}{name}_layernorm.weight": (hidden,) for name in ("token", "hidden", "final")}
+    added[f"{layer}input_proj.weight"] = (hidden, 2 * hidden)
+    _save({**weights, **_random(added)}, folder)
+    return folder
+
+
+def _folder(name: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=f"specplugins-{name}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _random(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    weights = {}
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
+            continue
+        std = shape[1] ** -0.5 * (SHARPNESS if "_proj" in name else 1.0)
+        weights[name] = std * torch.randn(shape, generator=generator)
+    return weights
+
+
+def _save(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _shapes(method: str) -> dict[str, tuple[int, ...]]:
+    config = FAMILIES["llama"]
+    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    is_third = method == "eagle3"
+    layer, width = ("midlayer", 2 * hidden) if is_third else ("layers.0", hidden)
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, (3 if is_third else 2) * hidden),
+        f"{layer}.self_attn.q_proj.weight": (queries, width),
+        f"{layer}.self_attn.k_proj.weight": (keys, width),
+        f"{layer}.self_attn.v_proj.weight": (keys, width),
+        f"{layer}.self_attn.o_proj.weight": (hidden, queries),
+        f"{layer}.post_attention_layernorm.weight": (hidden,),
+        f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+        f"{layer}.mlp.up_proj.weight": (inner, hidden),
+        f"{layer}.mlp.down_proj.weight": (hidden, inner),
+    }
+    if is_third:
+        norms = {f"{layer}.{name}.weight": (hidden,) for name in ("hidden_norm", "input_layernorm")}
+        shapes |= {**norms, "norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+    return shapes

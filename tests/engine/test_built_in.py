@@ -1,0 +1,187 @@
+"""Proposers built into vLLM as stages of a cascade: what they offer must be what they would say of the whole history.
+
+A draft model that is the target itself must offer the target's own continuation, at every step, whoever drafted before.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import STRESS, generate
+from conftest import DEMO_MODEL, INTERPRETED, RUNNER, spec_metrics
+from eagle_heads import eagle_head, mtp_model
+from families import EXIT_LAYER, VOCAB_SIZE, checkpoint
+
+from vllm_specplugins.config import ConfigError
+
+pytestmark = pytest.mark.slow
+K = 4
+NUM_TOKENS = 11 if INTERPRETED else 25
+NUM_PROMPTS = 9 if INTERPRETED else 24
+LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}  # the target repeats little else
+BLOCKS = (1, 2, 3, 3)  # of the KV cache, per prompt; each soon wants one more, and there is none
+TINY: dict[str, Any] = {**STRESS, "skip_tokenizer_init": True}
+QUIET: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": TINY["max_model_len"]}
+
+
+def draft_model() -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(checkpoint("llama"))}
+
+
+def cascade(*stages: Any, policy: str = "first", gate: str = "off") -> dict[str, Any]:
+    return {
+        "method": "cascade",
+        "num_speculative_tokens": K,
+        "stages": list(stages),
+        "policy": policy,
+        "gate": gate,
+    }
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Mixed lengths, each with something to copy; the last one ends shortly before the end of the context."""
+    generator = torch.Generator().manual_seed(4)
+    longest = TINY["max_model_len"]
+    lengths = [32 * BLOCKS[i % 4] - 9 - i % 7 for i in range(NUM_PROMPTS - 1)] + [longest - NUM_TOKENS // 2]
+    prompts = []
+    for length in lengths:
+        phrase = torch.randint(VOCAB_SIZE, (1 + length // 3,), generator=generator).tolist()
+        prompts.append(list(itertools.islice(itertools.cycle(phrase), length)))
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """What the target says to each prompt, with K tokens more than are asked for below."""
+    return run(engine(model=str(checkpoint("llama")), **QUIET), prompts, NUM_TOKENS + K)
+
+
+def run(llm: Any, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+    return generate(llm, prompts, [8], max_tokens=num_tokens)
+
+
+class Offers:
+    """What the built-in proposer offered at each step, by the history that it saw."""
+
+    def __init__(self, llm: Any, monkeypatch: pytest.MonkeyPatch):
+        self.by_history: dict[tuple[int, ...], list[int]] = {}
+        self.num_steps = self.num_without = 0
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        self._propose = worker._barrier.propose
+        monkeypatch.setattr(worker._barrier, "propose", self._watched)
+
+    def _watched(self, batch: Any, feedback: Any) -> Any:
+        if batch.offer is None:
+            self.num_without += 1
+            return self._propose(batch, feedback)
+        self.num_steps += 1
+        for history, tokens, room in zip(batch.token_ids, batch.offer.token_ids, batch.max_num_draft, strict=True):
+            if room:
+                self.by_history[tuple(history.tolist())] = tokens[:room].tolist()
+        return self._propose(batch, feedback)
+
+
+def stats_of(llm: Any) -> Iterator[dict[str, Any]]:
+    """The stages' counters, after a look at the faults."""
+    [stats] = llm.collective_rpc("specplugins_stats")
+    assert stats["faults"] == {}
+    yield from stats["stages"].values()
+
+
+def test_draft_model_keeps_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any) -> None:
+    """Preemption, prefix-cache hits, chunked prefill and the end of the context, while prompt lookup drafts for many.
+
+    Kills: a built-in proposer that is not run where another stage drafts; another request's row; a batch without its
+    drafts because one request nears the end.
+    """
+    llm = engine(cascade(LOOKUP, draft_model()), model=str(checkpoint("llama")), **TINY)
+    offers = Offers(llm, monkeypatch)
+    wanted = [tokens[:NUM_TOKENS] for tokens in expected]
+    assert run(llm, prompts) == wanted
+    assert run(llm, prompts[:8]) == wanted[:8], "from the prefix cache"
+    assert spec_metrics(llm)["preemptions"] > 0
+    assert offers.num_without == 0
+    whole = {tuple(prompt): [*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)}
+    for history, tokens in offers.by_history.items():
+        [text] = [text for prompt, text in whole.items() if history[: len(prompt)] == prompt]
+        rest = text[len(history) :]  # a request that has ended is drafted for once more
+        assert tokens[: len(rest)] == rest[: len(tokens)]
+    lookup, model = stats_of(llm)
+    assert lookup["kept"] > 0 and model["accepted"] > 0 and model["ms"] > 0
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"] if INTERPRETED else ["eagle", "eagle3", "mtp"])
+def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
+    """Under stress and behind prompt lookup it offers what it offers where it drafts alone and nothing happens.
+
+    Kills: hidden states of another layer, row or step; KV that misses tokens that others drafted.
+    """
+    if method == "mtp":
+        stage, target = {"method": method}, {"model": str(mtp_model())}
+        wanted = run(engine(**target, **QUIET), prompts)
+    else:
+        stage = {"method": method, "model": str(eagle_head(method))}
+        target = {"model": str(checkpoint("llama"))}
+        wanted = [tokens[:NUM_TOKENS] for tokens in expected]
+    alone, beside = (Offers.__new__(Offers) for _ in range(2))
+    for offers, stages, arguments in ((alone, (stage, LOOKUP), QUIET), (beside, (LOOKUP, stage), TINY)):
+        llm = engine(cascade(*stages), **target, **arguments)
+        offers.__init__(llm, monkeypatch)  # type: ignore[misc]
+        assert run(llm, prompts) == wanted
+    assert all(counters["kept"] for counters in stats_of(llm))
+    both = alone.by_history.keys() & beside.by_history.keys()
+    assert len(both) > 3 * len(prompts)
+    assert [alone.by_history[history] for history in both] == [beside.by_history[history] for history in both]
+
+
+def test_checked_by_early_exit(engine: Any, prompts: Any, expected: Any) -> None:
+    """`verify`: a draft model is the cheap stage, the target's first layers check it; asynchronous where that can be.
+
+    Kills: two views of one KV cache that disturb each other; lookahead slots for one stage only.
+    """
+    exit_stage = {"method": "early_exit", "exit_layer": EXIT_LAYER}
+    arguments = {**TINY, "async_scheduling": RUNNER == "v2"}
+    llm = engine(cascade(draft_model(), exit_stage, policy="verify"), model=str(checkpoint("llama")), **arguments)
+    assert run(llm, prompts) == [tokens[:NUM_TOKENS] for tokens in expected]
+    model, checker = stats_of(llm)
+    assert 0 < model["kept"] < model["drafted"] and checker["accepted"] > 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="as on V1, and slow through the interpreter")
+def test_extended_and_gated(engine: Any, prompts: Any, expected: Any) -> None:
+    """A draft model goes on where prompt lookup ends if that is what it would have begun with."""
+    llm = engine(cascade(LOOKUP, draft_model(), policy="extend", gate="auto"), model=str(checkpoint("llama")), **TINY)
+    assert run(llm, prompts) == [tokens[:NUM_TOKENS] for tokens in expected]
+    lookup, model = stats_of(llm)
+    assert lookup["accepted"] > 0 and model["accepted"] > 0
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        ({"method": "draft_model", "model": "/not/there"}, "/not/there"),
+        ({"method": "draft_model", "model": str(DEMO_MODEL)}, "same vocabulary size"),
+        ({"method": "eagle", "model": "/not/there"}, "/not/there"),
+        ({"method": "mtp"}, "mtp"),
+        ({**draft_model(), "quantization": 5}, "quantization"),
+        ({**draft_model(), "draft_tensor_parallel_size": 3}, "draft_tensor_parallel_size"),
+        ({**draft_model(), "draft_tensor_parallel_size": "x"}, "draft_tensor_parallel_size"),
+    ],
+    ids=str,
+)
+def test_refused_with_a_sentence(stage: dict[str, Any], says: str) -> None:
+    """What vLLM raises, in one sentence, before anything is loaded."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(
+        model=str(checkpoint("llama")), skip_tokenizer_init=True, speculative_config=cascade(LOOKUP, stage)
+    )
+    with pytest.raises(ConfigError) as caught:
+        args.create_engine_config()
+    sentence = str(caught.value)
+    assert says in sentence and sentence.startswith("cascade: ") and sentence.endswith(".")
+    assert "\n" not in sentence and len(sentence) < 300

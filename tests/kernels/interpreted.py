@@ -1,0 +1,43 @@
+"""What kernels load and store, counted in Triton's interpreter, which must have been chosen before Triton's import."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+
+@contextmanager
+def bytes_moved() -> Iterator[dict[str, int]]:
+    """Counts {"all": ..., "distinct": ...}: without what a launch loads again, and then finds in the cache."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    counts, addresses = {"all": 0, "distinct": 0}, []
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    launch = GridExecutor.__call__
+
+    def counting_load(self, pointers, mask, *args):
+        loaded = load(self, pointers, mask, *args)
+        counts["all"] += int(mask.data.sum()) * loaded.data.itemsize
+        chosen = np.broadcast_to(pointers.data, mask.data.shape)[mask.data != 0]
+        addresses.append(chosen.astype(np.uint64) * 16 + loaded.data.itemsize)
+        return loaded
+
+    def counting_store(self, pointers, value, mask, *args):
+        num_bytes = int(mask.data.sum()) * value.data.itemsize
+        counts["all"] += num_bytes
+        counts["distinct"] += num_bytes
+        return store(self, pointers, value, mask, *args)
+
+    def counting_launch(self, *args, **kwargs):
+        launch(self, *args, **kwargs)
+        counts["distinct"] += int((np.unique(np.concatenate(addresses)) % 16).sum())
+        addresses.clear()
+
+    InterpreterBuilder.create_masked_load = counting_load
+    InterpreterBuilder.create_masked_store = counting_store
+    GridExecutor.__call__ = counting_launch
+    try:
+        yield counts
+    finally:
+        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
+        GridExecutor.__call__ = launch

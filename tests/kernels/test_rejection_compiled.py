@@ -1,0 +1,144 @@
+"""Every kernel of verification compiled for GPUs that are not here: no spills, few registers, loads of 16 bytes.
+
+The launchers run on small CPU tensors; what they would launch is recorded and compiled. A fresh process, because one
+that has Triton's interpreter cannot compile.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+VOCAB_SIZE = 128_256
+TILE_SIZE = 8192
+# At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
+MAX_REGISTERS = {"_draw_kernel": 80, "scan_kernel": 80, "_truncate_kernel": 80, "_recover_kernel": 128}
+MAX_REGISTERS |= dict.fromkeys(["_accept_kernel", "_judge_kernel", "_finish_kernel"], 48)
+READ_TILES = {"_draw_kernel": 1, "scan_kernel": 1, "_recover_kernel": 2}
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+
+
+def record_launches() -> list:
+    """(kernel, arguments, keyword arguments) of every launch of every variant, once for each specialisation."""
+    import torch
+    from triton.runtime.jit import JITFunction
+    from vllm_specplugins.kernels.rejection import rejection_sample
+    from vllm_specplugins.kernels.rejection.testing import make_batch
+
+    launches: list = []
+    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: launches.append((self, args, kwargs))
+    truncated = {
+        "top_k": torch.full((4,), 50, dtype=torch.int32),
+        "top_p": torch.full((4,), 0.9),
+        "min_p": torch.zeros(4),
+    }
+    variants = [(torch.bfloat16, False, {}), (torch.bfloat16, False, truncated), (torch.bfloat16, True, {})]
+    for dtype, dense, parameters in [*variants, (torch.float32, False, {})]:
+        batch = make_batch([1, 1], VOCAB_SIZE, dense=dense, dtype=dtype, **parameters)
+        rejection_sample(*batch, implementation="fused")
+    return launches
+
+
+def compile_launch(kernel, args, kwargs, target):
+    """What Triton compiles when it launches this."""
+    import torch
+    import triton
+    from triton.compiler import ASTSource
+
+    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+    signature, constants, attributes = {}, {}, {}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    for place, name in enumerate(kernel.arg_names):
+        value = values[name]
+        if isinstance(value, torch.Tensor):
+            signature[name] = "*" + types[value.dtype]
+        elif isinstance(value, int) and not kernel.params[place].is_constexpr and value != 1:
+            signature[name] = "i32"
+        else:
+            signature[name], constants[(place,)] = "constexpr", value
+        if signature[name] != "constexpr" and (isinstance(value, torch.Tensor) or value % 16 == 0):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options={"num_warps": kwargs["num_warps"]})
+
+
+def cuda_resources(compiled) -> dict:
+    tools = Path(sys.modules["triton"].__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        text = subprocess.run([tools / "cuobjdump", "-res-usage", cubin.name], capture_output=True, text=True).stdout
+    return {
+        "registers": int(re.search(r"REG:(\d+)", text)[1]),
+        "spilled": int(re.search(r"LOCAL:(\d+)", text)[1]),
+        "wide_loads": len(re.findall(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", compiled.asm["ptx"])),
+    }
+
+
+def amd_resources(compiled) -> dict:
+    text = compiled.asm["amdgcn"]
+    return {
+        "registers": int(re.search(r"\.vgpr_count:\s*(\d+)", text)[1]),
+        "spilled": int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text)[1]),
+        "wide_loads": len(re.findall(r"(?:global|buffer)_load_dwordx4", text)),
+    }
+
+
+def report() -> None:
+    """Compiles everything and prints a line of JSON for each kernel, specialisation and target."""
+    from triton.backends.compiler import GPUTarget
+
+    seen = set()
+    for kernel, args, kwargs in record_launches():
+        key = (
+            kernel.fn.__name__,
+            kwargs.get("PART_SIZE"),
+            kwargs.get("IS_DRAFT"),
+            *(str(getattr(a, "dtype", None)) for a in args[:4]),
+        )
+        if key in seen:
+            continue
+        seen.add(key)
+        for target, description in TARGETS.items():
+            compiled = compile_launch(kernel, args, kwargs, GPUTarget(*description))
+            found = (amd_resources if description[0] == "hip" else cuda_resources)(compiled)
+            itemsize = max(
+                (arg.itemsize for arg in args if getattr(arg, "shape", (0,))[-1:] == (VOCAB_SIZE,)), default=0
+            )
+            threads = kwargs["num_warps"] * description[2]
+            line = {"kernel": kernel.fn.__name__, "target": target, "bytes_wide": 16 * threads * found["wide_loads"]}
+            print(json.dumps({**line, **found, "itemsize": itemsize}), flush=True)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_resources(target: str, compiled: list[dict]) -> None:
+    """Kills: a tile that does not fit in the registers; a mask or a stride that makes loads narrow."""
+    kernels = [line for line in compiled if line["target"] == target]
+    assert {line["kernel"] for line in kernels} == MAX_REGISTERS.keys()
+    for line in kernels:
+        assert line["spilled"] == 0, line
+        assert line["registers"] <= MAX_REGISTERS[line["kernel"]], line
+        # All of the tile's logits are loaded in 16 bytes at a time.
+        assert line["bytes_wide"] >= READ_TILES.get(line["kernel"], 0) * TILE_SIZE * line["itemsize"], line
+
+
+if __name__ == "__main__":
+    report()

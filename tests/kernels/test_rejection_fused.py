@@ -1,0 +1,146 @@
+"""Verification in Triton beside its reference: the same tokens, and how often the logits are read.
+
+On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_specplugins.kernels.rejection import rejection_sample
+from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import bytes_moved
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+RUNS = INTERPRETED or torch.cuda.is_available()
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+needs_triton = pytest.mark.skipif(not RUNS, reason="runs in a process with Triton's interpreter")
+
+
+@pytest.mark.skipif(RUNS, reason="is that process")
+def test_in_the_interpreter() -> None:
+    """All tests of this file, where there is no GPU."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-s", "--import-mode=importlib", "-p", "no:cacheprovider", __file__],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+TEMPERATURES = torch.tensor([0.0, 0.7, 1.0, 1.6]).repeat(4)
+TRUNCATIONS = {
+    "whole": {},
+    "top_k": {"top_k": torch.tensor([0, 5, 300, 1], dtype=torch.int32).repeat_interleave(4)},
+    "top_p": {"top_p": torch.tensor([1.0, 0.9, 0.4, 0.99]).repeat_interleave(4)},
+    "min_p": {"min_p": torch.tensor([0.0, 0.002, 0.02, 0.3]).repeat_interleave(4)},
+}
+TRUNCATIONS["all"] = {
+    **TRUNCATIONS["top_k"],
+    "top_p": torch.tensor([1.0, 0.9, 0.4, 0.99]).repeat(4),
+    "min_p": torch.tensor([0.0, 0.0, 0.02, 0.3]).repeat_interleave(4),
+}
+
+
+def to_device(batch: Batch, device: str) -> Batch:
+    moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in batch]
+    parameters = {k: None if v is None else v.to(device) for k, v in vars(batch.sampling).items()}
+    return Batch(*moved)._replace(sampling=type(batch.sampling)(**parameters))
+
+
+def assert_same(batch: Batch, num_near_ties: int = 0) -> None:
+    """Request by request; a near tie (arrivals closer than float32 can tell) may go either way."""
+    sampled, num_sampled = rejection_sample(*batch, implementation="reference")
+    ours, num_ours = rejection_sample(*to_device(batch, DEVICE), implementation="fused")
+    assert ours.dtype == torch.int64 and num_ours.dtype == torch.int32
+    same = (ours.cpu() == sampled).all(1) & (num_ours.cpu() == num_sampled)
+    assert int((~same).sum()) <= num_near_ties, (sampled[~same], ours[~same.to(DEVICE)])
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("vocab_size", "truncation"),
+    [(1, "all"), (5, "all"), *((300, name) for name in TRUNCATIONS), (9001, "whole"), (9001, "all")],
+)
+@pytest.mark.parametrize("dense", [False, True], ids=["one-hot", "dense"])
+def test_equals_reference(dense: bool, vocab_size: int, truncation: str) -> None:
+    """Ragged, with requests of no draft. Kills: a mask off by one; a tie that goes elsewhere; a row of another step."""
+    dtype = torch.bfloat16 if vocab_size % 2 else torch.float32
+    drafts = [3, 0, 4, 1, 2] if vocab_size < 9000 else [2, 0, 1]
+    parameters = {name: value[: 2 * len(drafts)] for name, value in TRUNCATIONS[truncation].items()}
+    batch = make_batch(
+        drafts, vocab_size, dense=dense, dtype=dtype, temperature=TEMPERATURES[: 2 * len(drafts)], **parameters
+    )
+    assert_same(batch)
+
+
+@needs_triton
+@pytest.mark.parametrize("dense", [False, True], ids=["one-hot", "dense"])
+@pytest.mark.parametrize("truncation", ["whole", "all"])
+def test_strange_logits(truncation: str, dense: bool) -> None:
+    """-inf, NaN and +inf, whole rows of them, in float16. Kills: an id outside of the vocabulary; NaN that wins."""
+    parameters = {name: value[:10] for name, value in TRUNCATIONS[truncation].items()}
+    batch = make_batch([4] * 5, 300, dense=dense, temperature=TEMPERATURES[:10], dtype=torch.float16, **parameters)
+    logits = batch.target_logits
+    rng = torch.Generator().manual_seed(5)
+    for value, share in ((-math.inf, 0.5), (math.nan, 0.3), (math.inf, 0.005)):
+        logits[torch.rand(logits.shape, generator=rng) < share] = value
+    logits[3], logits[11], logits[17] = -math.inf, math.nan, math.inf
+    logits[22:25, 1:] = -math.inf
+    assert_same(batch)
+    sampled, num_sampled = rejection_sample(*to_device(batch, DEVICE), implementation="fused")
+    assert (num_sampled >= 1).all() and (sampled < 300).all() and (sampled[:, 0] >= 0).all()
+
+
+@needs_triton
+def test_rejected_and_padded() -> None:
+    """Drafts of -1, a request without rows, a draft vocabulary that is narrower, a width beyond the drafts."""
+    for dense in (False, True):
+        batch = make_batch([2, 3, 1], 300, dense=dense, agreement=1.0)
+        assert_same(batch._replace(draft_token_ids=torch.full_like(batch.draft_token_ids, -1)))
+        more = torch.cat([batch.cu_num_logits, batch.cu_num_logits[-1:]])
+        assert_same(
+            batch._replace(cu_num_logits=more, idx_mapping=torch.cat([batch.idx_mapping, batch.idx_mapping[:1]]))
+        )
+    narrow = batch._replace(draft_logits=batch.draft_logits[:, :, :200])
+    assert_same(narrow._replace(draft_token_ids=batch.draft_token_ids.clamp(max=199)))
+    assert_same(make_batch([1, 2], 300)._replace(max_num_draft=6))
+
+
+@needs_triton
+@pytest.mark.parametrize("dense", [False, True], ids=["one-hot", "dense"])
+def test_many_draws(dense: bool) -> None:
+    """A thousand requests with one draft: near ties are rare. Kills: noise of another stream or position."""
+    num_reqs = 1000 if DEVICE == "cuda" else 60
+    batch = make_batch([1] * num_reqs, 700, dense=dense, agreement=0.5)
+    assert_same(batch, num_near_ties=1)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")
+@pytest.mark.parametrize(
+    ("dense", "truncation", "counted", "limit"),
+    [(False, {}, "all", 1.1), (True, {}, "all", 2.2), (False, {"top_p": 0.95}, "distinct", 1.3)],
+    ids=["one-hot", "dense", "top_p"],
+)
+def test_bytes_moved(dense: bool, truncation: dict, counted: str, limit: float) -> None:
+    """In reads of the target's logits, K = 4; the drafts of one request in four are accepted."""
+    parameters = {name: torch.full((8,), value) for name, value in truncation.items()}
+    batch = make_batch([4] * 4, 32_768, dense=dense, dtype=torch.bfloat16, agreement=0.0, **parameters)
+    # Twenty tokens above the bulk, as a language model has them: their groups, 20 of 128 here, are read again.
+    batch.target_logits[:, 100::1700] += 12
+    if dense:
+        batch.draft_logits[batch.idx_mapping[0].long()] = batch.target_logits[:4]
+    with bytes_moved() as moved:
+        rejection_sample(*batch, implementation="fused")
+    shares = {name: count / (2 * batch.target_logits.numel()) for name, count in moved.items()}
+    print(f"dense {dense}, {truncation}: {shares}")
+    assert shares[counted] <= limit

@@ -1,0 +1,88 @@
+"""A stage built into the engine: what it makes of the tokens that the engine offers, without an engine."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_specplugins.draft import Draft, DraftBatch, Offer, ProposerContext, StageCounters
+from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.proposers.built_in import Offered
+from vllm_specplugins.proposers.drafters import DraftToken
+
+K = 3
+CONTEXT = ProposerContext(100, 64, 8, K, lambda text: [])
+MODEL = {"method": "draft_model", "model": "m"}
+LOOKUP = {"method": "prompt_lookup"}
+
+
+def batch_of(histories: list[list[int]], offered: list[list[int]] | None, room: int = K) -> DraftBatch:
+    return DraftBatch(
+        request_ids=[str(row) for row in range(len(histories))],
+        token_ids=[np.array(history, np.int32) for history in histories],
+        max_num_draft=np.full(len(histories), room, np.int32),
+        options=[{}] * len(histories),
+        offer=None if offered is None else Offer(np.array(offered, np.int32), ms=2.5),
+    )
+
+
+def drafts_of(draft: Draft) -> list[list[int]]:
+    return [tokens[:count].tolist() for tokens, count in zip(draft.token_ids, draft.num_draft, strict=True)]
+
+
+def cascade(policy: str, *stages: Any) -> Any:
+    return build_proposer(
+        parse_config({"method": "cascade", "policy": policy, "gate": "off", "stages": list(stages)}), CONTEXT
+    )
+
+
+@pytest.mark.parametrize(
+    ("begun", "limit", "drafted"),
+    [
+        ([], 3, [7, 8, 9]),
+        ([], 2, [7, 8]),
+        ([], 0, []),
+        ([7], 2, [8, 9]),
+        ([7, 8, 9], 2, []),
+        ([7, 8, 9, 4], 1, []),
+        ([8], 2, []),
+        ([7, 9], 1, []),
+    ],
+)
+def test_continues_only_its_own_beginning(begun: list[int], limit: int, drafted: list[int]) -> None:
+    """Kills: tokens put behind something that they were not meant to follow."""
+    counters = StageCounters()
+    tokens = [DraftToken(token_id, 0, 1.0) for token_id in begun]
+    [row] = Offered(1, counters).draft(batch_of([[1]], [[7, 8, 9]]), [tokens], [limit])
+    assert [(token.token_id, token.stage) for token in row] == [(token_id, 1) for token_id in drafted]
+    assert counters.drafted == len(drafted)
+
+
+def test_policies() -> None:
+    """One request with something to copy, one without."""
+    batch = batch_of([[1, 2, 3, 4, 1, 2], [5, 6]], [[3, 8, 9], [7, 8, 9]])
+    assert drafts_of(cascade("first", LOOKUP, MODEL).propose(batch)) == [[3, 4, 1], [7, 8, 9]]
+    assert drafts_of(cascade("first", MODEL, LOOKUP).propose(batch)) == [[3, 8, 9], [7, 8, 9]]
+    batch = batch_of([[1, 2, 3, 4, 1, 2], [5, 6]], [[3, 4, 1], [7, 8, 9]])
+    assert drafts_of(cascade("extend", MODEL, LOOKUP).propose(batch)) == [[3, 4, 1], [7, 8, 9]]
+
+
+def test_step_without_its_draft() -> None:
+    """Kills: an engine that could not run it, and a cascade that fails."""
+    proposer = cascade("first", LOOKUP, MODEL)
+    assert drafts_of(proposer.propose(batch_of([[1, 2, 3, 1, 2], [5, 6]], None))) == [[3, 1, 2], []]
+
+
+def test_time_is_counted_at_every_step() -> None:
+    proposer = cascade("first", LOOKUP, MODEL)
+    for _ in range(2):
+        proposer.propose(batch_of([[1, 2, 3, 1, 2]], [[7, 8, 9]]))
+    model = proposer.stage_counters()["1 draft_model"]
+    assert (model.ms, model.drafted) == (5.0, 0)
+
+
+def test_as_a_proposer() -> None:
+    config = parse_config({"method": "cascade", "policy": "first", "stages": [MODEL, LOOKUP]})
+    stage = build_proposer(config, CONTEXT)._stages[0]  # type: ignore[attr-defined]
+    assert drafts_of(stage.propose(batch_of([[1], [2]], [[7, 8, 9]] * 2, room=2))) == [[7, 8], [7, 8]]
+    assert stage.propose(batch_of([[1]], None)).num_draft.tolist() == [0]

@@ -1,0 +1,146 @@
+"""A proposer built into vLLM, as a stage of a cascade: vLLM's own factory makes it, and it is run at every step.
+
+What it does in a step runs over all tokens of that step, so that its KV cache holds every token that the target's
+does, whoever drafted them.
+"""
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specplugins.draft import Offer
+
+
+class DrafterV1:
+    """vLLM's own drafter of a V1 runner.
+
+    V1 asks its own drafters before it knows the sampled tokens on the host, and custom ones behind that. With this flag
+    of the configuration it does the latter, too; the drafter never sees the flag, which draft models refuse.
+    """
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+        self._config = runner.speculative_config
+        self._propose = runner.propose_draft_token_ids  # vLLM's own, bound
+        # A drafter clamps positions at the end of the target's context, but not at an earlier end of its own.
+        own_end = runner.effective_drafter_max_model_len
+        self._longest = own_end if own_end < runner.max_model_len else None
+        self._config.disable_padded_drafter_batch = True
+
+    def offer(
+        self, rows: Sequence[int], scheduler_output: Any, sampled_token_ids: list[list[int]], *step: Any
+    ) -> Offer | None:
+        """Its drafts for these rows; None where some request of the batch is too long for it.
+
+        `step` is what `propose_draft_token_ids` gets behind the sampled tokens.
+        """
+        *tensors, common, slot_mappings = step
+        if self._longest is not None and common.max_seq_len + self._runner.num_spec_tokens > self._longest:
+            return None
+        start = time.perf_counter()
+        padded = self._padded(sampled_token_ids)
+        with self._as_it_expects(scheduler_output, sampled_token_ids):
+            # The metadata are changed.
+            drafts = self._propose(scheduler_output, padded, *tensors, copy.copy(common), slot_mappings)
+        token_ids = drafts.to("cpu", torch.int32).numpy()[rows]
+        return Offer(token_ids, (time.perf_counter() - start) * 1000)
+
+    @contextmanager
+    def _as_it_expects(self, scheduler_output: Any, sampled_token_ids: list[list[int]]) -> Iterator[None]:
+        """For a request in the middle of its prompt `prepare_next_token_ids_padded` takes the prompt's last token for
+        the next one, which EAGLE would keep in its KV cache: let its last token be the next one."""
+        batch = self._runner.input_batch
+        lengths = batch.num_tokens_no_spec
+        kept = lengths.copy()
+        for row, tokens in enumerate(sampled_token_ids):
+            if not tokens:
+                scheduled = scheduler_output.num_scheduled_tokens[batch.req_ids[row]]
+                lengths[row] = min(kept[row], batch.num_computed_tokens_cpu[row] + scheduled + 1)
+        self._config.disable_padded_drafter_batch = False
+        try:
+            yield
+        finally:
+            self._config.disable_padded_drafter_batch = True
+            lengths[:] = kept
+
+    def _padded(self, sampled_token_ids: list[list[int]]) -> torch.Tensor:
+        """[num_reqs, longest] int32 on the device, -1 pads."""
+        width = max(1, *map(len, sampled_token_ids))
+        padded = np.full((len(sampled_token_ids), width), -1, np.int32)
+        for row, tokens in enumerate(sampled_token_ids):
+            padded[row, : len(tokens)] = tokens
+        return torch.from_numpy(padded).to(self._runner.device)
+
+
+class OfferV2:
+    """What vLLM's own speculator drafted in a step, still on the device."""
+
+    def __init__(self, drafts: torch.Tensor, stopwatch: "_Stopwatch"):
+        self._drafts, self._stopwatch = drafts, stopwatch
+
+    def of(self, rows: Sequence[int]) -> Offer:
+        """The drafts for these rows of the batch; waits for them."""
+        token_ids = self._drafts.to("cpu", torch.int32).numpy()[rows]
+        return Offer(token_ids, self._stopwatch.ms())
+
+
+def run_before(theirs: Any, ours: Any) -> Any:
+    """vLLM's own speculator, changed so that ours gets its drafts and has the last word.
+
+    The runner deals with vLLM's own, whose layers and KV cache it has to prepare.
+    """
+    propose = theirs.propose
+
+    def propose_both(*args: Any, **kwargs: Any) -> torch.Tensor:
+        stopwatch = _Stopwatch(ours.device)
+        drafts = propose(*args, **kwargs)
+        stopwatch.stop()
+        ours.offer = OfferV2(drafts, stopwatch)
+        result: torch.Tensor = ours.propose(*args, **kwargs)
+        return result
+
+    theirs.propose = propose_both
+    for name in ("load_model", "set_attn"):  # ours has them if it runs the target
+        if hasattr(ours, name):
+            setattr(theirs, name, both(getattr(ours, name), getattr(theirs, name)))
+    theirs.specplugins = ours
+    return theirs
+
+
+def both(first: Any, second: Any) -> Any:
+    """A function that calls both, with the same arguments."""
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        first(*args, **kwargs)
+        second(*args, **kwargs)
+
+    return call
+
+
+class _Stopwatch:
+    """How long the device took for what was launched between start and `stop`."""
+
+    def __init__(self, device: torch.device):
+        self._is_cuda = device.type == "cuda"
+        self._marks = [self._mark()]
+
+    def stop(self) -> None:
+        self._marks.append(self._mark())
+
+    def ms(self) -> float:
+        """After the device has got there."""
+        start, end = self._marks
+        ms: float = start.elapsed_time(end) if self._is_cuda else (end - start) * 1000
+        return ms
+
+    def _mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
