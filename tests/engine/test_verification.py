@@ -23,17 +23,13 @@ Outputs = dict[str, list[int]]
 
 def sampling_params(name: str, temperature: float, said: list[int], **more: Any) -> Any:
     """Parameters that change what is said: `said` is the output without them."""
-    from transformers import AutoTokenizer
     from vllm import SamplingParams
 
     own = dict(PARAMETERS[name])
     if name == "logit_bias":
         own["logit_bias"] = {said[1]: -4.0, said[4]: 2.5, 77: 1.0}
     if name == "bad_words":
-        tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-        parts = [said[i : i + length] for length in (2, 1) for i in range(1, NUM_TOKENS - 2)]
-        words = [(tokenizer.decode(part), part) for part in parts]
-        own["bad_words"] = [word for word, part in words if word.strip() and tokenizer.encode(word) == part][:2]
+        own["bad_words"] = forbidding([said[i : i + length] for length in (2, 1) for i in range(1, NUM_TOKENS - 2)])
     if name == "min_tokens":
         own["stop_token_ids"] = sorted(set(said))
     if name == "allowed":
@@ -41,6 +37,21 @@ def sampling_params(name: str, temperature: float, said: list[int], **more: Any)
     return SamplingParams(
         **{"temperature": temperature, "seed": 5, "max_tokens": NUM_TOKENS, "ignore_eos": True, **own, **more}
     )
+
+
+def forbidding(parts: list[list[int]]) -> list[str]:
+    """Two bad words that forbid some of these token sequences."""
+    from vllm import SamplingParams
+    from vllm.tokenizers import get_tokenizer
+
+    tokenizer = get_tokenizer(str(DEMO_MODEL))
+    words = []
+    for part in parts:
+        params = SamplingParams(bad_words=[tokenizer.decode(part).strip() or "-"])
+        params.update_from_tokenizer(tokenizer)
+        if part in params.bad_words_token_ids:
+            words += params.bad_words
+    return words[:2]
 
 
 def with_script(params: Any, script: list[int], num_prompt_tokens: int, depth: int) -> Any:
@@ -196,9 +207,11 @@ def rare_params() -> dict[str, Any]:
     from vllm.sampling_params import StructuredOutputsParams
 
     common: dict[str, Any] = {"temperature": 0.0, "seed": 5, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    # vLLM's kernel of top-k and top-p does not run through Triton's interpreter.
+    truncation: dict[str, Any] = {} if INTERPRETED else {"top_p": 0.8, "top_k": 30}
     params = {
         "processed": SamplingParams(**common, logprobs=4, logit_bias={10: 1.0}, presence_penalty=0.5),
-        "truncated": SamplingParams(**{**common, "temperature": 0.7}, logprobs=4, top_p=0.8, top_k=30, min_p=0.01),
+        "truncated": SamplingParams(**{**common, "temperature": 0.7}, logprobs=4, min_p=0.01, **truncation),
         "chosen": SamplingParams(**common, logprob_token_ids=[10, 20, 30]),
         "budget": SamplingParams(**common, thinking_token_budget=4),
         "grammar": SamplingParams(**common, structured_outputs=StructuredOutputsParams(regex="[a-z ]{4,9}[0-9]{40}")),
@@ -254,6 +267,7 @@ def test_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     from vllm_specplugins.engine.options import check_requests
     from vllm_specplugins.methods import parse_config
@@ -266,5 +280,5 @@ def test_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     params._validate_spec_decode(SimpleNamespace(plugin_config=ours, target_model_config=model))
     assert (params.min_p, params.logit_bias) == (0.1, {3: 1.0})
     for config in (SimpleNamespace(plugin_config=theirs, target_model_config=model), SimpleNamespace()):
-        with pytest.raises(ValueError, match="min_p"):
+        with pytest.raises(VLLMValidationError, match="min_p"):
             params._validate_spec_decode(config)
