@@ -10,8 +10,8 @@ from scripted import CONFIG as SCRIPTED
 NUM_TOKENS = 10 if INTERPRETED else 24
 PARAMETERS: dict[str, dict[str, Any]] = {
     "none": {},
-    "truncation": {"top_p": 0.9, "top_k": 40},
-    "min_p": {"min_p": 0.05},
+    "truncation": {"top_p": 0.5, "top_k": 9},
+    "min_p": {"min_p": 0.25},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.4},
     "logit_bias": {"logit_bias": {}},  # these four are made from what the model says without them
     "bad_words": {"bad_words": []},
@@ -154,7 +154,8 @@ def test_sampled(llm: Any, prompt: list[int], drawn: list[int], undrafted: Outpu
     for name, output in zip(PARAMETERS, run(llm, prompt, params), strict=True):
         assert list(output.token_ids) == undrafted[name], name
     assert accepted_tokens(llm) - before > len(PARAMETERS) * NUM_TOKENS // (8 // depth + 3)
-    assert len({tuple(tokens) for tokens in undrafted.values()}) == len(PARAMETERS), "each parameter must matter"
+    same = [name for name, tokens in undrafted.items() if tokens == drawn]
+    assert same == ["none"], "each parameter must matter"
 
 
 def test_alone(llm: Any, prompt: list[int], drawn: list[int], undrafted: Outputs) -> None:
@@ -219,6 +220,8 @@ def rare_params() -> dict[str, Any]:
     }
     if RUNNER == "v2":  # its processors are another class, and see positions
         del params["custom"]
+    if INTERPRETED:  # vLLM's kernel of bitmasks does not run there either
+        del params["grammar"]
     return params
 
 
