@@ -37,7 +37,7 @@ RUBBISH: list[Any] = [
     object(),
     "x" * 10_000,
 ]
-FIELDS = ["num_speculative_tokens", "time_budget_ms", "max_ngram", "min_ngram"]
+FIELDS = ["num_speculative_tokens", "time_budget_ms", "verification", "rejection", "max_ngram", "min_ngram"]
 
 
 def malformed() -> list[dict[str, Any]]:

@@ -216,14 +216,21 @@ class CommonConfig:
             longer loses that step's drafts.
         verification: "fused" verifies, and samples, with kernels/rejection: exact for every sampling parameter, and a
             seeded request's output depends on neither drafts nor batch; "vllm" leaves both to vLLM.
+        rejection: "token" accepts draft tokens one by one, "block" looks at a whole draft before it decides, which
+            keeps more of drafts that are sampled (draft_sample_method "probabilistic").
     """
 
     num_speculative_tokens: int = integer(5, 1, MAX_NUM_SPECULATIVE_TOKENS)
     time_budget_ms: int = integer(1000, 1, 60_000)
     verification: str = choice("fused", "vllm")
+    rejection: str = choice("token", "block")
 
     def __post_init__(self) -> None:
         check_fields(self, "speculative_config")
+        if self.verification == "vllm" and self.rejection != "token":
+            raise ConfigError(
+                f"speculative_config: rejection must be 'token' where verification is 'vllm', not {self.rejection!r}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

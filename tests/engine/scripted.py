@@ -1,8 +1,10 @@
-"""A proposer that drafts what a test tells it to, for the tests of verification."""
+"""A proposer that drafts what a test tells it to, and a logits processor, for the tests of verification."""
 
 from typing import Any
 
 import numpy as np
+import torch
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 
@@ -35,3 +37,18 @@ class Scripted:
     def observe(self, feedback: Feedback) -> None: ...
 
     def forget(self, request_ids: Any) -> None: ...
+
+
+class NeverTwice(AdapterLogitsProcessor):
+    """A processor of V1 that depends on what was said: for requests that ask for it, no token comes twice."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: Any) -> Any:
+        return self._forbid if (params.extra_args or {}).get("never_twice") else None
+
+    @staticmethod
+    def _forbid(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[output_token_ids] = -torch.inf
+        return logits

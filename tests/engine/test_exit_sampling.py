@@ -84,14 +84,18 @@ def early_exit(method: str) -> dict[str, Any]:
     return {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 2, "draft_sample_method": method}
 
 
-@pytest.fixture(params=["probabilistic"] if INTERPRETED else ["greedy", "probabilistic"])
+@pytest.fixture(params=["probabilistic"] if INTERPRETED else ["greedy", "probabilistic", "block"])
 def drafting(request: pytest.FixtureRequest, engine: Any, checkpoint: Path) -> Iterator[Any]:
-    yield engine(early_exit(request.param), model=str(checkpoint), **ARGUMENTS)
+    config = early_exit(request.param)
+    if request.param == "block":
+        config = {**early_exit("probabilistic"), "rejection": "block"}
+    yield engine(config, model=str(checkpoint), **ARGUMENTS)
 
 
 @pytest.mark.slow
 def test_distribution(drafting: Any, expected: np.ndarray) -> None:
-    """Kills: a q that is not the one that was drawn from; drafted positions at another temperature or top-p."""
+    """Kills: a q that is not the one that was drawn from; drafted positions at another temperature or top-p; drafts
+    whose noise an earlier step has used, where a whole draft decides."""
     assert p_value(sampled(drafting), expected) > 1e-4
     metrics = spec_metrics(drafting)
     rate = metrics["accepted_tokens"] / metrics["draft_tokens"]

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 from cases import PROMPT_LOOKUP, early_exit, generate, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS
+from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER
 from scripted import CONFIG as SCRIPTED
 
 NUM_TOKENS = 10 if INTERPRETED else 24
 PARAMETERS: dict[str, dict[str, Any]] = {
     "none": {},
-    "truncation": {"top_p": 0.9, "top_k": 40},
-    "min_p": {"min_p": 0.05},
+    "truncation": {"top_p": 0.5, "top_k": 9},
+    "min_p": {"min_p": 0.25},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.4},
     "logit_bias": {"logit_bias": {}},  # these four are made from what the model says without them
     "bad_words": {"bad_words": []},
@@ -23,15 +23,13 @@ Outputs = dict[str, list[int]]
 
 def sampling_params(name: str, temperature: float, said: list[int], **more: Any) -> Any:
     """Parameters that change what is said: `said` is the output without them."""
-    from transformers import AutoTokenizer
     from vllm import SamplingParams
 
     own = dict(PARAMETERS[name])
     if name == "logit_bias":
         own["logit_bias"] = {said[1]: -4.0, said[4]: 2.5, 77: 1.0}
     if name == "bad_words":
-        tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-        own["bad_words"] = [tokenizer.decode(said[i : i + 2]).strip() or "def" for i in (2, 5)]
+        own["bad_words"] = forbidding([said[i : i + length] for length in (2, 1) for i in range(1, NUM_TOKENS - 2)])
     if name == "min_tokens":
         own["stop_token_ids"] = sorted(set(said))
     if name == "allowed":
@@ -41,9 +39,25 @@ def sampling_params(name: str, temperature: float, said: list[int], **more: Any)
     )
 
 
+def forbidding(parts: list[list[int]]) -> list[str]:
+    """Two bad words that forbid some of these token sequences."""
+    from vllm import SamplingParams
+    from vllm.tokenizers import get_tokenizer
+
+    tokenizer = get_tokenizer(str(DEMO_MODEL))
+    words = []
+    for part in parts:
+        params = SamplingParams(bad_words=[tokenizer.decode(part).strip() or "-"])
+        params.update_from_tokenizer(tokenizer)
+        if part in params.bad_words_token_ids:
+            words += params.bad_words
+    return words[:2]
+
+
 def with_script(params: Any, script: list[int], num_prompt_tokens: int, depth: int) -> Any:
     params = params.clone()
-    params.extra_args = {"specplugins": {"script": script, "depth": depth, "num_prompt_tokens": num_prompt_tokens}}
+    options = {"script": script, "depth": depth, "num_prompt_tokens": num_prompt_tokens}
+    params.extra_args = {**(params.extra_args or {}), "specplugins": options}
     return params
 
 
@@ -102,9 +116,12 @@ def test_temperature_0(llm: Any, prompt: list[int], said: list[int], of_vllm: di
     assert changed == ["penalties", "logit_bias", "bad_words", "min_tokens", "allowed"]
 
 
-def assert_same_logprobs(ours: Any, theirs: Any) -> None:
+def assert_same_logprobs(ours: Any, theirs: Any, up_to_rank: int = 10_000) -> None:
     assert len(ours) == len(theirs)
     for our, their in zip(ours, theirs, strict=True):
+        our, their = (
+            {token: entry for token, entry in x.items() if (entry.rank or 0) <= up_to_rank} for x in (our, their)
+        )
         assert our.keys() == their.keys()
         for token, entry in our.items():
             assert entry.logprob == pytest.approx(their[token].logprob, abs=1e-4)
@@ -137,7 +154,8 @@ def test_sampled(llm: Any, prompt: list[int], drawn: list[int], undrafted: Outpu
     for name, output in zip(PARAMETERS, run(llm, prompt, params), strict=True):
         assert list(output.token_ids) == undrafted[name], name
     assert accepted_tokens(llm) - before > len(PARAMETERS) * NUM_TOKENS // (8 // depth + 3)
-    assert len({tuple(tokens) for tokens in undrafted.values()}) == len(PARAMETERS), "each parameter must matter"
+    same = [name for name, tokens in undrafted.items() if tokens == drawn]
+    assert same == ["none"], "each parameter must matter"
 
 
 def test_alone(llm: Any, prompt: list[int], drawn: list[int], undrafted: Outputs) -> None:
@@ -176,3 +194,94 @@ def test_methods(engine: Any, one_by_one: list[list[int]], config: dict[str, Any
     llm = engine(config)
     assert generate(llm, mixed_prompts(str(DEMO_MODEL), 4), [4], **BATCH) == one_by_one
     assert accepted_tokens(llm) > 5
+
+
+RARE: dict[str, Any] = {
+    "logprobs_mode": "processed_logprobs",
+    "reasoning_config": {"reasoning_start_str": "def", "reasoning_end_str": "return x"},
+    **({} if RUNNER == "v2" else {"logits_processors": ["scripted:NeverTwice"]}),
+}
+
+
+def rare_params() -> dict[str, Any]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    common: dict[str, Any] = {"temperature": 0.0, "seed": 5, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    # vLLM's kernel of top-k and top-p does not run through Triton's interpreter.
+    truncation: dict[str, Any] = {} if INTERPRETED else {"top_p": 0.8, "top_k": 30}
+    params = {
+        "processed": SamplingParams(**common, logprobs=4, logit_bias={10: 1.0}, presence_penalty=0.5),
+        "truncated": SamplingParams(**{**common, "temperature": 0.7}, logprobs=4, min_p=0.01, **truncation),
+        "chosen": SamplingParams(**common, logprob_token_ids=[10, 20, 30]),
+        "budget": SamplingParams(**common, thinking_token_budget=4),
+        "grammar": SamplingParams(**common, structured_outputs=StructuredOutputsParams(regex="[a-z ]{4,9}[0-9]{40}")),
+        "custom": SamplingParams(**common, extra_args={"never_twice": True}),
+    }
+    if RUNNER == "v2":  # its processors are another class, and see positions
+        del params["custom"]
+    if INTERPRETED:  # vLLM's kernel of bitmasks does not run there either
+        del params["grammar"]
+    return params
+
+
+@pytest.fixture(scope="module")
+def rare_prompt(prompt: list[int]) -> list[int]:
+    from transformers import AutoTokenizer
+
+    return [*prompt[-30:], *AutoTokenizer.from_pretrained(DEMO_MODEL).encode("def")]
+
+
+@pytest.fixture(scope="module")
+def rare_of_vllm(engine: Any, rare_prompt: list[int]) -> dict[str, Any]:
+    params = rare_params()
+    return dict(zip(params, run(engine(**RARE), rare_prompt, list(params.values())), strict=True))
+
+
+def test_rare_parameters(engine: Any, rare_prompt: list[int], rare_of_vllm: dict[str, Any]) -> None:
+    """Against vLLM without speculation: logprobs after all parameters, chosen logprobs, budgets, grammars, processors.
+
+    Kills: a draft verified past the end of a budget; a processor of the user's own applied to another request's row;
+    logprobs of the logits as the model made them.
+    """
+    params = rare_params()
+    llm = engine(SCRIPTED, **RARE)
+    undrafted = dict(zip(params, run(llm, rare_prompt, list(params.values())), strict=True))
+    scripted = [
+        with_script(param, list(undrafted[name].token_ids), len(rare_prompt), 5) for name, param in params.items()
+    ]
+    before = accepted_tokens(llm)
+    drafted = dict(zip(params, run(llm, rare_prompt, scripted), strict=True))
+    assert accepted_tokens(llm) - before > NUM_TOKENS
+    for name, theirs in rare_of_vllm.items():
+        assert drafted[name].token_ids == undrafted[name].token_ids, name
+        if name != "truncated":
+            assert drafted[name].token_ids == theirs.token_ids, name
+        if theirs.logprobs is not None:
+            assert_same_logprobs(drafted[name].logprobs, undrafted[name].logprobs)
+            assert_same_logprobs(drafted[name].logprobs[:1], theirs.logprobs[:1], up_to_rank=4)
+    assert_same_logprobs(drafted["processed"].logprobs, rare_of_vllm["processed"].logprobs)
+    assert_same_logprobs(drafted["chosen"].logprobs, rare_of_vllm["chosen"].logprobs)
+    assert len({tuple(output.token_ids) for output in drafted.values()}) == len(params), "each must matter"
+
+
+def test_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """min_p and logit_bias pass for our methods, and are refused as before where vLLM verifies."""
+    from types import SimpleNamespace
+
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_specplugins.engine.options import check_requests
+    from vllm_specplugins.methods import parse_config
+
+    monkeypatch.setattr(SamplingParams, "_validate_spec_decode", SamplingParams._validate_spec_decode)
+    check_requests()
+    params = SamplingParams(min_p=0.1, logit_bias={3: 1.0})
+    ours, theirs = (parse_config({**PROMPT_LOOKUP, "verification": value}) for value in ("fused", "vllm"))
+    model = SimpleNamespace(get_vocab_size=lambda: 100)
+    params._validate_spec_decode(SimpleNamespace(plugin_config=ours, target_model_config=model))
+    assert (params.min_p, params.logit_bias) == (0.1, {3: 1.0})
+    for config in (SimpleNamespace(plugin_config=theirs, target_model_config=model), SimpleNamespace()):
+        with pytest.raises(VLLMValidationError, match="min_p"):
+            params._validate_spec_decode(config)

@@ -179,7 +179,7 @@ SEAMS: tuple[Seam, ...] = (
         "SamplingParams._validate_spec_decode",
         "self speculative_config",
         "patch",
-        "refuses min_p and logit_bias under speculation",
+        "refuses min_p and logit_bias under speculation; checks our options of a request",
     ),
     _verifies_by(
         _V1, "GPUModelRunner._sample", "self logits spec_decode_metadata", "instance", "our operation samples, V1"

@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_specplugins.draft import Sampling, Target
 from vllm_specplugins.engine.layers import FirstLayers
+from vllm_specplugins.engine.verify import draft_seeds
 
 
 class TargetV1:
@@ -18,6 +19,7 @@ class TargetV1:
     def __init__(self, runner: Any, first_layers: FirstLayers):
         self._runner = runner
         self._first_layers = first_layers
+        self._rejection = runner.speculative_config.plugin_config.common.rejection
 
     def of(
         self, rows: list[int], num_tokens: Any, seeds: Sequence[int], hidden_states: torch.Tensor, common: Any
@@ -37,7 +39,9 @@ class TargetV1:
             last_token_ids=torch.from_numpy(input_batch.token_ids_cpu[rows, num_tokens - 1]).to(device),
             num_tokens=lengths.to(device),
             last_hidden_states=hidden_states[(starts + lengths - 2 - computed).to(device)],
-            sampling=Sampling(temperature.to(device), torch.tensor(seeds, dtype=torch.int64).to(device)),
+            sampling=Sampling(
+                temperature.to(device), draft_seeds(torch.tensor(seeds), lengths, self._rejection).to(device)
+            ),
         )
 
 

@@ -27,6 +27,7 @@ from vllm_specplugins.engine.history_v2 import Histories
 from vllm_specplugins.engine.layers import FirstLayers
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.report import DraftReport
+from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.request_options import Options, draft_limit
 
@@ -50,6 +51,7 @@ class TargetSpeculator(DraftModelSpeculator):
         self._histories = None
         if vllm_config.speculative_config.reads_history:
             self._histories = Histories(req_states, self.max_model_len, self.num_speculative_steps, device)
+        self._rejection = vllm_config.speculative_config.plugin_config.common.rejection
         self.report = DraftReport()
         self._feedback = _LateFeedback()
         self._options: dict[str, Options] = {}  # of the requests that have any
@@ -149,7 +151,7 @@ class TargetSpeculator(DraftModelSpeculator):
         self._last_token_ids[:num_reqs].copy_(last_sampled.view(-1)[requests])
         self._last_hidden_states[:num_reqs].copy_(last_hidden_states[last_rows])
         self._temperature[:num_reqs].copy_(temperature[requests])
-        self._seeds[:num_reqs].copy_(seeds[requests])
+        self._seeds[:num_reqs].copy_(draft_seeds(seeds[requests], self._num_tokens[:num_reqs], self._rejection))
 
         if self._histories is not None:
             num_draft = self._draft_from_histories(input_batch, num_sampled, num_rejected)

@@ -28,7 +28,8 @@ from vllm.v1.sample.ops.bad_words import apply_bad_words_with_drafts
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
+from vllm_specplugins.engine.verify import OPERATIONS
+from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
 
 _PER_ROW = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
@@ -103,6 +104,7 @@ class Verifier:
     def __init__(self, runner: Any, seed_of: Callable[[str], int]):
         self._runner = runner
         self._seed_of = seed_of
+        self._rejection = runner.speculative_config.plugin_config.common.rejection
         self._draft_logits: torch.Tensor | None = None
         self._drafted_for: Sequence[str] = ()
 
@@ -145,7 +147,7 @@ class Verifier:
             edited, sampling = _scale(edited, metadata, sampling)
         max_num_draft = max(rows.num_draft)
         positions = input_batch.num_tokens_no_spec[rows.requests] + rows.steps
-        sampled, _ = rejection_sample(
+        sampled, _ = OPERATIONS[self._rejection](
             edited,
             _tensor(rows.starts.astype(np.int32), logits.device),
             _tensor(rows.fed, logits.device),
@@ -178,14 +180,19 @@ class Verifier:
     def _q(self, rows: _Rows, max_num_draft: int) -> torch.Tensor | None:
         """[B, >= max_num_draft, V] logits of the drafts, or None where all are certain.
 
-        A request that sat out a step has lost them: its drafts count as certain, which is as exact.
+        A request that sat out a step has lost them: its drafts count as certain, which is as exact. So do those that a
+        grammar has cut short, which is no matter of the tokens before, where a whole draft decides.
         """
         if self._draft_logits is None or max_num_draft == 0:
             return None
         request_ids = self._runner.input_batch.req_ids
-        if request_ids == self._drafted_for and self._draft_logits.shape[1] >= max_num_draft:
-            return self._draft_logits
         place = {request_id: index for index, request_id in enumerate(self._drafted_for)}
+        if self._rejection == "block":
+            for request_id in request_ids:
+                if self._runner.requests[request_id].sampling_params.structured_outputs is not None:
+                    place.pop(request_id, None)
+        if list(place) == request_ids and self._draft_logits.shape[1] >= max_num_draft:
+            return self._draft_logits
         logits = self._draft_logits
         result = logits.new_full((len(request_ids), max_num_draft, logits.shape[-1]), -torch.inf)
         for index, (request_id, num_draft) in enumerate(zip(request_ids, rows.num_draft, strict=True)):

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _flatten_sampled_kernel
 
+from vllm_specplugins.engine.verify import OPERATIONS
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 
 
@@ -52,6 +53,7 @@ class FusedRejectionSampler(RejectionSampler):
 
     def __init__(self, sampler: Any, spec_config: Any, device: torch.device):
         super().__init__(sampler, spec_config, device)
+        self._operation = OPERATIONS[spec_config.plugin_config.common.rejection]
         self._is_edited = np.zeros(sampler.sampling_states.max_num_reqs, bool)
         self._idx_mapping_np = np.zeros(0, np.int32)
         self._expanded_idx_mapping: torch.Tensor | None = None
@@ -172,7 +174,7 @@ class FusedRejectionSampler(RejectionSampler):
             seq_lens_upper_bound_np=seq_lens_upper_bound_np,
         )
         edited = self._edit(logits, context)
-        sampled, num_sampled = rejection_sample(
+        sampled, num_sampled = self._operation(
             edited,
             cu_num_logits,
             verify_draft_sampled,
