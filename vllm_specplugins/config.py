@@ -168,10 +168,13 @@ class CommonConfig:
         num_speculative_tokens: K, the most draft tokens a request gets in one step.
         time_budget_ms: longest that a proposer that runs on the host may take for one step; one that takes
             longer loses that step's drafts.
+        verification: "fused" verifies, and samples, with kernels/rejection: exact for every sampling parameter, and a
+            seeded request's output depends on neither drafts nor batch; "vllm" leaves both to vLLM.
     """
 
     num_speculative_tokens: int = integer(5, 1, MAX_NUM_SPECULATIVE_TOKENS)
     time_budget_ms: int = integer(1000, 1, 60_000)
+    verification: str = choice("fused", "vllm")
 
     def __post_init__(self) -> None:
         check_fields(self, "speculative_config")

@@ -5,7 +5,6 @@ replaced, on that one runner, by one that sees all that the step knows.
 """
 
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from vllm_specplugins.draft import DraftBatch, Feedback
 from vllm_specplugins.engine.layers import FirstLayers
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target_v1 import TargetV1
+from vllm_specplugins.engine.verify_v1 import Verifier
 from vllm_specplugins.proposers.barrier import FaultBarrier
 
 
@@ -55,7 +55,10 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     runner._update_states = adapter.update_states
     # V1 drafts zeros for the whole batch when one request nears this; we shorten that request's draft instead.
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
-    if runner.device.type == "cpu":
+    if runner.speculative_config.plugin_config.common.verification == "fused":
+        adapter.verifier = Verifier(runner, adapter.seed)
+        runner._sample = adapter.verifier.sample
+    elif runner.device.type == "cpu":
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
@@ -86,11 +89,15 @@ class _Request:
 
 
 class _Adapter:
+    verifier: Verifier | None = None  # None: vLLM's
+
     def __init__(self, runner: Any, barrier: FaultBarrier):
         self._runner = runner
         self._barrier = barrier
         self._update_states = runner._update_states  # vLLM's own, bound
         self._requests: dict[str, _Request] = {}
+        # Requests without a seed get theirs in the order in which they come: the same on every rank.
+        self._random = np.random.default_rng(runner.model_config.seed)
         self._target: TargetV1 | None = None
         self._drafted_at = 0.0  # when the last drafting ended
 
@@ -113,10 +120,16 @@ class _Adapter:
         if request is None:
             params = self._runner.requests[request_id].sampling_params
             seed = getattr(params, "seed", None)
-            if seed is None:  # the same on every rank
-                seed = zlib.crc32(request_id.encode(), self._runner.model_config.seed)
+            if seed is None:
+                seed = int(self._random.integers(1 << 63))
+            # torch.Generator, which vLLM seeds so, takes 64 bits with and without a sign.
+            seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
             request = self._requests[request_id] = _Request(request_options(params), seed)
         return request
+
+    def seed(self, request_id: str) -> int:
+        """The seed of a request's noise, for drafting and for verification."""
+        return self._request(request_id).seed
 
     def propose_draft_token_ids(
         self,
@@ -140,6 +153,8 @@ class _Adapter:
         requests = [self._request(request_id) for request_id in request_ids]
         num_tokens = input_batch.num_tokens_no_spec[rows]
         room = runner.max_model_len - num_tokens - 1
+        if self.verifier is not None:
+            room[[not self.verifier.may_draft(row) for row in rows]] = 0
         target = None
         if self._target is not None and rows:
             seeds = [request.seed for request in requests]
@@ -162,7 +177,9 @@ class _Adapter:
         )
         draft = self._barrier.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
-        if draft.logits is not None and target is not None:
+        if self.verifier is not None:
+            self.verifier.keep_draft(request_ids, draft.logits)
+        elif draft.logits is not None and target is not None:
             runner._draft_probs = _probs(draft.logits, target.sampling.temperature)
             runner._draft_prob_req_ids = request_ids
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]

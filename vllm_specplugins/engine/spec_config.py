@@ -9,6 +9,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig
+from vllm_specplugins.engine.verify import allow_parameters
 from vllm_specplugins.methods import early_exits, reads_history, runs_target
 
 logger = logging.getLogger("vllm.specplugins")
@@ -83,6 +84,7 @@ def take_over(vllm_config: VllmConfig) -> None:
     if worker not in WORKERS:
         raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
+    allow_parameters()
     if not vllm_config.scheduler_config.async_scheduling:
         return
     if not vllm_config.use_v2_model_runner:

@@ -41,9 +41,11 @@ class _WithProposer:
     def init_device(self) -> None:
         if self.use_v2_model_runner:
             from vllm_specplugins.engine import runner_v2 as runner
+            from vllm_specplugins.engine import verify_v2 as verify
         else:
             from vllm_specplugins.engine import runner_v1 as runner  # type: ignore[no-redef]
-        with runner.while_built(self.vllm_config):
+            from vllm_specplugins.engine import verify_v1 as verify  # type: ignore[no-redef]
+        with runner.while_built(self.vllm_config), verify.while_built(self.vllm_config):
             super().init_device()  # type: ignore[misc]
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device)
         runner.attach(self.model_runner, self._barrier)

@@ -1,0 +1,331 @@
+"""Model Runner V1: samples and verifies with kernels/rejection, in place of vLLM's sampler and rejection sampler.
+
+Steps in which nothing was drafted take the same way, so that a seeded request's output does not depend on drafts. Row i
+of a request predicts the token behind its first i drafts, and every sampling parameter sees it so: penalties and bad
+words count those drafts. N: rows, B: requests, V: vocab_size.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import (
+    AdapterLogitsProcessor,
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.ops.bad_words import apply_bad_words_with_drafts
+from vllm.v1.sample.ops.penalties import apply_all_penalties
+from vllm.v1.worker import gpu_model_runner
+
+from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
+from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
+
+_PER_ROW = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
+
+
+@contextmanager
+def while_built(vllm_config: VllmConfig) -> Iterator[None]:
+    """Lets a runner be built with all logits processors, of which vLLM has but one where there is speculation."""
+    if vllm_config.speculative_config.plugin_config.common.verification != "fused":
+        yield
+        return
+    original = gpu_model_runner.build_logitsprocs
+
+    def build_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
+        without = copy.copy(vllm_config)
+        without.speculative_config = None
+        return original(without, *args)
+
+    gpu_model_runner.build_logitsprocs = build_logitsprocs
+    try:
+        yield
+    finally:
+        gpu_model_runner.build_logitsprocs = original
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Which rows of a step's logits are whose."""
+
+    num_draft: list[int]  # of each request
+    draft_token_ids: list[int]  # of all requests
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        return np.asarray(self.num_draft, np.int64) + 1
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """[B + 1] first row of each request, and N."""
+        return np.concatenate(([0], self.counts.cumsum()))
+
+    @cached_property
+    def requests(self) -> np.ndarray:
+        """[N] the request of each row."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    @cached_property
+    def steps(self) -> np.ndarray:
+        """[N] how many drafts stand before what a row predicts."""
+        return np.arange(self.starts[-1]) - self.starts[self.requests]
+
+    @cached_property
+    def fed(self) -> np.ndarray:
+        """[N] the draft that is fed at a row; a request's first row has none."""
+        token_ids = np.zeros(len(self.steps), np.int64)
+        token_ids[self.steps > 0] = self.draft_token_ids
+        return token_ids
+
+    def histories(self, output_token_ids: Sequence[list[int]]) -> list[list[int]]:
+        """[N] what each row's request has said before it, drafts included."""
+        fed = self.fed.tolist()
+        result: list[list[int]] = []
+        for tokens, start, end in zip(output_token_ids, self.starts, self.starts[1:], strict=True):
+            result.append(tokens)
+            result.extend([*tokens, *fed[start + 1 : row + 1]] for row in range(start + 1, end))
+        return result
+
+
+class Verifier:
+    """What a runner's `_sample` becomes."""
+
+    def __init__(self, runner: Any, seed_of: Callable[[str], int]):
+        self._runner = runner
+        self._seed_of = seed_of
+        self._draft_logits: torch.Tensor | None = None
+        self._drafted_for: Sequence[str] = ()
+
+    def keep_draft(self, request_ids: Sequence[str], logits: torch.Tensor | None) -> None:
+        """Remembers what the drafts of these requests were drawn from, [num_reqs, K, V]; None: q is one-hot."""
+        self._drafted_for, self._draft_logits = request_ids, logits
+
+    def may_draft(self, row: int) -> bool:
+        """Whether a request can be verified at more than one position.
+
+        A thinking budget and a logits processor of the user's own keep a state that moves one step at a time.
+        """
+        input_batch = self._runner.input_batch
+        request = self._runner.requests[input_batch.req_ids[row]]
+        if input_batch.thinking_budget_state_holder is not None:
+            params = request.sampling_params
+            if params is not None and params.thinking_token_budget is not None:
+                return False
+        for processor in _custom(input_batch.logitsprocs.all):
+            if processor.is_argmax_invariant() or not isinstance(processor, AdapterLogitsProcessor):
+                return False
+            if row in processor.req_info:
+                return False
+        return True
+
+    def sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
+        """vLLM's signature; `logits` [N, V] may be changed in place."""
+        input_batch = self._runner.input_batch
+        metadata = input_batch.sampling_metadata
+        if spec_decode_metadata is None:
+            rows = _Rows([0] * input_batch.num_reqs, [])
+        else:
+            rows = _Rows(spec_decode_metadata.num_draft_tokens, spec_decode_metadata.draft_token_ids.tolist())
+        wants_logprobs = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
+        mode = self._runner.sampler.logprobs_mode
+        keeps_raw = wants_logprobs and mode.startswith("raw")
+        edited = _edit(logits, metadata, rows, keeps_raw)
+        sampling = self._sampling(metadata, logits.device)
+        if not metadata.all_greedy and any(_custom(metadata.logitsprocs.argmax_invariant)):
+            edited, sampling = _scale(edited, metadata, sampling)
+        max_num_draft = max(rows.num_draft)
+        positions = input_batch.num_tokens_no_spec[rows.requests] + rows.steps
+        sampled, _ = rejection_sample(
+            edited,
+            _tensor(rows.starts.astype(np.int32), logits.device),
+            _tensor(rows.fed, logits.device),
+            _tensor(positions.astype(np.int64), logits.device),
+            torch.arange(len(rows.counts), device=logits.device),
+            sampling,
+            max_num_draft,
+            self._q(rows, max_num_draft),
+        )
+        logprobs = None
+        if wants_logprobs:
+            logprobs = self._logprobs(logits if keeps_raw else edited, sampling, sampled, metadata, rows)
+        return SamplerOutput(sampled_token_ids=sampled.to(torch.int32), logprobs_tensors=logprobs)
+
+    def _sampling(self, metadata: Any, device: torch.device) -> Sampling:
+        """The requests' parameters, [B] each."""
+        input_batch = self._runner.input_batch
+        num_reqs = input_batch.num_reqs
+        if metadata.all_greedy:
+            return Sampling(torch.zeros(num_reqs, device=device), torch.zeros(num_reqs, dtype=torch.int64, device=device))
+        min_p = None
+        for processor in metadata.logitsprocs.argmax_invariant:
+            if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
+                min_p = processor.min_p[:, 0]
+        seeds = torch.tensor([self._seed_of(request_id) for request_id in input_batch.req_ids], dtype=torch.int64)
+        return Sampling(metadata.temperature, seeds.to(device), metadata.top_k, metadata.top_p, min_p)
+
+    def _q(self, rows: _Rows, max_num_draft: int) -> torch.Tensor | None:
+        """[B, >= max_num_draft, V] logits of the drafts, or None where all are certain.
+
+        A request that sat out a step has lost them: its drafts count as certain, which is as exact.
+        """
+        if self._draft_logits is None or max_num_draft == 0:
+            return None
+        request_ids = self._runner.input_batch.req_ids
+        if request_ids == self._drafted_for and self._draft_logits.shape[1] >= max_num_draft:
+            return self._draft_logits
+        place = {request_id: index for index, request_id in enumerate(self._drafted_for)}
+        logits = self._draft_logits
+        result = logits.new_full((len(request_ids), max_num_draft, logits.shape[-1]), -torch.inf)
+        for index, (request_id, num_draft) in enumerate(zip(request_ids, rows.num_draft, strict=True)):
+            if request_id in place:
+                result[index, :num_draft] = logits[place[request_id], :num_draft]
+            else:
+                first = rows.starts[index] + 1
+                result[index, range(num_draft), rows.fed[first : first + num_draft]] = 0.0
+        return result
+
+    def _logprobs(
+        self, logits: torch.Tensor, sampling: Sampling, sampled: torch.Tensor, metadata: Any, rows: _Rows
+    ) -> LogprobsTensors:
+        """Of the tokens of `sampled` [B, max_num_draft + 1], one row each, as vLLM's samplers give them."""
+        sampler = self._runner.sampler
+        is_token = sampled >= 0
+        requests, steps = is_token.nonzero(as_tuple=True)
+        scores = logits[_tensor(rows.starts, logits.device)[requests] + steps].float()
+        if sampler.logprobs_mode.startswith("processed"):
+            scores = _processed(scores, sampling.at(requests))
+        if sampler.logprobs_mode.endswith("logprobs"):
+            scores = sampler.compute_logprobs(scores)
+        token_ids = sampled[is_token]
+        if metadata.logprob_token_ids:
+            chosen = {
+                index: metadata.logprob_token_ids[request]
+                for index, request in enumerate(requests.tolist())
+                if request in metadata.logprob_token_ids
+            }
+            found = sampler.gather_specific_token_logprobs(scores, chosen, token_ids)
+        else:
+            found = sampler.gather_logprobs(scores, metadata.max_num_logprobs, token_ids)
+        if sampled.shape[1] == 1:
+            return found
+        return LogprobsTensors(*(_spread(tensor, is_token.flatten()) for tensor in found[:3]))
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device)
+
+
+def _spread(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Puts the rows of a tensor to the places that `mask` marks; zeros elsewhere."""
+    result = tensor.new_zeros(len(mask), *tensor.shape[1:])
+    result[mask] = tensor
+    return result
+
+
+def _custom(processors: Sequence[Any]) -> Iterator[Any]:
+    """The processors that are not vLLM's own."""
+    return (processor for processor in processors if type(processor) not in _PER_ROW)
+
+
+def _edit(logits: torch.Tensor, metadata: Any, rows: _Rows, keep: bool) -> torch.Tensor:
+    """[N, V] logits after all that comes before the temperature, in the order of vLLM's sampler.
+
+    The same tensor where there is nothing to do, else float32; in place unless `logits` are to be kept.
+    """
+    processors = [processor for processor in metadata.logitsprocs.non_argmax_invariant if _is_used(processor)]
+    holder = metadata.thinking_budget_state_holder
+    budgets = holder is not None and holder.has_tracked_requests()
+    allowed, bad_words = metadata.allowed_token_ids_mask, metadata.bad_words_token_ids
+    if allowed is None and metadata.no_penalties and not (bad_words or processors or budgets):
+        return logits
+    edited = logits.to(torch.float32, copy=keep)
+    requests = _tensor(rows.requests, logits.device)
+    needs_histories = bad_words or not metadata.no_penalties
+    histories = rows.histories(metadata.output_token_ids) if needs_histories else []
+    if allowed is not None:
+        edited.masked_fill_(allowed[requests], -torch.inf)
+    if bad_words:
+        apply_bad_words_with_drafts(edited, bad_words, histories, rows.counts.tolist())
+    for processor in processors:
+        if isinstance(processor, MinTokensLogitsProcessor):
+            edited = processor.apply_with_spec_decode(edited, rows.counts.tolist())
+        elif isinstance(processor, LogitBiasLogitsProcessor):
+            _add_bias(edited, processor.biases, rows)
+        else:
+            edited = _on_last_rows(edited, rows, processor.apply)
+    if not metadata.no_penalties:
+        edited = apply_all_penalties(
+            edited,
+            metadata.prompt_token_ids[requests],
+            metadata.presence_penalties[requests],
+            metadata.frequency_penalties[requests],
+            metadata.repetition_penalties[requests],
+            histories,
+        )
+    if budgets:
+        holder.in_spec_mode = False  # a request with a budget has one row, as without speculation
+        holder.update_state(metadata.output_token_ids, None)
+        edited = _on_last_rows(edited, rows, lambda last: holder.apply_to_logits(last, False, None))
+    return edited
+
+
+def _is_used(processor: Any) -> bool:
+    """Whether a processor has something to do; one of the user's own may always have."""
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return bool(processor.min_toks)
+    return bool(processor.biases) if isinstance(processor, LogitBiasLogitsProcessor) else True
+
+
+def _add_bias(logits: torch.Tensor, biases: dict[int, dict[int, float]], rows: _Rows) -> None:
+    """Adds each request's biases by token to all its rows, in place."""
+    for request, bias in biases.items():
+        token_ids = torch.tensor(list(bias), device=logits.device)
+        values = torch.tensor(list(bias.values()), dtype=torch.float32, device=logits.device)
+        logits[rows.starts[request] : rows.starts[request + 1], token_ids] += values
+
+
+def _on_last_rows(
+    logits: torch.Tensor, rows: _Rows, function: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Applies what works on one row a request, and changes only rows of requests without drafts."""
+    if len(logits) == len(rows.counts):
+        return function(logits)
+    last = _tensor(rows.starts[1:] - 1, logits.device)
+    logits[last] = function(logits[last])
+    return logits
+
+
+def _scale(logits: torch.Tensor, metadata: Any, sampling: Sampling) -> tuple[torch.Tensor, Sampling]:
+    """Logits at temperature 1 after all processors that come behind it, and what is left to be done.
+
+    Only where a processor of the user's own is among them; then there is one row a request.
+    """
+    greedy = sampling.temperature == 0
+    scaled = logits.float() / torch.where(greedy, 1.0, sampling.temperature)[:, None]
+    untouched = logits[greedy]
+    for processor in metadata.logitsprocs.argmax_invariant:
+        scaled = processor.apply(scaled)
+    scaled[greedy] = untouched.float()
+    left = Sampling(torch.where(greedy, 0.0, 1.0), sampling.seeds, sampling.top_k, sampling.top_p)
+    return scaled, left
+
+
+def _processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """[N, V] logits after temperature and truncation; at temperature 0 as they are."""
+    temperature = torch.where(sampling.temperature == 0, 1.0, sampling.temperature)
+    scaled = logits / temperature[:, None]
+    if sampling.truncates:
+        scale = math.log2(math.e) / temperature
+        total = torch.exp2((logits - logits.amax(-1, keepdim=True)) * scale[:, None]).sum(-1)
+        limit = thresholds(logits, scale, total, sampling.top_k, sampling.top_p, sampling.min_p)
+        scaled.masked_fill_(logits < limit[:, None], -torch.inf)
+    return scaled
