@@ -115,9 +115,7 @@ def assert_same_logprobs(ours: Any, theirs: Any) -> None:
 @pytest.fixture(scope="module")
 def undrafted(llm: Any, prompt: list[int], said: list[int]) -> Outputs:
     params = [sampling_params(name, 0.8, said) for name in PARAMETERS]
-    return {
-        name: list(output.token_ids) for name, output in zip(PARAMETERS, run(llm, prompt, params), strict=True)
-    }
+    return {name: list(output.token_ids) for name, output in zip(PARAMETERS, run(llm, prompt, params), strict=True)}
 
 
 @pytest.mark.parametrize("depth", [1, 5])
@@ -126,9 +124,7 @@ def test_sampled(llm: Any, prompt: list[int], said: list[int], undrafted: Output
 
     Kills: noise by row, step or draft; a parameter that drafted positions do not have; temperature applied twice.
     """
-    params = [
-        with_script(sampling_params(name, 0.8, said), undrafted[name], len(prompt), depth) for name in PARAMETERS
-    ]
+    params = [with_script(sampling_params(name, 0.8, said), undrafted[name], len(prompt), depth) for name in PARAMETERS]
     before = accepted_tokens(llm)
     for name, output in zip(PARAMETERS, run(llm, prompt, params), strict=True):
         assert list(output.token_ids) == undrafted[name], name

@@ -164,7 +164,9 @@ class Verifier:
         input_batch = self._runner.input_batch
         num_reqs = input_batch.num_reqs
         if metadata.all_greedy:
-            return Sampling(torch.zeros(num_reqs, device=device), torch.zeros(num_reqs, dtype=torch.int64, device=device))
+            return Sampling(
+                torch.zeros(num_reqs, device=device), torch.zeros(num_reqs, dtype=torch.int64, device=device)
+            )
         min_p = None
         for processor in metadata.logitsprocs.argmax_invariant:
             if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
@@ -293,9 +295,7 @@ def _add_bias(logits: torch.Tensor, biases: dict[int, dict[int, float]], rows: _
         logits[rows.starts[request] : rows.starts[request + 1], token_ids] += values
 
 
-def _on_last_rows(
-    logits: torch.Tensor, rows: _Rows, function: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def _on_last_rows(logits: torch.Tensor, rows: _Rows, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Applies what works on one row a request, and changes only rows of requests without drafts."""
     if len(logits) == len(rows.counts):
         return function(logits)

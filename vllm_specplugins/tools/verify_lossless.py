@@ -22,7 +22,7 @@ from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.engine.measure_samples import Drawn, Request, SamplingEngine
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint
-from vllm_specplugins.tools.lossless.exact import ExactModel, widened
+from vllm_specplugins.tools.lossless.exact import ExactModel
 from vllm_specplugins.tools.lossless.report import Judged, Report, show, write
 from vllm_specplugins.tools.lossless.statistics import Counts, chi_squared
 
@@ -98,16 +98,11 @@ class Verification:
         counts = [np.zeros([VOCAB_SIZE] * grid.NUM_TOKENS, np.int64) for _ in groups]
         for index, outputs in zip(indices, drawn.token_ids, strict=True):
             _count(outputs, counts[index])
-        test = chi_squared(
-            [
-                (count, self._exact.joint(group.prompt, group.params), self._possible(group))
-                for count, group in zip(counts, groups, strict=True)
-            ]
+        probs, possible = (
+            [self._exact.joint(group.prompt, group.params, slack) for group in groups] for slack in (0.0, ROUNDING)
         )
+        test = chi_squared(list(zip(counts, probs, possible, strict=True)))
         return Judged(method, cell.name, drawn.num_drafted, drawn.num_accepted, test=test)
-
-    def _possible(self, group: Request) -> Any:
-        return self._exact.joint(group.prompt, widened(group.params, ROUNDING))
 
 
 def _count(outputs: Sequence[list[int]], counts: Counts) -> None:
@@ -119,6 +114,8 @@ def _count(outputs: Sequence[list[int]], counts: Counts) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command; prints its report, and returns 0 if nothing is wrong, else 1."""
     methods = pick_methods(args.method)
+    if args.json and not args.json.parent.is_dir():
+        raise ConfigError(f"--json must be a file in a folder that is there, not {args.json}.")
     cells = grid.GRIDS[args.grid]()
     console = Console(stderr=True)
     folder = Path(tempfile.mkdtemp(prefix="specplugins-"))

@@ -28,12 +28,16 @@ class ExactModel:
         self._num_tokens = num_tokens
         self._logits: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
-    def joint(self, prompt: Sequence[int], params: Params) -> NDArray[np.float64]:
-        """[V] * t: probability of each outcome. After a stop token it is repeated to the end."""
+    def joint(self, prompt: Sequence[int], params: Params, slack: float = 0.0) -> NDArray[np.float64]:
+        """[V] * t: probability of each outcome. After a stop token it is repeated to the end.
+
+        Args:
+            slack: by what share a token may miss a cut (min-p, top-k, top-p) and still be left in.
+        """
         joint = torch.ones((), dtype=torch.float64)
         for length, logits in enumerate(self._prefix_logits(tuple(prompt))):
             prefixes = self._prefixes(length)
-            probs = next_probs(logits, prompt, prefixes, params)
+            probs = next_probs(logits, prompt, prefixes, params, slack)
             for stop in params.get("stop_token_ids", ()):
                 ended = (prefixes == stop).any(-1)
                 probs[ended] = torch.nn.functional.one_hot(torch.tensor(stop), self._vocab_size).double()
@@ -63,6 +67,7 @@ def next_probs(
     prompt: Sequence[int],
     prefixes: torch.Tensor,  # [R, length]: the output so far
     params: Params,
+    slack: float = 0.0,
 ) -> torch.Tensor:
     """[R, V]: probabilities of the next token.
 
@@ -74,7 +79,7 @@ def next_probs(
     temperature = params.get("temperature", 1.0)
     if temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    return _truncate(torch.softmax(logits / temperature, -1), params)
+    return _truncate(torch.softmax(logits / temperature, -1), params, slack)
 
 
 def _edit(logits: torch.Tensor, length: int, params: Params) -> torch.Tensor:
@@ -104,25 +109,15 @@ def _penalise(logits: torch.Tensor, prompt: Sequence[int], prefixes: torch.Tenso
     )
 
 
-def _truncate(probs: torch.Tensor, params: Params) -> torch.Tensor:
+def _truncate(probs: torch.Tensor, params: Params, slack: float) -> torch.Tensor:
     """min-p, top-k and top-p, in this order, and renormalised."""
     if min_p := params.get("min_p", 0.0):
-        probs = torch.where(probs >= min_p * probs.amax(-1, keepdim=True), probs, 0)
+        probs = torch.where(probs >= (1 - slack) * min_p * probs.amax(-1, keepdim=True), probs, 0)
     if (top_k := params.get("top_k", 0)) > 0:
-        probs = torch.where(probs >= probs.topk(top_k).values[:, -1:], probs, 0)
+        probs = torch.where(probs >= (1 - slack) * probs.topk(top_k).values[:, -1:], probs, 0)
     probs = probs / probs.sum(-1, keepdim=True)
     if (top_p := params.get("top_p", 1.0)) < 1:
         ordered, order = probs.sort(-1, descending=True)
-        ordered = torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0)
+        ordered = torch.where(ordered.cumsum(-1) - ordered < (1 + slack) * top_p, ordered, 0)
         probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
     return probs / probs.sum(-1, keepdim=True)
-
-
-def widened(params: Params, share: float) -> dict[str, Any]:
-    """Parameters that cut off a little less: what they make possible is no proof of an error, but rounding."""
-    wider = dict(params)
-    if "min_p" in wider:
-        wider["min_p"] *= 1 - share
-    if "top_p" in wider:
-        wider["top_p"] = min(1.0, wider["top_p"] * (1 + share))
-    return wider
