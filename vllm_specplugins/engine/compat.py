@@ -45,6 +45,21 @@ def _names(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
+_PARAMETERS = "https://github.com/vllm-project/vllm/issues/42744"  # min_p and logit_bias under speculation
+
+
+def _verifies(file: str, owner: str, names: str, kind: str, why: str) -> Iterator[Seam]:
+    """Attributes of one class that verification touches."""
+    for name in names.split():
+        yield Seam(file, f"{owner}.{name}", None, kind, why, _PARAMETERS, "vLLM verifies with every sampling parameter")
+
+
+def _verifies_by(file: str, name: str, parameters: str, kind: str, why: str) -> Seam:
+    """A function that verification touches."""
+    end = "vLLM verifies with every sampling parameter"
+    return Seam(file, name, _names(parameters), kind, why, _PARAMETERS, end)
+
+
 _V2 = "v1/worker/gpu/model_runner.py"
 _V1 = "v1/worker/gpu_model_runner.py"
 SEAMS: tuple[Seam, ...] = (
@@ -158,6 +173,203 @@ SEAMS: tuple[Seam, ...] = (
         "patch",
         "vLLM's CPU kernel leaves the drafted positions' temperature, top-k and top-p uninitialised",
         remove_when="vLLM's _expand_kernel_impl copies its result back",
+    ),
+    _verifies_by(
+        "sampling_params.py",
+        "SamplingParams._validate_spec_decode",
+        "self speculative_config",
+        "patch",
+        "refuses min_p and logit_bias under speculation",
+    ),
+    _verifies_by(
+        _V1, "GPUModelRunner._sample", "self logits spec_decode_metadata", "instance", "our operation samples, V1"
+    ),
+    Seam(
+        _V1,
+        "build_logitsprocs",
+        None,
+        "swap",
+        "leaves out min_p, logit_bias and the user's processors under speculation",
+        _PARAMETERS,
+        "vLLM verifies with every sampling parameter",
+    ),
+    *_verifies(_V1, "GPUModelRunner", "sampler", "read", "how logprobs are made"),
+    *_verifies(
+        "v1/worker/gpu_input_batch.py",
+        "InputBatch",
+        "sampling_metadata logitsprocs thinking_budget_state_holder",
+        "read",
+        "sampling parameters, V1",
+    ),
+    *_verifies(
+        "v1/sample/metadata.py",
+        "SamplingMetadata",
+        "temperature all_greedy top_p top_k max_num_logprobs no_penalties prompt_token_ids frequency_penalties "
+        "presence_penalties repetition_penalties output_token_ids allowed_token_ids_mask bad_words_token_ids "
+        "logitsprocs logprob_token_ids",
+        "read",
+        "sampling parameters, V1",
+    ),
+    *_verifies(
+        "v1/spec_decode/metadata.py", "SpecDecodeMetadata", "draft_token_ids num_draft_tokens", "read", "drafts, V1"
+    ),
+    *_verifies(
+        "v1/sample/logits_processor/builtin.py", "MinPLogitsProcessor", "min_p min_p_count", "read", "min_p, V1"
+    ),
+    *_verifies("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "read", "biases, V1"),
+    *_verifies("v1/sample/logits_processor/builtin.py", "MinTokensLogitsProcessor", "min_toks", "read", "V1"),
+    _verifies_by(
+        "v1/sample/logits_processor/builtin.py",
+        "MinTokensLogitsProcessor.apply_with_spec_decode",
+        "self logits num_draft_tokens",
+        "read",
+        "min_tokens by position, V1",
+    ),
+    *_verifies(
+        "v1/sample/logits_processor/__init__.py", "AdapterLogitsProcessor", "req_info", "read", "who may not draft, V1"
+    ),
+    _verifies_by(
+        "v1/sample/ops/bad_words.py",
+        "apply_bad_words_with_drafts",
+        "logits bad_words_token_ids past_tokens_ids num_draft_tokens",
+        "read",
+        "bad words by position, V1",
+    ),
+    _verifies_by(
+        "v1/sample/ops/penalties.py",
+        "apply_all_penalties",
+        "logits prompt_token_ids presence_penalties frequency_penalties repetition_penalties output_token_ids",
+        "read",
+        "penalties by position, V1",
+    ),
+    *_verifies(
+        "v1/sample/thinking_budget_state.py",
+        "ThinkingBudgetStateHolder",
+        "in_spec_mode",
+        "instance",
+        "requests with a budget have one row, V1",
+    ),
+    _verifies_by(
+        "v1/sample/thinking_budget_state.py",
+        "ThinkingBudgetStateHolder.update_state",
+        "self output_token_ids spec_token_ids repeat_indices",
+        "read",
+        "thinking budgets, V1",
+    ),
+    _verifies_by(
+        "v1/sample/thinking_budget_state.py",
+        "ThinkingBudgetStateHolder.apply_to_logits",
+        "self logits predict_bonus_token spec_token_ids",
+        "read",
+        "thinking budgets, V1",
+    ),
+    *_verifies("v1/sample/sampler.py", "Sampler", "logprobs_mode compute_logprobs", "read", "logprobs, V1"),
+    _verifies_by(
+        "v1/sample/sampler.py",
+        "Sampler.gather_specific_token_logprobs",
+        "self logprobs logprob_token_ids sampled",
+        "read",
+        "logprobs, V1",
+    ),
+    _verifies_by(
+        "v1/sample/sampler.py", "Sampler.gather_logprobs", "logprobs num_logprobs token_ids", "read", "logprobs, V1"
+    ),
+    Seam(_V2, "init_model_state", None, "swap", "ModelState.custom_sampler is the way to samplers of one's own"),
+    Seam(_V2, "GPUModelRunner.load_model", None, "instance", "makes the model state"),
+    _verifies_by(
+        "v1/worker/gpu/model_states/interface.py",
+        "ModelState.custom_sampler",
+        "self sampler",
+        "instance",
+        "documented: samplers of one's own, V2",
+    ),
+    _verifies_by(
+        "v1/worker/gpu/spec_decode/rejection_sampler.py",
+        "RejectionSampler._verify",
+        "self logits draft_logits draft_sampled pos cu_num_logits idx_mapping idx_mapping_np expanded_idx_mapping "
+        "expanded_local_pos seq_lens_upper_bound_np verify_draft_sampled",
+        "override",
+        "our operation verifies, V2",
+    ),
+    _verifies_by(
+        "v1/worker/gpu/spec_decode/rejection_sampler.py",
+        "RejectionSampler._get_logprobs_tensors",
+        "self sampled num_sampled logits cu_num_logits cu_num_logits_np max_num_logprobs",
+        "override",
+        "logprob_token_ids, which are forgotten under speculation, V2",
+    ),
+    _verifies_by(
+        "v1/worker/gpu/spec_decode/rejection_sampler.py",
+        "_flatten_sampled_kernel",
+        "flat_sampled_ptr sampled_ptr sampled_stride num_sampled_ptr cu_num_logits_ptr",
+        "read",
+        "logprobs, V2",
+    ),
+    _verifies_by(
+        "v1/worker/gpu/sample/sampler.py",
+        "Sampler.sample",
+        "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
+        "seq_lens_upper_bound_np return_logprobs",
+        "instance",
+        "our operation samples, V2",
+    ),
+    _verifies_by(
+        "v1/worker/gpu/sample/sampler.py",
+        "Sampler.add_request",
+        "self req_idx sampling_params",
+        "instance",
+        "who needs more than the operation does, V2",
+    ),
+    _verifies_by(
+        "v1/worker/gpu/sample/sampler.py",
+        "Sampler.apply_sampling_params",
+        "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
+        "seq_lens_upper_bound_np skip_top_k_top_p",
+        "read",
+        "processed logprobs, V2",
+    ),
+    _verifies_by(
+        "v1/worker/gpu/sample/sampler.py",
+        "Sampler.get_logprobs_dims",
+        "self idx_mapping_np include_token_ids",
+        "read",
+        "processed logprobs, V2",
+    ),
+    *_verifies(
+        "v1/worker/gpu/sample/sampler.py",
+        "Sampler",
+        "logits_processors thinking_budget_state sampling_states return_sampling_mask logprob_token_ids_state",
+        "read",
+        "sampling parameters, V2",
+    ),
+    *_verifies(
+        "v1/worker/gpu/sample/states.py",
+        "SamplingStates",
+        "temperature top_k top_p min_p seeds max_num_reqs vocab_size",
+        "read",
+        "sampling parameters, V2",
+    ),
+    *_verifies(
+        "v1/worker/gpu/sample/logits_processor/interface.py",
+        "LogitsContext",
+        "expanded_idx_mapping idx_mapping idx_mapping_np expanded_local_pos input_ids pos seq_lens_upper_bound_np",
+        "read",
+        "what the processors see, V2",
+    ),
+    _verifies_by(
+        "v1/worker/gpu/sample/logprob.py",
+        "compute_topk_scores",
+        "logits num_logprobs sampled_token_ids cu_num_logits logprob_token_ids_state expanded_idx_mapping "
+        "max_per_req_token_ids logits_mode",
+        "read",
+        "logprobs, V2",
+    ),
+    _verifies_by(
+        "v1/worker/gpu/sample/logprob.py",
+        "LogprobTokenIdsState.max_num_token_ids",
+        "self idx_mapping_np",
+        "read",
+        "logprobs, V2",
     ),
     Seam(_V1, "GPUModelRunner.input_batch", None, "read", "token ids and request ids"),
     Seam(_V1, "GPUModelRunner.requests", None, "read", "sampling parameters"),

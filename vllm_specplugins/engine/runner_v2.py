@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array
+from vllm_specplugins.engine import verify_v2
 from vllm_specplugins.engine.history_v2 import Histories
 from vllm_specplugins.engine.report import REPORT, DraftReport
 from vllm_specplugins.engine.target_v2 import TargetSpeculator
@@ -62,6 +63,8 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
     runner.add_requests, runner.finish_requests, runner.sample_tokens = add, finish, sample
     runner.draft_tokens_handler = speculator.report
+    if runner.speculative_config.plugin_config.common.verification == "fused":
+        verify_v2.attach(runner)
 
 
 class HostSpeculator(BaseSpeculator):

@@ -243,8 +243,17 @@ class TargetSpeculator(DraftModelSpeculator):
         """Copies a draft to where vLLM's verification looks for it."""
         num_reqs, width = draft.token_ids.shape
         self.draft_tokens[:num_reqs, :width] = torch.as_tensor(draft.token_ids, device=self.device)
+        if self.draft_logits is None:
+            return
+        rows = self.idx_mapping[:num_reqs].long()
+        known = 0
         if draft.logits is not None:
-            self._draft_logits[self.idx_mapping[:num_reqs], :width] = draft.logits.to(self._draft_logits.dtype)
+            known = draft.logits.shape[1]
+            self._draft_logits[rows, :known] = draft.logits.to(self._draft_logits.dtype)
+        if known < self.num_speculative_steps:  # the others are certain: what stands there is of an earlier step
+            certain = self.draft_tokens[:num_reqs, known:, None]
+            logits = self._draft_logits.new_full((*certain.shape[:2], self._draft_logits.shape[-1]), -torch.inf)
+            self._draft_logits[rows, known:] = logits.scatter_(2, certain.long(), 0.0)
 
 
 class _LateFeedback:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ _PER_ROW = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProces
 
 
 @contextmanager
-def while_built(vllm_config: VllmConfig) -> Iterator[None]:
+def all_logits_processors(vllm_config: VllmConfig) -> Iterator[None]:
     """Lets a runner be built with all logits processors, of which vLLM has but one where there is speculation."""
     if vllm_config.speculative_config.plugin_config.common.verification != "fused":
         yield
@@ -90,7 +91,7 @@ class _Rows:
         """[N] what each row's request has said before it, drafts included."""
         fed = self.fed.tolist()
         result: list[list[int]] = []
-        for tokens, start, end in zip(output_token_ids, self.starts, self.starts[1:], strict=True):
+        for tokens, (start, end) in zip(output_token_ids, pairwise(self.starts), strict=True):
             result.append(tokens)
             result.extend([*tokens, *fed[start + 1 : row + 1]] for row in range(start + 1, end))
         return result

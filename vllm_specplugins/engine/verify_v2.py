@@ -1,12 +1,215 @@
-"""Model Runner V2: samples and verifies with kernels/rejection, through vLLM's own samplers."""
+"""Model Runner V2: samples and verifies with kernels/rejection, inside vLLM's own samplers.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+Temperature, top-k, top-p and min-p are the operation's; where no request of a batch needs more, it reads the logits as
+the model made them. For the others vLLM's processors, which know the position of each row, edit a float32 copy first.
+"""
 
-from vllm.config import VllmConfig
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _flatten_sampled_kernel
+
+from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 
 
-@contextmanager
-def while_built(vllm_config: VllmConfig) -> Iterator[None]:
-    """Nothing yet."""
-    yield
+def attach(runner: Any) -> None:
+    """Puts our verification behind `ModelState.custom_sampler`, vLLM's seam, when the runner loads its model."""
+    load_model = runner.load_model
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        original = model_runner.init_model_state
+
+        def init_model_state(*state_args: Any) -> Any:
+            state = original(*state_args)
+            custom_sampler = state.custom_sampler
+
+            def ours(sampler: Any) -> Any:
+                theirs = custom_sampler(sampler)
+                if theirs is not None or runner.vllm_config.watermark_config is not None:
+                    return theirs
+                return sampler, FusedRejectionSampler(sampler, runner.speculative_config, runner.device)
+
+            state.custom_sampler = ours
+            return state
+
+        model_runner.init_model_state = init_model_state
+        try:
+            return load_model(*args, **kwargs)
+        finally:
+            model_runner.init_model_state = original
+
+    runner.load_model = load
+
+
+class FusedRejectionSampler(RejectionSampler):
+    """vLLM's rejection sampler with our operation in it; the sampler of steps without drafts gets it, too."""
+
+    def __init__(self, sampler: Any, spec_config: Any, device: torch.device):
+        super().__init__(sampler, spec_config, device)
+        self._is_edited = np.zeros(sampler.sampling_states.max_num_reqs, bool)
+        self._idx_mapping_np = np.zeros(0, np.int32)
+        self._expanded_idx_mapping: torch.Tensor | None = None
+        self._watch(sampler)
+        sampler.sample = self._sample
+
+    def _watch(self, sampler: Any) -> None:
+        """Learns which requests need more than the operation does; vLLM's own flag counts temperatures, too."""
+        add_request = sampler.add_request
+
+        def add(req_idx: int, sampling_params: Any) -> None:
+            self._is_edited[req_idx] = False
+            add_request(req_idx, sampling_params)
+
+        def watched(add_to_state: Any) -> Any:
+            def add_and_look(req_idx: int, sampling_params: Any) -> bool:
+                needs_editing: bool = add_to_state(req_idx, sampling_params)
+                self._is_edited[req_idx] |= needs_editing
+                return needs_editing
+
+            return add_and_look
+
+        sampler.add_request = add
+        for state in (*sampler.logits_processors, sampler.thinking_budget_state):
+            state.add_request = watched(state.add_request)
+
+    def _sampling(self, idx_mapping_np: np.ndarray) -> Sampling:
+        """The parameters of all request states, those without which this batch can do left out."""
+        states = self.sampler.sampling_states
+        top_k, top_p, min_p = (tensor.np[idx_mapping_np] for tensor in (states.top_k, states.top_p, states.min_p))
+        return Sampling(
+            states.temperature.gpu,
+            states.seeds.gpu,
+            states.top_k.gpu if (top_k != states.vocab_size).any() else None,
+            states.top_p.gpu if (top_p != 1.0).any() else None,
+            states.min_p.gpu if (min_p != 0.0).any() else None,
+        )
+
+    def _edit(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
+        """Logits after all that comes before the temperature; the same tensor where there is nothing to do."""
+        if not self._is_edited[context.idx_mapping_np].any():
+            return logits
+        edited = logits.to(torch.float32, copy=True)
+        for processor in self.sampler.logits_processors:
+            edited = processor.apply(edited, context)
+        self.sampler.thinking_budget_state.apply(edited, context)
+        return edited
+
+    def _processed(self, logits: torch.Tensor, edited: torch.Tensor, context: LogitsContext) -> torch.Tensor:
+        """What vLLM's samplers hand on beside the tokens, for logprobs: after all parameters if that is asked for."""
+        sampler = self.sampler
+        asked = sampler.get_logprobs_dims(context.idx_mapping_np) is not None
+        if not sampler.return_sampling_mask and not (asked and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES):
+            return edited
+        processed: torch.Tensor = sampler.apply_sampling_params(
+            logits,
+            context.expanded_idx_mapping,
+            context.idx_mapping,
+            context.idx_mapping_np,
+            context.pos,
+            context.input_ids,
+            context.expanded_local_pos,
+            context.seq_lens_upper_bound_np,
+        )
+        return processed
+
+    def _sample(
+        self,
+        logits: torch.Tensor,  # [num_logits, vocab_size]
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        input_ids: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        return_logprobs: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """vLLM's signature; every row is a request that nothing was drafted for."""
+        context = LogitsContext(
+            expanded_idx_mapping=expanded_idx_mapping,
+            idx_mapping=idx_mapping,
+            idx_mapping_np=idx_mapping_np,
+            expanded_local_pos=expanded_local_pos,
+            input_ids=input_ids,
+            pos=pos,
+            seq_lens_upper_bound_np=seq_lens_upper_bound_np,
+        )
+        edited = self._edit(logits, context)
+        rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
+        sampling = self._sampling(idx_mapping_np)
+        sampled, _ = rejection_sample(edited, rows, input_ids, pos + 1, expanded_idx_mapping, sampling, 0)
+        return sampled[:, 0], self._processed(logits, edited, context)
+
+    def _verify(
+        self,
+        logits: torch.Tensor,  # [num_logits, vocab_size]
+        draft_logits: torch.Tensor | None,  # [max_num_reqs, K, vocab_size]
+        draft_sampled: torch.Tensor,  # [num_logits]
+        pos: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """vLLM's signature."""
+        self._idx_mapping_np, self._expanded_idx_mapping = idx_mapping_np, expanded_idx_mapping
+        context = LogitsContext(
+            expanded_idx_mapping=expanded_idx_mapping,
+            idx_mapping=idx_mapping,
+            idx_mapping_np=idx_mapping_np,
+            expanded_local_pos=expanded_local_pos,
+            input_ids=draft_sampled,
+            pos=pos,
+            seq_lens_upper_bound_np=seq_lens_upper_bound_np,
+        )
+        edited = self._edit(logits, context)
+        sampled, num_sampled = rejection_sample(
+            edited,
+            cu_num_logits,
+            verify_draft_sampled,
+            pos + 1,
+            idx_mapping,
+            self._sampling(idx_mapping_np),
+            self.num_speculative_steps,
+            draft_logits,
+        )
+        return self._processed(logits, edited, context), sampled, num_sampled
+
+    def _get_logprobs_tensors(
+        self,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+        logits: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        cu_num_logits_np: np.ndarray,
+        max_num_logprobs: int,
+    ) -> Any:
+        """vLLM's signature; with `logprob_token_ids`, which vLLM forgets where there are drafts."""
+        state = self.sampler.logprob_token_ids_state
+        num_token_ids = state.max_num_token_ids(self._idx_mapping_np)
+        num_reqs, num_logits = len(num_sampled), len(logits)
+        if num_token_ids == 0:
+            return super()._get_logprobs_tensors(
+                sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+            )
+        flat_sampled = torch.zeros(num_logits, dtype=sampled.dtype, device=sampled.device)
+        _flatten_sampled_kernel[(num_reqs,)](flat_sampled, sampled, sampled.stride(0), num_sampled, cu_num_logits)
+        return compute_topk_scores(
+            logits,
+            0 if max_num_logprobs == NO_LOGPROBS else max_num_logprobs,
+            flat_sampled,
+            cu_num_logits_np.tolist() if num_logits != num_reqs else None,
+            logprob_token_ids_state=state,
+            expanded_idx_mapping=self._expanded_idx_mapping,
+            max_per_req_token_ids=num_token_ids,
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )

@@ -4,6 +4,7 @@ What has to be replaced in vLLM while a runner is built is put back, and everyth
 the one patch that stays (kind "patch" in compat.py) mends V1's sampling on CPUs.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -41,11 +42,14 @@ class _WithProposer:
     def init_device(self) -> None:
         if self.use_v2_model_runner:
             from vllm_specplugins.engine import runner_v2 as runner
-            from vllm_specplugins.engine import verify_v2 as verify
+
+            processors: AbstractContextManager[None] = nullcontext()
         else:
             from vllm_specplugins.engine import runner_v1 as runner  # type: ignore[no-redef]
-            from vllm_specplugins.engine import verify_v1 as verify  # type: ignore[no-redef]
-        with runner.while_built(self.vllm_config), verify.while_built(self.vllm_config):
+            from vllm_specplugins.engine.verify_v1 import all_logits_processors
+
+            processors = all_logits_processors(self.vllm_config)
+        with runner.while_built(self.vllm_config), processors:
             super().init_device()  # type: ignore[misc]
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device)
         runner.attach(self.model_runner, self._barrier)
