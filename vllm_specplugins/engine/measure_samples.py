@@ -83,13 +83,15 @@ class SamplingEngine:
 
     Args:
         name: of the method, for the sentence if the engine does not start.
+        logs: folder for the engines' output.
 
     Raises:
         ConfigError: it does not start.
     """
 
-    def __init__(self, model: Path, speculative_config: Mapping[str, Any] | None, seed: int, name: str, log: Path):
-        self._work = (log, f"{name} could not be verified", _draw_all, model, speculative_config, seed)
+    def __init__(self, model: Path, speculative_config: Mapping[str, Any] | None, seed: int, name: str, logs: Path):
+        self._logs = logs
+        self._work = (f"{name} could not be verified", _draw_all, model, speculative_config, seed)
         self._process: EngineProcess | None = None
 
     def __enter__(self) -> Self:
@@ -101,7 +103,8 @@ class SamplingEngine:
             self._process.stop()
 
     def _start(self) -> EngineProcess:
-        process = self._process = EngineProcess(*self._work)
+        log = self._logs / f"engine-{len(list(self._logs.glob('engine-*.log')))}.log"
+        process = self._process = EngineProcess(log, *self._work)
         process.start()
         process.receive()
         return process

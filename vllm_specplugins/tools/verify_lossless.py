@@ -9,8 +9,7 @@ import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +22,7 @@ from vllm_specplugins.engine.measure_samples import Drawn, Request, SamplingEngi
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint
 from vllm_specplugins.tools.lossless.exact import ExactModel
-from vllm_specplugins.tools.lossless.report import Judged, Report, show, write
+from vllm_specplugins.tools.lossless.report import DIED, Judged, Report, show, write
 from vllm_specplugins.tools.lossless.statistics import Counts, chi_squared
 
 NUM_PROMPTS = 4
@@ -38,9 +37,6 @@ class Engine(Protocol):
     def draw(self, requests: Sequence[Request]) -> Drawn:
         """Serves all of them at once."""
         ...
-
-
-OpenEngine = Callable[[str, Mapping[str, Any] | None], AbstractContextManager[Engine]]
 
 
 class Verification:
@@ -70,7 +66,8 @@ class Verification:
             judged.append(self._judge_cell(engine, method, cell))
             if judged[-1].was_served:
                 served.append(cell)
-        judged.append(self._judge_cell(engine, method, grid.mixed(served)))
+        if not all(cell.is_greedy for cell in served):
+            judged.append(self._judge_cell(engine, method, grid.mixed(served)))
         return judged
 
     def _judge_cell(self, engine: Engine, method: str, cell: grid.Cell) -> Judged:
@@ -121,9 +118,6 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="specplugins-"))
     model = write_checkpoint(folder / "model", args.seed)
 
-    def open_engine(method: str, config: Mapping[str, Any] | None) -> AbstractContextManager[Engine]:
-        return SamplingEngine(folder / "model", config, args.seed, method, folder / f"engine-{len(judged)}.log")
-
     judged: list[Judged] = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -131,13 +125,14 @@ def run(args: argparse.Namespace) -> int:
         verification = Verification(model, cells, args.samples, args.seed, lambda: progress.advance(task))
         for method, config in {NO_SPECULATION: None, **methods}.items():
             progress.update(task, description=method)
-            with open_engine(method, config) as engine:
+            with SamplingEngine(folder / "model", config, args.seed, method, folder) as engine:
                 judged += verification.judge(engine, method)
     report = Report(judged, {"samples": args.samples, "grid": args.grid, "seed": args.seed, "methods": methods})
     show(report, Console())
     if args.json:
         write(report, args.json)
-    shutil.rmtree(folder)
+    if DIED not in report.verdicts:  # its log tells why
+        shutil.rmtree(folder)
     return 0 if report.is_lossless else 1
 
 

@@ -13,6 +13,7 @@ from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE
 NUM_TOKENS = 4  # of an outcome: the first is never drafted; with K = 2 the last may be drafted, recovered or a bonus
 NUM_GREEDY_TOKENS = 24
 NUM_GREEDY_PROMPTS = 24
+MIN_TURNS = 3
 PER_TURN = 4  # outputs of a request: the requests of a cell go to the engine in turns, and so share its steps
 
 _DRAFTS = {"num_speculative_tokens": 2}
@@ -125,7 +126,7 @@ def groups(cell: Cell, prompts: list[list[int]]) -> list[Request]:
 
 def requests(groups: list[Request], num_samples: int) -> Iterator[tuple[int, Request]]:
     """Each group's index and requests for about num_samples outputs of all groups together, in turns."""
-    turns = max(1, round(num_samples / len(groups) / PER_TURN))
+    turns = max(MIN_TURNS, round(num_samples / len(groups) / PER_TURN))
     for turn, (index, group) in itertools.product(range(turns), enumerate(groups)):
         more = {"n": PER_TURN, "max_tokens": NUM_TOKENS}
         if "seed" in group.params:  # outputs of a request take one seed after the other
