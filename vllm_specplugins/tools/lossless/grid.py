@@ -40,10 +40,10 @@ ALLOWED = {"allowed_token_ids": [0, 2, 3, 5, 6, 8]}
 MIN_TOKENS = {"stop_token_ids": [0, 6], "min_tokens": 2}
 SEEDED = {"seed": 1}
 SHORT = {
-    "temperature": "T", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p", "repetition_penalty": "repetition",
-    "presence_penalty": "presence", "frequency_penalty": "frequency", "min_tokens": "min tokens",
+    "temperature": "T", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p", "repetition_penalty": "rep",
+    "presence_penalty": "pres", "frequency_penalty": "freq", "min_tokens": "min",
 }  # fmt: skip
-WORDS = {"logit_bias": "bias", "allowed_token_ids": "allowed tokens", "stop_token_ids": "stop tokens", "seed": "seeds"}
+WORDS = {"logit_bias": "bias", "allowed_token_ids": "allowed", "stop_token_ids": "stops", "seed": "seeds"}
 
 
 @dataclass(frozen=True, slots=True)

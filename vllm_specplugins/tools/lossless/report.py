@@ -19,9 +19,11 @@ COLUMNS = ("drafted", "accepted", "chi-squared", "free", "p", "verdict")
 PASSED, REFUSED, UNPROVEN, WRONG, DIED = "passed", "refused", "nothing drafted", "WRONG", "DIED"
 STYLES = {WRONG: "bold red", DIED: "bold red", UNPROVEN: "red", REFUSED: "yellow"}
 LEGEND = f"""\
-chi-squared, free: of the counts of the first tokens against their exact probabilities, rare outcomes merged; degrees
-of freedom. p: how probable this much deviation or more is if nothing is wrong. The verdict is Holm's over all rows: if
-nothing is wrong, at most one run in {1 / FALSE_ALARMS:,.0f} says {WRONG}. Temperature 0 is compared token for token."""
+chi-squared, free: of the counts of the first tokens against their exact
+probabilities, rare outcomes merged, and its degrees of freedom. Temperature 0:
+outputs against those without speculation, token for token.
+p: how probable such a deviation is if nothing is wrong. The verdict is Holm's
+over all rows: if nothing is wrong, at most one run in {1 / FALSE_ALARMS:,.0f} says {WRONG}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,9 @@ class Report:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether everything that vLLM serves was proven, and that is something."""
-        return PASSED in self.verdicts and set(self.verdicts) <= {PASSED, REFUSED}
+        """Whether all that vLLM serves passed, and of every method something did."""
+        passed = {cell.method for cell, v in zip(self.judged, self.verdicts, strict=True) if v == PASSED}
+        return passed == {cell.method for cell in self.judged} and set(self.verdicts) <= {PASSED, REFUSED}
 
 
 def _verdicts(judged: list[Judged]) -> Iterator[str]:
@@ -92,10 +95,10 @@ def show(report: Report, console: Console) -> None:
             if cell.method == method:
                 table.add_row(cell.cell, *_numbers(cell), verdict, style=STYLES.get(verdict))
         console.print(table)
-    console.print(LEGEND, highlight=False)
+    console.print(LEGEND, highlight=False, soft_wrap=True)
     for verdict, name in ((REFUSED, "refusal"), (DIED, "failure")):
         for sentence in dict.fromkeys(getattr(cell, name) for cell in report.judged if getattr(cell, name)):
-            console.print(f"{verdict}: {sentence}", highlight=False)
+            console.print(f"{verdict}: {sentence}", highlight=False, soft_wrap=True)
     console.print(f"\n{_conclusion(report)}", highlight=False)
 
 
