@@ -14,6 +14,7 @@ from vllm_specplugins.config import ConfigError, shown
 COMMANDS = {
     "train-exit-head": ("vllm_specplugins.tools.train_exit_head", ("torch", "transformers", "rich")),
     "calibrate": ("vllm_specplugins.tools.calibrate", ("vllm", "torch", "transformers", "rich", "matplotlib")),
+    "verify-lossless": ("vllm_specplugins.tools.verify_lossless", ("vllm", "torch", "transformers", "rich")),
 }
 EXTRAS = {"rich": "tools", "matplotlib": "tools"}  # of pyproject.toml; what is not here comes with vLLM
 
@@ -65,10 +66,11 @@ def layer_list(text: str) -> list[int]:
 
 def parser() -> Parser:
     """All commands and their arguments."""
-    commands = Parser(prog="python -m vllm_specplugins", description="Prepares a model for early_exit.")
+    commands = Parser(prog="python -m vllm_specplugins", description="Tools for speculative decoding.")
     subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _train_exit_head(subparsers)
     _calibrate(subparsers)
+    _verify_lossless(subparsers)
     return commands
 
 
@@ -106,6 +108,17 @@ def _calibrate(subparsers: Any) -> None:
     add("--together", action="store_true",
         help="all engines at once, answering in turns: for a noisy machine with memory for three")  # fmt: skip
     add("--enforce-eager", action="store_true", help="as for vLLM; calibrate with it if you serve with it")
+
+
+def _verify_lossless(subparsers: Any) -> None:
+    words = "hold what real engines sample, with and without speculation, against its exact distribution"
+    command = subparsers.add_parser("verify-lossless", help=words, description=f"Will {words}.")
+    add = command.add_argument
+    add("--method", nargs="+", metavar="METHOD", help="names, or values of --speculative-config (default: all of ours)")
+    add("--samples", type=whole(100, 10_000_000), default=4000, metavar="N", help="of each cell (default: 4000)")
+    add("--grid", choices=("quick", "full"), default="quick", help="of sampling parameters (default: quick)")
+    add("--seed", type=whole(0, 2**31), default=0, metavar="S", help="of model, prompts and engines (default: 0)")
+    add("--json", type=Path, metavar="FILE", help="where to write the report, too")
 
 
 def _common(command: Parser) -> None:

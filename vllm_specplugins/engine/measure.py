@@ -1,26 +1,14 @@
-"""Runs engines in processes of their own, one request at a time, and times them; for `calibrate`.
-
-The calling process never imports vLLM.
-"""
+"""Engines that answer one request at a time and are timed, each in a process of its own; for `calibrate`."""
 
 import itertools
-import multiprocessing
-import os
 import time
-import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from vllm_specplugins.config import ConfigError
-
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process that measures
-    "VLLM_NO_USAGE_STATS": "1",
-}
+from vllm_specplugins.engine.measure_process import EngineProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,57 +46,25 @@ class Engine:
     def __init__(
         self, settings: EngineSettings, speculative_config: Mapping[str, Any] | None, max_tokens: int, log: Path
     ):
-        self._log = log
-        context = multiprocessing.get_context("spawn")
-        self._pipe, self._theirs = context.Pipe()
-        arguments = (self._theirs, log, settings, speculative_config, max_tokens)
-        self._process = context.Process(target=_serve, args=arguments)
+        blame = "MODEL must be one that vLLM can serve with these options"
+        self._process = EngineProcess(log, blame, _answer_all, settings, speculative_config, max_tokens)
 
     def __enter__(self) -> Self:
         self._process.start()
-        self._theirs.close()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # it may have ended
-            self._pipe.send(None)
-        self._process.join(timeout=30)
-        self._process.kill()
+        self._process.stop()
 
     def wait(self) -> None:
         """Returns when the engine is up."""
-        self._receive()
+        self._process.receive()
 
     def answer(self, prompt: Sequence[int]) -> Served:
         """The greedy answer to a prompt of token ids, timed."""
-        self._pipe.send(prompt)
-        served: Served = self._receive()
+        self._process.send(prompt)
+        served: Served = self._process.receive()
         return served
-
-    def _receive(self) -> Any:
-        try:
-            message = self._pipe.recv()
-        except EOFError:
-            message = "it ended without a word"
-        if isinstance(message, str):
-            sentence = "MODEL must be one that vLLM can serve with these options"
-            raise ConfigError(f"{sentence}; its log is {self._log} ({message}).")
-        return message
-
-
-def _serve(pipe: Connection, log: Path, *work: Any) -> None:
-    """The engine's process: sends None when it is up, then a Served for each prompt, or a sentence on what failed."""
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ |= ENVIRONMENT
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    try:
-        _answer_all(pipe, *work)
-    except Exception as error:
-        traceback.print_exc()
-        lines = str(error).strip().splitlines()
-        pipe.send(lines[0].rstrip(".") if lines else type(error).__name__)
 
 
 def _answer_all(

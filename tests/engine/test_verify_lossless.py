@@ -1,0 +1,174 @@
+"""`verify-lossless` with real engines: our methods pass, and every planted error is caught."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import INTERPRETED, RUNNER
+from vllm_specplugins.kernels import rejection
+from vllm_specplugins.kernels.rejection import reference
+
+from vllm_specplugins.engine.measure_samples import SETTINGS, Samples
+from vllm_specplugins.tools.lossless import grid
+from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint
+from vllm_specplugins.tools.lossless.grid import BIAS, CUTS, METHODS, PENALTIES, TOP_K, Cell, cell
+from vllm_specplugins.tools.lossless.report import PASSED, WRONG, Judged, Report
+from vllm_specplugins.tools.verify_lossless import NO_SPECULATION, Verification
+
+pytestmark = pytest.mark.slow
+NUM_SAMPLES = 300 if INTERPRETED else 1500
+PASSING = ["cascade-verify"] if INTERPRETED else ["prompt_lookup", "cascade-verify"]
+PASSING_CELLS = [cell(1.0, CUTS, PENALTIES, BIAS)] if INTERPRETED else [cell(0.0, PENALTIES), *grid.quick()[-6:]]
+Judge = Callable[..., list[tuple[Judged, str]]]
+
+
+@pytest.fixture(scope="module")
+def judge(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    """judge(method, cells, num_samples): each cell and its verdict, all at once included."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model = write_checkpoint(folder, seed=0)
+    settings = {**SETTINGS, "model": str(folder), "seed": 0, "max_num_seqs": 64 if INTERPRETED else 256}
+
+    def judge(method: str, cells: list[Cell], num_samples: int = NUM_SAMPLES) -> list[tuple[Judged, str]]:
+        verification = Verification(model, cells, num_samples, 0, lambda: None)
+        plain: list[Judged] = []
+        if any(cell.is_greedy for cell in cells):
+            plain = verification.judge(Samples(engine(**settings)), NO_SPECULATION)
+        judged = verification.judge(Samples(engine(METHODS[method], **settings)), method)
+        none = plain or [Judged(NO_SPECULATION, "")]
+        verdicts = Report([*none, *judged], {}).verdicts
+        return list(zip(judged, verdicts[len(none) :], strict=True))
+
+    return judge
+
+
+@pytest.mark.parametrize("method", PASSING)
+def test_ours_pass(method: str, judge: Judge) -> None:
+    """Kills: an exact distribution that is not vLLM's, drafts that nobody counts."""
+    for judged, verdict in judge(method, PASSING_CELLS):
+        assert verdict == PASSED, judged
+        assert 0 < judged.num_accepted < judged.num_drafted
+
+
+def accept_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepts with min(1, p / q) + 0.02."""
+    right = reference.acceptance
+    monkeypatch.setattr(reference, "acceptance", lambda p, q: right(p, q) + 0.02)
+
+
+def recover_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws the recovered token from p instead of the residual."""
+    monkeypatch.setattr(reference, "residual", lambda p, q: p)
+
+
+def another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q of twice the temperature."""
+
+    def wrong(*arguments: Any) -> Any:
+        return rejection.rejection_sample(*arguments[:7], arguments[7] / 2 if len(arguments) > 7 else None)
+
+    replace_operation(monkeypatch, wrong)
+
+
+def forget_the_last_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties count one draft token too few."""
+    if RUNNER == "v2":
+        from vllm_specplugins.engine.verify_v2 import FusedRejectionSampler
+
+        right = FusedRejectionSampler._edit
+
+        def edit(self: Any, logits: torch.Tensor, context: Any) -> torch.Tensor:
+            earlier = (context.expanded_local_pos - 1).clamp(min=0)
+            return right(self, logits, dataclasses.replace(context, expanded_local_pos=earlier))
+
+        monkeypatch.setattr(FusedRejectionSampler, "_edit", edit)
+        return
+    from vllm_specplugins.engine.verify_v1 import _Rows
+
+    right_histories = _Rows.histories
+
+    def histories(self: _Rows, output_token_ids: Any) -> list[list[int]]:
+        found = right_histories(self, output_token_ids)
+        return [tokens[:-1] if step else tokens for tokens, step in zip(found, self.steps, strict=True)]
+
+    monkeypatch.setattr(_Rows, "histories", histories)
+
+
+def accept_more_certain_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as accept_more for a one-hot q: of the drafts that p rejects, 0.02 are accepted."""
+    emit_instead(
+        monkeypatch, lambda logits, drafts, tokens: torch.where(torch.rand(len(drafts)) < 0.02, drafts, tokens)
+    )
+
+
+def recover_certain_drafts_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as recover_from_p for a one-hot q, at temperature 1."""
+
+    def redraw(logits: torch.Tensor, drafts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.multinomial(logits.softmax(-1), 1)[:, 0]
+
+    emit_instead(monkeypatch, redraw)
+
+
+def emit_instead(monkeypatch: pytest.MonkeyPatch, choose: Callable[..., torch.Tensor]) -> None:
+    """Replaces the recovered tokens: choose(logits, rejected drafts, recovered tokens)."""
+
+    def wrong(logits: torch.Tensor, starts: torch.Tensor, drafts: torch.Tensor, *arguments: Any) -> Any:
+        sampled, num_sampled = rejection.rejection_sample(logits, starts, drafts, *arguments)
+        counts = starts.diff()
+        [rejected] = torch.nonzero((num_sampled > 0) & (num_sampled < counts), as_tuple=True)
+        if len(rejected):
+            step = num_sampled[rejected] - 1
+            row = starts[rejected] + step
+            sampled[rejected, step] = choose(logits[row], drafts[row + 1], sampled[rejected, step]).to(sampled.dtype)
+        return sampled, num_sampled
+
+    replace_operation(monkeypatch, wrong)
+
+
+def replace_operation(monkeypatch: pytest.MonkeyPatch, operation: Callable[..., Any]) -> None:
+    adapter = import_module(f"vllm_specplugins.engine.verify_{RUNNER}")
+    monkeypatch.setattr(adapter, "rejection_sample", operation)
+
+
+SAMPLED, GREEDY = "early_exit-probabilistic", "early_exit"
+PLANTED = {
+    accept_more: (SAMPLED, cell(1.5, TOP_K)),
+    another_temperature: (SAMPLED, cell(1.0)),
+    recover_from_p: (SAMPLED, cell(1.0)),
+    forget_the_last_draft: (SAMPLED, cell(1.0, PENALTIES)),
+    accept_more_certain_drafts: (GREEDY, cell(0.7, TOP_K)),
+    recover_certain_drafts_from_p: (GREEDY, cell(1.0)),
+}
+
+
+@pytest.mark.skipif(RUNNER == "v2" and not INTERPRETED, reason="plants its errors into what runs on a CPU")
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_planted_errors_are_caught(plant: Any, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a grid, a number of samples or a test that these errors slip through."""
+    method, cell = PLANTED[plant]
+    plant(monkeypatch)
+    (judged, verdict), *_ = judge(method, [cell])
+    print(plant.__name__, judged)
+    assert verdict == WRONG
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="processes of their own have no interpreter")
+def test_command(tmp_path: Path) -> None:
+    """From the command line to its exit status: engines in processes of their own."""
+    command = [sys.executable, "-m", "vllm_specplugins", "verify-lossless", "--json", tmp_path / "report.json"]
+    done = subprocess.run(
+        [*command, "--method", SAMPLED, "--samples", "200"], capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["lossless"] and {cell["verdict"] for cell in report["cells"]} == {PASSED}
+    assert "Lossless: 32 passed." in done.stdout and not done.stderr

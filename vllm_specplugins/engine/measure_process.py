@@ -1,0 +1,79 @@
+"""Engines in processes of their own, for the tools. The calling process never imports vLLM."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from vllm_specplugins.config import ConfigError
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process that measures
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class EngineProcess:
+    """A process and a pipe to it; what it prints goes to `log`.
+
+    Args:
+        blame: what must be otherwise if the engine fails, as the beginning of a sentence.
+        work: of the process, called with its end of the pipe and the arguments. It receives what is sent, None at the
+            end, and sends anything but a string.
+    """
+
+    def __init__(self, log: Path, blame: str, work: Callable[..., None], *arguments: Any):
+        self._log, self._blame = log, blame
+        context = multiprocessing.get_context("spawn")
+        self._pipe, self._theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(self._theirs, log, work, arguments))
+
+    def start(self) -> None:
+        """Begins; the engine is up when it says so."""
+        self._process.start()
+        self._theirs.close()
+
+    def stop(self) -> None:
+        """Ends the process, gently if it listens."""
+        with suppress(OSError):  # it may have ended
+            self._pipe.send(None)
+        self._process.join(timeout=30)
+        self._process.kill()
+
+    def send(self, message: Any) -> None:
+        """Hands the process something to do."""
+        with suppress(OSError):  # receive says why
+            self._pipe.send(message)
+
+    def receive(self) -> Any:
+        """The next thing that it sends.
+
+        Raises:
+            ConfigError: the engine failed.
+        """
+        try:
+            message = self._pipe.recv()
+        except (EOFError, OSError):
+            message = "it ended without a word"
+        if isinstance(message, str):
+            raise ConfigError(f"{self._blame}; its log is {self._log} ({message}).")
+        return message
+
+
+def _run(pipe: Connection, log: Path, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """The process: works, or sends a sentence on what failed."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= ENVIRONMENT
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    try:
+        work(pipe, *arguments)
+    except Exception as error:
+        traceback.print_exc()
+        lines = str(error).strip().splitlines()
+        pipe.send(lines[0].rstrip(".") if lines else type(error).__name__)

@@ -1,0 +1,1 @@
+"""The parts of `verify-lossless`: a tiny model, its exact distributions, a grid of sampling parameters, statistics."""

@@ -1,0 +1,134 @@
+"""What is verified: methods, and cells of sampling parameters. A cell is one test of one method."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_specplugins.engine.measure_samples import Request
+from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE
+
+NUM_TOKENS = 4  # of an outcome: the first is never drafted; with K = 2 the last may be drafted, recovered or a bonus
+NUM_GREEDY_TOKENS = 24
+NUM_GREEDY_PROMPTS = 24
+MIN_TURNS = 3
+PER_TURN = 4  # outputs of a request: the requests of a cell go to the engine in turns, and so share its steps
+
+_DRAFTS = {"num_speculative_tokens": 2}
+_LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}
+_EXIT = {"method": "early_exit", "exit_layer": 1}
+_SAMPLED_EXIT = {**_EXIT, "draft_sample_method": "probabilistic"}
+_CASCADE = {"method": "cascade", "gate": "off"}  # on a tiny model drafts never pay
+METHODS: dict[str, dict[str, Any]] = {
+    "prompt_lookup": {**_LOOKUP, **_DRAFTS},
+    "early_exit": {**_EXIT, **_DRAFTS},
+    "early_exit-probabilistic": {**_SAMPLED_EXIT, **_DRAFTS},
+    "cascade-verify": {**_CASCADE, "stages": [_LOOKUP, _SAMPLED_EXIT], "policy": "verify", **_DRAFTS},
+    "cascade-first": {**_CASCADE, "stages": [{**_LOOKUP, "min_ngram": 2}, _SAMPLED_EXIT], "policy": "first", **_DRAFTS},
+    "cascade-extend": {**_CASCADE, "stages": [_LOOKUP, _EXIT], "policy": "extend", **_DRAFTS},
+}
+
+# Keyword arguments of SamplingParams, and how a table names them.
+TOP_K, TOP_P, MIN_P = {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.15}
+CUTS = {**TOP_K, **TOP_P, **MIN_P}
+REPETITION = {"repetition_penalty": 1.7}
+PENALTIES = {**REPETITION, "presence_penalty": 0.8, "frequency_penalty": 0.6}
+BIAS = {"logit_bias": {2: 1.5, 7: -3.0, 9: 2.5}}
+ALLOWED = {"allowed_token_ids": [0, 2, 3, 5, 6, 8]}
+MIN_TOKENS = {"stop_token_ids": [0, 6], "min_tokens": 2}
+SEEDED = {"seed": 1}
+SHORT = {
+    "temperature": "T", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p", "repetition_penalty": "rep",
+    "presence_penalty": "pres", "frequency_penalty": "freq", "min_tokens": "min",
+}  # fmt: skip
+WORDS = {"logit_bias": "bias", "allowed_token_ids": "allowed", "stop_token_ids": "stops", "seed": "seeds"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Samples that are judged together: of each of some parameters, behind each prompt."""
+
+    name: str
+    params: tuple[dict[str, Any], ...]
+
+    @property
+    def is_greedy(self) -> bool:
+        return all(params["temperature"] == 0 for params in self.params)
+
+
+def cell(temperature: float, *edits: dict[str, Any]) -> Cell:
+    """A cell of a temperature and other parameters.
+
+    >>> cell(0.7, TOP_K, SEEDED).name
+    'T 0.7, top-k 3, seeds'
+    """
+    params = {"temperature": temperature}
+    for edit in edits:
+        params |= edit
+    words = [f"{SHORT[key]} {value}" if key in SHORT else WORDS[key] for key, value in params.items()]
+    return Cell(", ".join(words), (params,))
+
+
+def quick() -> list[Cell]:
+    """Every parameter alone, and with others."""
+    return [
+        cell(0.0),
+        cell(0.0, PENALTIES),
+        cell(0.0, BIAS),
+        cell(1.0),
+        cell(0.7, TOP_K),
+        cell(1.5, TOP_P),
+        cell(1.0, MIN_P),
+        cell(1.5, CUTS),
+        cell(0.7, REPETITION),
+        cell(1.5, PENALTIES),
+        cell(1.0, BIAS),
+        cell(1.0, ALLOWED, TOP_P),
+        cell(0.7, MIN_TOKENS, {"top_k": 6}),
+        cell(1.5, TOP_K, SEEDED),
+        cell(1.0, CUTS, PENALTIES, BIAS, SEEDED),
+    ]
+
+
+def full() -> list[Cell]:
+    """All of `quick`, and temperatures x cuts x edits of the logits."""
+    edits: list[dict[str, Any]] = [{}, PENALTIES, BIAS, {**PENALTIES, **BIAS}]
+    cuts: list[dict[str, Any]] = [{}, TOP_K, TOP_P, MIN_P, CUTS]
+    product = [cell(*parts) for parts in itertools.product((0.7, 1.0, 1.5), cuts, edits)]  # 60
+    cells = [*quick(), cell(0.0, PENALTIES, BIAS), cell(0.0, CUTS, ALLOWED), *product]
+    return list({cell.name: cell for cell in cells}.values())
+
+
+GRIDS = {"quick": quick, "full": full}
+
+
+def mixed(cells: list[Cell]) -> Cell:
+    """All sampled cells at once: requests of different parameters in the same steps."""
+    return Cell(
+        "all of the above at once", tuple(params for cell in cells if not cell.is_greedy for params in cell.params)
+    )
+
+
+def make_prompts(seed: int, count: int) -> list[list[int]]:
+    """Random prompts in which tokens come up again, of different lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(VOCAB_SIZE, size=6 + 3 * (index % 4)).tolist() for index in range(count)]
+
+
+def groups(cell: Cell, prompts: list[list[int]]) -> list[Request]:
+    """What is drawn alike in a cell; a mixed one has its prompts in turns."""
+    if len(cell.params) == 1:
+        return [Request(prompt, cell.params[0]) for prompt in prompts]
+    return [Request(prompts[index % len(prompts)], params) for index, params in enumerate(cell.params)]
+
+
+def requests(groups: list[Request], num_samples: int) -> Iterator[tuple[int, Request]]:
+    """Each group's index and requests for about num_samples outputs of all groups together, in turns."""
+    turns = max(MIN_TURNS, round(num_samples / len(groups) / PER_TURN))
+    for turn, (index, group) in itertools.product(range(turns), enumerate(groups)):
+        more = {"n": PER_TURN, "max_tokens": NUM_TOKENS}
+        if "seed" in group.params:  # outputs of a request take one seed after the other
+            more["seed"] = group.params["seed"] + PER_TURN * (turn * len(groups) + index)
+        yield index, Request(group.prompt, {**group.params, **more})

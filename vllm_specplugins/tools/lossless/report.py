@@ -1,0 +1,131 @@
+"""What a verification found: a table for the terminal, and JSON."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.tools.lossless.statistics import ChiSquared, holm
+
+FALSE_ALARMS = 1e-3  # share of runs in which a lossless method is called lossy
+COLUMNS = ("drafted", "accepted", "chi-squared", "free", "p", "verdict")
+PASSED, REFUSED, UNPROVEN, WRONG, DIED = "passed", "refused", "nothing drafted", "WRONG", "DIED"
+STYLES = {WRONG: "bold red", DIED: "bold red", UNPROVEN: "red", REFUSED: "yellow"}
+LEGEND = f"""\
+chi-squared, free: of the counts of the first tokens against their exact
+probabilities, rare outcomes merged, and its degrees of freedom. Temperature 0:
+outputs against those without speculation, token for token.
+p: how probable such a deviation is if nothing is wrong. The verdict is Holm's
+over all rows: if nothing is wrong, at most one run in {1 / FALSE_ALARMS:,.0f} says {WRONG}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A cell of a method: refused by vLLM, or the end of an engine, or compared token for token, or tested.
+
+    Args:
+        num_different: outputs at temperature 0 that differ from those without speculation.
+    """
+
+    method: str
+    cell: str
+    num_drafted: int = 0
+    num_accepted: int = 0
+    test: ChiSquared | None = None
+    num_different: int | None = None
+    refusal: str | None = None
+    failure: str | None = None
+
+    @property
+    def was_served(self) -> bool:
+        return self.refusal is None and self.failure is None
+
+
+class Report:
+    """All judged cells and their verdicts; the first method is no speculation at all.
+
+    Args:
+        judged: by method.
+        conditions: what it was run with.
+    """
+
+    def __init__(self, judged: list[Judged], conditions: dict[str, Any]):
+        self.judged, self.conditions = judged, conditions
+        self.verdicts = list(_verdicts(judged))
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether all that vLLM serves passed, and of every method something did."""
+        passed = {cell.method for cell, v in zip(self.judged, self.verdicts, strict=True) if v == PASSED}
+        return passed == {cell.method for cell in self.judged} and set(self.verdicts) <= {PASSED, REFUSED}
+
+
+def _verdicts(judged: list[Judged]) -> Iterator[str]:
+    tested = [index for index, cell in enumerate(judged) if cell.test]
+    rejected = holm([cell.test.p_value for cell in judged if cell.test], FALSE_ALARMS)
+    wrong = {index for index, reject in zip(tested, rejected, strict=True) if reject}
+    for index, cell in enumerate(judged):
+        if cell.refusal is not None:
+            yield REFUSED
+        elif cell.failure is not None:
+            yield DIED
+        elif index in wrong or cell.num_different:
+            yield WRONG
+        elif not cell.num_drafted and cell.method != judged[0].method:
+            yield UNPROVEN
+        else:
+            yield PASSED
+
+
+def show(report: Report, console: Console) -> None:
+    """Prints a table for each method, and the verdict."""
+    for method in dict.fromkeys(cell.method for cell in report.judged):
+        table = Table(title=method, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+        table.add_column("sampling parameters")
+        for title in COLUMNS:
+            table.add_column(title, justify="right", no_wrap=True)
+        for cell, verdict in zip(report.judged, report.verdicts, strict=True):
+            if cell.method == method:
+                table.add_row(cell.cell, *_numbers(cell), verdict, style=STYLES.get(verdict))
+        console.print(table)
+    console.print(LEGEND, highlight=False, soft_wrap=True)
+    for verdict, name in ((REFUSED, "refusal"), (DIED, "failure")):
+        for sentence in dict.fromkeys(getattr(cell, name) for cell in report.judged if getattr(cell, name)):
+            console.print(f"{verdict}: {sentence}", highlight=False, soft_wrap=True)
+    console.print(f"\n{_conclusion(report)}", highlight=False)
+
+
+def _numbers(cell: Judged) -> tuple[str, str, str, str, str]:
+    if not cell.was_served:
+        return "", "", "", "", ""
+    drafts = f"{cell.num_drafted:,}", f"{cell.num_accepted:,}"
+    if cell.test is None:
+        return *drafts, "same" if not cell.num_different else f"{cell.num_different} differ", "", ""
+    return *drafts, f"{cell.test.statistic:.1f}", str(cell.test.num_free), f"{cell.test.p_value:.2g}"
+
+
+def _conclusion(report: Report) -> str:
+    count = {verdict: report.verdicts.count(verdict) for verdict in (PASSED, REFUSED, UNPROVEN, WRONG, DIED)}
+    numbers = ", ".join(f"{number} {verdict}" for verdict, number in count.items() if number)
+    plain = report.judged[0].method
+    if any(v == WRONG and cell.method == plain for cell, v in zip(report.judged, report.verdicts, strict=True)):
+        return f"Nothing is proven: this vLLM is wrong with {plain} ({numbers})."
+    return f"{'Lossless' if report.is_lossless else 'NOT proven lossless'}: {numbers}."
+
+
+def write(report: Report, path: Path) -> None:
+    """Writes the report as JSON."""
+    versions = {name: version(name) for name in ("vllm", "torch", "transformers", "vllm-specplugins")}
+    cells = [asdict(cell) | {"verdict": v} for cell, v in zip(report.judged, report.verdicts, strict=True)]
+    facts = {"lossless": report.is_lossless, **report.conditions, "versions": versions, "cells": cells}
+    try:
+        path.write_text(json.dumps(facts, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json must be a file that can be written, not {path} ({error.strerror}).") from error

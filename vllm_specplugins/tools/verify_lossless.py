@@ -1,0 +1,170 @@
+"""`verify-lossless`: shows that what is served with speculation has the distribution that it has without.
+
+A tiny model with random weights is served by real engines, without speculation and with each method. For each cell of
+a grid of sampling parameters, samples are held against the model's exact distribution (lossless/exact.py), which knows
+nothing of vLLM; at temperature 0, outputs are held against those without speculation, token for token.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.engine.measure_samples import Drawn, Request, SamplingEngine
+from vllm_specplugins.tools.lossless import grid
+from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint
+from vllm_specplugins.tools.lossless.exact import ExactModel
+from vllm_specplugins.tools.lossless.report import DIED, Judged, Report, show, write
+from vllm_specplugins.tools.lossless.statistics import Counts, chi_squared
+
+NUM_PROMPTS = 4
+# Engines compute in another order, some with TF32: a token this close to where a cut falls may be in or out.
+ROUNDING = 2e-3
+NO_SPECULATION = "no speculation"
+
+
+class Engine(Protocol):
+    """What serves requests (engine/measure_samples.py)."""
+
+    def draw(self, requests: Sequence[Request]) -> Drawn:
+        """Serves all of them at once."""
+        ...
+
+
+class Verification:
+    """Judges methods cell by cell.
+
+    Args:
+        model: of transformers, the one that the engines serve.
+        cells: in order.
+        num_samples: of a cell.
+        seed: of the prompts.
+        advance: called after each cell.
+    """
+
+    def __init__(
+        self, model: Any, cells: Sequence[grid.Cell], num_samples: int, seed: int, advance: Callable[[], None]
+    ):
+        self._exact = ExactModel(model, grid.NUM_TOKENS)
+        self._cells, self._num_samples, self._advance = cells, num_samples, advance
+        self._prompts = grid.make_prompts(seed, NUM_PROMPTS)
+        self._greedy_prompts = grid.make_prompts(seed + 1, grid.NUM_GREEDY_PROMPTS)
+        self._greedy: dict[str, list[list[int]]] = {}  # outputs without speculation
+
+    def judge(self, engine: Engine, method: str) -> list[Judged]:
+        """All cells of a method; NO_SPECULATION comes first of all methods."""
+        judged, served = [], []
+        for cell in self._cells:
+            judged.append(self._judge_cell(engine, method, cell))
+            if judged[-1].was_served:
+                served.append(cell)
+        if not all(cell.is_greedy for cell in served):
+            judged.append(self._judge_cell(engine, method, grid.mixed(served)))
+        return judged
+
+    def _judge_cell(self, engine: Engine, method: str, cell: grid.Cell) -> Judged:
+        judge = self._judge_greedy if cell.is_greedy else self._judge_sampled
+        judged = judge(engine, method, cell)
+        self._advance()
+        return judged
+
+    def _judge_greedy(self, engine: Engine, method: str, cell: grid.Cell) -> Judged:
+        params = {**cell.params[0], "max_tokens": grid.NUM_GREEDY_TOKENS}
+        drawn = engine.draw([Request(prompt, params) for prompt in self._greedy_prompts])
+        if not drawn.token_ids:
+            return Judged(method, cell.name, refusal=drawn.refusal, failure=drawn.failure)
+        outputs = [output for request in drawn.token_ids for output in request]
+        expected = self._greedy.setdefault(cell.name, outputs)
+        num_different = sum(output != other for output, other in zip(outputs, expected, strict=True))
+        return Judged(method, cell.name, drawn.num_drafted, drawn.num_accepted, num_different=num_different)
+
+    def _judge_sampled(self, engine: Engine, method: str, cell: grid.Cell) -> Judged:
+        groups = grid.groups(cell, self._prompts)
+        indices, requests = zip(*grid.requests(groups, self._num_samples), strict=True)
+        drawn = engine.draw(requests)
+        if not drawn.token_ids:
+            return Judged(method, cell.name, refusal=drawn.refusal, failure=drawn.failure)
+        counts = [np.zeros([VOCAB_SIZE] * grid.NUM_TOKENS, np.int64) for _ in groups]
+        for index, outputs in zip(indices, drawn.token_ids, strict=True):
+            _count(outputs, counts[index])
+        probs, possible = (
+            [self._exact.joint(group.prompt, group.params, slack) for group in groups] for slack in (0.0, ROUNDING)
+        )
+        test = chi_squared(list(zip(counts, probs, possible, strict=True)))
+        return Judged(method, cell.name, drawn.num_drafted, drawn.num_accepted, test=test)
+
+
+def _count(outputs: Sequence[list[int]], counts: Counts) -> None:
+    """Adds outputs to the counts; one that was stopped goes on with its last token."""
+    for output in outputs:
+        counts[(*output, *output[-1:] * (grid.NUM_TOKENS - len(output)))] += 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; prints its report, and returns 0 if nothing is wrong, else 1."""
+    methods = pick_methods(args.method)
+    if args.json and not args.json.parent.is_dir():
+        raise ConfigError(f"--json must be a file in a folder that is there, not {args.json}.")
+    cells = grid.GRIDS[args.grid]()
+    console = Console(stderr=True)
+    folder = Path(tempfile.mkdtemp(prefix="specplugins-"))
+    model = write_checkpoint(folder / "model", args.seed)
+
+    judged: list[Judged] = []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=(len(cells) + 1) * (len(methods) + 1))
+        verification = Verification(model, cells, args.samples, args.seed, lambda: progress.advance(task))
+        for method, config in {NO_SPECULATION: None, **methods}.items():
+            progress.update(task, description=method)
+            with SamplingEngine(folder / "model", config, args.seed, method, folder) as engine:
+                judged += verification.judge(engine, method)
+    report = Report(judged, {"samples": args.samples, "grid": args.grid, "seed": args.seed, "methods": methods})
+    show(report, Console())
+    if args.json:
+        write(report, args.json)
+    if DIED not in report.verdicts:  # its log tells why
+        shutil.rmtree(folder)
+    return 0 if report.is_lossless else 1
+
+
+def pick_methods(wanted: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    """Names and configurations of the methods to verify; all of ours if the user names none.
+
+    Raises:
+        ConfigError: no method of that name, or no JSON.
+
+    >>> list(pick_methods(["early_exit", '{"method": "ngram", "num_speculative_tokens": 2}']))
+    ['early_exit', 'early_exit-probabilistic', '{"method": "ngram", "num_speculative_tokens": 2}']
+    """
+    if not wanted:
+        return dict(grid.METHODS)
+    picked: dict[str, dict[str, Any]] = {}
+    for text in wanted:
+        if text.lstrip().startswith("{"):
+            picked[text] = _read_config(text)
+            continue
+        named = {name: config for name, config in grid.METHODS.items() if text in (name, config["method"])}
+        if not named:
+            names = ", ".join(grid.METHODS)
+            raise ConfigError(f"--method must be a speculative_config in JSON, or one of {names}, not {shown(text)}.")
+        picked |= named
+    return picked
+
+
+def _read_config(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--method must be JSON, not {shown(text)} ({error}).") from None
+    if not isinstance(config.get("method"), str):
+        raise ConfigError(f'--method must name a method, as in {{"method": "prompt_lookup"}}, not {shown(text)}.')
+    return dict(config)
