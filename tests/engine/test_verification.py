@@ -292,9 +292,9 @@ def test_likeliest_tokens() -> None:
     """The shortcut at temperature 0 against the operation, on ragged drafts. Kills: a draft accepted behind another's
     rejection; a request without drafts that takes its neighbour's row."""
     import torch
+    from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 
     from vllm_specplugins.engine.verify_v1 import _greedy, _Rows
-    from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 
     random = torch.Generator().manual_seed(1)
     for num_reqs in [1, 2, 5] * 30:
