@@ -121,10 +121,10 @@ def test_acceptance(engine: Any, checkpoint: Path) -> None:
 
     llm = engine({**early_exit("probabilistic"), "num_speculative_tokens": 1}, model=str(checkpoint), **ARGUMENTS)
     params = SamplingParams(
-        temperature=TEMPERATURE, top_p=TOP_P, max_tokens=2, n=NUM_SAMPLES, ignore_eos=True, detokenize=False
+        temperature=TEMPERATURE, top_p=TOP_P, max_tokens=2, n=NUM_SAMPLES // 2, ignore_eos=True, detokenize=False
     )
     before = spec_metrics(llm)
-    llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    llm.generate([{"prompt_token_ids": PROMPT}] * 2, params, use_tqdm=False)
     after = spec_metrics(llm)
     drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
     assert drafted == NUM_SAMPLES

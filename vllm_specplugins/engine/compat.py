@@ -264,6 +264,7 @@ SEAMS: tuple[Seam, ...] = (
         "thinking budgets, V1",
     ),
     *_verifies("v1/sample/sampler.py", "Sampler", "logprobs_mode compute_logprobs", "read", "logprobs, V1"),
+    _verifies_by("v1/sample/sampler.py", "Sampler.greedy_sample", "logits", "read", "its kernel for CPUs, V1"),
     _verifies_by(
         "v1/sample/sampler.py",
         "Sampler.gather_specific_token_logprobs",

@@ -143,6 +143,9 @@ class Verifier:
         keeps_raw = wants_logprobs and mode.startswith("raw")
         edited = _edit(logits, metadata, rows, keeps_raw)
         sampling = self._sampling(metadata, logits.device)
+        if metadata.all_greedy and logits.device.type == "cpu":
+            sampled = _greedy(self._runner.sampler.greedy_sample(edited.float()), rows)
+            return self._output(sampled, logits if keeps_raw else edited, sampling, metadata, rows)
         if not metadata.all_greedy and any(_custom(metadata.logitsprocs.argmax_invariant)):
             edited, sampling = _scale(edited, metadata, sampling)
         max_num_draft = max(rows.num_draft)
@@ -157,9 +160,14 @@ class Verifier:
             max_num_draft,
             self._q(rows, max_num_draft),
         )
+        return self._output(sampled, logits if keeps_raw else edited, sampling, metadata, rows)
+
+    def _output(
+        self, sampled: torch.Tensor, logits: torch.Tensor, sampling: Sampling, metadata: Any, rows: _Rows
+    ) -> SamplerOutput:
         logprobs = None
-        if wants_logprobs:
-            logprobs = self._logprobs(logits if keeps_raw else edited, sampling, sampled, metadata, rows)
+        if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
+            logprobs = self._logprobs(logits, sampling, sampled, metadata, rows)
         return SamplerOutput(sampled_token_ids=sampled.to(torch.int32), logprobs_tensors=logprobs)
 
     def _sampling(self, metadata: Any, device: torch.device) -> Sampling:
@@ -232,6 +240,19 @@ class Verifier:
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array).to(device)
+
+
+def _greedy(token_ids: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    """[B, max_num_draft + 1] what rejection_sample gives at temperature 0, from each row's likeliest token [N].
+
+    vLLM's CPU kernel finds these in a tenth of the time that the operation takes.
+    """
+    steps = np.arange(max(rows.num_draft) + 1)
+    places = np.minimum(rows.starts[:-1, None] + steps, rows.starts[-1] - 1)
+    tokens, is_draft = token_ids.numpy()[places], steps[1:] < rows.counts[:, None]
+    is_accepted = is_draft & (tokens[:, :-1] == rows.fed[places[:, 1:]])
+    num_accepted = np.cumprod(is_accepted, axis=1).sum(axis=1)
+    return torch.from_numpy(np.where(steps <= num_accepted[:, None], tokens, -1))
 
 
 def _spread(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
