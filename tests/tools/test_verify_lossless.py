@@ -102,7 +102,7 @@ def test_right_samples_pass(engine: Any, tmp_path: Path, capsys: pytest.CaptureF
     assert set(verdicts(report).values()) == {"passed"} == set(verdicts(report, "no speculation").values())
     assert len(verdicts(report)) == len(grid.quick()) + 1
     output = capsys.readouterr().out
-    assert "Lossless: 32 passed." in output and "T 1.5, top-k 3, seeds" in output and "Holm" in output
+    assert "Lossless: 34 passed." in output and "T 1.5, top-k 3, seeds" in output and "Holm" in output
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_nothing_drafted_proves_nothing(engine: Any, tmp_path: Path, capsys: pyt
     engine(num_drafted=0)
     status, report = run(tmp_path)
     assert status == 1 and set(verdicts(report).values()) == {"nothing drafted"}
-    assert "NOT proven lossless: 16 passed, 16 nothing drafted." in capsys.readouterr().out
+    assert "NOT proven lossless: 17 passed, 17 nothing drafted." in capsys.readouterr().out
 
 
 def test_refused(engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +195,7 @@ def test_requests() -> None:
     seeds = [request.params["seed"] + i for request in requests for i in range(grid.PER_TURN)]
     assert len(set(seeds)) == 400
     mixed = grid.groups(grid.mixed(grid.quick()), grid.make_prompts(0, 4))
-    assert len(mixed) == 12 and all(request.params["temperature"] > 0 for request in mixed)
+    assert len(mixed) == 13 and all(request.params["temperature"] > 0 for request in mixed)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ TOP_K, TOP_P, MIN_P = {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.15}
 CUTS = {**TOP_K, **TOP_P, **MIN_P}
 REPETITION = {"repetition_penalty": 1.7}
 PENALTIES = {**REPETITION, "presence_penalty": 0.8, "frequency_penalty": 0.6}
+REWARDS = {"presence_penalty": -1.5, "frequency_penalty": -1.0}  # repeats are likely: a history that lacks one shows
 BIAS = {"logit_bias": {2: 1.5, 7: -3.0, 9: 2.5}}
 ALLOWED = {"allowed_token_ids": [0, 2, 3, 5, 6, 8]}
 MIN_TOKENS = {"stop_token_ids": [0, 6], "min_tokens": 2}
@@ -84,6 +85,7 @@ def quick() -> list[Cell]:
         cell(1.5, CUTS),
         cell(0.7, REPETITION),
         cell(1.5, PENALTIES),
+        cell(1.0, REWARDS),
         cell(1.0, BIAS),
         cell(1.0, ALLOWED, TOP_P),
         cell(0.7, MIN_TOKENS, {"top_k": 6}),
