@@ -48,16 +48,14 @@ def test_033(source_033: Path) -> None:
 
 
 @pytest.mark.parametrize("index", range(len(compat.SEAMS)), ids=lambda index: compat.SEAMS[index].name)
-def test_every_seam_can_fail(index: int, tmp_path: Path) -> None:
+def test_every_seam_can_fail(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Renames one seam's target in a copy of its file: exactly that is reported. Kills: a probe that sees nothing."""
     seam = compat.SEAMS[index]
-    for other in {other.file for other in compat.SEAMS}:
-        target = tmp_path / other
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(installed() / other, target)
-    member = seam.name.rpartition(".")[2]
+    # The other files are as they were: reading all of them for each seam takes minutes.
+    monkeypatch.setattr(compat, "SEAMS", [other for other in compat.SEAMS if other.file == seam.file])
     path = tmp_path / seam.file
-    path.write_text(_renamed(path.read_text(), member))
+    path.parent.mkdir(parents=True)
+    path.write_text(_renamed((installed() / seam.file).read_text(), seam.name.rpartition(".")[2]))
     problems = list(compat.probe(tmp_path))
     assert any(f"vllm/{seam.file}: {seam.name} is missing" in problem for problem in problems)
 

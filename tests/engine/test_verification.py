@@ -212,7 +212,7 @@ def rare_params() -> dict[str, Any]:
     truncation: dict[str, Any] = {} if INTERPRETED else {"top_p": 0.8, "top_k": 30}
     params = {
         "processed": SamplingParams(**common, logprobs=4, logit_bias={10: 1.0}, presence_penalty=0.5),
-        "truncated": SamplingParams(**{**common, "temperature": 0.7}, logprobs=4, min_p=0.01, **truncation),
+        "truncated": SamplingParams(**{**common, "temperature": 1.3}, logprobs=4, min_p=0.01, **truncation),
         "chosen": SamplingParams(**common, logprob_token_ids=[10, 20, 30]),
         "budget": SamplingParams(**common, thinking_token_budget=4),
         "grammar": SamplingParams(**common, structured_outputs=StructuredOutputsParams(regex="[a-z ]{4,9}[0-9]{40}")),

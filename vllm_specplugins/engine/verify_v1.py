@@ -247,6 +247,8 @@ def _greedy(token_ids: torch.Tensor, rows: _Rows) -> torch.Tensor:
 
     vLLM's CPU kernel finds these in a tenth of the time that the operation takes.
     """
+    if not rows.draft_token_ids:
+        return token_ids[:, None]
     steps = np.arange(max(rows.num_draft) + 1)
     places = np.minimum(rows.starts[:-1, None] + steps, rows.starts[-1] - 1)
     tokens, is_draft = token_ids.numpy()[places], steps[1:] < rows.counts[:, None]
