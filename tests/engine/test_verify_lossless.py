@@ -32,7 +32,7 @@ Judge = Callable[..., list[tuple[Judged, str]]]
 
 @pytest.fixture(scope="module")
 def judge(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    """judge(method, cells, num_samples): each cell and its verdict, all at once included."""
+    """judge(method, cells, num_samples): each cell and its verdict, and that of all at once."""
     folder = tmp_path_factory.mktemp("tiny")
     model = write_checkpoint(folder, seed=0)
     settings = {**SETTINGS, "model": str(folder), "seed": 0, "max_num_seqs": 64 if INTERPRETED else 256}
@@ -53,7 +53,7 @@ def judge(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Judge:
 @pytest.mark.parametrize("method", PASSING)
 def test_ours_pass(method: str, judge: Judge) -> None:
     """Kills: an exact distribution that is not vLLM's, drafts that nobody counts."""
-    for judged, verdict in judge(method, PASSING_CELLS):
+    for judged, verdict in judge(method, PASSING_CELLS, 200 if INTERPRETED else 500):
         assert verdict == PASSED, judged
         assert 0 < judged.num_accepted < judged.num_drafted
 
@@ -155,9 +155,11 @@ PLANTED = {
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_planted_errors_are_caught(plant: Any, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: a grid, a number of samples or a test that these errors slip through."""
+    if INTERPRETED and plant not in (accept_more, forget_the_last_draft):
+        pytest.skip("the same code as on V1, and slow")
     method, cell = PLANTED[plant]
     plant(monkeypatch)
-    (judged, verdict), *_ = judge(method, [cell])
+    [(judged, verdict)] = judge(method, [cell])
     assert verdict == WRONG, judged
 
 

@@ -66,7 +66,7 @@ class Verification:
             judged.append(self._judge_cell(engine, method, cell))
             if judged[-1].was_served:
                 served.append(cell)
-        if not all(cell.is_greedy for cell in served):
+        if sum(not cell.is_greedy for cell in served) > 1:
             judged.append(self._judge_cell(engine, method, grid.mixed(served)))
         return judged
 
