@@ -54,7 +54,7 @@ def test_every_seam_can_fail(index: int, tmp_path: Path, monkeypatch: pytest.Mon
     # The other files are as they were: reading all of them for each seam takes minutes.
     monkeypatch.setattr(compat, "SEAMS", [other for other in compat.SEAMS if other.file == seam.file])
     path = tmp_path / seam.file
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_renamed((installed() / seam.file).read_text(), seam.name.rpartition(".")[2]))
     problems = list(compat.probe(tmp_path))
     assert any(f"vllm/{seam.file}: {seam.name} is missing" in problem for problem in problems)
