@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from conftest import INTERPRETED, RUNNER
 from vllm_specplugins.kernels import rejection
 from vllm_specplugins.kernels.rejection import reference
 
+from vllm_specplugins.engine import verify
 from vllm_specplugins.engine.measure_samples import SETTINGS, Samples
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint
@@ -136,8 +136,7 @@ def emit_instead(monkeypatch: pytest.MonkeyPatch, choose: Callable[..., torch.Te
 
 
 def replace_operation(monkeypatch: pytest.MonkeyPatch, operation: Callable[..., Any]) -> None:
-    adapter = import_module(f"vllm_specplugins.engine.verify_{RUNNER}")
-    monkeypatch.setattr(adapter, "rejection_sample", operation)
+    monkeypatch.setitem(verify.OPERATIONS, "token", operation)
 
 
 SAMPLED, GREEDY = "early_exit-probabilistic", "early_exit"
