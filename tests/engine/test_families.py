@@ -13,7 +13,7 @@ from conftest import INTERPRETED, RUNNER, spec_metrics
 from families import EXIT_LAYER, FAMILIES, NUM_LAYERS, VOCAB_SIZE, checkpoint
 
 SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
-NUM_TOKENS = 16 if INTERPRETED else 21  # one from the prompt and whole steps of K + 1, so that no draft is cut
+NUM_TOKENS = 11 if INTERPRETED else 21  # one from the prompt and whole steps of K + 1, so that no draft is cut
 # Hardly more blocks than a request of full length needs: in every KV-cache group its own, few where a window slides.
 FULL = STRESS["num_gpu_blocks_override"]
 NUM_BLOCKS = {"mistral": 8, "gemma2": FULL + 6, "gemma3": FULL + 28}
@@ -33,7 +33,7 @@ def arguments(family: str, asynchronous: bool = False) -> dict[str, Any]:
 def prompts() -> Outputs:
     """50 prompts of mixed lengths, most longer than the sliding window; the families' models know no language."""
     rng = random.Random(0)
-    lengths = [3 + 17 * i % (150 if INTERPRETED else 331) for i in range(12 if INTERPRETED else 50)]
+    lengths = [3 + 17 * i % (150 if INTERPRETED else 331) for i in range(10 if INTERPRETED else 50)]
     return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
