@@ -23,7 +23,8 @@ COST_DECAY = 0.95  # of the record of times, by step
 MARGIN = 1.05  # a token must be worth so many times its price: estimates err, and the highest of them most
 SHARED_MARGIN = 1.5  # and among several requests so many times what it costs those that have no draft
 FIRST_SLOPE = 0.05  # cost of verifying one more token, in steps, before it is known
-SLOPE_WEIGHT = 1.0  # how much of a record (draft tokens squared) that guess is worth
+SHARED_SLOPE = 0.02  # and for several requests, whose steps are longer
+SLOPE_WEIGHT = 1.0  # how much of a record (draft tokens of a request, squared) that guess is worth
 SLOPE_MEMORY = 64.0  # how much of a record is kept at most
 
 
@@ -72,6 +73,7 @@ class Record:
 class StepCosts:
     """What a step of a batch size costs, fitted as base + slope * draft tokens verified, in ms."""
 
+    num_reqs: int = 1  # a few drafts among many requests say little about the slope
     weight: float = 0.0
     mean_ms: float = 0.0  # without drafting
     mean_drafting_ms: float = 0.0
@@ -93,15 +95,16 @@ class StepCosts:
         self.mean_emitted += share * (num_emitted - self.mean_emitted)
         # Steps that all verify as many tokens say nothing about the slope, and so make nothing of it forgotten.
         square = (1 - share) * off_draft * off_draft
-        keep = max(0.0, 1 - square / SLOPE_MEMORY)
+        keep = max(0.0, 1 - square / (SLOPE_MEMORY * self.num_reqs**2))
         self.variation = keep * self.variation + square
         self.covariation = keep * self.covariation + (1 - share) * off_draft * off_ms
 
     @property
     def slope_ms(self) -> float:
         """Time that one more draft token to verify takes; never negative."""
-        guess = FIRST_SLOPE * self.mean_ms
-        return max(0.0, (self.covariation + SLOPE_WEIGHT * guess) / (self.variation + SLOPE_WEIGHT))
+        guess = (FIRST_SLOPE if self.num_reqs == 1 else SHARED_SLOPE) * self.mean_ms
+        weight = SLOPE_WEIGHT * self.num_reqs**2
+        return max(0.0, (self.covariation + weight * guess) / (self.variation + weight))
 
     @property
     def plain_ms(self) -> float:
@@ -136,7 +139,8 @@ class Gate:
 
     def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
         """A step of nothing but decoding is over. See StepCosts.add."""
-        self._costs.setdefault(num_reqs.bit_length(), StepCosts()).add(ms, drafting_ms, num_draft, num_emitted)
+        costs = self._costs.setdefault(num_reqs.bit_length(), StepCosts(num_reqs))
+        costs.add(ms, drafting_ms, num_draft, num_emitted)
 
     def add_drafting(self, stage: int, ms: float, num_tokens: int) -> None:
         """What a stage took to draft so many tokens for each request of the batch, all at once."""
