@@ -54,7 +54,7 @@ class TargetSpeculator(DraftModelSpeculator):
         self._rejection = vllm_config.speculative_config.plugin_config.common.rejection
         self.report = DraftReport()
         self._feedback = _LateFeedback()
-        self._options: dict[str, Options] = {}  # of the requests that have any
+        self._options: dict[str, Options] = {}  # of requests that have any, where there are no histories
         self._drafted_at = 0.0  # when the last drafting from histories ended
         self._graphs: SpeculatorCudaGraphManager | None = None
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -72,6 +72,7 @@ class TargetSpeculator(DraftModelSpeculator):
         """Starts the histories of requests that are new, or back after a preemption."""
         if self._histories is not None:
             self._histories.add(new_requests)
+            return
         self._options |= {new.req_id: found for new in new_requests if (found := request_options(new.sampling_params))}
 
     def remove(self, request_ids: set[str]) -> None:

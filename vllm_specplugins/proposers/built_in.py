@@ -12,6 +12,7 @@ import numpy as np
 from vllm_specplugins.config import BuiltInConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, StageCounters
 from vllm_specplugins.proposers.drafters import DraftToken, Rows
+from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE
 
 
 class BuiltIn:
@@ -49,6 +50,6 @@ class Offered:
             start = len(tokens)
             agrees = [token.token_id for token in tokens] == own[:start]
             end = start + limit if agrees else start
-            rows.append([DraftToken(token_id, self.index, 1.0) for token_id in own[start:end]])
+            rows.append([DraftToken(token_id, self.index, FIRST_CONFIDENCE) for token_id in own[start:end]])
             self.counters.drafted += len(rows[-1])
         return rows

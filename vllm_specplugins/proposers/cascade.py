@@ -30,7 +30,7 @@ from vllm_specplugins.proposers.drafters import (
     allows,
 )
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.proposers.gate import Gate
+from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE, Gate
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
 
 POLICIES: dict[str, Callable[[Drafter, Drafter], Drafter]] = {"first": First, "extend": Extend}
@@ -58,7 +58,7 @@ class Gated:
             confidences = [draft[0].confidence if draft else 0.0 for draft in drafts]
             lengths = self._lengths(batch, confidences, [len(draft) for draft in drafts])
             return [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
-        lengths = self._lengths(batch, [1.0] * batch.num_reqs, wanted)
+        lengths = self._lengths(batch, [FIRST_CONFIDENCE] * batch.num_reqs, wanted)
         self.num_drafted = max(lengths, default=0)
         if self.num_drafted == 0:
             return [[] for _ in lengths]

@@ -18,6 +18,7 @@ import numpy as np
 
 from vllm_specplugins.draft import DraftBatch, Proposer, StageCounters
 from vllm_specplugins.proposers.early_exit import EarlyExit
+from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
 
 
@@ -162,7 +163,9 @@ class Verified:
             column = len(draft) - firsts[index]  # of the choice behind what is drafted so far
             for offered in (*guess, None)[:left]:
                 choice = choices[index][column]
-                draft.append(DraftToken(choice, self.index, 1.0, None if logits is None else logits[index, column]))
+                draft.append(
+                    DraftToken(choice, self.index, FIRST_CONFIDENCE, None if logits is None else logits[index, column])
+                )
                 self.counters.drafted += 1
                 column += 1
                 if offered is None or offered.token_id != choice:

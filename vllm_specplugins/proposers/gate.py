@@ -1,11 +1,12 @@
 """The gate: how many tokens a request gets drafted, and by whom, so that speculation does not lose.
 
 A token more is worth its chance of being accepted, and costs the time in which the engine could have emitted others:
-draft the k-th token while a^k >= rate * (cost of verifying one more token + its share of the cost of drafting it),
-where a is the chance that a token is accepted after the one before it was, and rate the tokens per ms that the engine
-emits now (Dinkelbach's method for a ratio, one iteration a step). a is averaged exponentially by request, stage and
-grade of confidence, the costs by batch size; a batch size that is new starts without drafts, then with short ones. Of
-two stages the one with the larger gain drafts. Pure arithmetic: times come in, nothing is measured here.
+draft the k-th token while a_1 ... a_k >= rate * (cost of verifying one more token + its share of the cost of drafting
+it), where a_i is the chance that token i is accepted after the ones before it were, and rate the tokens per ms that the
+engine emits now (Dinkelbach's method for a ratio, one iteration a step), or more among several requests. The a_i are
+averaged exponentially by request, stage and grade of confidence, the costs by batch size; a batch size that is new
+starts without drafts, then with short ones. Of two stages the one with the larger gain drafts. Pure arithmetic: times
+come in, nothing is measured here.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ SHARED_DECAY = 0.98  # of the record of all requests
 PRIOR_WEIGHT = 4.0  # the record of all requests counts as so many tokens of a request's own
 FIRST_GUESS = 0.6  # acceptance of a stage that was never tried
 GOOD_ACCEPTANCE = 0.75  # what text that suits a stage may be expected to have, whatever the record of other text
-FIRST_CONFIDENCE = 1.0  # of a stage before it has drafted
+FIRST_CONFIDENCE = 1.0  # of a stage that says none, or has not drafted yet
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
 COST_DECAY = 0.95  # of the record of times, by step
