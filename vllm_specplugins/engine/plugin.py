@@ -1,7 +1,7 @@
 """The entry point: lets vLLM's `--speculative-config` name our methods. Inert until one of them is asked for.
 
 Only two methods of `EngineArgs` are wrapped when the plugin is loaded; both hand every call that does not name a
-method of ours to vLLM unchanged. Everything else happens after such a call (compat.py lists it).
+method of ours to vLLM unchanged. Everything else happens after such a call (seams_*.py list it).
 """
 
 import functools
