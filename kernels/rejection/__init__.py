@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-IMPLEMENTATIONS = {"reference": ".reference", "fused": ".fused"}
+IMPLEMENTATIONS = "reference", "fused"
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,20 @@ def rejection_sample(
     (tensor([[1, 0]]), tensor([2], dtype=torch.int32))
     """
     check(target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, max_num_draft, draft_logits)
-    if implementation is None:
-        implementation = "fused" if target_logits.is_cuda else "reference"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation is {implementation!r}, but must be one of {', '.join(IMPLEMENTATIONS)}.")
-    module = import_module(IMPLEMENTATIONS[implementation], __name__)
+    module = import_module(f".{implementation_of(target_logits, implementation)}", __name__)
     result: tuple[Any, Any] = module.rejection_sample(
         target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, sampling, max_num_draft, draft_logits
     )
     return result
+
+
+def implementation_of(logits: Any, wanted: str | None) -> str:
+    """Name of the module that runs where these logits are, or of the one that is asked for."""
+    if wanted is None:
+        return "fused" if logits.is_cuda else "reference"
+    if wanted not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation is {wanted!r}, but must be one of {', '.join(IMPLEMENTATIONS)}.")
+    return wanted
 
 
 def check(

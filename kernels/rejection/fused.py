@@ -1,44 +1,27 @@
-"""Modified rejection sampling in Triton: one read of the logits with a one-hot q; see reference.py for the algorithm.
+"""Modified rejection sampling in Triton, in two launches; see reference.py for the algorithm.
 
-A program holds the race of one tile of a row, in the row's own noise, and leaves what won: the tile's maximum, the
-rate at which the winner arrived relative to it, and the winner. A second launch lets the tiles' winners race, all rows
-of a request at once, and compares the rows' with the drafts. Truncation and a dense q need the whole row before a token
-can win: truncation/fused.py and dense/fused.py. No launch waits for the host, so a CUDA graph can record them.
+With a one-hot q and no truncation the first launch draws: a program holds the race of one tile of a row, in the row's
+own noise, and leaves what won, the tile's maximum and the rate at which the winner arrived relative to it. The second
+lets the tiles' winners race, all rows of a request at once, and compares the rows' with the drafts. Truncation and a
+dense q need the whole row before a token can win: there the first launch is a scan (scan/), the second draws
+(truncation/, dense/). No launch waits for the host, so a CUDA graph can record them.
 """
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from . import Sampling
+from .dense.fused import weigh
 from .noise.fused import exponential, stream_key
 from .noise.reference import GROUP, TOKEN
 from .reference import GROUP_SIZE
+from .result.fused import write_drawn
+from .scan.fused import LOG2_E, TILE_SIZE, finite_maximum, load_logits, scan, tidy
+from .truncation.fused import launch as launch_truncated
 
-TILE_SIZE = 8192
 _GROUP, _TOKEN = tl.constexpr(GROUP), tl.constexpr(TOKEN)
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def tidy(logits):
-    """NaN counts as -inf, +inf as the largest float32."""
-    return tl.minimum(tl.where(logits != logits, float("-inf"), logits), _LARGEST)
-
-
-@triton.jit
-def load_logits(row_ptr, offsets, mask):
-    """Tidy float32 logits of a row."""
-    return tidy(tl.load(row_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32))
-
-
-@triton.jit
-def finite_maximum(maximum):
-    """What may be subtracted from logits that have this maximum: -inf less -inf is NaN."""
-    return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
@@ -72,7 +55,7 @@ def _draw_kernel(
     row_ptr = logits_ptr + row * logits_stride
     groups = tile * GROUPS + tl.arange(0, GROUPS)
     offsets = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
-    scale = tl.where(temperature == 0.0, 1.0, _LOG2_E / temperature)
+    scale = tl.where(temperature == 0.0, 1.0, LOG2_E / temperature)
     # As they are: few instructions a logit are what keeps up with the memory. A maximum leaves NaN out.
     logits = tl.load(row_ptr + offsets, mask=offsets < vocab_size, other=float("-inf")).to(tl.float32)
     largest = tl.max(tl.max(logits, axis=1), axis=0)
@@ -106,14 +89,6 @@ def _draw_kernel(
 
 
 @triton.jit
-def race_of_tiles(maxima, rates, temperature, AXIS: tl.constexpr):
-    """Index of the tile whose winner wins: at temperature 0 of the largest maximum, else of the largest rate."""
-    maximum = finite_maximum(tl.max(maxima, axis=AXIS, keep_dims=True))
-    scaled = tl.where(maxima == float("-inf"), 0.0, rates * tl.exp2(maxima - maximum))
-    return tl.argmax(tl.where(temperature == 0.0, maxima, scaled), axis=AXIS)
-
-
-@triton.jit
 def _accept_kernel(
     # [num_reqs, width] int64, [num_reqs] int32
     sampled_ptr,
@@ -140,15 +115,11 @@ def _accept_kernel(
     inside = (steps[:, None] < end - begin) & (tiles[None, :] < num_tiles)
     maxima = tl.load(maximum_ptr + slots, mask=inside, other=float("-inf"))
     rates = tl.load(rate_ptr + slots, mask=inside, other=0.0)
-    winners = race_of_tiles(maxima, rates, temperature, 1)
+    maximum = finite_maximum(tl.max(maxima, axis=1, keep_dims=True))
+    scaled = tl.where(maxima == float("-inf"), 0.0, rates * tl.exp2(maxima - maximum))
+    winners = tl.argmax(tl.where(temperature == 0.0, maxima, scaled), axis=1)
     tokens = tl.load(token_ptr + (request * width + steps) * num_tiles + winners, mask=steps < end - begin, other=-1)
-    is_draft = steps < end - begin - 1
-    drafts = tl.load(draft_token_ids_ptr + begin + 1 + steps, mask=is_draft, other=-1)
-    rejected = tl.where((drafts.to(tl.int32) == tokens) & is_draft, WIDTH, steps)
-    num_sampled = tl.minimum(tl.min(rejected, axis=0) + 1, end - begin)
-    tl.store(num_sampled_ptr + request, num_sampled)
-    tokens = tl.where(steps < num_sampled, tokens, -1)
-    tl.store(sampled_ptr + request * width + steps, tokens.to(tl.int64), mask=steps < width)
+    write_drawn(sampled_ptr, num_sampled_ptr, draft_token_ids_ptr, request, begin, end - begin, tokens, width, WIDTH)
 
 
 def rejection_sample(
@@ -165,43 +136,41 @@ def rejection_sample(
     num_reqs, width = len(idx_mapping), max_num_draft + 1
     sampled = positions.new_empty(num_reqs, width, dtype=torch.int64)
     num_sampled = positions.new_empty(num_reqs, dtype=torch.int32)
-    layout = cu_num_logits, positions, idx_mapping
-    if draft_logits is not None and max_num_draft > 0:
-        from .dense.fused import launch as launch_dense
-
-        launch_dense(sampled, num_sampled, target_logits, draft_logits, draft_token_ids, *layout, sampling)
-        return sampled, num_sampled
-    if sampling.truncates:
-        from .truncation.fused import launch as launch_truncation
-
-        rows = launch_truncation(target_logits, *layout, sampling, width)
-        winners = rows.maximum, rows.total, rows.token
+    result, layout = (sampled, num_sampled), (cu_num_logits, positions, idx_mapping)
+    if max_num_draft == 0:
+        draft_logits = None
+    if draft_logits is None and not sampling.truncates:
+        _launch_draw(*result, target_logits, draft_token_ids, *layout, sampling)
+        return result
+    scanned = scan(target_logits, draft_logits, cu_num_logits, idx_mapping, sampling.temperature, width)
+    if draft_logits is None:
+        launch_truncated(result, scanned, target_logits, draft_token_ids, *layout, sampling)
     else:
-        winners = _launch_draw(target_logits, *layout, sampling, width)
-    num_tiles = winners[0].shape[-1]
-    _accept_kernel[(num_reqs,)](
-        sampled, num_sampled, *winners, draft_token_ids, cu_num_logits, idx_mapping, sampling.temperature, width,
-        num_tiles, WIDTH=triton.next_power_of_2(width), TILES=triton.next_power_of_2(num_tiles), num_warps=1,
-    )  # fmt: skip
-    return sampled, num_sampled
+        weigh(result, scanned, target_logits, draft_logits, draft_token_ids, *layout, sampling, width)
+    return result
 
 
 def _launch_draw(
+    sampled: torch.Tensor,  # [num_reqs, width] int64, to be written
+    num_sampled: torch.Tensor,  # [num_reqs] int32, to be written
     target_logits: torch.Tensor,
+    draft_token_ids: torch.Tensor,
     cu_num_logits: torch.Tensor,
     positions: torch.Tensor,
     idx_mapping: torch.Tensor,
     sampling: Sampling,
-    width: int,
-) -> tuple[Any, Any, Any]:
-    """Maxima, rates and tokens of the tiles, [num_reqs, width, num_tiles] each."""
-    num_reqs, vocab_size = len(idx_mapping), target_logits.shape[-1]
-    shape = num_reqs, width, triton.cdiv(vocab_size, TILE_SIZE)
-    maximum, rate = (target_logits.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    token = target_logits.new_empty(shape, dtype=torch.int32)
-    _draw_kernel[shape[::-1]](
+) -> None:
+    """One-hot q without truncation, in two launches."""
+    (num_reqs, width), vocab_size = sampled.shape, target_logits.shape[-1]
+    num_tiles = triton.cdiv(vocab_size, TILE_SIZE)
+    maximum, rate = (target_logits.new_empty(num_reqs, width, num_tiles, dtype=torch.float32) for _ in range(2))
+    token = torch.empty_like(rate, dtype=torch.int32)
+    _draw_kernel[(num_tiles, width, num_reqs)](
         maximum, rate, token, target_logits, target_logits.stride(0), cu_num_logits, positions, idx_mapping,
         sampling.temperature, sampling.seeds, vocab_size,
         GROUPS=TILE_SIZE // GROUP_SIZE, GROUP_SIZE=GROUP_SIZE, num_warps=8,
     )  # fmt: skip
-    return maximum, rate, token
+    _accept_kernel[(num_reqs,)](
+        sampled, num_sampled, maximum, rate, token, draft_token_ids, cu_num_logits, idx_mapping, sampling.temperature,
+        width, num_tiles, WIDTH=triton.next_power_of_2(width), TILES=triton.next_power_of_2(num_tiles), num_warps=1,
+    )  # fmt: skip

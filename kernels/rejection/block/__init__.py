@@ -12,7 +12,7 @@ depends on drafts further on, whose noise the next step would use again at the s
 from importlib import import_module
 from typing import Any
 
-from .. import Sampling, check
+from .. import Sampling, check, implementation_of
 from .. import rejection_sample as token_wise
 
 
@@ -25,6 +25,7 @@ def block_rejection_sample(
     sampling: Sampling,
     max_num_draft: int,
     draft_logits: Any = None,
+    implementation: str | None = None,
 ) -> tuple[Any, Any]:
     """Accepted drafts and one token more of each request; see `rejection_sample`, also for what it raises.
 
@@ -36,8 +37,8 @@ def block_rejection_sample(
     """
     arguments = target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping
     if draft_logits is None or max_num_draft == 0:
-        return token_wise(*arguments, sampling, max_num_draft)
+        return token_wise(*arguments, sampling, max_num_draft, implementation=implementation)
     check(*arguments, max_num_draft, draft_logits)
-    module = import_module(".reference", __name__)
+    module = import_module(f".{implementation_of(target_logits, implementation)}", __name__)
     result: tuple[Any, Any] = module.block_rejection_sample(*arguments, sampling, max_num_draft, draft_logits)
     return result

@@ -1,80 +1,25 @@
-"""Top-k, top-p and min-p in Triton, without a sort of the vocabulary; thresholds and draws of all rows.
+"""Top-k, top-p and min-p in Triton, without a sort of the vocabulary: the smallest logit that a row keeps.
 
-`scan_kernel` reads the logits once and leaves each group's maximum and weight. They bound a row's threshold from below:
-k groups with a maximum of t or more have k tokens that top-k may keep, and what maxima above t weigh is above t. So few
-groups are left to look at, whatever the vocabulary; in them bisection over the floats' own order finds the threshold,
-in 16 steps for bfloat16. (Over whole rows that would be 16 reads; a histogram of weights needs atomics and one more
-read.) A flat row keeps many groups and costs more, but is as exact.
+The maxima and weights of a row's groups bound its threshold from below: k groups with a maximum of t or more have k
+tokens that top-k may keep, and what maxima above t weigh is above t. So few groups are left to look at, whatever the
+vocabulary; in them bisection over the floats' own order finds the threshold, in 16 steps for bfloat16. (Over whole rows
+that would be 16 reads; a histogram of weights needs atomics and one more read.) A flat row keeps many groups and costs
+more, but is as exact.
 """
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from .. import Sampling
-from ..fused import _GROUP, _LOG2_E, _TOKEN, TILE_SIZE, finite_maximum, load_logits
-from ..noise.fused import exponential, stream_key
+from ..race.fused import first_of_largest, race
 from ..reference import GROUP_SIZE
+from ..result.fused import is_last, write_drawn
+from ..scan.fused import Scan, load_logits, load_scan, scale_of
 
 _CHUNK_GROUPS = 16
 # Lower bits of the float32 that logits of a type never use.
 _KEY_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-
-
-class Stats(NamedTuple):
-    """What rows leave, in parts [num_reqs, width, num_parts]: tiles, groups, or one for the whole row."""
-
-    # float32: largest logit
-    maximum: torch.Tensor
-    # float32: sum of the weights, the largest one's being 1
-    total: torch.Tensor
-    # int32: first of the most probable tokens (only at temperature 0), or the token drawn (of a whole row)
-    token: torch.Tensor
-    # float32: smallest logit kept; None: all
-    limit: Any = None
-
-
-@triton.jit
-def scan_kernel(
-    maximum_ptr,
-    total_ptr,
-    token_ptr,
-    # [num_logits, vocab_size], or [num_states, width, vocab_size] if IS_DRAFT
-    logits_ptr,
-    logits_stride,
-    step_stride,
-    cu_num_logits_ptr,
-    idx_mapping_ptr,
-    temperature_ptr,
-    vocab_size,
-    num_parts,
-    IS_DRAFT: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART_SIZE: tl.constexpr,
-):
-    """Statistics of PARTS parts of a row, of PART_SIZE tokens each."""
-    tile, step, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(cu_num_logits_ptr + request).to(tl.int64) + step
-    num_bonus = 1 if IS_DRAFT else 0
-    if row + num_bonus >= tl.load(cu_num_logits_ptr + request + 1):
-        return
-    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    temperature = tl.load(temperature_ptr + state)
-    scale = _LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)
-    row_ptr = logits_ptr + (state * logits_stride + step * step_stride if IS_DRAFT else row * logits_stride)
-    parts = tile * PARTS + tl.arange(0, PARTS)
-    offsets = parts[:, None] * PART_SIZE + tl.arange(0, PART_SIZE)[None, :]
-    logits = load_logits(row_ptr, offsets, offsets < vocab_size)
-    maximum = tl.max(logits, axis=1)
-    total = tl.sum(tl.exp2((logits - finite_maximum(maximum)[:, None]) * scale), axis=1)
-    slots = (request * tl.num_programs(1) + step).to(tl.int64) * num_parts + parts
-    tl.store(maximum_ptr + slots, maximum, mask=parts < num_parts)
-    tl.store(total_ptr + slots, total, mask=parts < num_parts)
-    if temperature == 0.0:
-        first = tl.min(tl.where(logits == maximum[:, None], offsets, vocab_size), axis=1)
-        tl.store(token_ptr + slots, first, mask=parts < num_parts)
 
 
 @triton.jit
@@ -91,24 +36,17 @@ def _from_key(key):
 
 
 @triton.jit
-def _load_chunk(row_ptr, groups_ptr, first, num_candidates, vocab_size, CHUNK: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """Groups [CHUNK] from the list, and their logits [CHUNK, GROUP_SIZE]."""
-    places = first + tl.arange(0, CHUNK)
-    groups = tl.load(groups_ptr + places, mask=places < num_candidates, other=0)
-    offsets = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
-    inside = (places < num_candidates)[:, None] & (offsets < vocab_size)
-    return groups, load_logits(row_ptr, offsets, inside)
-
-
-@triton.jit
 def _sum_above(
     row_ptr, groups_ptr, num_candidates, vocab_size, above, limit, maximum, scale,
     COUNTS: tl.constexpr, CHUNK: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Weight, or number if COUNTS, of the candidates that are above `above` and not below `limit`."""
+    """Weight, or number if COUNTS, of tokens above `above` and not below `limit`, in the groups of the list."""
     result = 0.0
     for first in range(0, num_candidates, CHUNK):
-        _, logits = _load_chunk(row_ptr, groups_ptr, first, num_candidates, vocab_size, CHUNK, GROUP_SIZE)
+        places = first + tl.arange(0, CHUNK)
+        groups = tl.load(groups_ptr + places, mask=places < num_candidates, other=0)
+        offsets = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+        logits = load_logits(row_ptr, offsets, (places < num_candidates)[:, None] & (offsets < vocab_size))
         sizes = tl.full(logits.shape, 1.0, tl.float32) if COUNTS else tl.exp2((logits - maximum) * scale)
         chosen = (logits > above) & (logits >= limit)
         result += tl.sum(tl.sum(tl.where(chosen, sizes, 0.0), axis=1), axis=0)
@@ -151,47 +89,19 @@ def _lower_bound(maxima, total, maximum, scale, top_k, top_p, num_groups, GROUPS
 
 
 @triton.jit
-def _draw_candidate(
-    row_ptr, groups_ptr, num_candidates, vocab_size, limit, maximum, scale, key,
-    CHUNK: tl.constexpr, GROUP_SIZE: tl.constexpr,
-):  # fmt: skip
-    """The group that wins among the candidates, by its tokens from `limit` on."""
-    best, winner = -1.0, 0
-    for first in range(0, num_candidates, CHUNK):
-        groups, logits = _load_chunk(row_ptr, groups_ptr, first, num_candidates, vocab_size, CHUNK, GROUP_SIZE)
-        weights = tl.where(logits >= limit, tl.exp2((logits - maximum) * scale), 0.0)
-        rates = tl.sum(weights, axis=1) / exponential(key, groups)
-        rates = tl.where(first + tl.arange(0, CHUNK) < num_candidates, rates, -1.0)
-        rate, place = tl.max(rates, axis=0, return_indices=True)
-        group = tl.sum(tl.where(tl.arange(0, CHUNK) == place, groups, 0), axis=0)
-        winner = tl.where(rate > best, group, winner)
-        best = tl.maximum(rate, best)
-    return winner
-
-
-@triton.jit
-def _truncate_kernel(
-    # [num_reqs, width] each: the fields of Stats
-    maximum_ptr,
-    total_ptr,
-    token_ptr,
-    limit_ptr,
-    # [num_reqs, width, num_groups] int32: a row's list of groups to look at
-    candidates_ptr,
-    # [num_reqs, width, num_groups] float32: what scan_kernel left
-    group_maximum_ptr,
-    group_total_ptr,
-    logits_ptr,
-    logits_stride,
-    cu_num_logits_ptr,
-    positions_ptr,
-    idx_mapping_ptr,
-    # [num_states]; the last three may be None
-    temperature_ptr,
-    seeds_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
+def _truncate(
+    row_ptr,
+    # room for num_groups int32
+    groups_ptr,
+    # from load_scan
+    maxima,
+    totals,
+    maximum,
+    scale,
+    # below 1 or above vocab_size: all tokens
+    top_k,
+    top_p,
+    min_p,
     vocab_size,
     num_groups,
     GROUPS: tl.constexpr,
@@ -199,33 +109,10 @@ def _truncate_kernel(
     CHUNK: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
 ):
-    """Threshold, total and a drawn token of a row."""
-    step, request = tl.program_id(0), tl.program_id(1)
-    row = tl.load(cu_num_logits_ptr + request).to(tl.int64) + step
-    if row >= tl.load(cu_num_logits_ptr + request + 1):
-        return
-    state = tl.load(idx_mapping_ptr + request)
-    temperature = tl.load(temperature_ptr + state)
-    scale = _LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)
-    top_k = vocab_size if top_k_ptr is None else tl.load(top_k_ptr + state)
+    """Smallest logit kept, -inf for all, and the weight of those that are."""
+    limit, total = float("-inf"), tl.sum(totals, axis=0)
     top_k = tl.where((top_k < 1) | (top_k > vocab_size), vocab_size, top_k)
-    top_p = 1.0 if top_p_ptr is None else tl.load(top_p_ptr + state)
-    min_p = 0.0 if min_p_ptr is None else tl.load(min_p_ptr + state)
-    slot = (request * tl.num_programs(0) + step).to(tl.int64)
-    row_ptr, groups_ptr = logits_ptr + row * logits_stride, candidates_ptr + slot * num_groups
-    groups = tl.arange(0, GROUPS)
-    maxima = tl.load(group_maximum_ptr + slot * num_groups + groups, mask=groups < num_groups, other=float("-inf"))
-    totals = tl.load(group_total_ptr + slot * num_groups + groups, mask=groups < num_groups, other=0.0)
-    largest = tl.max(maxima, axis=0)
-    maximum = finite_maximum(largest)
-    totals *= tl.exp2((maxima - maximum) * scale)
-    total = tl.sum(totals, axis=0)
-    seed, position = tl.load(seeds_ptr + state), tl.load(positions_ptr + row)
-    key = stream_key(seed, position, _GROUP)
-    limit = float("-inf")
-    if (top_k == vocab_size) & (top_p >= 1.0) & (min_p <= 0.0) | (temperature == 0.0) | (total == 0.0):
-        winner = tl.argmax(tl.where(temperature == 0.0, maxima, totals / exponential(key, groups)), axis=0)
-    else:
+    if ((top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0)) & (total > 0.0):
         limit = tl.where(min_p > 0.0, maximum + tl.log2(min_p) / scale, float("-inf"))
         # What top-p keeps is a share of all that the others keep: those candidates must not be cut by it.
         has_others = (top_k < vocab_size) | (min_p > 0.0)
@@ -233,7 +120,7 @@ def _truncate_kernel(
         floor = tl.maximum(limit, bound)
         chosen = (maxima >= floor) & (maxima > float("-inf"))
         num_candidates = tl.sum(chosen.to(tl.int32), axis=0)
-        tl.store(groups_ptr + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, groups, mask=chosen)
+        tl.store(groups_ptr + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, tl.arange(0, GROUPS), mask=chosen)
         tl.debug_barrier()
         if top_k < vocab_size:
             limit = _bisect(
@@ -254,59 +141,133 @@ def _truncate_kernel(
                 row_ptr, groups_ptr, num_candidates, vocab_size, float("-inf"), limit, maximum, scale,
                 False, CHUNK, GROUP_SIZE,
             )  # fmt: skip
-        winner = _draw_candidate(
-            row_ptr, groups_ptr, num_candidates, vocab_size, limit, maximum, scale, key, CHUNK, GROUP_SIZE
-        )
-    tokens = winner * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
-    logits = load_logits(row_ptr, tokens, tokens < vocab_size)
-    weights = tl.where(logits >= limit, tl.exp2((logits - maximum) * scale), 0.0)
-    rates = weights / exponential(stream_key(seed, position, _TOKEN), tokens)
-    rates = tl.where(temperature == 0.0, (logits == largest).to(tl.float32), rates)
-    tl.store(maximum_ptr + slot, largest)
-    tl.store(total_ptr + slot, total)
-    tl.store(token_ptr + slot, winner * GROUP_SIZE + tl.argmax(rates, axis=0))
-    tl.store(limit_ptr + slot, limit)
+    return limit, total
 
 
-def scan(
-    logits: torch.Tensor,  # [num_logits, vocab_size], or [num_states, >= width, vocab_size] of drafts
-    cu_num_logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    temperature: torch.Tensor,
-    width: int,
-    part_size: int,
-) -> Stats:
-    """Statistics of all rows in parts of this many tokens, at most TILE_SIZE."""
-    shape = len(idx_mapping), width, triton.cdiv(logits.shape[-1], part_size)
-    maximum, total = (logits.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    token = logits.new_empty(shape, dtype=torch.int32)
-    scan_kernel[(triton.cdiv(logits.shape[-1], TILE_SIZE), width, shape[0])](
-        maximum, total, token, logits, logits.stride(0), logits.stride(1), cu_num_logits, idx_mapping, temperature,
-        logits.shape[-1], shape[2], IS_DRAFT=logits.ndim == 3, PARTS=TILE_SIZE // part_size, PART_SIZE=part_size,
-        num_warps=8,
-    )  # fmt: skip
-    return Stats(maximum, total, token)
+@triton.jit
+def load_kept(
+    # Scan
+    group_maximum_ptr,
+    group_total_ptr,
+    slot,
+    row_ptr,
+    # room for num_groups int32 a slot; None: no row is truncated
+    groups_ptr,
+    scale,
+    state,
+    # [num_states] each, or None
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    vocab_size,
+    num_groups,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_SHIFT: tl.constexpr,
+):
+    """load_scan of a row, the weight that it keeps (1 for a row of -inf alone), and the smallest logit kept."""
+    maxima, totals, maximum = load_scan(group_maximum_ptr, group_total_ptr, slot, num_groups, scale, GROUPS)
+    total, limit = tl.sum(totals, axis=0), float("-inf")
+    if groups_ptr is not None:
+        limit, total = _truncate(
+            row_ptr, groups_ptr + slot * num_groups, maxima, totals, maximum, scale,
+            vocab_size if top_k_ptr is None else tl.load(top_k_ptr + state),
+            1.0 if top_p_ptr is None else tl.load(top_p_ptr + state),
+            0.0 if min_p_ptr is None else tl.load(min_p_ptr + state),
+            vocab_size, num_groups, GROUPS, GROUP_SIZE, CHUNK, KEY_SHIFT,
+        )  # fmt: skip
+    return maxima, totals, maximum, tl.maximum(total, 1.0), limit
+
+
+@triton.jit
+def _draw_kept_kernel(
+    # [num_reqs, width] int64, [num_reqs] int32
+    sampled_ptr,
+    num_sampled_ptr,
+    # [num_reqs, width] int32: what each row draws
+    token_ptr,
+    # [num_reqs, width, num_groups] int32
+    groups_ptr,
+    # Scan
+    group_maximum_ptr,
+    group_total_ptr,
+    arrivals_ptr,
+    logits_ptr,
+    logits_stride,
+    draft_token_ids_ptr,
+    cu_num_logits_ptr,
+    positions_ptr,
+    idx_mapping_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    vocab_size,
+    num_groups,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_SHIFT: tl.constexpr,
+):
+    """Draws the token of a row; the last row of a request to be drawn compares them with the drafts."""
+    step, request, width = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    begin = tl.load(cu_num_logits_ptr + request).to(tl.int64)
+    num_rows = (tl.load(cu_num_logits_ptr + request + 1) - begin).to(tl.int32)
+    if step < num_rows:
+        state = tl.load(idx_mapping_ptr + request).to(tl.int64)
+        temperature = tl.load(temperature_ptr + state)
+        scale = scale_of(temperature)
+        row_ptr, slot = logits_ptr + (begin + step) * logits_stride, (request * width + step).to(tl.int64)
+        if temperature == 0.0:
+            maxima, totals, maximum = load_scan(group_maximum_ptr, group_total_ptr, slot, num_groups, scale, GROUPS)
+            token = first_of_largest(row_ptr, maxima, vocab_size, GROUP_SIZE)
+        else:
+            maxima, totals, maximum, total, limit = load_kept(
+                group_maximum_ptr, group_total_ptr, slot, row_ptr, groups_ptr, scale, state, top_k_ptr, top_p_ptr,
+                min_p_ptr, vocab_size, num_groups, GROUPS, GROUP_SIZE, CHUNK, KEY_SHIFT,
+            )  # fmt: skip
+            seed, position = tl.load(seeds_ptr + state), tl.load(positions_ptr + begin + step)
+            token = race(
+                row_ptr, None, seed, position, maxima, totals, vocab_size, 0, limit, scale, maximum, total, 0.0, 1.0,
+                1.0, GROUPS, GROUP_SIZE,
+            )  # fmt: skip
+        tl.store(token_ptr + slot, token)
+    if is_last(arrivals_ptr + request, step, num_rows):
+        steps = tl.arange(0, WIDTH)
+        tokens = tl.load(token_ptr + request * width + steps, mask=steps < num_rows, other=-1)
+        write_drawn(sampled_ptr, num_sampled_ptr, draft_token_ids_ptr, request, begin, num_rows, tokens, width, WIDTH)
+
+
+def constants(num_groups: int, dtype: torch.dtype) -> dict[str, int]:
+    """What kernels that truncate are compiled for, by name."""
+    return {
+        "GROUPS": triton.next_power_of_2(num_groups),
+        "GROUP_SIZE": GROUP_SIZE,
+        "CHUNK": _CHUNK_GROUPS,
+        "KEY_SHIFT": _KEY_SHIFTS[dtype],
+    }
 
 
 def launch(
+    result: tuple[torch.Tensor, torch.Tensor],  # [num_reqs, width] int64, [num_reqs] int32, to be written
+    scanned: Scan,
     target_logits: torch.Tensor,
+    draft_token_ids: torch.Tensor,
     cu_num_logits: torch.Tensor,
     positions: torch.Tensor,
     idx_mapping: torch.Tensor,
     sampling: Sampling,
-    width: int,
-) -> Stats:
-    """Statistics of the rows, each in one part, and the tokens drawn from them."""
-    groups = scan(target_logits, cu_num_logits, idx_mapping, sampling.temperature, width, GROUP_SIZE)
-    num_reqs, _, num_groups = groups.maximum.shape
-    maximum, total, limit = (target_logits.new_empty(num_reqs, width, 1, dtype=torch.float32) for _ in range(3))
-    token = target_logits.new_empty(num_reqs, width, 1, dtype=torch.int32)
-    # The scan's room for tokens of greedy requests, which this needs not.
-    candidates = groups.token
-    _truncate_kernel[(width, num_reqs)](
-        maximum, total, token, limit, candidates, groups.maximum, groups.total, target_logits, target_logits.stride(0),
+) -> None:
+    """One-hot q behind a truncation, in one launch."""
+    num_reqs, width, num_groups = scanned.maximum.shape
+    groups = torch.empty_like(scanned.maximum, dtype=torch.int32)
+    token = torch.empty_like(result[0], dtype=torch.int32)
+    _draw_kept_kernel[(width, num_reqs)](
+        *result, token, groups, *scanned, target_logits, target_logits.stride(0), draft_token_ids,
         cu_num_logits, positions, idx_mapping, sampling.temperature, sampling.seeds, sampling.top_k, sampling.top_p,
-        sampling.min_p, target_logits.shape[-1], num_groups, GROUPS=triton.next_power_of_2(num_groups),
-        GROUP_SIZE=GROUP_SIZE, CHUNK=_CHUNK_GROUPS, KEY_SHIFT=_KEY_SHIFTS[target_logits.dtype], num_warps=8,
+        sampling.min_p, target_logits.shape[-1], num_groups, WIDTH=triton.next_power_of_2(width),
+        **constants(num_groups, target_logits.dtype), num_warps=8,
     )  # fmt: skip
-    return Stats(maximum, total, token, limit)

@@ -1,0 +1,1 @@
+"""How verdicts on a request's rows become its result."""

@@ -1,0 +1,1 @@
+"""One read of the logits, target's and draft's: what each group of tokens weighs."""
