@@ -134,6 +134,23 @@ def test_many_draws(kind: str) -> None:
     assert_same(kind, make_batch([2] * num_reqs, 1500, dense=KINDS[kind][1], agreement=0.5), num_near_ties=1)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="reorders the interpreter's loop")
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_in_any_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backwards, as here. Kills: a result that the program with the last index writes, not the last to come."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    place = InterpreterBuilder.set_grid_idx
+
+    def place_backwards(self, *index: int) -> None:
+        place(self, *(size - 1 - i for size, i in zip(self.grid_dim, index, strict=True)))
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", place_backwards)
+    for truncation in ("whole", "top_p"):
+        parameters = {name: value[:6] for name, value in TRUNCATIONS[truncation].items()}
+        assert_same(kind, make_batch([2, 0, 1], 9001, dense=KINDS[kind][1], **parameters))
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")
 @pytest.mark.parametrize(
     ("dense", "truncation", "counted", "limit"),
