@@ -103,6 +103,34 @@ def test_distribution(drafting: Any, expected: np.ndarray) -> None:
     assert drafting.collective_rpc("specplugins_stats")[0]["faults"] == {}
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="elsewhere they are what runs, or cannot run")
+def test_kernels(drafting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton kernels in the engine, as on a GPU, say what the reference says. Kills: an argument of theirs that
+    the engine lays out otherwise."""
+    from vllm import SamplingParams
+    from vllm_specplugins.kernels import rejection
+
+    params = [
+        SamplingParams(temperature=heat, top_p=top_p, seed=seed, max_tokens=8, ignore_eos=True, detokenize=False)
+        for seed, (heat, top_p) in enumerate([(0.0, 1.0), (0.8, 1.0), (1.2, 0.8)])
+    ]
+
+    def run() -> list[list[int]]:
+        results = drafting.generate([{"prompt_token_ids": PROMPT}] * len(params), params, use_tqdm=False)
+        return [list(result.outputs[0].token_ids) for result in results]
+
+    expected, replaced = run(), []
+    choose = rejection.implementation_of
+
+    def fused(logits: torch.Tensor, wanted: str | None) -> str:
+        replaced.append(choose(logits, wanted))
+        return "fused"
+
+    monkeypatch.setattr(rejection, "implementation_of", fused)
+    assert run() == expected
+    assert set(replaced) == {"reference"}
+
+
 @pytest.mark.slow
 def test_acceptance(engine: Any, checkpoint: Path) -> None:
     """The share of accepted drafts is the sum of min(p, q). Kills: a temperature or top-p of drafted positions that is
