@@ -18,8 +18,8 @@ VOCAB_SIZE = 128_256
 TILE_SIZE = 8192
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
 MAX_REGISTERS = {"_draw_kernel": 80, "scan_kernel": 80, "_truncate_kernel": 80, "_recover_kernel": 128}
-MAX_REGISTERS |= dict.fromkeys(["_accept_kernel", "_judge_kernel", "_finish_kernel"], 48)
-READ_TILES = {"_draw_kernel": 1, "scan_kernel": 1, "_recover_kernel": 2}
+MAX_REGISTERS |= dict.fromkeys(["_accept_kernel", "_judge_kernel", "_finish_kernel"], 48) | {"_adjust_kernel": 64}
+READ_TILES = {"_draw_kernel": 1, "scan_kernel": 1, "_recover_kernel": 2, "_adjust_kernel": 0.25}
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
@@ -33,6 +33,8 @@ def record_launches() -> list:
     import torch
     from triton.runtime.jit import JITFunction
     from vllm_specplugins.kernels.rejection import rejection_sample
+    from vllm_specplugins.kernels.rejection.adjust import adjust
+    from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
     from vllm_specplugins.kernels.rejection.testing import make_batch
 
     launches: list = []
@@ -46,6 +48,8 @@ def record_launches() -> list:
     for dtype, dense, parameters in [*variants, (torch.float32, False, {})]:
         batch = make_batch([1, 1], VOCAB_SIZE, dense=dense, dtype=dtype, **parameters)
         rejection_sample(*batch, implementation="fused")
+        if not dense and not parameters:
+            adjust(*batch[:5], make_edits(4, 4, VOCAB_SIZE), 1, implementation="fused")
     return launches
 
 
@@ -56,18 +60,24 @@ def compile_launch(kernel, args, kwargs, target):
     from triton.compiler import ASTSource
 
     types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-    signature, constants, attributes = {}, {}, {}
+    constants, attributes = {}, {}
+
+    def signature_of(value, path, is_constexpr):
+        if isinstance(value, tuple):
+            return tuple(signature_of(item, (*path, place), is_constexpr) for place, item in enumerate(value))
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor and (is_constexpr or not isinstance(value, int) or value == 1):
+            constants[path] = value
+            return "constexpr"
+        if is_tensor or value % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "*" + types[value.dtype] if is_tensor else "i32"
+
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    for place, name in enumerate(kernel.arg_names):
-        value = values[name]
-        if isinstance(value, torch.Tensor):
-            signature[name] = "*" + types[value.dtype]
-        elif isinstance(value, int) and not kernel.params[place].is_constexpr and value != 1:
-            signature[name] = "i32"
-        else:
-            signature[name], constants[(place,)] = "constexpr", value
-        if signature[name] != "constexpr" and (isinstance(value, torch.Tensor) or value % 16 == 0):
-            attributes[(place,)] = [["tt.divisibility", 16]]
+    signature = {
+        name: signature_of(values[name], (place,), kernel.params[place].is_constexpr)
+        for place, name in enumerate(kernel.arg_names)
+    }
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=target, options={"num_warps": kwargs["num_warps"]})
 
