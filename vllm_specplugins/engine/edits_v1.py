@@ -109,8 +109,7 @@ def _penalties(metadata: Any, input_batch: Any, vocab_size: int) -> Penalties:
         prompt_length = input_batch.num_prompt_tokens[request]
         token_ids = input_batch.token_ids_cpu[request, : input_batch.num_tokens_no_spec[request]]
         is_prompt[request, token_ids[:prompt_length]] = True
-        said, numbers = np.unique(token_ids[prompt_length:], return_counts=True)
-        counts[request, said] = numbers
+        np.add.at(counts[request], token_ids[prompt_length:], 1)
     prompt_mask = np.packbits(is_prompt, axis=1, bitorder="little").view(np.int32)
     parameters = metadata.repetition_penalties, metadata.frequency_penalties, metadata.presence_penalties
     return Penalties(*parameters, prompt_mask, counts)

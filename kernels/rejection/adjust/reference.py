@@ -23,8 +23,7 @@ def adjust(
         rows = slice(bounds[request], bounds[request + 1])
         _adjust_request(result[rows], draft_token_ids[rows][1:].long(), positions[rows], state, edits)
     if edits.grammar is not None:
-        bits = edits.grammar[..., None] >> torch.arange(32, device=logits.device, dtype=torch.int32) & 1
-        result.masked_fill_(bits.flatten(1)[:, : logits.shape[-1]] == 0, -torch.inf)
+        result.masked_fill_(~unpack(edits.grammar, logits.shape[-1]), -torch.inf)
     return result
 
 
@@ -51,18 +50,16 @@ def _adjust_request(
         _forbid_words(logits, drafts, positions, state, edits.bad_words)
 
 
+def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[..., V] bool of packed bits [..., ceil(V / 32)] int32."""
+    bits = words[..., None] >> torch.arange(32, device=words.device, dtype=torch.int32) & 1
+    return bits.flatten(-2)[..., :vocab_size].bool()
+
+
 def _listed(tokens: tuple[torch.Tensor, ...], state: int) -> torch.Tensor:
     """[M] int64 a state's list, of a tuple that begins with the lists' lengths and tokens."""
     num_tokens, token_ids = tokens[:2]
     return token_ids[state, : int(num_tokens[state])].long()
-
-
-def _packed(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[M] int64 tokens whose bits are set, of words [ceil(V / 32)] int32, most of which are 0."""
-    used = words.nonzero()
-    places, bits = (words[used] >> torch.arange(32, device=words.device, dtype=torch.int32) & 1).nonzero().unbind(1)
-    token_ids = used[places, 0] * 32 + bits
-    return token_ids[token_ids < vocab_size]
 
 
 def _penalize(logits: torch.Tensor, drafts: torch.Tensor, state: int, penalties: Penalties) -> None:
@@ -70,18 +67,19 @@ def _penalize(logits: torch.Tensor, drafts: torch.Tensor, state: int, penalties:
     repetition, frequency, presence = (values[state] for values in penalties[:3])
     if repetition == 1 and frequency == 0 and presence == 0:
         return
-    prompt = _packed(penalties.prompt_mask[state], logits.shape[-1])
-    emitted = penalties.output_counts[state].nonzero()[:, 0]
-    token_ids = torch.cat([emitted, prompt, drafts[drafts >= 0]]).unique()
-    # A row counts the drafts that are fed up to it; the first has none.
-    is_draft = torch.nn.functional.pad(drafts[:, None] == token_ids, (0, 0, 1, 0))
-    counts = penalties.output_counts[state, token_ids] + is_draft.cumsum(0)
-    scale = torch.where((counts > 0) | torch.isin(token_ids, prompt), repetition, 1.0)
-    columns = logits[:, token_ids]
+    prompt = unpack(penalties.prompt_mask[state], logits.shape[-1])
+    is_said = penalties.output_counts[state].bool() | prompt
+    is_said.index_fill_(0, drafts[drafts >= 0], True)
+    token_ids = is_said.nonzero()[:, 0]
+    counts = penalties.output_counts[state].index_select(0, token_ids)
+    if len(drafts):  # a row counts those that are fed up to it; the first has none
+        counts = counts + torch.nn.functional.pad(drafts[:, None] == token_ids, (0, 0, 1, 0)).cumsum(0)
+    scale = torch.where((counts > 0) | prompt[token_ids], repetition, 1.0)
+    columns = logits.index_select(1, token_ids)
     columns *= torch.where(columns > 0, 1 / scale, scale)  # as vLLM's samplers, to the last bit
     columns -= frequency * counts
     columns -= presence * (counts > 0)
-    logits[:, token_ids] = columns
+    logits.index_copy_(1, token_ids, columns)
 
 
 def _forbid_words(
