@@ -28,7 +28,7 @@ def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> t
     processors = [p for p in metadata.logitsprocs.non_argmax_invariant if type(p) not in _OWN or _restores(p)]
     allowed, holder = metadata.allowed_token_ids_mask, metadata.thinking_budget_state_holder
     budgets = holder is not None and holder.has_tracked_requests()
-    edits, max_num_draft = _edits(metadata, input_batch, *logits.shape[1:]), max(rows.num_draft)
+    edits, max_num_draft = _edits(metadata, input_batch, logits.shape[-1]), max(rows.num_draft)
     if edits == Edits() and allowed is None and not (processors or budgets):
         return logits
     edits = Edits(*(_on_device(field, logits.device) for field in edits))
@@ -101,17 +101,18 @@ def _lists(
 
 
 def _penalties(metadata: Any, input_batch: Any, vocab_size: int) -> Penalties:
-    """Counted anew at each step: far less than the logits are."""
-    num_reqs = input_batch.num_reqs
-    counts = np.zeros((num_reqs, vocab_size), np.int32)
-    is_prompt = np.zeros((num_reqs, -(-vocab_size // 32) * 32), bool)
-    for request in range(num_reqs):
+    """Counted anew at each step, of the requests that ask for it: far less than the logits are."""
+    parameters = metadata.repetition_penalties, metadata.frequency_penalties, metadata.presence_penalties
+    asks = (torch.stack(parameters).cpu() != torch.tensor([[1.0], [0.0], [0.0]])).any(0)
+    counts = np.zeros((len(asks), vocab_size), np.int32)
+    prompt_mask = np.zeros((len(asks), -(-vocab_size // 32)), np.int32)
+    for request in asks.nonzero()[:, 0].tolist():
         prompt_length = input_batch.num_prompt_tokens[request]
         token_ids = input_batch.token_ids_cpu[request, : input_batch.num_tokens_no_spec[request]]
-        is_prompt[request, token_ids[:prompt_length]] = True
+        is_prompt = np.zeros(32 * prompt_mask.shape[1], bool)
+        is_prompt[token_ids[:prompt_length]] = True
+        prompt_mask[request] = np.packbits(is_prompt, bitorder="little").view(np.int32)
         np.add.at(counts[request], token_ids[prompt_length:], 1)
-    prompt_mask = np.packbits(is_prompt, axis=1, bitorder="little").view(np.int32)
-    parameters = metadata.repetition_penalties, metadata.frequency_penalties, metadata.presence_penalties
     return Penalties(*parameters, prompt_mask, counts)
 
 
