@@ -66,7 +66,7 @@ def oracle_row(row: torch.Tensor, index: int, state: int, position: int, drafts:
 def test_oracle(vocab_size: int) -> None:
     """Kills: penalties off by one position; bias behind penalties; words matched across the prompt's end."""
     batch = make_batch([3, 0, 4, 1, 2, 2], vocab_size, agreement=0.3)
-    edits = make_edits(12, len(batch.positions), vocab_size)
+    edits = make_edits(batch)
     ours = adjust(batch.target_logits, *batch[1:5], edits, batch.max_num_draft)
     bounds, num_forbidden = batch.cu_num_logits.tolist(), 0
     for request, state in enumerate(batch.idx_mapping.tolist()):
@@ -80,8 +80,8 @@ def test_oracle(vocab_size: int) -> None:
 
 def test_each_alone_and_none() -> None:
     """A field that is None does nothing; the input stays. Kills: an edit in place; a field that needs another."""
-    batch = make_batch([2, 1, 0, 3], 37)
-    before, edits = batch.target_logits.clone(), make_edits(8, 10, 37)
+    batch = make_batch([2, 1, 0, 3] * 3, 37)
+    before, edits = batch.target_logits.clone(), make_edits(batch)
     assert torch.equal(adjust(before, *batch[1:5], Edits(), 3), before)
     for name in Edits._fields:
         changed = adjust(batch.target_logits, *batch[1:5], Edits(**{name: getattr(edits, name)}), 3)
@@ -141,7 +141,7 @@ def assert_same(batch: Batch, edits: Edits) -> None:
 def test_equals_reference(vocab_size: int, dtype: torch.dtype) -> None:
     """Ragged, everything at once. Kills: a list that overtakes another; a tile's edge; a state beyond its list."""
     batch = make_batch([3, 0, 4, 1, 2, 2], vocab_size, dtype=dtype, agreement=0.3)
-    assert_same(batch, make_edits(12, len(batch.positions), vocab_size, seed=1))
+    assert_same(batch, make_edits(batch, seed=1))
 
 
 @needs_triton
@@ -149,7 +149,7 @@ def test_equals_reference(vocab_size: int, dtype: torch.dtype) -> None:
 def test_alone(name: str | None) -> None:
     """Kills: a field that needs another."""
     batch = make_batch([3, 0, 2], 300)
-    edits = make_edits(6, len(batch.positions), 300)
+    edits = make_edits(batch)
     assert_same(batch, Edits(**{name: getattr(edits, name)} if name else {}))
 
 
@@ -161,14 +161,13 @@ def test_strange_rows() -> None:
     for value in (-math.inf, math.nan, math.inf):
         logits[torch.rand(logits.shape, generator=rng) < 0.2] = value
     logits[2], logits[4] = -math.inf, math.nan
-    more = torch.cat([batch.cu_num_logits, batch.cu_num_logits[-1:]])
+    edits = make_edits(batch)
     batch = batch._replace(
         target_logits=torch.cat([logits, logits], dim=1)[:, :300],
         draft_token_ids=batch.draft_token_ids.masked_fill(torch.rand(14, generator=rng) < 0.3, -1),
-        cu_num_logits=more,
+        cu_num_logits=torch.cat([batch.cu_num_logits, batch.cu_num_logits[-1:]]),
         idx_mapping=torch.cat([batch.idx_mapping, batch.idx_mapping[:1]]),
     )
-    edits = make_edits(8, len(batch.positions), 300)
     assert_same(batch, edits)
     for name in ("allowed", "min_tokens", "bad_words"):
         assert_same(batch, Edits(**{name: getattr(edits, name)}))
@@ -177,8 +176,9 @@ def test_strange_rows() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")
 def test_bytes_moved() -> None:
     """Rows that nothing is asked of are read and written once."""
-    batch = make_batch([2, 2, 2], 32_768, dtype=torch.bfloat16)._replace(idx_mapping=torch.tensor([3, 7, 11]))
-    edits = make_edits(12, 9, 32_768)._replace(grammar=None)
+    batch = make_batch([2, 2, 2, 2, 2, 2], 32_768, dtype=torch.bfloat16)
+    edits = make_edits(batch)._replace(grammar=None)
+    batch = batch._replace(idx_mapping=torch.tensor([3, 7, 11, 3, 7, 11]))
     with bytes_moved() as moved:
         result = adjust(*batch[:5], edits, 2, implementation="fused")
     assert torch.equal(result, batch.target_logits.float())

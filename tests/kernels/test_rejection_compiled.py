@@ -49,7 +49,7 @@ def record_launches() -> list:
         batch = make_batch([1, 1], VOCAB_SIZE, dense=dense, dtype=dtype, **parameters)
         rejection_sample(*batch, implementation="fused")
         if not dense and not parameters:
-            adjust(*batch[:5], make_edits(4, 4, VOCAB_SIZE), 1, implementation="fused")
+            adjust(*batch[:5], make_edits(batch), 1, implementation="fused")
     return launches
 
 
