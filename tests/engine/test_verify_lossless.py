@@ -78,17 +78,16 @@ def another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_operation(monkeypatch, wrong)
 
 
-def forget_the_last_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Penalties count one draft token too few."""
-    from vllm_specplugins.engine.verify_v1 import _Rows
+def forget_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties do not count the step's drafts."""
+    from vllm_specplugins.engine import edits_v1
 
-    right_histories = _Rows.histories
+    right = edits_v1.adjust
 
-    def histories(self: _Rows, output_token_ids: Any) -> list[list[int]]:
-        found = right_histories(self, output_token_ids)
-        return [tokens[:-1] if step else tokens for tokens, step in zip(found, self.steps, strict=True)]
+    def wrong(logits: Any, cu_num_logits: Any, draft_token_ids: Any, *rest: Any) -> Any:
+        return right(logits, cu_num_logits, torch.full_like(draft_token_ids, -1), *rest)
 
-    monkeypatch.setattr(_Rows, "histories", histories)
+    monkeypatch.setattr(edits_v1, "adjust", wrong)
 
 
 def accept_more_certain_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +131,7 @@ PLANTED = {
     accept_more: (SAMPLED, cell(1.5, TOP_K)),
     another_temperature: (SAMPLED, cell(1.0)),
     recover_from_p: (SAMPLED, cell(1.0)),
-    forget_the_last_draft: (SAMPLED, cell(1.0, REWARDS)),
+    forget_drafts: (SAMPLED, cell(1.0, REWARDS)),
     accept_more_certain_drafts: (GREEDY, cell(0.7, TOP_K)),
     recover_certain_drafts_from_p: (GREEDY, cell(1.0)),
 }

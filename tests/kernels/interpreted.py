@@ -1,9 +1,31 @@
-"""What kernels load and store, counted in Triton's interpreter, which must have been chosen before Triton's import."""
+"""Triton's interpreter, which must be chosen before Triton's import; what kernels load and store, counted in it."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+
+
+def run_interpreted(test_file: str) -> None:
+    """All tests of a file, in a process with the interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-s",
+        "--import-mode=importlib",
+        "-p",
+        "no:cacheprovider",
+        test_file,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
 
 
 @contextmanager

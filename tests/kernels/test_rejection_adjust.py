@@ -1,108 +1,115 @@
-"""Edits of logits against a brute-force oracle, row by row; and that they are exact under speculation."""
+"""Edits of logits against a brute-force oracle, row by row; that they are exact under speculation; Triton's."""
 
 import doctest
 import math
+import os
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 from vllm_specplugins.kernels.rejection import adjust as front
 from vllm_specplugins.kernels.rejection import rejection_sample
-from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
-from vllm_specplugins.kernels.rejection.testing import make_batch
+from vllm_specplugins.kernels.rejection.adjust import Edits, Penalties, adjust
+from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
+from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
 
-VOCAB_SIZE, NUM_STATES, LENGTH = 37, 8, 3
-RNG = torch.Generator().manual_seed(0)
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import bytes_moved, run_interpreted
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+RUNS = INTERPRETED or torch.cuda.is_available()
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+needs_triton = pytest.mark.skipif(not RUNS, reason="runs in a process with Triton's interpreter")
 
 
-def random_edits() -> Edits:
-    """Everything at once, in small numbers that meet often."""
-    entries = torch.randint(NUM_STATES, (60,), generator=RNG), torch.randint(VOCAB_SIZE, (60,), generator=RNG)
-    words = torch.randint(VOCAB_SIZE, (2000, LENGTH), generator=RNG)
-    words[::3, 0] = -1
-    words[::9, :2] = -1
-    return Edits(
-        allowed_mask=torch.rand(NUM_STATES, VOCAB_SIZE, generator=RNG) < 0.9,
-        bitmask=torch.randint(-(2**31), 2**31, (12, 2), generator=RNG, dtype=torch.int32),
-        bias=(*entries, torch.randn(60, generator=RNG)),
-        stop_tokens=(entries[0][:20], entries[1][:20]),
-        min_positions=torch.randint(400, 600, (NUM_STATES,), generator=RNG),
-        repetition_penalty=torch.tensor([1.0, 1.3, 0.7, 2.0] * 2),
-        frequency_penalty=torch.randn(NUM_STATES, generator=RNG),
-        presence_penalty=torch.randn(NUM_STATES, generator=RNG),
-        prompt_mask=torch.rand(NUM_STATES, VOCAB_SIZE, generator=RNG) < 0.2,
-        output_counts=torch.randint(0, 3, (NUM_STATES, VOCAB_SIZE), generator=RNG, dtype=torch.int32),
-        bad_words=(torch.randint(NUM_STATES, (2000,), generator=RNG), words),
-        last_token_ids=torch.randint(VOCAB_SIZE, (NUM_STATES, LENGTH - 1), generator=RNG),
-    )
+@pytest.mark.skipif(RUNS, reason="is that process")
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def listed(tokens: tuple, state: int) -> list[int]:
+    return tokens[1][state, : int(tokens[0][state])].tolist()
+
+
+def bit(words: torch.Tensor, token: int) -> bool:
+    return bool(int(words[token // 32]) >> (token % 32) & 1)
 
 
 def oracle_row(row: torch.Tensor, index: int, state: int, position: int, drafts: list[int], e: Edits) -> list[float]:
     """One row by the definitions, token by token."""
-    context = (e.last_token_ids[state].tolist() + drafts)[-(LENGTH - 1) :]
-    words = [[t for t in w if t >= 0] for s, w in zip(*(x.tolist() for x in e.bad_words), strict=True) if s == state]
-    banned = {w[-1] for w in words if context[len(context) - len(w) + 1 :] == w[:-1]}
-    if position < e.min_positions[state]:
-        banned |= {t for s, t in zip(*(x.tolist() for x in e.stop_tokens), strict=True) if s == state}
+    words = e.bad_words
+    prompt_length = int(words.prompt_lengths[state])
+    said = words.history[state, prompt_length : max(position - len(drafts), prompt_length)].tolist() + drafts
+    banned = set(listed(e.min_tokens, state)) if position < e.min_tokens.min_positions[state] else set()
+    for word in range(int(words.num_words[state])):
+        begin, end = words.offsets[state, word : word + 2].tolist()
+        *prefix, last = words.token_ids[state, begin:end].tolist()
+        if len(prefix) <= len(said) and said[len(said) - len(prefix) :] == prefix:
+            banned.add(last)
+    allowed = listed(e.allowed, state) or range(len(row))
+    bias = dict(zip(listed(e.bias, state), e.bias.values[state].tolist(), strict=False))
+    repetition, frequency, presence = (float(values[state]) for values in e.penalties[:3])
     result = []
-    for token in range(VOCAB_SIZE):
-        logit = float(row[token])
-        permitted = int(e.bitmask[index, token // 32]) >> (token % 32) & 1
-        logit += sum(v for s, t, v in zip(*(x.tolist() for x in e.bias), strict=True) if (s, t) == (state, token))
-        count = int(e.output_counts[state, token]) + drafts.count(token)
-        if count or e.prompt_mask[state, token]:
-            logit *= float(e.repetition_penalty[state]) ** (-1 if logit > 0 else 1)
-        logit -= float(e.frequency_penalty[state]) * count + float(e.presence_penalty[state]) * (count > 0)
-        keeps = permitted and e.allowed_mask[state, token] and token not in banned
+    for token, value in enumerate(row.tolist()):
+        logit = value + bias.get(token, 0)
+        count = int(e.penalties.output_counts[state, token]) + drafts.count(token)
+        if count or bit(e.penalties.prompt_mask[state], token):
+            logit *= repetition ** (-1 if logit > 0 else 1)
+        logit -= frequency * count + presence * (count > 0)
+        keeps = token in allowed and token not in banned and bit(e.grammar[index], token)
         result.append(logit if keeps else -math.inf)
     return result
 
 
-def test_oracle() -> None:
-    """Kills: penalties off by one position; another order of bias and penalties; a context across requests."""
-    edits = random_edits()
-    batch = make_batch([3, 0, 4, 1], VOCAB_SIZE, agreement=0.3)
-    ours = adjust(batch.target_logits, *batch[1:5], edits)
-    bounds, num_banned = batch.cu_num_logits.tolist(), 0
+@pytest.mark.parametrize("vocab_size", [1, 4, 37])
+def test_oracle(vocab_size: int) -> None:
+    """Kills: penalties off by one position; bias behind penalties; words matched across the prompt's end."""
+    batch = make_batch([3, 0, 4, 1, 2, 2], vocab_size, agreement=0.3)
+    edits = make_edits(batch)
+    ours = adjust(batch.target_logits, *batch[1:5], edits, batch.max_num_draft)
+    bounds, num_forbidden = batch.cu_num_logits.tolist(), 0
     for request, state in enumerate(batch.idx_mapping.tolist()):
         for row in range(bounds[request], bounds[request + 1]):
             drafts = batch.draft_token_ids[bounds[request] + 1 : row + 1].tolist()
             expected = oracle_row(batch.target_logits[row], row, state, int(batch.positions[row]), drafts, edits)
             torch.testing.assert_close(ours[row], torch.tensor(expected), rtol=1e-5, atol=1e-5)
-            num_banned += expected.count(-math.inf)
-    assert 0 < num_banned < ours.numel()
+            num_forbidden += expected.count(-math.inf)
+    assert 0 < num_forbidden < ours.numel() or vocab_size == 1
 
 
 def test_each_alone_and_none() -> None:
     """A field that is None does nothing; the input stays. Kills: an edit in place; a field that needs another."""
-    batch, edits = make_batch([2, 1], VOCAB_SIZE), random_edits()
-    before = batch.target_logits.clone()
-    assert torch.equal(adjust(before, *batch[1:5], Edits()), before)
-    groups = [("allowed_mask",), ("bias",), ("stop_tokens", "min_positions"), ("bad_words", "last_token_ids"),
-              ("output_counts", "repetition_penalty"), ("output_counts", "frequency_penalty")]  # fmt: skip
-    for names in groups:
-        changed = adjust(batch.target_logits, *batch[1:5], Edits(**{name: getattr(edits, name) for name in names}))
-        assert not torch.equal(changed, before), names
+    batch = make_batch([2, 1, 0, 3] * 3, 37)
+    before, edits = batch.target_logits.clone(), make_edits(batch)
+    assert torch.equal(adjust(before, *batch[1:5], Edits(), 3), before)
+    for name in Edits._fields:
+        changed = adjust(batch.target_logits, *batch[1:5], Edits(**{name: getattr(edits, name)}), 3)
+        assert not torch.equal(changed, before), name
     assert torch.equal(batch.target_logits, before)
     assert doctest.testmod(front).failed == 0
+    with pytest.raises(ValueError, match="implementation is 'other'"):
+        adjust(before, *batch[1:5], Edits(), 3, "other")
 
 
 def test_same_text_with_and_without_speculation() -> None:
     """A model of constant logits with penalties, ten tokens: drafts do not change what is said."""
-    logits = torch.randn(VOCAB_SIZE, generator=RNG)
-    penalties = {"frequency_penalty": torch.tensor([0.7]), "presence_penalty": torch.tensor([0.3])}
-    penalties["repetition_penalty"] = torch.tensor([1.5])
-    plain = make_batch([0], VOCAB_SIZE).sampling
+    logits = torch.randn(37, generator=torch.Generator().manual_seed(0))
+    plain = make_batch([0], 37).sampling
     sampling = type(plain)(torch.tensor([0.8]), torch.tensor([5]))
 
     def generate(num_draft: int) -> list[int]:
         text: list[int] = []
         guess = torch.Generator().manual_seed(1)
         while len(text) < 10:
-            counts = torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=VOCAB_SIZE)[None].int()
+            counts = torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=37)[None].int()
+            prompt_mask = torch.zeros(1, 2, dtype=torch.int32)
+            penalties = Penalties(*torch.tensor([[1.5], [0.7], [0.3]]), prompt_mask, counts)
             # Half of the drafts are right: they come from a run that is known to say the same.
             drafts = [known[len(text) + i] if torch.rand((), generator=guess) < 0.5 else 3 for i in range(num_draft)]
             layout = (torch.tensor([0, num_draft + 1]), torch.tensor([0, *drafts]),
                       len(text) + torch.arange(num_draft + 1), torch.tensor([0]))  # fmt: skip
-            rows = adjust(logits.expand(num_draft + 1, -1), *layout, Edits(output_counts=counts, **penalties))
+            rows = adjust(logits.expand(num_draft + 1, -1), *layout, Edits(penalties=penalties), num_draft)
             sampled, num_sampled = rejection_sample(rows, *layout, sampling, num_draft)
             text += sampled[0, : num_sampled[0]].tolist()
         return text[:10]
@@ -110,3 +117,69 @@ def test_same_text_with_and_without_speculation() -> None:
     known = [0] * 20
     known = generate(0) + [0] * 10
     assert generate(3) == known[:10] == generate(1)
+
+
+def to_device(value):
+    if isinstance(value, torch.Tensor):
+        return value.to(DEVICE)
+    return type(value)(*map(to_device, value)) if isinstance(value, tuple) else value
+
+
+def assert_same(batch: Batch, edits: Edits) -> None:
+    """Bit for bit, NaN too; a GPU multiplies and adds in one rounding."""
+    arguments = (*batch[:5], edits, batch.max_num_draft)
+    expected = adjust(*arguments, implementation="reference")
+    ours = adjust(*map(to_device, arguments), implementation="fused")
+    assert ours.dtype == torch.float32
+    tolerance = 1e-6 if DEVICE == "cuda" else 0
+    torch.testing.assert_close(ours.cpu(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@needs_triton
+@pytest.mark.parametrize("vocab_size", [1, 4, 37, 700, 2048, 4100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_equals_reference(vocab_size: int, dtype: torch.dtype) -> None:
+    """Ragged, everything at once. Kills: a list that overtakes another; a tile's edge; a state beyond its list."""
+    batch = make_batch([3, 0, 4, 1, 2, 2], vocab_size, dtype=dtype, agreement=0.3)
+    assert_same(batch, make_edits(batch, seed=1))
+
+
+@needs_triton
+@pytest.mark.parametrize("name", [*Edits._fields, None])
+def test_alone(name: str | None) -> None:
+    """Kills: a field that needs another."""
+    batch = make_batch([3, 0, 2], 300)
+    edits = make_edits(batch)
+    assert_same(batch, Edits(**{name: getattr(edits, name)} if name else {}))
+
+
+@needs_triton
+def test_strange_rows() -> None:
+    """-inf, NaN, +inf, drafts of -1, a request without rows, rows apart. Kills: NaN that is not forbidden."""
+    batch = make_batch([2, 4, 1, 3], 300)
+    logits, rng = batch.target_logits, torch.Generator().manual_seed(3)
+    for value in (-math.inf, math.nan, math.inf):
+        logits[torch.rand(logits.shape, generator=rng) < 0.2] = value
+    logits[2], logits[4] = -math.inf, math.nan
+    edits = make_edits(batch)
+    batch = batch._replace(
+        target_logits=torch.cat([logits, logits], dim=1)[:, :300],
+        draft_token_ids=batch.draft_token_ids.masked_fill(torch.rand(14, generator=rng) < 0.3, -1),
+        cu_num_logits=torch.cat([batch.cu_num_logits, batch.cu_num_logits[-1:]]),
+        idx_mapping=torch.cat([batch.idx_mapping, batch.idx_mapping[:1]]),
+    )
+    assert_same(batch, edits)
+    for name in ("allowed", "min_tokens", "bad_words"):
+        assert_same(batch, Edits(**{name: getattr(edits, name)}))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")
+def test_bytes_moved() -> None:
+    """Rows that nothing is asked of are read and written once."""
+    batch = make_batch([2, 2, 2, 2, 2, 2], 32_768, dtype=torch.bfloat16)
+    edits = make_edits(batch)._replace(grammar=None)
+    batch = batch._replace(idx_mapping=torch.tensor([3, 7, 11, 3, 7, 11]))
+    with bytes_moved() as moved:
+        result = adjust(*batch[:5], edits, 2, implementation="fused")
+    assert torch.equal(result, batch.target_logits.float())
+    assert moved["all"] <= 1.01 * (2 + 4) * result.numel()

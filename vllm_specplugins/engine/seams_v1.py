@@ -74,7 +74,7 @@ V1: tuple[Seam, ...] = (
     *verifies(
         "v1/sample/metadata.py",
         "SamplingMetadata",
-        "temperature all_greedy top_p top_k max_num_logprobs no_penalties prompt_token_ids frequency_penalties "
+        "temperature all_greedy top_p top_k max_num_logprobs no_penalties frequency_penalties "
         "presence_penalties repetition_penalties output_token_ids allowed_token_ids_mask bad_words_token_ids "
         "logitsprocs logprob_token_ids",
         "read",
@@ -91,24 +91,10 @@ V1: tuple[Seam, ...] = (
         "MinTokensLogitsProcessor.apply_with_spec_decode",
         "self logits num_draft_tokens",
         "read",
-        "min_tokens by position, V1",
+        "min_tokens where a grammar leaves stop tokens alone, V1",
     ),
     *verifies(
         "v1/sample/logits_processor/__init__.py", "AdapterLogitsProcessor", "req_info", "read", "who may not draft, V1"
-    ),
-    verifies_by(
-        "v1/sample/ops/bad_words.py",
-        "apply_bad_words_with_drafts",
-        "logits bad_words_token_ids past_tokens_ids num_draft_tokens",
-        "read",
-        "bad words by position, V1",
-    ),
-    verifies_by(
-        "v1/sample/ops/penalties.py",
-        "apply_all_penalties",
-        "logits prompt_token_ids presence_penalties frequency_penalties repetition_penalties output_token_ids",
-        "read",
-        "penalties by position, V1",
     ),
     *verifies(
         "v1/sample/thinking_budget_state.py",
@@ -147,6 +133,7 @@ V1: tuple[Seam, ...] = (
     Seam(_V1, "GPUModelRunner.requests", None, "read", "sampling parameters"),
     Seam("v1/worker/gpu_input_batch.py", "InputBatch.num_tokens_no_spec", None, "read", "lengths of histories"),
     Seam("v1/worker/gpu_input_batch.py", "InputBatch.token_ids_cpu", None, "read", "histories"),
+    Seam("v1/worker/gpu_input_batch.py", "InputBatch.num_prompt_tokens", None, "read", "where outputs begin"),
     Seam(_V1, "GPUModelRunner._draft_probs", None, "instance", "q of the drafts, V1", CUSTOM_CLASS),
     Seam(_V1, "GPUModelRunner._draft_prob_req_ids", None, "instance", "whose drafts they are, V1", CUSTOM_CLASS),
     Seam(_V1, "GPUModelRunner.attn_groups", None, "read", "attention metadata builders, V1"),

@@ -3,6 +3,8 @@
 from vllm_specplugins.engine.seam import Seam, names_of, verifies, verifies_by
 
 _V2 = "v1/worker/gpu/model_runner.py"
+_PROCESSORS = "v1/worker/gpu/sample/logits_processor/interface.py"
+_ARRAYS = "arrays of the operation that edits logits, V2"
 V2: tuple[Seam, ...] = (
     Seam(_V2, "init_model_state", None, "swap", "ModelState.custom_sampler is the way to samplers of one's own"),
     Seam(_V2, "GPUModelRunner.load_model", None, "instance", "makes the model state"),
@@ -80,7 +82,32 @@ V2: tuple[Seam, ...] = (
         "sampling parameters, V2",
     ),
     *verifies(
-        "v1/worker/gpu/sample/logits_processor/interface.py",
+        "v1/worker/gpu/sample/logit_bias.py",
+        "LogitBiasState",
+        "num_allowed_token_ids allowed_token_ids num_logit_bias logit_bias_token_ids logit_bias num_stop_token_ids "
+        "stop_token_ids min_lens restore_when_all_masked",
+        "read",
+        _ARRAYS,
+    ),
+    *verifies(
+        "v1/worker/gpu/sample/penalties.py",
+        "PenaltiesState",
+        "repetition_penalty frequency_penalty presence_penalty prompt_bin_mask output_bin_counts",
+        "read",
+        _ARRAYS,
+    ),
+    *verifies(
+        "v1/worker/gpu/sample/bad_words.py",
+        "BadWordsState",
+        "num_bad_words bad_word_offsets bad_word_token_ids req_states",
+        "read",
+        _ARRAYS,
+    ),
+    *verifies(_PROCESSORS, "LogitsProcRequestState", "all_token_ids prompt_len", "read", _ARRAYS),
+    *verifies("v1/worker/gpu/buffer_utils.py", "UvaBackedTensor", "gpu np", "read", _ARRAYS),
+    *verifies("v1/worker/gpu/buffer_utils.py", "StagedWriteTensor", "gpu", "read", _ARRAYS),
+    *verifies(
+        _PROCESSORS,
         "LogitsContext",
         "expanded_idx_mapping idx_mapping idx_mapping_np expanded_local_pos input_ids pos seq_lens_upper_bound_np",
         "read",
@@ -102,20 +129,8 @@ V2: tuple[Seam, ...] = (
         "logprobs, V2",
     ),
     Seam(_V2, "init_speculator", None, "swap", "V2's list of speculators is closed"),
-    Seam(
-        _V2,
-        "GPUModelRunner.add_requests",
-        names_of("self scheduler_output"),
-        "instance",
-        "histories start here",
-    ),
-    Seam(
-        _V2,
-        "GPUModelRunner.finish_requests",
-        names_of("self scheduler_output"),
-        "instance",
-        "histories end here",
-    ),
+    Seam(_V2, "GPUModelRunner.add_requests", names_of("self scheduler_output"), "instance", "histories start here"),
+    Seam(_V2, "GPUModelRunner.finish_requests", names_of("self scheduler_output"), "instance", "histories end here"),
     Seam(
         _V2,
         "GPUModelRunner.sample_tokens",
@@ -154,13 +169,7 @@ V2: tuple[Seam, ...] = (
         "override",
         "V2 reports K for every request",
     ),
-    Seam(
-        "v1/worker/gpu/async_utils.py",
-        "AsyncOutput.model_runner_output",
-        None,
-        "instance",
-        "carries the report",
-    ),
+    Seam("v1/worker/gpu/async_utils.py", "AsyncOutput.model_runner_output", None, "instance", "carries the report"),
     Seam(
         "v1/worker/gpu/spec_decode/speculator.py",
         "DraftModelSpeculator._copy_request_inputs",
@@ -214,13 +223,7 @@ V2: tuple[Seam, ...] = (
         "read",
         "attention metadata for the target's layers, V2",
     ),
-    Seam(
-        "v1/worker/gpu/attn_utils.py",
-        "build_slot_mappings_by_layer",
-        None,
-        "read",
-        "where a token's KV goes, V2",
-    ),
+    Seam("v1/worker/gpu/attn_utils.py", "build_slot_mappings_by_layer", None, "read", "where a token's KV goes, V2"),
     Seam(
         "v1/worker/gpu/spec_decode/speculator.py",
         "DraftModelSpeculator.load_model",

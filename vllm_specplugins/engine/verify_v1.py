@@ -9,30 +9,20 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import (
-    AdapterLogitsProcessor,
-    LogitBiasLogitsProcessor,
-    MinPLogitsProcessor,
-    MinTokensLogitsProcessor,
-)
-from vllm.v1.sample.ops.bad_words import apply_bad_words_with_drafts
-from vllm.v1.sample.ops.penalties import apply_all_penalties
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, MinPLogitsProcessor
 from vllm.v1.worker import gpu_model_runner
 
+from vllm_specplugins.engine.edits_v1 import custom, edit
+from vllm_specplugins.engine.rows_v1 import Rows
 from vllm_specplugins.engine.verify import OPERATIONS
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
-
-_PER_ROW = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
 
 
 @contextmanager
@@ -53,49 +43,6 @@ def all_logits_processors(vllm_config: VllmConfig) -> Iterator[None]:
         yield
     finally:
         gpu_model_runner.build_logitsprocs = original
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Which rows of a step's logits are whose."""
-
-    num_draft: list[int]  # of each request
-    draft_token_ids: list[int]  # of all requests
-
-    @cached_property
-    def counts(self) -> np.ndarray:
-        return np.asarray(self.num_draft, np.int64) + 1
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        """[B + 1] first row of each request, and N."""
-        return np.concatenate(([0], self.counts.cumsum()))
-
-    @cached_property
-    def requests(self) -> np.ndarray:
-        """[N] the request of each row."""
-        return np.repeat(np.arange(len(self.counts)), self.counts)
-
-    @cached_property
-    def steps(self) -> np.ndarray:
-        """[N] how many drafts stand before what a row predicts."""
-        return np.arange(self.starts[-1]) - self.starts[self.requests]
-
-    @cached_property
-    def fed(self) -> np.ndarray:
-        """[N] the draft that is fed at a row; a request's first row has none."""
-        token_ids = np.zeros(len(self.steps), np.int64)
-        token_ids[self.steps > 0] = self.draft_token_ids
-        return token_ids
-
-    def histories(self, output_token_ids: Sequence[list[int]]) -> list[list[int]]:
-        """[N] what each row's request has said before it, drafts included."""
-        fed = self.fed.tolist()
-        result: list[list[int]] = []
-        for tokens, (start, end) in zip(output_token_ids, pairwise(self.starts), strict=True):
-            result.append(tokens)
-            result.extend([*tokens, *fed[start + 1 : row + 1]] for row in range(start + 1, end))
-        return result
 
 
 class Verifier:
@@ -123,7 +70,7 @@ class Verifier:
             params = request.sampling_params
             if params is not None and params.thinking_token_budget is not None:
                 return False
-        for processor in _custom(input_batch.logitsprocs.all):
+        for processor in custom(input_batch.logitsprocs.all):
             if processor.is_argmax_invariant() or not isinstance(processor, AdapterLogitsProcessor):
                 return False
             if row in processor.req_info:
@@ -131,39 +78,32 @@ class Verifier:
         return True
 
     def sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
-        """vLLM's signature; `logits` [N, V] may be changed in place."""
+        """vLLM's signature; `logits` [N, V]."""
         input_batch = self._runner.input_batch
         metadata = input_batch.sampling_metadata
         if spec_decode_metadata is None:
-            rows = _Rows([0] * input_batch.num_reqs, [])
+            drafts: tuple[list[int], list[int]] = [0] * input_batch.num_reqs, []
         else:
-            rows = _Rows(spec_decode_metadata.num_draft_tokens, spec_decode_metadata.draft_token_ids.tolist())
+            drafts = spec_decode_metadata.num_draft_tokens, spec_decode_metadata.draft_token_ids.tolist()
+        rows = Rows(*drafts, input_batch.num_tokens_no_spec, logits.device)
         wants_logprobs = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
         mode = self._runner.sampler.logprobs_mode
         keeps_raw = wants_logprobs and mode.startswith("raw")
-        edited = _edit(logits, metadata, rows, keeps_raw)
+        edited = edit(logits, metadata, input_batch, rows)
         sampling = self._sampling(metadata, logits.device)
         if metadata.all_greedy and logits.device.type == "cpu":
             sampled = _greedy(self._runner.sampler.greedy_sample(edited.float()), rows)
             return self._output(sampled, logits if keeps_raw else edited, sampling, metadata, rows)
-        if not metadata.all_greedy and any(_custom(metadata.logitsprocs.argmax_invariant)):
+        if not metadata.all_greedy and any(custom(metadata.logitsprocs.argmax_invariant)):
             edited, sampling = _scale(edited, metadata, sampling)
         max_num_draft = max(rows.num_draft)
-        positions = input_batch.num_tokens_no_spec[rows.requests] + rows.steps
         sampled, _ = OPERATIONS[self._rejection](
-            edited,
-            _tensor(rows.starts.astype(np.int32), logits.device),
-            _tensor(rows.fed, logits.device),
-            _tensor(positions.astype(np.int64), logits.device),
-            torch.arange(len(rows.counts), device=logits.device),
-            sampling,
-            max_num_draft,
-            self._q(rows, max_num_draft),
+            edited, *rows.layout, sampling, max_num_draft, self._q(rows, max_num_draft)
         )
         return self._output(sampled, logits if keeps_raw else edited, sampling, metadata, rows)
 
     def _output(
-        self, sampled: torch.Tensor, logits: torch.Tensor, sampling: Sampling, metadata: Any, rows: _Rows
+        self, sampled: torch.Tensor, logits: torch.Tensor, sampling: Sampling, metadata: Any, rows: Rows
     ) -> SamplerOutput:
         logprobs = None
         if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
@@ -185,7 +125,7 @@ class Verifier:
         seeds = torch.tensor([self._seed_of(request_id) for request_id in input_batch.req_ids], dtype=torch.int64)
         return Sampling(metadata.temperature, seeds.to(device), metadata.top_k, metadata.top_p, min_p)
 
-    def _q(self, rows: _Rows, max_num_draft: int) -> torch.Tensor | None:
+    def _q(self, rows: Rows, max_num_draft: int) -> torch.Tensor | None:
         """[B, >= max_num_draft, V] logits of the drafts, or None where all are certain.
 
         A request that sat out a step has lost them: its drafts count as certain, which is as exact. So do those that a
@@ -212,13 +152,13 @@ class Verifier:
         return result
 
     def _logprobs(
-        self, logits: torch.Tensor, sampling: Sampling, sampled: torch.Tensor, metadata: Any, rows: _Rows
+        self, logits: torch.Tensor, sampling: Sampling, sampled: torch.Tensor, metadata: Any, rows: Rows
     ) -> LogprobsTensors:
         """Of the tokens of `sampled` [B, max_num_draft + 1], one row each, as vLLM's samplers give them."""
         sampler = self._runner.sampler
         is_token = sampled >= 0
         requests, steps = is_token.nonzero(as_tuple=True)
-        scores = logits[_tensor(rows.starts, logits.device)[requests] + steps].float()
+        scores = logits[rows.as_tensor(rows.starts)[requests] + steps].float()
         if sampler.logprobs_mode.startswith("processed"):
             scores = _processed(scores, sampling.at(requests))
         if sampler.logprobs_mode.endswith("logprobs"):
@@ -238,11 +178,7 @@ class Verifier:
         return LogprobsTensors(*(_spread(tensor, is_token.flatten()) for tensor in found[:3]))
 
 
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)
-
-
-def _greedy(token_ids: torch.Tensor, rows: _Rows) -> torch.Tensor:
+def _greedy(token_ids: torch.Tensor, rows: Rows) -> torch.Tensor:
     """[B, max_num_draft + 1] what rejection_sample gives at temperature 0, from each row's likeliest token [N].
 
     vLLM's CPU kernel finds these in a tenth of the time that the operation takes.
@@ -262,77 +198,6 @@ def _spread(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     result = tensor.new_zeros(len(mask), *tensor.shape[1:])
     result[mask] = tensor
     return result
-
-
-def _custom(processors: Sequence[Any]) -> Iterator[Any]:
-    """The processors that are not vLLM's own."""
-    return (processor for processor in processors if type(processor) not in _PER_ROW)
-
-
-def _edit(logits: torch.Tensor, metadata: Any, rows: _Rows, keep: bool) -> torch.Tensor:
-    """[N, V] logits after all that comes before the temperature, in the order of vLLM's sampler.
-
-    The same tensor where there is nothing to do, else float32; in place unless `logits` are to be kept.
-    """
-    processors = [processor for processor in metadata.logitsprocs.non_argmax_invariant if _is_used(processor)]
-    holder = metadata.thinking_budget_state_holder
-    budgets = holder is not None and holder.has_tracked_requests()
-    allowed, bad_words = metadata.allowed_token_ids_mask, metadata.bad_words_token_ids
-    if allowed is None and metadata.no_penalties and not (bad_words or processors or budgets):
-        return logits
-    edited = logits.to(torch.float32, copy=keep)
-    requests = _tensor(rows.requests, logits.device)
-    needs_histories = bad_words or not metadata.no_penalties
-    histories = rows.histories(metadata.output_token_ids) if needs_histories else []
-    if allowed is not None:
-        edited.masked_fill_(allowed[requests], -torch.inf)
-    if bad_words:
-        apply_bad_words_with_drafts(edited, bad_words, histories, rows.counts.tolist())
-    for processor in processors:
-        if isinstance(processor, MinTokensLogitsProcessor):
-            edited = processor.apply_with_spec_decode(edited, rows.counts.tolist())
-        elif isinstance(processor, LogitBiasLogitsProcessor):
-            _add_bias(edited, processor.biases, rows)
-        else:
-            edited = _on_last_rows(edited, rows, processor.apply)
-    if not metadata.no_penalties:
-        edited = apply_all_penalties(
-            edited,
-            metadata.prompt_token_ids[requests],
-            metadata.presence_penalties[requests],
-            metadata.frequency_penalties[requests],
-            metadata.repetition_penalties[requests],
-            histories,
-        )
-    if budgets:
-        holder.in_spec_mode = False  # a request with a budget has one row, as without speculation
-        holder.update_state(metadata.output_token_ids, None)
-        edited = _on_last_rows(edited, rows, lambda last: holder.apply_to_logits(last, False, None))
-    return edited
-
-
-def _is_used(processor: Any) -> bool:
-    """Whether a processor has something to do; one of the user's own may always have."""
-    if isinstance(processor, MinTokensLogitsProcessor):
-        return bool(processor.min_toks)
-    return bool(processor.biases) if isinstance(processor, LogitBiasLogitsProcessor) else True
-
-
-def _add_bias(logits: torch.Tensor, biases: dict[int, dict[int, float]], rows: _Rows) -> None:
-    """Adds each request's biases by token to all its rows, in place."""
-    for request, bias in biases.items():
-        token_ids = torch.tensor(list(bias), device=logits.device)
-        values = torch.tensor(list(bias.values()), dtype=torch.float32, device=logits.device)
-        logits[rows.starts[request] : rows.starts[request + 1], token_ids] += values
-
-
-def _on_last_rows(logits: torch.Tensor, rows: _Rows, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Applies what works on one row a request, and changes only rows of requests without drafts."""
-    if len(logits) == len(rows.counts):
-        return function(logits)
-    last = _tensor(rows.starts[1:] - 1, logits.device)
-    logits[last] = function(logits[last])
-    return logits
 
 
 def _scale(logits: torch.Tensor, metadata: Any, sampling: Sampling) -> tuple[torch.Tensor, Sampling]:

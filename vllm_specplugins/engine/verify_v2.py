@@ -1,7 +1,7 @@
 """Model Runner V2: samples and verifies with kernels/rejection, inside vLLM's own samplers.
 
 Temperature, top-k, top-p and min-p are the operation's; where no request of a batch needs more, it reads the logits as
-the model made them. For the others vLLM's processors, which know the position of each row, edit a float32 copy first.
+the model made them. What comes before the temperature is edits_v2.py's.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _flatten_sampled_kernel
 
+from vllm_specplugins.engine.edits_v2 import LogitsEditor
 from vllm_specplugins.engine.verify import OPERATIONS
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 
@@ -54,31 +55,10 @@ class FusedRejectionSampler(RejectionSampler):
     def __init__(self, sampler: Any, spec_config: Any, device: torch.device):
         super().__init__(sampler, spec_config, device)
         self._operation = OPERATIONS[spec_config.plugin_config.common.rejection]
-        self._is_edited = np.zeros(sampler.sampling_states.max_num_reqs, bool)
+        self._editor = LogitsEditor(sampler)
         self._idx_mapping_np = np.zeros(0, np.int32)
         self._expanded_idx_mapping: torch.Tensor | None = None
-        self._watch(sampler)
         sampler.sample = self._sample
-
-    def _watch(self, sampler: Any) -> None:
-        """Learns which requests need more than the operation does; vLLM's own flag counts temperatures, too."""
-        add_request = sampler.add_request
-
-        def add(req_idx: int, sampling_params: Any) -> None:
-            self._is_edited[req_idx] = False
-            add_request(req_idx, sampling_params)
-
-        def watched(add_to_state: Any) -> Any:
-            def add_and_look(req_idx: int, sampling_params: Any) -> bool:
-                needs_editing: bool = add_to_state(req_idx, sampling_params)
-                self._is_edited[req_idx] |= needs_editing
-                return needs_editing
-
-            return add_and_look
-
-        sampler.add_request = add
-        for state in (*sampler.logits_processors, sampler.thinking_budget_state):
-            state.add_request = watched(state.add_request)
 
     def _sampling(self, idx_mapping_np: np.ndarray) -> Sampling:
         """The parameters of all request states, those without which this batch can do left out."""
@@ -91,16 +71,6 @@ class FusedRejectionSampler(RejectionSampler):
             states.top_p.gpu if (top_p != 1.0).any() else None,
             states.min_p.gpu if (min_p != 0.0).any() else None,
         )
-
-    def _edit(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
-        """Logits after all that comes before the temperature; the same tensor where there is nothing to do."""
-        if not self._is_edited[context.idx_mapping_np].any():
-            return logits
-        edited = logits.to(torch.float32, copy=True)
-        for processor in self.sampler.logits_processors:
-            edited = processor.apply(edited, context)
-        self.sampler.thinking_budget_state.apply(edited, context)
-        return edited
 
     def _processed(self, logits: torch.Tensor, edited: torch.Tensor, context: LogitsContext) -> torch.Tensor:
         """What vLLM's samplers hand on beside the tokens, for logprobs: after all parameters if that is asked for."""
@@ -142,10 +112,10 @@ class FusedRejectionSampler(RejectionSampler):
             pos=pos,
             seq_lens_upper_bound_np=seq_lens_upper_bound_np,
         )
-        edited = self._edit(logits, context)
         rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
-        sampling = self._sampling(idx_mapping_np)
-        sampled, _ = rejection_sample(edited, rows, input_ids, pos + 1, expanded_idx_mapping, sampling, 0)
+        layout = rows, input_ids, pos + 1, expanded_idx_mapping
+        edited = self._editor.edit(logits, layout, 0, context)
+        sampled, _ = rejection_sample(edited, *layout, self._sampling(idx_mapping_np), 0)
         return sampled[:, 0], self._processed(logits, edited, context)
 
     def _verify(
@@ -173,16 +143,10 @@ class FusedRejectionSampler(RejectionSampler):
             pos=pos,
             seq_lens_upper_bound_np=seq_lens_upper_bound_np,
         )
-        edited = self._edit(logits, context)
+        layout = cu_num_logits, verify_draft_sampled, pos + 1, idx_mapping
+        edited = self._editor.edit(logits, layout, self.num_speculative_steps, context)
         sampled, num_sampled = self._operation(
-            edited,
-            cu_num_logits,
-            verify_draft_sampled,
-            pos + 1,
-            idx_mapping,
-            self._sampling(idx_mapping_np),
-            self.num_speculative_steps,
-            draft_logits,
+            edited, *layout, self._sampling(idx_mapping_np), self.num_speculative_steps, draft_logits
         )
         return self._processed(logits, edited, context), sampled, num_sampled
 

@@ -1,48 +1,90 @@
-"""Edits of logits before verification, exact at every position: masks, logit bias, penalties, bad words.
+"""Edits of logits before verification, exact at every position: allowed tokens, biases, minimum lengths, penalties, bad
+words, grammars.
 
-Front door: `adjust` gives float32 logits for `rejection_sample`; `Edits` says what is edited. The parameters are rarely
-used: they cost a copy, which batches without them do not make. Order as in vLLM: masks, logit bias, penalties.
-num_logits, num_states: as in the parent package; M: entries of a list.
+Front door: `adjust` gives float32 logits for `rejection_sample`; `Edits` says what is edited, in the arrays by request
+state that Model Runner V2 of vLLM keeps on the device, so that a step converts nothing. The parameters are rare: they
+cost one launch, which batches without them do not make. Order as in vLLM: bias, repetition, frequency and presence
+penalty; a token that anything forbids has -inf. num_logits, num_states: as in the parent package.
 """
 
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
+
+from .. import implementation_of
 
 
-@dataclass(frozen=True)
-class Edits:
-    """What is edited, by request state; None where no request of the batch asks for it."""
+class Allowed(NamedTuple):
+    """All other tokens are forbidden, where any are listed."""
 
-    # [num_states, vocab_size] bool
-    allowed_mask: Any = None
-    # [num_logits, ceil(vocab_size / 32)] int32, bit t % 32 of word t // 32: a grammar's permission, by row
-    bitmask: Any = None
-    # (states [M], tokens [M], values [M]): added to the logits
-    bias: Any = None
-    # (states [M], tokens [M]): tokens that may not stand before min_positions [num_states]
-    stop_tokens: Any = None
-    min_positions: Any = None
-    # [num_states] float32 each; a repetition penalty of 1, others of 0 do nothing
-    repetition_penalty: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    # [num_states, vocab_size] bool: tokens of the prompt, which count for the repetition penalty
-    prompt_mask: Any = None
+    # [num_states] int32: how many of the entries count
+    num_tokens: Any
+    # [num_states, max_num_tokens] int32
+    token_ids: Any
+
+
+class Bias(NamedTuple):
+    """Added to the logits; a token stands once in its list."""
+
+    # As of Allowed
+    num_tokens: Any
+    token_ids: Any
+    # [num_states, max_num_tokens] float32
+    values: Any
+
+
+class MinTokens(NamedTuple):
+    """Tokens that may not stand before a position."""
+
+    # As of Allowed
+    num_tokens: Any
+    token_ids: Any
+    # [num_states] int32
+    min_positions: Any
+
+
+class Penalties(NamedTuple):
+    """A repetition penalty of 1 and others of 0 do nothing."""
+
+    # [num_states] float32 each
+    repetition: Any
+    frequency: Any
+    presence: Any
+    # [num_states, ceil(vocab_size / 32)] int32, bit t % 32 of word t // 32: tokens of the prompt, which count for the
+    # repetition penalty
+    prompt_mask: Any
     # [num_states, vocab_size] int32: how often a token was emitted; drafts of this step not included
-    output_counts: Any = None
-    # (states [M], token ids [M, length], padded with -1 in front): the last token may not follow the others
-    bad_words: Any = None
-    # [num_states, length - 1]: the last tokens emitted, padded with -1 in front
-    last_token_ids: Any = None
+    output_counts: Any
 
-    @property
-    def penalizes(self) -> bool:
-        return self.output_counts is not None
+
+class BadWords(NamedTuple):
+    """A word's last token may not follow the others."""
+
+    # [num_states] int32
+    num_words: Any
+    # [num_states, max_num_words + 1] int32: word w has the token ids from offsets[w] to offsets[w + 1], one at least
+    offsets: Any
+    # [num_states, max_num_tokens] int32
+    token_ids: Any
+    # [num_states, max_length] int32: prompt and output; drafts of this step not included
+    history: Any
+    # [num_states] int32: words are matched behind the prompt only
+    prompt_lengths: Any
+
+
+class Edits(NamedTuple):
+    """What is edited; None, or an empty list of a state: nothing."""
+
+    allowed: Allowed | None = None
+    bias: Bias | None = None
+    min_tokens: MinTokens | None = None
+    penalties: Penalties | None = None
+    bad_words: BadWords | None = None
+    # [num_logits, ceil(vocab_size / 32)] int32, packed as prompt_mask: what a grammar permits, by row
+    grammar: Any = None
 
 
 def adjust(
-    # [num_logits, vocab_size]
+    # [num_logits, vocab_size] bfloat16, float16 or float32
     logits: Any,
     # [num_reqs + 1], [num_logits], [num_logits], [num_reqs]: as for rejection_sample
     cu_num_logits: Any,
@@ -50,15 +92,23 @@ def adjust(
     positions: Any,
     idx_mapping: Any,
     edits: Edits,
+    max_num_draft: int,
+    implementation: str | None = None,
 ) -> Any:
     """Edited logits [num_logits, vocab_size] float32; a row counts the drafts before it as emitted.
 
+    Args:
+        implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
+
+    Raises:
+        ValueError: no such implementation.
+
     >>> import torch
     >>> logits, drafts = torch.zeros(2, 3), torch.tensor([0, 2])
-    >>> edits = Edits(output_counts=torch.tensor([[1, 0, 0]]), presence_penalty=torch.tensor([0.5]))
-    >>> adjust(logits, torch.tensor([0, 2]), drafts, torch.tensor([7, 8]), torch.tensor([0]), edits)
-    tensor([[-0.5000,  0.0000,  0.0000],
-            [-0.5000,  0.0000, -0.5000]])
+    >>> edits = Edits(bias=Bias(torch.tensor([1]), torch.tensor([[2]]), torch.tensor([[0.5]])))
+    >>> adjust(logits, torch.tensor([0, 2]), drafts, torch.tensor([7, 8]), torch.tensor([0]), edits, max_num_draft=1)
+    tensor([[0.0000, 0.0000, 0.5000],
+            [0.0000, 0.0000, 0.5000]])
     """
-    module = import_module(".reference", __name__)
-    return module.adjust(logits, cu_num_logits, draft_token_ids, positions, idx_mapping, edits)
+    module = import_module(f".{implementation_of(logits, implementation)}", __name__)
+    return module.adjust(logits, cu_num_logits, draft_token_ids, positions, idx_mapping, edits, max_num_draft)

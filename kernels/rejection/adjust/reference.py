@@ -1,89 +1,102 @@
-"""Edits of logits in PyTorch. R: num_reqs, K: the most drafts of a request, V: vocab_size, N: num_logits."""
+"""Edits of logits in PyTorch, request by request. K: drafts of a request, V: vocab_size, M: tokens of a list."""
+
+from itertools import pairwise
 
 import torch
 
-from . import Edits
+from . import BadWords, Edits, Penalties
 
 
 def adjust(
-    logits: torch.Tensor,  # [N, V]
-    cu_num_logits: torch.Tensor,  # [R + 1]
-    draft_token_ids: torch.Tensor,  # [N]
-    positions: torch.Tensor,  # [N]
-    idx_mapping: torch.Tensor,  # [R]
+    logits: torch.Tensor,  # [num_logits, V]
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1]
+    draft_token_ids: torch.Tensor,  # [num_logits]
+    positions: torch.Tensor,  # [num_logits]
+    idx_mapping: torch.Tensor,  # [num_reqs]
     edits: Edits,
+    max_num_draft: int,
 ) -> torch.Tensor:
     """See the front door."""
     result = logits.to(torch.float32, copy=True)
-    num_rows = cu_num_logits.diff().long()
-    states = idx_mapping.long().repeat_interleave(num_rows)
-    steps = torch.arange(len(states), device=states.device) - cu_num_logits[:-1].long().repeat_interleave(num_rows)
-    if edits.allowed_mask is not None:
-        result.masked_fill_(~edits.allowed_mask[states], -torch.inf)
-    if edits.bitmask is not None:
-        result.masked_fill_(~unpack(edits.bitmask, logits.shape[-1]), -torch.inf)
-    if edits.bias is not None:
-        rows, entries = _pairs(states, edits.bias[0])
-        result.index_put_((rows, edits.bias[1][entries].long()), edits.bias[2][entries].float(), accumulate=True)
-    if edits.stop_tokens is not None:
-        rows, entries = _pairs(states, edits.stop_tokens[0])
-        early = positions[rows] < edits.min_positions[states[rows]]
-        result[rows[early], edits.stop_tokens[1][entries[early]].long()] = -torch.inf
-    if edits.bad_words is not None:
-        rows, entries = _pairs(states, edits.bad_words[0])
-        words = edits.bad_words[1][entries].long()
-        context = _contexts(draft_token_ids, steps, edits.last_token_ids[states])[rows]
-        # Words of one token have no prefix to match.
-        matches = ((words[:, :-1] == -1) | (words[:, :-1] == context)).all(-1)
-        result[rows[matches], words[matches, -1]] = -torch.inf
-    if edits.penalizes:
-        _penalize(result, draft_token_ids, steps, states, edits)
+    bounds = cu_num_logits.tolist()
+    for request, state in enumerate(idx_mapping.tolist()):
+        rows = slice(bounds[request], bounds[request + 1])
+        _adjust_request(result[rows], draft_token_ids[rows][1:].long(), positions[rows], state, edits)
+    if edits.grammar is not None:
+        result.masked_fill_(~unpack(edits.grammar, logits.shape[-1]), -torch.inf)
     return result
 
 
-def unpack(bitmask: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[N, V] bool of a bitmask [N, ceil(V / 32)] int32."""
-    bits = bitmask[..., None] >> torch.arange(32, device=bitmask.device, dtype=torch.int32) & 1
-    return bits.flatten(1)[:, :vocab_size].bool()
-
-
-def _pairs(states: torch.Tensor, entry_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and entries that belong to the same state, as two index tensors."""
-    rows, entries = (states[:, None] == entry_states.long()).nonzero(as_tuple=True)
-    return rows, entries
-
-
-def _contexts(draft_token_ids: torch.Tensor, steps: torch.Tensor, last_token_ids: torch.Tensor) -> torch.Tensor:
-    """The tokens before each row's prediction [N, length]: emitted ones, then the step's drafts."""
-    length = last_token_ids.shape[-1]
-    back = torch.arange(length - 1, -1, -1, device=steps.device)
-    # The row's own draft is the last token of its context, if it is not a request's first row.
-    in_drafts = back < steps[:, None]
-    drafts = draft_token_ids.long()[(torch.arange(len(steps), device=steps.device)[:, None] - back).clamp_(min=0)]
-    emitted = last_token_ids.long().gather(1, (length - 1 - (back - steps[:, None])).clamp_(0, length - 1))
-    return torch.where(in_drafts, drafts, emitted)
-
-
-def _penalize(
-    logits: torch.Tensor,  # [N, V] float32, edited in place
-    draft_token_ids: torch.Tensor,
-    steps: torch.Tensor,
-    states: torch.Tensor,
+def _adjust_request(
+    logits: torch.Tensor,  # [K + 1, V] float32, edited in place
+    drafts: torch.Tensor,  # [K] int64, -1 is no token
+    positions: torch.Tensor,  # [K + 1]
+    state: int,
     edits: Edits,
 ) -> None:
-    counts = edits.output_counts[states].float()
-    rows = torch.arange(len(steps), device=steps.device)
-    for back in range(int(steps.max()) if len(steps) else 0):
-        earlier = rows[(steps > back)]
-        token = draft_token_ids.long()[earlier - back]
-        known = token >= 0
-        counts.index_put_((earlier[known], token[known]), torch.ones_like(counts[0, 0]), accumulate=True)
-    emitted = counts > 0
-    if edits.repetition_penalty is not None:
-        repeated = emitted if edits.prompt_mask is None else emitted | edits.prompt_mask[states]
-        penalty = torch.where(repeated, edits.repetition_penalty[states][:, None], 1.0)
-        logits.copy_(torch.where(logits > 0, logits / penalty, logits * penalty))
-    if edits.frequency_penalty is not None:
-        logits -= edits.frequency_penalty[states][:, None] * counts
-    if edits.presence_penalty is not None:
-        logits -= edits.presence_penalty[states][:, None] * emitted
+    if edits.bias is not None:
+        token_ids = _listed(edits.bias, state)
+        logits[:, token_ids] += edits.bias.values[state, : len(token_ids)]
+    if edits.penalties is not None:
+        _penalize(logits, drafts, state, edits.penalties)
+    if edits.allowed is not None and len(token_ids := _listed(edits.allowed, state)):
+        kept = logits[:, token_ids]
+        logits.fill_(-torch.inf)
+        logits[:, token_ids] = kept
+    if edits.min_tokens is not None and len(token_ids := _listed(edits.min_tokens, state)):
+        early = (positions < edits.min_tokens.min_positions[state]).nonzero()
+        logits[early, token_ids] = -torch.inf
+    if edits.bad_words is not None:
+        _forbid_words(logits, drafts, positions, state, edits.bad_words)
+
+
+def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[..., V] bool of packed bits [..., ceil(V / 32)] int32."""
+    bits = words[..., None] >> torch.arange(32, device=words.device, dtype=torch.int32) & 1
+    return bits.flatten(-2)[..., :vocab_size].bool()
+
+
+def _listed(tokens: tuple[torch.Tensor, ...], state: int) -> torch.Tensor:
+    """[M] int64 a state's list, of a tuple that begins with the lists' lengths and tokens."""
+    num_tokens, token_ids = tokens[:2]
+    return token_ids[state, : int(num_tokens[state])].long()
+
+
+def _penalize(logits: torch.Tensor, drafts: torch.Tensor, state: int, penalties: Penalties) -> None:
+    """Edits the columns of the tokens that were said; the others' counts are 0."""
+    repetition, frequency, presence = (values[state] for values in penalties[:3])
+    if repetition == 1 and frequency == 0 and presence == 0:
+        return
+    prompt = unpack(penalties.prompt_mask[state], logits.shape[-1])
+    is_said = penalties.output_counts[state].bool() | prompt
+    is_said.index_fill_(0, drafts[drafts >= 0], True)
+    token_ids = is_said.nonzero()[:, 0]
+    counts = penalties.output_counts[state].index_select(0, token_ids)
+    if len(drafts):  # a row counts those that are fed up to it; the first has none
+        counts = counts + torch.nn.functional.pad(drafts[:, None] == token_ids, (0, 0, 1, 0)).cumsum(0)
+    scale = torch.where((counts > 0) | prompt[token_ids], repetition, 1.0)
+    columns = logits.index_select(1, token_ids)
+    columns *= torch.where(columns > 0, 1 / scale, scale)  # as vLLM's samplers, to the last bit
+    columns -= frequency * counts
+    columns -= presence * (counts > 0)
+    logits.index_copy_(1, token_ids, columns)
+
+
+def _forbid_words(
+    logits: torch.Tensor, drafts: torch.Tensor, positions: torch.Tensor, state: int, bad_words: BadWords
+) -> None:
+    num_words = int(bad_words.num_words[state])
+    if num_words == 0 or len(logits) == 0:
+        return
+    words = list(pairwise(bad_words.offsets[state, : num_words + 1].tolist()))
+    # No word looks further back than the longest.
+    end = int(positions[0])
+    longest = max(last - first for first, last in words)
+    begin = min(max(int(bad_words.prompt_lengths[state]), end - longest), end)
+    said = bad_words.history[state, begin:end].tolist() + drafts.tolist()
+    for first, last in words:
+        *prefix, token = bad_words.token_ids[state, first:last].tolist()
+        for step, row in enumerate(logits):
+            length = end - begin + step
+            if prefix == said[max(length - len(prefix), 0) : length]:
+                row[token] = -torch.inf

@@ -1,0 +1,190 @@
+"""Edits of logits in one launch, which reads the logits once.
+
+A program has a tile of a row. What the row's lists say is first collected where the result will stand: 0, what is
+added, or -inf. Lists are short beside the vocabulary, so each program reads them whole and keeps what falls in its
+tile; barriers keep one list from overtaking another. Rows of states that ask for nothing are copied. Nothing waits for
+the host, so a CUDA graph can record it.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from . import Edits
+
+# 8 logits a thread, as many counts, and the masks, in 64 registers: four programs on a multiprocessor of 65,536.
+TILE_SIZE, _NUM_WARPS = 2048, 8
+_BLOCK_SIZE = 256
+
+
+@triton.jit
+def _length(entries, state):
+    """How many entries a state's list has; the lengths are the first of a tuple."""
+    if entries is None:
+        return 0
+    else:
+        return tl.load(entries[0] + state)
+
+
+@triton.jit
+def _put(result_ptr, token_ids_ptr, num_tokens, value, first, last, BLOCK: tl.constexpr):
+    """Stores a value at the listed tokens from `first` to `last`."""
+    for start in range(0, num_tokens, BLOCK):
+        entries = start + tl.arange(0, BLOCK)
+        tokens = tl.load(token_ids_ptr + entries, mask=entries < num_tokens, other=-1)
+        tl.store(result_ptr + tokens, value, mask=(tokens >= first) & (tokens < last))
+
+
+@triton.jit
+def _add(result_ptr, token_ids_ptr, values_ptr, num_tokens, first, last, BLOCK: tl.constexpr):
+    """Adds values at the listed tokens from `first` to `last`, which differ."""
+    for start in range(0, num_tokens, BLOCK):
+        entries = start + tl.arange(0, BLOCK)
+        tokens = tl.load(token_ids_ptr + entries, mask=entries < num_tokens, other=-1)
+        inside = (tokens >= first) & (tokens < last)
+        sums = tl.load(result_ptr + tokens, mask=inside) + tl.load(values_ptr + entries, mask=inside)
+        tl.store(result_ptr + tokens, sums, mask=inside)
+
+
+@triton.jit
+def _put_after(
+    result_ptr, bad_words, num_words, state, drafts_ptr, step, position, first, last, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Stores -inf at the last tokens of words whose other tokens were said; `drafts_ptr` is at the row's own draft."""
+    _, offsets_ptr, token_ids_ptr, history_ptr, prompt_lengths_ptr, offsets_stride, tokens_stride, stride = bad_words
+    offsets_ptr += state * offsets_stride
+    token_ids_ptr += state * tokens_stride
+    prompt_length = tl.load(prompt_lengths_ptr + state)
+    for start in range(0, num_words, BLOCK):
+        words = start + tl.arange(0, BLOCK)
+        begins = tl.load(offsets_ptr + words, mask=words < num_words, other=0)
+        ends = tl.load(offsets_ptr + words + 1, mask=words < num_words, other=0)
+        tokens = tl.load(token_ids_ptr + ends - 1, mask=ends > begins, other=-1)
+        matches = (tokens >= first) & (tokens < last)
+        for back in range(1, tl.max(tl.where(matches, ends - begins, 0))):
+            # A row's own draft is the last token said, unless the row is its request's first.
+            place = position - back
+            emitted = (back > step) & (place >= prompt_length)
+            said = tl.load(history_ptr + state * stride + place, mask=emitted, other=-1)
+            if back <= step:
+                said = tl.load(drafts_ptr + 1 - back).to(tl.int32)
+            entries = ends - 1 - back
+            expected = tl.load(token_ids_ptr + entries, mask=matches & (entries >= begins), other=-1)
+            matches &= (entries < begins) | (expected == said)
+        tl.store(result_ptr + tokens, float("-inf"), mask=matches)
+
+
+@triton.jit
+def _bits(words_ptr, words, num_words):
+    """Packed bits of 32 tokens a row."""
+    packed = tl.load(words_ptr + words, mask=words < num_words, other=0)
+    return (packed[:, None] >> tl.arange(0, 32)[None, :]) & 1
+
+
+@triton.jit
+def _adjust_kernel(
+    # [num_logits, vocab_size] float32
+    result_ptr,
+    # [num_logits, vocab_size]
+    logits_ptr,
+    logits_stride,
+    # [num_reqs + 1], [num_logits], [num_logits], [num_reqs]
+    cu_num_logits_ptr,
+    draft_token_ids_ptr,
+    positions_ptr,
+    idx_mapping_ptr,
+    # The fields of Edits: tensors, then strides
+    allowed,
+    bias,
+    min_tokens,
+    penalties,
+    bad_words,
+    grammar,
+    vocab_size,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tile, step, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(cu_num_logits_ptr + request).to(tl.int64)
+    row = begin + step
+    if row >= tl.load(cu_num_logits_ptr + request + 1):
+        return
+    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
+    position = tl.load(positions_ptr + row)
+    words = tile * WORDS + tl.arange(0, WORDS)
+    offsets = words[:, None] * 32 + tl.arange(0, 32)[None, :]
+    inside, num_words = offsets < vocab_size, tl.cdiv(vocab_size, 32)
+    logits = tl.load(logits_ptr + row * logits_stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    result_ptr += row * vocab_size
+
+    num_allowed, num_biases, num_bad = _length(allowed, state), _length(bias, state), _length(bad_words, state)
+    num_early = _length(min_tokens, state)
+    if min_tokens is not None:
+        num_early = tl.where(position < tl.load(min_tokens[2] + state), num_early, 0)
+    if num_allowed + num_biases + num_early + num_bad > 0:
+        first, last = tile * WORDS * 32, tl.minimum((tile + 1) * WORDS * 32, vocab_size)
+        others = tl.where(num_allowed > 0, float("-inf"), 0.0)
+        tl.store(result_ptr + offsets, tl.zeros_like(logits) + others, mask=inside)
+        tl.debug_barrier()
+        if allowed is not None:
+            _put(result_ptr, allowed[1] + state * allowed[2], num_allowed, 0.0, first, last, BLOCK)
+            tl.debug_barrier()
+        if bias is not None:
+            _add(result_ptr, bias[1] + state * bias[3], bias[2] + state * bias[4], num_biases, first, last, BLOCK)
+            tl.debug_barrier()
+        if min_tokens is not None:
+            _put(result_ptr, min_tokens[1] + state * min_tokens[3], num_early, float("-inf"), first, last, BLOCK)
+        if bad_words is not None:
+            drafts_ptr = draft_token_ids_ptr + row
+            _put_after(result_ptr, bad_words, num_bad, state, drafts_ptr, step, position, first, last, BLOCK)
+        tl.debug_barrier()
+        added = tl.load(result_ptr + offsets, mask=inside, other=0.0)
+        tl.debug_barrier()
+        logits = tl.where(added == float("-inf"), float("-inf"), logits + added)  # NaN, too, is forbidden
+
+    if penalties is not None:
+        repetition = tl.load(penalties[0] + state)
+        frequency, presence = tl.load(penalties[1] + state), tl.load(penalties[2] + state)
+        if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
+            counts = tl.load(penalties[4] + state * penalties[6] + offsets, mask=inside, other=0)
+            for draft in range(begin + 1, row + 1):
+                counts += (offsets == tl.load(draft_token_ids_ptr + draft)).to(tl.int32)
+            is_said = counts > 0
+            if repetition != 1.0:
+                prompt = _bits(penalties[3] + state * penalties[5], words, num_words)
+                scale = tl.where(is_said | (prompt != 0), repetition, 1.0)
+                logits *= tl.where(logits > 0, 1.0 / scale, scale)
+            logits -= frequency * counts
+            logits -= presence * is_said
+    if grammar is not None:
+        logits = tl.where(_bits(grammar[0] + row * grammar[1], words, num_words) != 0, logits, float("-inf"))
+    tl.store(result_ptr + offsets, logits, mask=inside)
+
+
+def _with_strides(tensors: Any) -> tuple[Any, ...] | None:
+    """A tuple of tensors, and then the strides of those that have rows."""
+    return None if tensors is None else (*tensors, *(tensor.stride(0) for tensor in tensors if tensor.ndim == 2))
+
+
+def adjust(
+    logits: torch.Tensor,  # [num_logits, vocab_size]
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1]
+    draft_token_ids: torch.Tensor,  # [num_logits]
+    positions: torch.Tensor,  # [num_logits]
+    idx_mapping: torch.Tensor,  # [num_reqs]
+    edits: Edits,
+    max_num_draft: int,
+) -> torch.Tensor:
+    """See the front door."""
+    vocab_size = logits.shape[-1]
+    result = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
+    *lists, grammar = edits
+    fields = [*lists, None if grammar is None else (grammar,)]
+    _adjust_kernel[triton.cdiv(vocab_size, TILE_SIZE), max_num_draft + 1, len(idx_mapping)](
+        result, logits, logits.stride(0), cu_num_logits, draft_token_ids, positions, idx_mapping,
+        *(_with_strides(field) for field in fields), vocab_size,
+        WORDS=TILE_SIZE // 32, BLOCK=_BLOCK_SIZE, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+    return result

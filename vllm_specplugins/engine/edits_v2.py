@@ -1,0 +1,93 @@
+"""Model Runner V2: all that vLLM does to the logits before the temperature, its own processors in one launch."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+
+from vllm_specplugins.kernels.rejection.adjust import Allowed, BadWords, Bias, Edits, MinTokens, Penalties, adjust
+
+_OWN = (LogitBiasState, PenaltiesState, BadWordsState)
+
+
+class LogitsEditor:
+    """The logits processors and the thinking budget of a sampler; reads the arrays that vLLM's own processors keep."""
+
+    def __init__(self, sampler: Any):
+        self._sampler = sampler
+        self._own = [next(p for p in sampler.logits_processors if type(p) is kind) for kind in _OWN]
+        self._bias, self._penalties, self._bad_words = self._own
+        self._others = [processor for processor in sampler.logits_processors if processor not in self._own]
+        self._is_edited = np.zeros(sampler.sampling_states.max_num_reqs, bool)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Learns which requests are edited; vLLM's own flag counts temperatures, too."""
+        add_request = self._sampler.add_request
+
+        def add(req_idx: int, sampling_params: Any) -> None:
+            self._is_edited[req_idx] = False
+            add_request(req_idx, sampling_params)
+
+        def watched(add_to_state: Any) -> Any:
+            def add_and_look(req_idx: int, sampling_params: Any) -> bool:
+                needs_editing: bool = add_to_state(req_idx, sampling_params)
+                self._is_edited[req_idx] |= needs_editing
+                return needs_editing
+
+            return add_and_look
+
+        self._sampler.add_request = add
+        for state in (*self._sampler.logits_processors, self._sampler.thinking_budget_state):
+            state.add_request = watched(state.add_request)
+
+    def edit(
+        self,
+        logits: torch.Tensor,  # [num_logits, vocab_size]
+        # cu_num_logits, draft_token_ids, positions, idx_mapping: as for rejection_sample
+        layout: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        max_num_draft: int,
+        context: LogitsContext,
+    ) -> torch.Tensor:
+        """Edited logits, float32, in the order of vLLM's sampler; the same tensor where there is nothing to do."""
+        requests = context.idx_mapping_np
+        if not self._is_edited[requests].any():
+            return logits
+        if self._bias.restore_when_all_masked.np[requests].any():
+            # Stop tokens may come early where a grammar leaves nothing else: one has to see a whole row to know.
+            edited = logits.to(torch.float32, copy=True)
+            for processor in self._own:
+                edited = processor.apply(edited, context)
+        else:
+            edited = adjust(logits, *layout, self._edits(), max_num_draft)
+        for processor in self._others:
+            edited = processor.apply(edited, context)
+        self._sampler.thinking_budget_state.apply(edited, context)
+        return edited
+
+    def _edits(self) -> Edits:
+        """The arrays as they are at this step; always all, so that there is one kernel to compile."""
+        bias, penalties, bad_words = self._bias, self._penalties, self._bad_words
+        return Edits(
+            Allowed(bias.num_allowed_token_ids.gpu, bias.allowed_token_ids.gpu),
+            Bias(bias.num_logit_bias.gpu, bias.logit_bias_token_ids.gpu, bias.logit_bias.gpu),
+            MinTokens(bias.num_stop_token_ids.gpu, bias.stop_token_ids.gpu, bias.min_lens.gpu),
+            Penalties(
+                penalties.repetition_penalty.gpu,
+                penalties.frequency_penalty.gpu,
+                penalties.presence_penalty.gpu,
+                penalties.prompt_bin_mask,
+                penalties.output_bin_counts,
+            ),
+            BadWords(
+                bad_words.num_bad_words.gpu,
+                bad_words.bad_word_offsets.gpu,
+                bad_words.bad_word_token_ids.gpu,
+                bad_words.req_states.all_token_ids.gpu,
+                bad_words.req_states.prompt_len.gpu,
+            ),
+        )

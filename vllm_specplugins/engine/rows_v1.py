@@ -1,0 +1,54 @@
+"""Model Runner V1: which rows of a step's logits are whose. N: rows, B: requests."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Row i of a request predicts the token behind its first i drafts."""
+
+    num_draft: list[int]  # of each request
+    draft_token_ids: list[int]  # of all requests
+    num_tokens: np.ndarray  # [B] lengths of prompt and output
+    device: torch.device
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        return np.asarray(self.num_draft, np.int64) + 1
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """[B + 1] first row of each request, and N."""
+        return np.concatenate(([0], self.counts.cumsum()))
+
+    @cached_property
+    def requests(self) -> np.ndarray:
+        """[N] the request of each row."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    @cached_property
+    def steps(self) -> np.ndarray:
+        """[N] how many drafts stand before what a row predicts."""
+        return np.arange(self.starts[-1]) - self.starts[self.requests]
+
+    @cached_property
+    def fed(self) -> np.ndarray:
+        """[N] the draft that is fed at a row; a request's first row has none."""
+        token_ids = np.zeros(len(self.steps), np.int64)
+        token_ids[self.steps > 0] = self.draft_token_ids
+        return token_ids
+
+    @cached_property
+    def layout(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """cu_num_logits, draft_token_ids, positions and idx_mapping of kernels/rejection."""
+        positions = self.num_tokens[self.requests] + self.steps
+        arrays = self.starts.astype(np.int32), self.fed, positions.astype(np.int64), np.arange(len(self.counts))
+        cu_num_logits, fed, positions, idx_mapping = map(self.as_tensor, arrays)
+        return cu_num_logits, fed, positions, idx_mapping
+
+    def as_tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
