@@ -120,7 +120,8 @@ def report() -> None:
         for target, description in TARGETS.items():
             compiled = compile_launch(kernel, args, kwargs, GPUTarget(*description))
             found = (amd_resources if description[0] == "hip" else cuda_resources)(compiled)
-            logits = [arg for name, arg in zip(kernel.arg_names, args, strict=False) if name.endswith("logits_ptr")]
+            values = dict(zip(kernel.arg_names, args, strict=False))
+            logits = [values.get(name) for name in ("logits_ptr", "draft_logits_ptr")]
             itemsize = sum(tensor.itemsize for tensor in logits if tensor is not None)
             threads = kwargs["num_warps"] * description[2]
             line = {"kernel": kernel.fn.__name__, "target": target, "bytes_wide": 16 * threads * found["wide_loads"]}
