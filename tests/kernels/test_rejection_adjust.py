@@ -145,10 +145,11 @@ def test_equals_reference(vocab_size: int, dtype: torch.dtype) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("vocab_size", [4, 300])
 @pytest.mark.parametrize("name", [*Edits._fields, None])
-def test_alone(name: str | None) -> None:
-    """Kills: a field that needs another."""
-    batch = make_batch([3, 0, 2], 300)
+def test_alone(name: str | None, vocab_size: int) -> None:
+    """Kills: a field that needs another; a word that begins in the prompt."""
+    batch = make_batch([3, 0, 2, 1, 1, 0, 2, 0], vocab_size)
     edits = make_edits(batch)
     assert_same(batch, Edits(**{name: getattr(edits, name)} if name else {}))
 

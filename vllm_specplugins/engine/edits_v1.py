@@ -103,10 +103,11 @@ def _lists(
 def _penalties(metadata: Any, input_batch: Any, vocab_size: int) -> Penalties:
     """Counted anew at each step, of the requests that ask for it: far less than the logits are."""
     parameters = metadata.repetition_penalties, metadata.frequency_penalties, metadata.presence_penalties
-    asks = (torch.stack(parameters).cpu() != torch.tensor([[1.0], [0.0], [0.0]])).any(0)
-    counts = np.zeros((len(asks), vocab_size), np.int32)
-    prompt_mask = np.zeros((len(asks), -(-vocab_size // 32)), np.int32)
-    for request in asks.nonzero()[:, 0].tolist():
+    counts = np.zeros((input_batch.num_reqs, vocab_size), np.int32)
+    prompt_mask = np.zeros((input_batch.num_reqs, -(-vocab_size // 32)), np.int32)
+    for request, asked in enumerate(zip(*(values.tolist() for values in parameters), strict=True)):
+        if asked == (1.0, 0.0, 0.0):
+            continue
         prompt_length = input_batch.num_prompt_tokens[request]
         token_ids = input_batch.token_ids_cpu[request, : input_batch.num_tokens_no_spec[request]]
         is_prompt = np.zeros(32 * prompt_mask.shape[1], bool)

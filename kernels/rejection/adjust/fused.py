@@ -84,6 +84,26 @@ def _bits(words_ptr, words, num_words):
 
 
 @triton.jit
+def _penalized(logits, penalties, state, drafts_ptr, num_drafts, offsets, words, num_words, inside):
+    """Logits of a tile, less what its tokens cost that were said; `drafts_ptr` is at the request's first draft."""
+    repetition_ptr, frequency_ptr, presence_ptr, prompt_ptr, counts_ptr, prompt_stride, counts_stride = penalties
+    repetition = tl.load(repetition_ptr + state)
+    frequency, presence = tl.load(frequency_ptr + state), tl.load(presence_ptr + state)
+    if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
+        counts = tl.load(counts_ptr + state * counts_stride + offsets, mask=inside, other=0)
+        for draft in range(num_drafts):
+            counts += (offsets == tl.load(drafts_ptr + draft)).to(tl.int32)
+        is_said = counts > 0
+        if repetition != 1.0:
+            prompt = _bits(prompt_ptr + state * prompt_stride, words, num_words)
+            scale = tl.where(is_said | (prompt != 0), repetition, 1.0)
+            logits *= tl.where(logits > 0, 1.0 / scale, scale)  # as vLLM's sampler, to the last bit
+        logits -= frequency * counts
+        logits -= presence * is_said
+    return logits
+
+
+@triton.jit
 def _adjust_kernel(
     # [num_logits, vocab_size] float32
     result_ptr,
@@ -145,19 +165,8 @@ def _adjust_kernel(
         logits = tl.where(added == float("-inf"), float("-inf"), logits + added)  # NaN, too, is forbidden
 
     if penalties is not None:
-        repetition = tl.load(penalties[0] + state)
-        frequency, presence = tl.load(penalties[1] + state), tl.load(penalties[2] + state)
-        if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
-            counts = tl.load(penalties[4] + state * penalties[6] + offsets, mask=inside, other=0)
-            for draft in range(begin + 1, row + 1):
-                counts += (offsets == tl.load(draft_token_ids_ptr + draft)).to(tl.int32)
-            is_said = counts > 0
-            if repetition != 1.0:
-                prompt = _bits(penalties[3] + state * penalties[5], words, num_words)
-                scale = tl.where(is_said | (prompt != 0), repetition, 1.0)
-                logits *= tl.where(logits > 0, 1.0 / scale, scale)
-            logits -= frequency * counts
-            logits -= presence * is_said
+        drafts = draft_token_ids_ptr + begin + 1
+        logits = _penalized(logits, penalties, state, drafts, step, offsets, words, num_words, inside)
     if grammar is not None:
         logits = tl.where(_bits(grammar[0] + row * grammar[1], words, num_words) != 0, logits, float("-inf"))
     tl.store(result_ptr + offsets, logits, mask=inside)

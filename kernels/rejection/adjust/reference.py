@@ -69,7 +69,8 @@ def _penalize(logits: torch.Tensor, drafts: torch.Tensor, state: int, penalties:
         return
     prompt = unpack(penalties.prompt_mask[state], logits.shape[-1])
     is_said = penalties.output_counts[state].bool() | prompt
-    is_said.index_fill_(0, drafts[drafts >= 0], True)
+    if len(drafts):
+        is_said.index_fill_(0, drafts[drafts >= 0], True)
     token_ids = is_said.nonzero()[:, 0]
     counts = penalties.output_counts[state].index_select(0, token_ids)
     if len(drafts):  # a row counts those that are fed up to it; the first has none
