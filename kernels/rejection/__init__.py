@@ -6,11 +6,13 @@ penalties and other edits of the logits come before it (adjust/). Knows neither 
 Decoding with Speculative Sampling". num_logits: rows of all requests, num_states: rows of the per-request arrays.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
-IMPLEMENTATIONS = {"reference": ".reference", "fused": ".fused"}
+IMPLEMENTATIONS = {"reference": ".reference", "host": ".host", "fused": ".fused"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def rejection_sample(
     alone gives token 0. Temperature 0 gives the first of the most probable tokens.
 
     Args:
-        implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
+        implementation: "reference", "host" (one-hot q on a CPU) or "fused"; None: fused on a GPU, host where it can be,
+            else the reference.
 
     Returns:
         sampled [num_reqs, max_num_draft + 1] int64, padded with -1, and num_sampled [num_reqs] int32.
@@ -82,14 +85,20 @@ def rejection_sample(
     """
     check(target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, max_num_draft, draft_logits)
     if implementation is None:
-        implementation = "fused" if target_logits.is_cuda else "reference"
+        is_for_host = target_logits.device.type == "cpu" and draft_logits is None
+        implementation = "fused" if target_logits.is_cuda else "host" if is_for_host else "reference"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation is {implementation!r}, but must be one of {', '.join(IMPLEMENTATIONS)}.")
-    module = import_module(IMPLEMENTATIONS[implementation], __name__)
-    result: tuple[Any, Any] = module.rejection_sample(
+    result: tuple[Any, Any] = load(implementation)(
         target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, sampling, max_num_draft, draft_logits
     )
     return result
+
+
+@cache
+def load(name: str) -> Callable[..., Any]:
+    """An implementation. What it compiles is compiled when it is first asked for, or by its first call if in Triton."""
+    return import_module(IMPLEMENTATIONS[name], __name__).rejection_sample  # type: ignore[no-any-return]
 
 
 def check(

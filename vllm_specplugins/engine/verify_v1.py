@@ -29,7 +29,7 @@ from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.engine.verify import OPERATIONS
-from vllm_specplugins.kernels.rejection import Sampling
+from vllm_specplugins.kernels.rejection import Sampling, load
 from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
 
 _PER_ROW = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
@@ -69,24 +69,32 @@ class _Rows:
     @cached_property
     def starts(self) -> np.ndarray:
         """[B + 1] first row of each request, and N."""
-        return np.concatenate(([0], self.counts.cumsum()))
+        starts = np.zeros(len(self.counts) + 1, np.int64)
+        self.counts.cumsum(out=starts[1:])
+        return starts
 
     @cached_property
     def requests(self) -> np.ndarray:
         """[N] the request of each row."""
-        return np.repeat(np.arange(len(self.counts)), self.counts)
+        return np.arange(len(self.counts)).repeat(self.counts)
 
     @cached_property
     def steps(self) -> np.ndarray:
         """[N] how many drafts stand before what a row predicts."""
-        return np.arange(self.starts[-1]) - self.starts[self.requests]
+        return np.arange(self.starts[-1]) - self.starts[:-1].repeat(self.counts)
 
     @cached_property
     def fed(self) -> np.ndarray:
         """[N] the draft that is fed at a row; a request's first row has none."""
-        token_ids = np.zeros(len(self.steps), np.int64)
-        token_ids[self.steps > 0] = self.draft_token_ids
+        token_ids = np.zeros(self.starts[-1], np.int64)
+        if self.draft_token_ids:
+            token_ids[self.steps > 0] = self.draft_token_ids
         return token_ids
+
+    # num_tokens: [B] of the requests so far
+    def positions(self, num_tokens: np.ndarray) -> np.ndarray:
+        """[N] int64, where what a row predicts will stand."""
+        return np.arange(self.starts[-1]) + (num_tokens - self.starts[:-1]).repeat(self.counts)
 
     def histories(self, output_token_ids: Sequence[list[int]]) -> list[list[int]]:
         """[N] what each row's request has said before it, drafts included."""
@@ -107,6 +115,8 @@ class Verifier:
         self._rejection = runner.speculative_config.plugin_config.common.rejection
         self._draft_logits: torch.Tensor | None = None
         self._drafted_for: Sequence[str] = ()
+        if runner.device.type == "cpu":
+            load("host")  # compiles now, and not while a request waits
 
     def keep_draft(self, request_ids: Sequence[str], logits: torch.Tensor | None) -> None:
         """Remembers what the drafts of these requests were drawn from, [num_reqs, K, V]; None: q is one-hot."""
@@ -142,19 +152,18 @@ class Verifier:
         mode = self._runner.sampler.logprobs_mode
         keeps_raw = wants_logprobs and mode.startswith("raw")
         edited = _edit(logits, metadata, rows, keeps_raw)
-        sampling = self._sampling(metadata, logits.device)
         if metadata.all_greedy and logits.device.type == "cpu":
             sampled = _greedy(self._runner.sampler.greedy_sample(edited.float()), rows)
-            return self._output(sampled, logits if keeps_raw else edited, sampling, metadata, rows)
+            return self._output(sampled, logits if keeps_raw else edited, None, metadata, rows)
+        sampling = self._sampling(metadata, logits.device)
         if not metadata.all_greedy and any(_custom(metadata.logitsprocs.argmax_invariant)):
             edited, sampling = _scale(edited, metadata, sampling)
         max_num_draft = max(rows.num_draft)
-        positions = input_batch.num_tokens_no_spec[rows.requests] + rows.steps
         sampled, _ = OPERATIONS[self._rejection](
             edited,
             _tensor(rows.starts.astype(np.int32), logits.device),
             _tensor(rows.fed, logits.device),
-            _tensor(positions.astype(np.int64), logits.device),
+            _tensor(rows.positions(input_batch.num_tokens_no_spec[: len(rows.counts)]), logits.device),
             torch.arange(len(rows.counts), device=logits.device),
             sampling,
             max_num_draft,
@@ -163,10 +172,11 @@ class Verifier:
         return self._output(sampled, logits if keeps_raw else edited, sampling, metadata, rows)
 
     def _output(
-        self, sampled: torch.Tensor, logits: torch.Tensor, sampling: Sampling, metadata: Any, rows: _Rows
+        self, sampled: torch.Tensor, logits: torch.Tensor, sampling: Sampling | None, metadata: Any, rows: _Rows
     ) -> SamplerOutput:
         logprobs = None
         if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
+            sampling = sampling or self._sampling(metadata, logits.device)
             logprobs = self._logprobs(logits, sampling, sampled, metadata, rows)
         return SamplerOutput(sampled_token_ids=sampled.to(torch.int32), logprobs_tensors=logprobs)
 
@@ -182,8 +192,8 @@ class Verifier:
         for processor in metadata.logitsprocs.argmax_invariant:
             if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
                 min_p = processor.min_p[:, 0]
-        seeds = torch.tensor([self._seed_of(request_id) for request_id in input_batch.req_ids], dtype=torch.int64)
-        return Sampling(metadata.temperature, seeds.to(device), metadata.top_k, metadata.top_p, min_p)
+        seeds = np.array([self._seed_of(request_id) for request_id in input_batch.req_ids], np.int64)
+        return Sampling(metadata.temperature, _tensor(seeds, device), metadata.top_k, metadata.top_p, min_p)
 
     def _q(self, rows: _Rows, max_num_draft: int) -> torch.Tensor | None:
         """[B, >= max_num_draft, V] logits of the drafts, or None where all are certain.

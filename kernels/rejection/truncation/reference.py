@@ -27,6 +27,8 @@ def thresholds(
     >>> thresholds(logits, torch.ones(1), torch.exp2(logits - 3).sum(-1), torch.tensor([2]), None, None)
     tensor([2.])
     """
+    if top_k is None and top_p is None:
+        return _min_p_limit(logits.amax(-1), scale, min_p)
     vocab_size = logits.shape[-1]
     top_k = torch.full_like(scale, vocab_size) if top_k is None else top_k
     top_k = torch.where((top_k < 1) | (top_k > vocab_size), vocab_size, top_k).long()
@@ -43,6 +45,13 @@ def thresholds(
     return result
 
 
+def _min_p_limit(maximum: torch.Tensor, scale: torch.Tensor, min_p: torch.Tensor | None) -> torch.Tensor:
+    """Smallest logit that min-p keeps, [N], -inf where it is 0."""
+    if min_p is None:
+        return torch.full_like(maximum, -torch.inf)
+    return maximum + torch.log2(min_p.to(scale.dtype)) / scale
+
+
 def _from_prefix(
     prefix: torch.Tensor,  # [N, size]: a row's largest logits, descending
     vocab_size: int,
@@ -57,7 +66,7 @@ def _from_prefix(
     maximum = prefix[:, 0]
     kth = prefix.gather(1, (top_k.clamp(max=size) - 1)[:, None])[:, 0]
     limit = torch.where(top_k < vocab_size, kth, -torch.inf)
-    limit = torch.maximum(limit, torch.where(min_p > 0, maximum + torch.log2(min_p) / scale, -torch.inf))
+    limit = torch.maximum(limit, _min_p_limit(maximum, scale, min_p))
     inside = prefix >= limit[:, None]
     weights = torch.exp2((prefix - maximum[:, None]) * scale[:, None]).masked_fill_(~inside, 0).double()
     remaining = torch.where(limit > -torch.inf, weights.sum(-1), total.double())
