@@ -3,8 +3,8 @@
     python tests/bench/bench_verify_v1.py [--threads 1] [--requests 1 4 8 32]
 
 Every (temperature, truncation, K, B, V): the whole of `Verifier.sample` beside vLLM's Sampler (K = 0: nothing was
-drafted) or RejectionSampler, interleaved, medians in ms. Float32 logits, fresh before every call, since vLLM changes
-them in place. vLLM's RejectionSampler does not apply min-p to drafted rows, so there it does less than ours, and on a
+drafted) or RejectionSampler, interleaved, in ms. Float32 logits, fresh before every call, since vLLM changes them in
+place. vLLM's RejectionSampler does not apply min-p to drafted rows, so there it does less than ours, and on a
 CPU it reads a top-k that was never written for them, so that case is left out.
 B: requests, K: drafts of each, V: vocabulary.
 """
@@ -13,6 +13,7 @@ import argparse
 import itertools
 import os
 import platform
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import vllm
+from bench_rejection import KERNEL_TESTS, cpu_name
 from rich.console import Console
 from rich.table import Table
 from vllm.platforms import current_platform
@@ -104,8 +106,8 @@ def calls(num_reqs: int, num_draft: int, vocab_size: int, temperature: float, tr
     return logits, (lambda logits: verifier.sample(logits, drafts)), theirs
 
 
-def interleaved_ms(logits: torch.Tensor, functions, repeats: int, inner: int) -> list[float]:
-    """Median times; each of a fresh copy of the logits, and the mean of `inner` calls."""
+def interleaved_ms(logits: torch.Tensor, functions, repeats: int, inner: int) -> list[list[float]]:
+    """Times of each function, means of `inner` calls with a fresh copy of the logits each."""
     times = [[] for _ in functions]
     for _ in range(repeats + 1):
         for function, found in zip(functions, times, strict=True):
@@ -116,7 +118,7 @@ def interleaved_ms(logits: torch.Tensor, functions, repeats: int, inner: int) ->
                 function(fresh)
                 total += time.perf_counter() - start
             found.append(total / inner * 1e3)
-    return [float(np.median(found[1:])) for found in times]
+    return [found[1:] for found in times]
 
 
 @torch.inference_mode()  # as a runner does
@@ -130,11 +132,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
+    tests = ["-q", "--import-mode=importlib", str(KERNEL_TESTS / "test_rejection_host.py")]
+    if subprocess.run([sys.executable, "-m", "pytest", *tests]).returncode:
+        sys.exit("The tests of verification fail: no report.")
     torch.set_num_threads(args.threads)
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()  # as a worker does
-    table = Table(title="ms for a step's tokens, medians")
-    for column in ("T", "truncation", "K", "B", "V", "vLLM", "ours", "ours / vLLM"):
+    table = Table(title="ms between a step's logits and its tokens: medians, and p90 of ours")
+    for column in ("T", "truncation", "K", "B", "V", "vLLM", "ours", "p90", "ours / vLLM"):
         table.add_column(column, justify="right")
     slower = []
     sizes = itertools.product(args.drafts, args.requests, args.vocabularies)
@@ -144,14 +149,16 @@ def main() -> None:
                 continue
             logits, *functions = calls(num_reqs, num_draft, vocab_size, temperature, TRUNCATIONS[name])
             inner = max(1, (4 << 20) // (2 * logits.numel()))
-            ours, theirs = interleaved_ms(logits, functions, args.repeats, min(inner, 50))
+            times = interleaved_ms(logits, functions, args.repeats, min(inner, 50))
+            ours, theirs = map(np.median, times)
             cell = (f"{temperature}", name, f"{num_draft}", f"{num_reqs}", f"{vocab_size:,}")
-            table.add_row(*cell, f"{theirs:.3f}", f"{ours:.3f}", f"{ours / theirs:.2f}")
+            found = (theirs, ours, np.quantile(times[0], 0.9))
+            table.add_row(*cell, *(f"{ms:.3f}" for ms in found), f"{ours / theirs:.2f}")
             if ours > theirs:
                 slower.append(cell)
     console = Console(width=120)
     console.print(
-        f"{platform.processor()}, {args.threads} threads, load {os.getloadavg()[0]:.1f}, Python"
+        f"{cpu_name()}, {args.threads} threads, load {os.getloadavg()[0]:.1f}, Python"
         f" {platform.python_version()}, torch {torch.__version__}, vLLM {vllm.__version__}"
     )
     console.print(table)

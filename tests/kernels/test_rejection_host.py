@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from vllm_specplugins.kernels.rejection import host, load, rejection_sample
@@ -41,6 +42,23 @@ def test_noise(stream: int) -> None:
     assert torch.equal(-ours, noise.uniform(keys, begins[:, None] + torch.arange(256)))
 
 
+def test_noise_is_never_infinite() -> None:
+    """A number in 2**25 would be 1. Kills: one that is not kept below."""
+    numbers, one = torch.empty(1, 1 << 22), np.ones(1, np.int64)
+    for begin in range(0, 1 << 27, 1 << 22):
+        host._negated_uniform(one, one, noise.TOKEN, one * begin, numbers.numpy())
+        assert numbers.min() > -1 and numbers.max() < 0
+
+
+def test_arrivals() -> None:
+    """Of weights that are the noise itself all arrive at once. Kills: a logarithm that rounds otherwise."""
+    seeds, positions = torch.arange(2000), torch.arange(2000) * 7
+    begins = torch.arange(2000) % 3
+    weights = noise.exponential(noise.keys(seeds, positions, noise.GROUP)[:, None], torch.arange(259))
+    winners = host.heat(weights, begins.numpy(), 256, seeds.numpy(), positions.numpy(), noise.GROUP)
+    assert winners.tolist() == begins.tolist()
+
+
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
 @pytest.mark.parametrize("vocab_size", [1, 5, 255, 256, 257, 3001])
 def test_equals_reference(vocab_size: int, truncation: str) -> None:
@@ -59,7 +77,7 @@ def test_equals_reference(vocab_size: int, truncation: str) -> None:
 
 
 def test_draws_many() -> None:
-    """20,000 draws from close weights. Kills: logarithms or quotients that round otherwise, in one of some thousand."""
+    """20,000 draws from close weights. Kills: positions of other rows."""
     batch = make_batch([0] * 20_000, 600)
     tokens = assert_same(batch._replace(target_logits=batch.target_logits / 100))
     assert len(tokens.unique()) == 600
