@@ -67,13 +67,15 @@ def weights(logits: torch.Tensor, sampling: Sampling, cut: Callable[..., None] =
     The largest is 1; at temperature 0 the others are 0. float32, or float64 for float64 logits.
     """
     logits, maximum = finite_with_max(logits)
-    greedy = sampling.temperature == 0
-    scale = math.log2(math.e) / torch.where(greedy, 1.0, sampling.temperature).to(logits.dtype)
+    temperature, all_random = sampling.temperature.to(logits.dtype), bool(sampling.temperature.all())
+    scale = (temperature if all_random else torch.where(temperature == 0, 1.0, temperature)).reciprocal()
+    scale *= math.log2(math.e)
     result = (logits - maximum).mul_(scale[:, None]).exp2_()
     if sampling.truncates:
-        limit = thresholds(logits, scale, result.sum(-1), sampling.top_k, sampling.top_p, sampling.min_p)
+        limit = thresholds(logits, scale, result, sampling.top_k, sampling.top_p, sampling.min_p)
         cut(result, logits, limit)
-    if bool(greedy.any()):
+    if not all_random:
+        greedy = temperature == 0
         likeliest = logits[greedy].argmax(-1, keepdim=True)
         result[greedy] = torch.zeros_like(result[greedy]).scatter_(1, likeliest, 1)
     return result

@@ -125,8 +125,8 @@ def test_min_p_alone(min_p: float) -> None:
     """As among the other limits, which keep everything here."""
     logits, ones = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)), torch.ones(4)
     logits[3] = -torch.inf
-    alone = thresholds(logits, ones, ones, None, None, ones * min_p)
-    assert torch.equal(alone, thresholds(logits, ones, ones, None, ones, ones * min_p))
+    alone = thresholds(logits, ones, logits.exp2(), None, None, ones * min_p)
+    assert torch.equal(alone, thresholds(logits, ones, logits.exp2(), None, ones, ones * min_p))
 
 
 def test_is_chosen_and_compiled_before() -> None:

@@ -164,7 +164,7 @@ class Verifier:
             _tensor(rows.starts.astype(np.int32), logits.device),
             _tensor(rows.fed, logits.device),
             _tensor(rows.positions(input_batch.num_tokens_no_spec[: len(rows.counts)]), logits.device),
-            torch.arange(len(rows.counts), device=logits.device),
+            _tensor(np.arange(len(rows.counts)), logits.device),
             sampling,
             max_num_draft,
             self._q(rows, max_num_draft),
@@ -366,7 +366,7 @@ def _processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     scaled = logits / temperature[:, None]
     if sampling.truncates:
         scale = math.log2(math.e) / temperature
-        total = torch.exp2((logits - logits.amax(-1, keepdim=True)) * scale[:, None]).sum(-1)
-        limit = thresholds(logits, scale, total, sampling.top_k, sampling.top_p, sampling.min_p)
+        weights = torch.exp2((logits - logits.amax(-1, keepdim=True)) * scale[:, None])
+        limit = thresholds(logits, scale, weights, sampling.top_k, sampling.top_p, sampling.min_p)
         scaled.masked_fill_(logits < limit[:, None], -torch.inf)
     return scaled

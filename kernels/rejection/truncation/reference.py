@@ -14,7 +14,7 @@ _NUM_BINS, _BINS_PER_BIT = 4096, 64
 def thresholds(
     logits: torch.Tensor,  # [N, V] floating, no NaN
     scale: torch.Tensor,  # [N] same dtype: the weight of a token is exp2((logit - row maximum) * scale)
-    total: torch.Tensor,  # [N] same dtype: sum of a row's weights
+    weights: torch.Tensor,  # [N, V] same dtype: of the tokens
     top_k: torch.Tensor | None,  # [N] integer; below 1, or V and more, keeps all
     top_p: torch.Tensor | None,  # [N] floating in (0, 1]; 1 keeps all
     min_p: torch.Tensor | None,  # [N] floating in [0, 1]; 0 keeps all
@@ -24,7 +24,7 @@ def thresholds(
     A row's largest logits decide where they are more than it keeps; else a histogram finds where top-p ends.
 
     >>> logits = torch.tensor([[3.0, 1.0, 2.0, 1.0]])
-    >>> thresholds(logits, torch.ones(1), torch.exp2(logits - 3).sum(-1), torch.tensor([2]), None, None)
+    >>> thresholds(logits, torch.ones(1), torch.exp2(logits - 3), torch.tensor([2]), None, None)
     tensor([2.])
     """
     if top_k is None and top_p is None:
@@ -37,7 +37,7 @@ def thresholds(
     largest_k = int(torch.where(top_k < vocab_size, top_k, 0).max())
     size = max(_PREFIX, largest_k + 1)
     prefix = logits.topk(size if 4 * size < vocab_size else vocab_size, dim=-1).values
-    limit, decided, result = _from_prefix(prefix, vocab_size, scale, total, top_k, top_p, min_p)
+    limit, decided, result = _from_prefix(prefix, vocab_size, scale, weights.sum(-1), top_k, top_p, min_p)
     if prefix.shape[-1] < vocab_size:
         for row in (~decided).nonzero()[:, 0].tolist():
             kept = logits[row][logits[row] >= limit[row]]
