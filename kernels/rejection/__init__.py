@@ -6,11 +6,11 @@ penalties and other edits of the logits come before it (adjust/). Knows neither 
 Decoding with Speculative Sampling". num_logits: rows of all requests, num_states: rows of the per-request arrays.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
-
-IMPLEMENTATIONS = "reference", "fused"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def rejection_sample(
     alone gives token 0. Temperature 0 gives the first of the most probable tokens.
 
     Args:
-        implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
+        implementation: "reference", "host" (one-hot q on a CPU) or "fused"; None: fused on a GPU, host where it can be,
+            else the reference.
 
     Returns:
         sampled [num_reqs, max_num_draft + 1] int64, padded with -1, and num_sampled [num_reqs] int32.
@@ -81,20 +82,27 @@ def rejection_sample(
     (tensor([[1, 0]]), tensor([2], dtype=torch.int32))
     """
     check(target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, max_num_draft, draft_logits)
-    module = import_module(f".{implementation_of(target_logits, implementation)}", __name__)
-    result: tuple[Any, Any] = module.rejection_sample(
+    on_cpu = "reference" if draft_logits is not None else "host"
+    result: tuple[Any, Any] = load(implementation_of(target_logits, implementation, on_cpu))(
         target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, sampling, max_num_draft, draft_logits
     )
     return result
 
 
-def implementation_of(logits: Any, wanted: str | None) -> str:
+def implementation_of(logits: Any, wanted: str | None, on_cpu: str = "reference") -> str:
     """Name of the module that runs where these logits are, or of the one that is asked for."""
     if wanted is None:
-        return "fused" if logits.is_cuda else "reference"
-    if wanted not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation is {wanted!r}, but must be one of {', '.join(IMPLEMENTATIONS)}.")
+        return "fused" if logits.is_cuda else on_cpu if logits.device.type == "cpu" else "reference"
+    known = sorted({"reference", "fused", on_cpu})
+    if wanted not in known:
+        raise ValueError(f"implementation is {wanted!r}, but must be one of {', '.join(known)}.")
     return wanted
+
+
+@cache
+def load(name: str) -> Callable[..., Any]:
+    """An implementation. What it compiles is compiled when it is first asked for, or by its first call if in Triton."""
+    return import_module(f".{name}", __name__).rejection_sample  # type: ignore[no-any-return]
 
 
 def check(

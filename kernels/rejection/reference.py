@@ -14,7 +14,7 @@ that group. It costs V / GROUP_SIZE + GROUP_SIZE random numbers, not V. N: rows,
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -46,31 +46,38 @@ def finite(logits: torch.Tensor) -> torch.Tensor:
     return logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
 
 
-def finite_with_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`finite` of logits [N, V], the rows' maxima and the first tokens that have them, [N, 1] each."""
+def finite_with_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`finite` of logits [N, V] and the rows' maxima [N, 1], the lowest number for rows of -inf alone."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    maximum, first = logits.max(dim=-1, keepdim=True)
-    if not bool((maximum < torch.inf).all()):  # rare: NaN is not less, either
+    maximum = logits.amax(dim=-1, keepdim=True)
+    if not math.isfinite(maximum.sum()):  # rare
         logits = finite(logits)
-        maximum, first = logits.max(dim=-1, keepdim=True)
-    return logits, maximum, first
+        maximum = logits.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
+    return logits, maximum
 
 
-def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def cut(weights: torch.Tensor, logits: torch.Tensor, limit: torch.Tensor) -> None:
+    """Sets weights [N, V] to 0 where the logits are below their row's limit [N]."""
+    weights.masked_fill_(logits < limit[:, None], 0)
+
+
+def weights(logits: torch.Tensor, sampling: Sampling, cut: Callable[..., None] = cut) -> torch.Tensor:
     """Weights [N, V] that the rows' sampling parameters give to the tokens; probabilities but for their sum.
 
     The largest is 1; at temperature 0 the others are 0. float32, or float64 for float64 logits.
     """
-    logits, maximum, first = finite_with_max(logits)
-    greedy = sampling.temperature == 0
-    scale = math.log2(math.e) / torch.where(greedy, 1.0, sampling.temperature).to(logits.dtype)
-    result = (logits - maximum.clamp(min=torch.finfo(logits.dtype).min)).mul_(scale[:, None]).exp2_()
+    logits, maximum = finite_with_max(logits)
+    temperature, all_random = sampling.temperature.to(logits.dtype), bool(sampling.temperature.all())
+    scale = (temperature if all_random else torch.where(temperature == 0, 1.0, temperature)).reciprocal()
+    scale *= math.log2(math.e)
+    result = (logits - maximum).mul_(scale[:, None]).exp2_()
     if sampling.truncates:
-        limit = thresholds(logits, scale, result.sum(-1), sampling.top_k, sampling.top_p, sampling.min_p)
-        result.masked_fill_(logits < limit[:, None], 0)
-    if bool(greedy.any()):
-        result[greedy] = 0
-        result.scatter_add_(1, first, greedy[:, None].to(result.dtype))
+        limit = thresholds(logits, scale, result, sampling.top_k, sampling.top_p, sampling.min_p)
+        cut(result, logits, limit)
+    if not all_random:
+        greedy = temperature == 0
+        likeliest = logits[greedy].argmax(-1, keepdim=True)
+        result[greedy] = torch.zeros_like(result[greedy]).scatter_(1, likeliest, 1)
     return result
 
 
@@ -115,7 +122,7 @@ def draw_rows(
     for chunk in chunks(*logits.shape):
         part = sampling.at(chunk)
         if bool((part.temperature == 0).all()):
-            result[chunk] = finite_with_max(logits[chunk])[2][:, 0]
+            result[chunk] = finite_with_max(logits[chunk])[0].argmax(-1)
         else:
             result[chunk] = draw(weights(logits[chunk], part), part.seeds, positions[chunk])
     return result

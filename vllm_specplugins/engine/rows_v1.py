@@ -23,30 +23,33 @@ class Rows:
     @cached_property
     def starts(self) -> np.ndarray:
         """[B + 1] first row of each request, and N."""
-        return np.concatenate(([0], self.counts.cumsum()))
+        starts = np.zeros(len(self.counts) + 1, np.int64)
+        self.counts.cumsum(out=starts[1:])
+        return starts
 
     @cached_property
     def requests(self) -> np.ndarray:
         """[N] the request of each row."""
-        return np.repeat(np.arange(len(self.counts)), self.counts)
+        return np.arange(len(self.counts)).repeat(self.counts)
 
     @cached_property
     def steps(self) -> np.ndarray:
         """[N] how many drafts stand before what a row predicts."""
-        return np.arange(self.starts[-1]) - self.starts[self.requests]
+        return np.arange(self.starts[-1]) - self.starts[:-1].repeat(self.counts)
 
     @cached_property
     def fed(self) -> np.ndarray:
         """[N] the draft that is fed at a row; a request's first row has none."""
-        token_ids = np.zeros(len(self.steps), np.int64)
-        token_ids[self.steps > 0] = self.draft_token_ids
+        token_ids = np.zeros(self.starts[-1], np.int64)
+        if self.draft_token_ids:
+            token_ids[self.steps > 0] = self.draft_token_ids
         return token_ids
 
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """cu_num_logits, draft_token_ids, positions and idx_mapping of kernels/rejection."""
-        positions = self.num_tokens[self.requests] + self.steps
-        arrays = self.starts.astype(np.int32), self.fed, positions.astype(np.int64), np.arange(len(self.counts))
+        positions = np.arange(self.starts[-1]) + (self.num_tokens - self.starts[:-1]).repeat(self.counts)
+        arrays = self.starts.astype(np.int32), self.fed, positions, np.arange(len(self.counts))
         cu_num_logits, fed, positions, idx_mapping = map(self.as_tensor, arrays)
         return cu_num_logits, fed, positions, idx_mapping
 

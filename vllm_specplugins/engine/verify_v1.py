@@ -21,7 +21,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm_specplugins.engine.edits_v1 import custom, edit
 from vllm_specplugins.engine.rows_v1 import Rows
 from vllm_specplugins.engine.verify import OPERATIONS
-from vllm_specplugins.kernels.rejection import Sampling
+from vllm_specplugins.kernels.rejection import Sampling, load
 from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
 
 
@@ -54,6 +54,8 @@ class Verifier:
         self._rejection = runner.speculative_config.plugin_config.common.rejection
         self._draft_logits: torch.Tensor | None = None
         self._drafted_for: Sequence[str] = ()
+        if runner.device.type == "cpu":
+            load("host")  # compiles now, and not while a request waits
 
     def keep_draft(self, request_ids: Sequence[str], logits: torch.Tensor | None) -> None:
         """Remembers what the drafts of these requests were drawn from, [num_reqs, K, V]; None: q is one-hot."""
@@ -90,10 +92,10 @@ class Verifier:
         mode = self._runner.sampler.logprobs_mode
         keeps_raw = wants_logprobs and mode.startswith("raw")
         edited = edit(logits, metadata, input_batch, rows)
-        sampling = self._sampling(metadata, logits.device)
         if metadata.all_greedy and logits.device.type == "cpu":
             sampled = _greedy(self._runner.sampler.greedy_sample(edited.float()), rows)
-            return self._output(sampled, logits if keeps_raw else edited, sampling, metadata, rows)
+            return self._output(sampled, logits if keeps_raw else edited, None, metadata, rows)
+        sampling = self._sampling(metadata, logits.device)
         if not metadata.all_greedy and any(custom(metadata.logitsprocs.argmax_invariant)):
             edited, sampling = _scale(edited, metadata, sampling)
         max_num_draft = max(rows.num_draft)
@@ -103,10 +105,11 @@ class Verifier:
         return self._output(sampled, logits if keeps_raw else edited, sampling, metadata, rows)
 
     def _output(
-        self, sampled: torch.Tensor, logits: torch.Tensor, sampling: Sampling, metadata: Any, rows: Rows
+        self, sampled: torch.Tensor, logits: torch.Tensor, sampling: Sampling | None, metadata: Any, rows: Rows
     ) -> SamplerOutput:
         logprobs = None
         if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
+            sampling = sampling or self._sampling(metadata, logits.device)
             logprobs = self._logprobs(logits, sampling, sampled, metadata, rows)
         return SamplerOutput(sampled_token_ids=sampled.to(torch.int32), logprobs_tensors=logprobs)
 
@@ -122,8 +125,8 @@ class Verifier:
         for processor in metadata.logitsprocs.argmax_invariant:
             if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
                 min_p = processor.min_p[:, 0]
-        seeds = torch.tensor([self._seed_of(request_id) for request_id in input_batch.req_ids], dtype=torch.int64)
-        return Sampling(metadata.temperature, seeds.to(device), metadata.top_k, metadata.top_p, min_p)
+        seeds = np.array([self._seed_of(request_id) for request_id in input_batch.req_ids], np.int64)
+        return Sampling(metadata.temperature, torch.from_numpy(seeds).to(device), metadata.top_k, metadata.top_p, min_p)
 
     def _q(self, rows: Rows, max_num_draft: int) -> torch.Tensor | None:
         """[B, >= max_num_draft, V] logits of the drafts, or None where all are certain.
@@ -221,7 +224,7 @@ def _processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     scaled = logits / temperature[:, None]
     if sampling.truncates:
         scale = math.log2(math.e) / temperature
-        total = torch.exp2((logits - logits.amax(-1, keepdim=True)) * scale[:, None]).sum(-1)
-        limit = thresholds(logits, scale, total, sampling.top_k, sampling.top_p, sampling.min_p)
+        weights = torch.exp2((logits - logits.amax(-1, keepdim=True)) * scale[:, None])
+        limit = thresholds(logits, scale, weights, sampling.top_k, sampling.top_p, sampling.min_p)
         scaled.masked_fill_(logits < limit[:, None], -torch.inf)
     return scaled

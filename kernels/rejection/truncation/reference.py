@@ -14,7 +14,7 @@ _NUM_BINS, _BINS_PER_BIT = 4096, 64
 def thresholds(
     logits: torch.Tensor,  # [N, V] floating, no NaN
     scale: torch.Tensor,  # [N] same dtype: the weight of a token is exp2((logit - row maximum) * scale)
-    total: torch.Tensor,  # [N] same dtype: sum of a row's weights
+    weights: torch.Tensor,  # [N, V] same dtype: of the tokens
     top_k: torch.Tensor | None,  # [N] integer; below 1, or V and more, keeps all
     top_p: torch.Tensor | None,  # [N] floating in (0, 1]; 1 keeps all
     min_p: torch.Tensor | None,  # [N] floating in [0, 1]; 0 keeps all
@@ -24,9 +24,11 @@ def thresholds(
     A row's largest logits decide where they are more than it keeps; else a histogram finds where top-p ends.
 
     >>> logits = torch.tensor([[3.0, 1.0, 2.0, 1.0]])
-    >>> thresholds(logits, torch.ones(1), torch.exp2(logits - 3).sum(-1), torch.tensor([2]), None, None)
+    >>> thresholds(logits, torch.ones(1), torch.exp2(logits - 3), torch.tensor([2]), None, None)
     tensor([2.])
     """
+    if top_k is None and top_p is None:
+        return _min_p_limit(logits.amax(-1), scale, min_p)
     vocab_size = logits.shape[-1]
     top_k = torch.full_like(scale, vocab_size) if top_k is None else top_k
     top_k = torch.where((top_k < 1) | (top_k > vocab_size), vocab_size, top_k).long()
@@ -35,12 +37,19 @@ def thresholds(
     largest_k = int(torch.where(top_k < vocab_size, top_k, 0).max())
     size = max(_PREFIX, largest_k + 1)
     prefix = logits.topk(size if 4 * size < vocab_size else vocab_size, dim=-1).values
-    limit, decided, result = _from_prefix(prefix, vocab_size, scale, total, top_k, top_p, min_p)
+    limit, decided, result = _from_prefix(prefix, vocab_size, scale, weights.sum(-1), top_k, top_p, min_p)
     if prefix.shape[-1] < vocab_size:
         for row in (~decided).nonzero()[:, 0].tolist():
             kept = logits[row][logits[row] >= limit[row]]
             result[row] = _nucleus_limit(kept, prefix[row, 0], scale[row], top_p[row])
     return result
+
+
+def _min_p_limit(maximum: torch.Tensor, scale: torch.Tensor, min_p: torch.Tensor | None) -> torch.Tensor:
+    """Smallest logit that min-p keeps, [N], -inf where it is 0."""
+    if min_p is None:
+        return torch.full_like(maximum, -torch.inf)
+    return maximum + torch.log2(min_p.to(scale.dtype)) / scale
 
 
 def _from_prefix(
@@ -57,7 +66,7 @@ def _from_prefix(
     maximum = prefix[:, 0]
     kth = prefix.gather(1, (top_k.clamp(max=size) - 1)[:, None])[:, 0]
     limit = torch.where(top_k < vocab_size, kth, -torch.inf)
-    limit = torch.maximum(limit, torch.where(min_p > 0, maximum + torch.log2(min_p) / scale, -torch.inf))
+    limit = torch.maximum(limit, _min_p_limit(maximum, scale, min_p))
     inside = prefix >= limit[:, None]
     weights = torch.exp2((prefix - maximum[:, None]) * scale[:, None]).masked_fill_(~inside, 0).double()
     remaining = torch.where(limit > -torch.inf, weights.sum(-1), total.double())

@@ -1,0 +1,159 @@
+"""Verification of one-hot drafts on a CPU: the tokens of reference.py, bit for bit, without its many small operations.
+
+What is as wide as the vocabulary is the reference's own. Around it that takes some 150 operations on a few numbers
+each, at microseconds apiece: for a small step longer than all that vLLM does. Here they are compiled loops, but for the
+logarithms, which another library than PyTorch's would round otherwise. N: rows, V: vocab_size.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+
+from ..gumbel.reference import _FIRST, _SECOND, _STEP
+from . import Sampling
+from .noise.reference import GROUP, STREAM_SHIFT, TOKEN
+from .reference import GROUP_SIZE, chunks, finite_with_max, group_sums, weights
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+STEP, FIRST, SECOND = np.uint64(_STEP), np.uint64(_FIRST), np.uint64(_SECOND)
+HALF, UNIT, LARGEST = np.float32(0.5), np.float32(2.0**-32), np.float32(1 - 2.0**-24)
+
+inlined: Callable[[Function], Function] = njit(inline="always")
+
+
+def compiled(signature: str) -> Callable[[Function], Function]:
+    """Compile at import, so that no request waits for it, and keep the machine code beside the module if possible."""
+
+    def decorate(function: Function) -> Function:
+        try:
+            return njit(signature, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+        except RuntimeError:  # neither the package's folder nor the user's cache can be written
+            return njit(signature, error_model="numpy")(function)  # type: ignore[no-any-return]
+
+    return decorate
+
+
+@inlined
+def _splitmix64(state: np.uint64) -> np.uint64:
+    bits = state + STEP
+    bits = (bits ^ (bits >> np.uint64(30))) * FIRST
+    bits = (bits ^ (bits >> np.uint64(27))) * SECOND
+    return bits ^ (bits >> np.uint64(31))
+
+
+@compiled("void(float32[:, ::1], float32[:, ::1], float32[:])")
+def _cut(weights: Float32Array, logits: Float32Array, limit: Float32Array) -> None:
+    for row in range(weights.shape[0]):
+        for token in range(weights.shape[1]):
+            if logits[row, token] < limit[row]:
+                weights[row, token] = 0
+
+
+@compiled("void(int64[:], int64[:], int64, int64[:], float32[:, ::1])")
+def _negated_uniform(
+    seeds: Int64Array, positions: Int64Array, stream: int, begins: Int64Array, result: Float32Array
+) -> None:
+    """Numbers in (-1, 0) of a row's counters from begins[row] on."""
+    for row in range(result.shape[0]):
+        place = positions[row] ^ (stream << STREAM_SHIFT)
+        key = _splitmix64(_splitmix64(np.uint64(seeds[row])) ^ np.uint64(place))
+        for i in range(result.shape[1]):
+            bits = _splitmix64(key + np.uint64(begins[row] + i) * STEP) >> np.uint64(32)
+            result[row, i] = -min((np.float32(bits) + HALF) * UNIT, LARGEST)
+
+
+@compiled("void(float32[:, ::1], int64[:], float32[:, ::1], int64[:])")
+def _first(weights: Float32Array, begins: Int64Array, logs: Float32Array, result: Int64Array) -> None:
+    """The first of a row's entries from begins[row] on to arrive, by noise that is minus these logarithms."""
+    for row in range(logs.shape[0]):
+        begin = begins[row]
+        largest = np.float32(-1)
+        for i in range(min(logs.shape[1], weights.shape[1] - begin)):
+            speed = weights[row, begin + i] / -logs[row, i]
+            if speed > largest:
+                largest = speed
+                result[row] = begin + i
+
+
+@compiled("void(int64[:], int32[:], int64[:], int64[:, ::1], int32[:])")
+def _accept(
+    token_ids: Int64Array, cu_num_logits: Int32Array, fed: Int64Array, sampled: Int64Array, num_sampled: Int32Array
+) -> None:
+    """A request says what its rows draw, up to the first that is not what is fed at the next row."""
+    for request in range(len(num_sampled)):
+        begin = cu_num_logits[request]
+        num_rows = min(cu_num_logits[request + 1] - begin, sampled.shape[1])
+        count = 0
+        while count < num_rows and (count == 0 or fed[begin + count] == token_ids[begin + count - 1]):
+            sampled[request, count] = token_ids[begin + count]
+            count += 1
+        sampled[request, count:] = -1
+        num_sampled[request] = count
+
+
+def cut(weights: torch.Tensor, logits: torch.Tensor, limit: torch.Tensor) -> None:
+    """`reference.cut`: PyTorch's masks take six times as long."""
+    _cut(weights.numpy(), logits.contiguous().numpy(), limit.numpy())
+
+
+def heat(
+    weights: torch.Tensor,  # [N, V] float32
+    begins: Int64Array,  # [N]
+    size: int,
+    seeds: Int64Array,  # [N]
+    positions: Int64Array,  # [N]
+    stream: int,
+) -> Int64Array:
+    """The winner [N] among `size` entries of each row."""
+    noise, result = np.empty((len(seeds), size), np.float32), begins.copy()
+    _negated_uniform(seeds, positions, stream, begins, noise)
+    torch.from_numpy(noise).log1p_()
+    _first(weights.numpy(), begins, noise, result)
+    return result
+
+
+def draw(weights: torch.Tensor, seeds: Int64Array, positions: Int64Array) -> Int64Array:
+    """Token ids [N], drawn in proportion to the weights [N, V]; token 0 if all of a row's are 0."""
+    sums = group_sums(weights)
+    groups = heat(sums, np.zeros(len(seeds), np.int64), sums.shape[1], seeds, positions, GROUP)
+    return heat(weights, groups * GROUP_SIZE, min(GROUP_SIZE, weights.shape[1]), seeds, positions, TOKEN)
+
+
+def at(sampling: Sampling, states: npt.NDArray[Any]) -> Sampling:
+    """`Sampling.at`: NumPy takes a few elements in half of PyTorch's time."""
+    fields = vars(sampling).values()
+    return Sampling(*(None if field is None else torch.from_numpy(field.numpy()[states]) for field in fields))
+
+
+def rejection_sample(
+    target_logits: torch.Tensor,  # [N, V]
+    cu_num_logits: torch.Tensor,  # [num_reqs + 1]
+    draft_token_ids: torch.Tensor,  # [N]
+    positions: torch.Tensor,  # [N]
+    idx_mapping: torch.Tensor,  # [num_reqs]
+    sampling: Sampling,
+    max_num_draft: int,
+    draft_logits: None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the front door."""
+    bounds, places = cu_num_logits.int().numpy(), positions.numpy()
+    states = idx_mapping.numpy().repeat(bounds[1:] - bounds[:-1])
+    token_ids = np.empty(len(places), np.int64)
+    for part in chunks(*target_logits.shape):
+        logits, rows = target_logits[part], at(sampling, states[part])
+        if rows.temperature.numpy().any():
+            token_ids[part] = draw(weights(logits, rows, cut), rows.seeds.numpy(), places[part])
+        else:
+            token_ids[part] = finite_with_max(logits)[0].numpy().argmax(-1)
+    sampled = np.empty((len(bounds) - 1, max_num_draft + 1), np.int64)
+    num_sampled = np.empty(len(bounds) - 1, np.int32)
+    _accept(token_ids, bounds, draft_token_ids.long().numpy(), sampled, num_sampled)
+    return torch.from_numpy(sampled), torch.from_numpy(num_sampled)
