@@ -1,12 +1,16 @@
 """The target's first layers and its head as callables: what `PagedForward` runs on both runners."""
 
 import copy
+import logging
 from typing import Any
 
 import torch
 from torch import nn
 
-from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.model_source import PARTS, uncuttable
+from vllm_specplugins.engine.plugin import sentence_instead_of_traceback
+
+logger = logging.getLogger("vllm.specplugins")
 
 
 class FirstLayers:
@@ -18,8 +22,11 @@ class FirstLayers:
 
     def __init__(self, target: nn.Module):
         body: Any = getattr(target, "model", None)
-        if not all(hasattr(body, name) for name in ("layers", "start_layer", "end_layer", "norm")):
-            raise ConfigError(f"early_exit: {type(target).__name__} has no stack of decoder layers that can be cut.")
+        if not all(hasattr(body, name) for name in PARTS):
+            refusal = uncuttable("early_exit", type(target).__name__)
+            logger.error("%s", refusal)  # what an engine's process raises, vLLM wraps in tracebacks
+            with sentence_instead_of_traceback():
+                raise refusal
         self._target: Any = target
         self._body = body
         self._cut: dict[tuple[int, bool], nn.Module] = {}

@@ -100,6 +100,16 @@ COMMON: tuple[Seam, ...] = (
     Seam("config/speculative.py", "SpeculativeConfig.draft_sample_method", None, "read", "whether V2 keeps q"),
     Seam("config/model.py", "ModelConfig.has_inner_state", names_of("self"), "read", "targets that cannot be cut"),
     Seam("config/model.py", "ModelConfig.uses_mrope", names_of("self"), "read", "targets that cannot be cut"),
+    Seam("config/model.py", "ModelConfig.registry", names_of("self"), "read", "where a model's source stands"),
+    Seam("config/model.py", "ModelConfig.architecture", names_of("self"), "read", "where a model's source stands"),
+    Seam("model_executor/models/registry.py", "_ModelRegistry.models", None, "read", "where a model's source stands"),
+    Seam(
+        "model_executor/models/registry.py",
+        "_LazyRegisteredModel.module_name",
+        None,
+        "read",
+        "where a model's source stands",
+    ),
     Seam(
         "model_executor/layers/logits_processor.py",
         "LogitsProcessor.get_top_tokens",
