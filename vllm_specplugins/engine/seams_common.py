@@ -134,6 +134,22 @@ COMMON: tuple[Seam, ...] = (
         "V1 is gone",
     ),
     Seam("forward_context.py", "set_forward_context", None, "read", "the context in which attention layers run"),
+    Seam("config/vllm.py", "set_current_vllm_config", names_of("vllm_config check_compile prefix"), "read", "compiles"),
+    Seam("compilation/backends.py", "set_model_tag", names_of("tag is_encoder"), "read", "a cut body's own code"),
+    Seam(
+        "compilation/wrapper.py",
+        "TorchCompileWithNoGuardsWrapper.__init__",
+        names_of("self compile_prefix is_encoder"),
+        "read",
+        "a cut body's own code, made anew as vLLM's reset_compile_wrapper does",
+    ),
+    Seam(
+        "compilation/decorators.py", "_model_hash_key", names_of("fn"), "read", "code on disk goes by a method's name"
+    ),
+    Seam("compilation/decorators.py", "do_not_compile", None, "read", "whether vLLM compiles the target"),
+    Seam("compilation/decorators.py", "aot_compiled_fn", None, "instance", "a cut body's own code"),
+    Seam("compilation/decorators.py", "was_aot_compile_fn_loaded_from_disk", None, "instance", "a cut body's own code"),
+    Seam("compilation/decorators.py", "_compile_tag", None, "instance", "a cut body's name in vLLM's log"),
     Seam("v1/outputs.py", "DraftTokenIds.draft_token_ids", None, "read", "ragged lists are allowed"),
     Seam(
         "distributed/parallel_state.py",
