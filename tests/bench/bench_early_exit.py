@@ -9,6 +9,7 @@ head; the last column is the distance to it (the bar: at most 1.25). The parts a
 """
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -72,17 +73,18 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--compile", action="store_true", help="without enforce_eager")
     args = parser.parse_args()
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     from vllm import LLM, SamplingParams
 
-    llm = LLM(args.model, dtype=args.dtype, max_model_len=2048, max_num_seqs=1, enforce_eager=True,
-              speculative_config={"method": "early_exit", "num_speculative_tokens": 1})  # fmt: skip
+    num_layers = json.loads((Path(args.model) / "config.json").read_text())["num_hidden_layers"]
+    layers = sorted({layer for layer in (1, 2, 4, num_layers // 2, num_layers) if layer <= num_layers})
+    stages = [{"method": "early_exit", "exit_layer": layer} for layer in layers]
+    llm = LLM(args.model, dtype=args.dtype, max_model_len=2048, max_num_seqs=1, enforce_eager=not args.compile,
+              speculative_config={"method": "cascade", "num_speculative_tokens": 1, "stages": stages})  # fmt: skip
     worker = llm.llm_engine.model_executor.driver_worker.worker
     runner, watch = worker.model_runner, Stopwatch()
-    num_layers = llm.llm_engine.model_config.get_total_num_hidden_layers()
-    layers = [layer for layer in (1, 2, 4, num_layers // 2, num_layers) if layer <= num_layers]
-    layers = sorted(set(layers))
     worker._barrier.proposer = TimedLayers(layers, watch)
     forward = runner._model_forward
 

@@ -8,9 +8,12 @@ import pytest
 from cases import STRESS, generate, mixed_prompts
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
 from safetensors.torch import load_file
-from transformers import JambaConfig, MambaConfig
+from torch import nn
+from transformers import GPT2Config, JambaConfig, MambaConfig, OPTConfig
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.layers import FirstLayers
+from vllm_specplugins.engine.model_source import may_be_cut
 from vllm_specplugins.engine.spec_config import _check_target
 from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig
 
@@ -140,6 +143,41 @@ def test_refused_targets(tmp_path: Path, config: Any, kind: str) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"^early_exit: model must be a text-only decoder .*{kind}.*\.$"):
         engine_config(early_exit(1), model=str(tmp_path), skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"), [(GPT2Config(), "GPT2LMHeadModel"), (OPTConfig(), "OPTForCausalLM")], ids=["gpt2", "opt"]
+)
+def test_refused_bodies(tmp_path: Path, config: Any, name: str) -> None:
+    """Models whose body has its layers elsewhere, before any weight is loaded."""
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^early_exit: model must be a decoder whose body .*, not {name}\.$"):
+        engine_config(early_exit(1), model=str(tmp_path), skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "cuttable"),
+    {
+        **dict.fromkeys(["LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM", "Gemma2ForCausalLM"], True),
+        **dict.fromkeys(["DeepseekV3ForCausalLM", "GptOssForCausalLM", "DeepseekV32ForCausalLM"], True),
+        **dict.fromkeys(["FalconForCausalLM", "BloomForCausalLM", "TransformersForCausalLM"], False),
+        **dict.fromkeys(["Gemma3nForCausalLM", "Plamo3ForCausalLM", "NemotronHForCausalLM"], False),
+    }.items(),
+)
+def test_cuttable_by_source(architecture: str, cuttable: bool) -> None:
+    """Kills: a base class in another module, or a package's own files, that are not looked at; any `end_layer`."""
+    from vllm.model_executor.models import ModelRegistry
+
+    assert may_be_cut(ModelRegistry.models[architecture].module_name) is cuttable
+    assert may_be_cut("somebody.elses.model"), "the worker decides"
+
+
+def test_refused_by_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    """A class of the user's own: one sentence in the log before vLLM's tracebacks."""
+    with pytest.raises(ConfigError, match=r"^early_exit: model must be .*, not Linear\.$") as refusal:
+        FirstLayers(nn.Linear(1, 1))
+    assert [record.message for record in caplog.records] == [str(refusal.value)]
 
 
 def test_refused_multimodal(monkeypatch: pytest.MonkeyPatch) -> None:

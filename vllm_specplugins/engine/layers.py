@@ -1,12 +1,20 @@
 """The target's first layers and its head as callables: what `PagedForward` runs on both runners."""
 
 import copy
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config import SpecConfig
+from vllm_specplugins.engine.compiled import compile_cut, compiles
+from vllm_specplugins.engine.model_source import PARTS, uncuttable
+from vllm_specplugins.engine.plugin import sentence_instead_of_traceback
+from vllm_specplugins.methods import early_exits
+
+logger = logging.getLogger("vllm.specplugins")
 
 
 class FirstLayers:
@@ -18,22 +26,33 @@ class FirstLayers:
 
     def __init__(self, target: nn.Module):
         body: Any = getattr(target, "model", None)
-        if not all(hasattr(body, name) for name in ("layers", "start_layer", "end_layer", "norm")):
-            raise ConfigError(f"early_exit: {type(target).__name__} has no stack of decoder layers that can be cut.")
+        if not all(hasattr(body, name) for name in PARTS):
+            refusal = uncuttable("early_exit", type(target).__name__)
+            logger.error("%s", refusal)  # what an engine's process raises, vLLM wraps in tracebacks
+            with sentence_instead_of_traceback():
+                raise refusal
         self._target: Any = target
         self._body = body
-        self._cut: dict[tuple[int, bool], nn.Module] = {}
+        self._run: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {}
 
     def __call__(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] after layers [0, end_layer) and, if `normed`, the final norm."""
-        cut = self._cut.get((end_layer, normed))
-        if cut is None:
-            cut = self._cut[end_layer, normed] = self._cut_body(end_layer, normed)
-        # `forward`, not a call: the body's compiled code, if there is any, holds all layers.
-        hidden_states: torch.Tensor = cut.forward(token_ids, positions, None)
-        return hidden_states
+        run = self._run.get((end_layer, normed))
+        if run is None:
+            # `forward`, not a call: the body's compiled code, if there is any, holds all layers.
+            run = self._run[end_layer, normed] = self._cut_body(end_layer, normed).forward
+        return run(token_ids, positions, None)
+
+    def compile(self, config: SpecConfig) -> None:
+        """Compiles what the exits of a method run, if vLLM compiles the target; before the first draft."""
+        if not compiles(self._body):
+            return
+        exits = {(part.exit_layer, part.exit_head is None) for part in early_exits(config)}
+        for end_layer, normed in sorted(exits - self._run.keys()):
+            tag = f"exit_{end_layer}" + ("" if normed else "_unnormed")
+            self._run[end_layer, normed] = compile_cut(self._cut_body(end_layer, normed), tag)
 
     def _cut_body(self, end_layer: int, normed: bool) -> nn.Module:
         cut = copy.copy(self._body)

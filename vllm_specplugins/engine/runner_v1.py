@@ -63,6 +63,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         drafter.load_model = both(drafter.load_model, adapter.load_model)
     runner.propose_draft_token_ids = adapter.propose_draft_token_ids
     runner._update_states = adapter.update_states
+    runner.profile_run = both(runner.profile_run, adapter.compile_exits)
     # V1 drafts zeros for the whole batch when one request nears this; we shorten that request's draft instead.
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
     if runner.speculative_config.plugin_config.common.verification == "fused":
@@ -119,6 +120,11 @@ class _Adapter:
         """Prepares a model proposer's view of the target."""
         if self._runner.speculative_config.runs_target:
             self._target = TargetV1(self._runner, FirstLayers(target))
+
+    def compile_exits(self, randomize_inputs: bool = False) -> None:
+        """Behind vLLM's own compilation of the target, and with its signature."""
+        if self._target is not None:
+            self._target.first_layers.compile(self._runner.speculative_config.plugin_config)
 
     def update_states(self, scheduler_output: Any) -> Any:
         """Passes on which requests are gone before vLLM drops them."""

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array
 from vllm_specplugins.engine import verify_v2
-from vllm_specplugins.engine.built_in import OfferV2, run_before
+from vllm_specplugins.engine.built_in import OfferV2, both, run_before
 from vllm_specplugins.engine.history_v2 import Histories
 from vllm_specplugins.engine.report import REPORT, DraftReport
 from vllm_specplugins.engine.spec_config import without_built_in
@@ -70,6 +70,8 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
     runner.add_requests, runner.finish_requests, runner.sample_tokens = add, finish, sample
     runner.draft_tokens_handler = speculator.report
+    if isinstance(speculator, TargetSpeculator):
+        runner.profile_run = both(runner.profile_run, speculator.compile_exits)
     if runner.speculative_config.plugin_config.common.verification == "fused":
         verify_v2.attach(runner)
 

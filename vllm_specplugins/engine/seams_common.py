@@ -100,6 +100,16 @@ COMMON: tuple[Seam, ...] = (
     Seam("config/speculative.py", "SpeculativeConfig.draft_sample_method", None, "read", "whether V2 keeps q"),
     Seam("config/model.py", "ModelConfig.has_inner_state", names_of("self"), "read", "targets that cannot be cut"),
     Seam("config/model.py", "ModelConfig.uses_mrope", names_of("self"), "read", "targets that cannot be cut"),
+    Seam("config/model.py", "ModelConfig.registry", names_of("self"), "read", "where a model's source stands"),
+    Seam("config/model.py", "ModelConfig.architecture", names_of("self"), "read", "where a model's source stands"),
+    Seam("model_executor/models/registry.py", "_ModelRegistry.models", None, "read", "where a model's source stands"),
+    Seam(
+        "model_executor/models/registry.py",
+        "_LazyRegisteredModel.module_name",
+        None,
+        "read",
+        "where a model's source stands",
+    ),
     Seam(
         "model_executor/layers/logits_processor.py",
         "LogitsProcessor.get_top_tokens",
@@ -124,6 +134,22 @@ COMMON: tuple[Seam, ...] = (
         "V1 is gone",
     ),
     Seam("forward_context.py", "set_forward_context", None, "read", "the context in which attention layers run"),
+    Seam("config/vllm.py", "set_current_vllm_config", names_of("vllm_config check_compile prefix"), "read", "compiles"),
+    Seam("compilation/backends.py", "set_model_tag", names_of("tag is_encoder"), "read", "a cut body's own code"),
+    Seam(
+        "compilation/wrapper.py",
+        "TorchCompileWithNoGuardsWrapper.__init__",
+        names_of("self compile_prefix is_encoder"),
+        "read",
+        "a cut body's own code, made anew as vLLM's reset_compile_wrapper does",
+    ),
+    Seam(
+        "compilation/decorators.py", "_model_hash_key", names_of("fn"), "read", "code on disk goes by a method's name"
+    ),
+    Seam("compilation/decorators.py", "do_not_compile", None, "read", "whether vLLM compiles the target"),
+    Seam("compilation/decorators.py", "aot_compiled_fn", None, "instance", "a cut body's own code"),
+    Seam("compilation/decorators.py", "was_aot_compile_fn_loaded_from_disk", None, "instance", "a cut body's own code"),
+    Seam("compilation/decorators.py", "_compile_tag", None, "instance", "a cut body's name in vLLM's log"),
     Seam("v1/outputs.py", "DraftTokenIds.draft_token_ids", None, "read", "ragged lists are allowed"),
     Seam(
         "distributed/parallel_state.py",

@@ -36,6 +36,13 @@ V1: tuple[Seam, ...] = (
     ),
     Seam(
         _V1,
+        "GPUModelRunner.profile_run",
+        names_of("self randomize_inputs"),
+        "instance",
+        "cut bodies are compiled when the target has been, V1",
+    ),
+    Seam(
+        _V1,
         "GPUModelRunner.effective_drafter_max_model_len",
         None,
         "instance",

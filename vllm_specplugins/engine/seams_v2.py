@@ -138,6 +138,13 @@ V2: tuple[Seam, ...] = (
         "instance",
         "reports true draft lengths to our scheduler",
     ),
+    Seam(
+        _V2,
+        "GPUModelRunner.profile_run",
+        names_of("self randomize_inputs"),
+        "instance",
+        "cut bodies are compiled when the target has been, V2",
+    ),
     Seam(_V2, "GPUModelRunner.draft_tokens_handler", None, "instance", "V2 reports K for every request"),
     Seam(_V2, "GPUModelRunner.req_states", None, "read", "token ids and lengths on the GPU"),
     Seam("v1/worker/gpu/states.py", "RequestState.all_token_ids", None, "read", "newest tokens"),

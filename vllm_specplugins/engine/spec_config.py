@@ -11,6 +11,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig, StageConfig
+from vllm_specplugins.engine.model_source import may_be_cut, uncuttable
 from vllm_specplugins.engine.options import check_requests
 from vllm_specplugins.methods import built_in_stage, early_exits, reads_history, runs_target
 
@@ -175,6 +176,10 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     for kind, found in kinds.items():
         if found:
             raise ConfigError(f"{method}: model must be a text-only decoder with attention in every layer, not {kind}.")
+    registered = model.registry.models.get(model.architecture)
+    module = getattr(registered, "module_name", "")  # of a class of the user's own there is none
+    if not may_be_cut(module):
+        raise uncuttable(method, model.architecture)
     for exit_config in early_exits(config):
         _check_exit(exit_config, model)
 

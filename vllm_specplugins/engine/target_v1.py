@@ -18,7 +18,7 @@ class TargetV1:
 
     def __init__(self, runner: Any, first_layers: FirstLayers):
         self._runner = runner
-        self._first_layers = first_layers
+        self.first_layers = first_layers
         self._rejection = runner.speculative_config.plugin_config.common.rejection
 
     def of(
@@ -35,7 +35,7 @@ class TargetV1:
         computed = torch.from_numpy(input_batch.num_computed_tokens_cpu[rows]).long()
         temperature = torch.from_numpy(input_batch.temperature_cpu[rows].astype(np.float32))
         return Target(
-            forward=_PagedForward(self._runner, self._first_layers, rows, lengths),
+            forward=_PagedForward(self._runner, self.first_layers, rows, lengths),
             last_token_ids=torch.from_numpy(input_batch.token_ids_cpu[rows, num_tokens - 1]).to(device),
             num_tokens=lengths.to(device),
             last_hidden_states=hidden_states[(starts + lengths - 2 - computed).to(device)],

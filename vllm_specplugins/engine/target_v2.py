@@ -88,6 +88,10 @@ class TargetSpeculator(DraftModelSpeculator):
         self.first_layers = FirstLayers(target_model)
         return nn.Module()
 
+    def compile_exits(self, randomize_inputs: bool = False) -> None:
+        """Behind vLLM's own compilation of the target, and with its signature; before graphs are recorded."""
+        self.first_layers.compile(self.vllm_config.speculative_config.plugin_config)
+
     def set_attn(self, model_state: Any, kv_cache_config: Any, *rest: Any) -> None:
         """The metadata builders need the names of the target's layers; the runner must go on seeing none of ours."""
         none_of_our_own: set[str] = self.draft_attn_layer_names

@@ -1,0 +1,79 @@
+"""Cut bodies as compiled code, where vLLM compiles its models.
+
+vLLM knows compiled code by the class and the configuration that it was compiled from, in memory as on disk, and drops
+the guards that would see another `end_layer`. So each cut body gets a class, a forward method and a tag of its own,
+as vLLM's drafters have.
+"""
+
+import logging
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.compilation.backends import set_model_tag
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import set_forward_context
+
+logger = logging.getLogger("vllm.specplugins")
+
+
+def compiles(body: nn.Module) -> bool:
+    """Whether vLLM compiles this body on its own."""
+    return isinstance(body, TorchCompileWithNoGuardsWrapper) and not getattr(body, "do_not_compile", True)
+
+
+def compile_cut(cut: Any, tag: str) -> Callable[..., torch.Tensor]:
+    """Compiles a copy of the target's body, and returns what to call in place of its `forward`.
+
+    To be called before anything is drafted: it takes as long as vLLM's own compilation does, for as many layers.
+    What fails costs the compiled code, not the engine.
+    """
+    forward: Callable[..., torch.Tensor] = cut.forward
+    try:
+        run = _compile(cut, tag)
+    except Exception as error:
+        sentence = str(error).strip().partition("\n")[0]
+        logger.warning(
+            "early_exit: %s stays eager, for it does not compile (%s: %s).", tag, type(error).__name__, sentence
+        )
+        logger.debug("the compiler's traceback", exc_info=True)
+        return forward
+    return run
+
+
+def _compile(cut: Any, tag: str) -> Callable[..., torch.Tensor]:
+    body, forward = type(cut), cut.forward
+    cut.__class__ = type(f"{body.__name__}_{tag}", (body,), {"forward": _own(body.forward, tag)})
+    cut.aot_compiled_fn = None  # the copy's are the whole body's
+    cut.was_aot_compile_fn_loaded_from_disk = False
+    cut._compile_tag = tag
+    config = cut.vllm_config
+    most = config.scheduler_config.max_num_batched_tokens
+    # As many tokens as all drafts of a step can have; one alone would compile code for one.
+    rows = min(max(2, config.scheduler_config.max_num_seqs * (config.num_speculative_tokens + 1)), most)
+    device = next(cut.parameters()).device
+    token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
+    with set_model_tag(tag), set_current_vllm_config(config):
+        TorchCompileWithNoGuardsWrapper.__init__(cut)
+        with set_forward_context(None, config, num_tokens=rows), torch.inference_mode():
+            cut(token_ids, token_ids.long(), None)
+
+    def run(token_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: None) -> torch.Tensor:
+        if len(token_ids) > most:  # what vLLM compiles ends there
+            return forward(token_ids, positions, intermediate_tensors)
+        return cut(token_ids.int(), positions, intermediate_tensors)
+
+    return run
+
+
+def _own(forward: Any, tag: str) -> FunctionType:
+    """The same function under another name, with a code object of its own: caches go by either."""
+    name = f"{forward.__name__}_{tag}"
+    code = forward.__code__.replace(co_name=name)
+    own = FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__, own.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+    own.__qualname__, own.__module__ = f"{forward.__qualname__}_{tag}", forward.__module__
+    return own

@@ -1,0 +1,67 @@
+"""Whether a model's layers can be cut, read from vLLM's source before an engine starts.
+
+Importing a model class takes seconds and may initialise a device, so nothing is imported. What the source does not
+say for certain, the worker decides (layers.py).
+"""
+
+import ast
+from collections.abc import Iterator
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+
+from vllm_specplugins.config import ConfigError
+
+# What a decoder's body must have.
+PARTS = ("layers", "start_layer", "end_layer", "norm")
+
+
+def uncuttable(method: str, model: str) -> ConfigError:
+    """The refusal of a model."""
+    wanted = "a decoder whose body runs `layers` from `start_layer` to `end_layer` and `norm` behind them"
+    return ConfigError(f"{method}: model must be {wanted}, as vLLM's Llama does, not {model}.")
+
+
+def may_be_cut(module: str) -> bool:
+    """False if no class of this module, or of those that its classes extend, is such a body.
+
+    >>> may_be_cut("vllm.model_executor.models.mistral"), may_be_cut("vllm.model_executor.models.opt")
+    (True, False)
+    """
+    sources = list(_sources(module, set()))
+    return not sources or any(_is_body(node) for source in sources for node in source.body)
+
+
+def _is_body(node: ast.stmt) -> bool:
+    if not isinstance(node, ast.ClassDef):
+        return False
+    attributes = [part for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+    bound = {part.attr for part in attributes if isinstance(part.ctx, ast.Store)}
+    read = {part.attr for part in attributes if isinstance(part.ctx, ast.Load)}
+    return bound.issuperset(PARTS) and "end_layer" in read
+
+
+def _sources(module: str, seen: set[str]) -> Iterator[ast.Module]:
+    """A module of vLLM's, and the modules from which it takes base classes or, as a package, anything."""
+    path = _path(module)
+    if module in seen or path is None:
+        return
+    seen.add(module)
+    source = ast.parse(path.read_text())
+    yield source
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    bases = {ast.unparse(base) for node in ast.walk(source) if isinstance(node, ast.ClassDef) for base in node.bases}
+    for node in ast.walk(source):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if package == module or bases & {name.asname or name.name for name in node.names}:
+            yield from _sources(resolve_name("." * node.level + (node.module or ""), package), seen)
+
+
+def _path(module: str) -> Path | None:
+    """Where a module of vLLM's models stands; `find_spec` would import its package."""
+    if not module.startswith(("vllm.model_executor.models.", "vllm.models.")):
+        return None
+    vllm = find_spec("vllm")
+    assert vllm is not None and vllm.submodule_search_locations
+    stem = Path(vllm.submodule_search_locations[0]).joinpath(*module.split(".")[1:])
+    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
