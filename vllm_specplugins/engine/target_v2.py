@@ -1,4 +1,4 @@
-"""Model Runner V2: a speculator for model proposers, and the target's layers on the paged KV cache.
+"""Model Runner V2: a speculator for model proposers.
 
 Nothing here waits for the device. Rows in the middle of their prompt are drafted for like all others: their
 tokens are thrown away by the scheduler, and what they write to the KV cache lies in slots that are written again.
@@ -14,18 +14,17 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, set_forward_context
-from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Sampling, Target
 from vllm_specplugins.engine.built_in import OfferV2
+from vllm_specplugins.engine.feedback_v2 import LateFeedback
 from vllm_specplugins.engine.history_v2 import Histories
 from vllm_specplugins.engine.layers import FirstLayers
 from vllm_specplugins.engine.options import request_options
+from vllm_specplugins.engine.paged_v2 import PagedForward
 from vllm_specplugins.engine.report import DraftReport
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.proposers.barrier import FaultBarrier
@@ -53,11 +52,11 @@ class TargetSpeculator(DraftModelSpeculator):
             self._histories = Histories(req_states, self.max_model_len, self.num_speculative_steps, device)
         self._rejection = vllm_config.speculative_config.plugin_config.common.rejection
         self.report = DraftReport()
-        self._feedback = _LateFeedback()
+        self._feedback = LateFeedback()
         self._options: dict[str, Options] = {}  # of requests that have any, where there are no histories
         self._drafted_at = 0.0  # when the last drafting from histories ended
         self._graphs: SpeculatorCudaGraphManager | None = None
-        self._query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._last_token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
         self._num_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._last_hidden_states = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
@@ -202,7 +201,7 @@ class TargetSpeculator(DraftModelSpeculator):
 
     def _draft_eagerly(self, input_batch: Any, feedback: Feedback) -> list[int]:
         num_reqs = input_batch.num_reqs
-        forward = _PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
+        forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
         batch = self._batch(input_batch.req_ids, forward)
         draft = self.barrier.propose(batch, feedback)
         self._keep(draft)
@@ -225,7 +224,7 @@ class TargetSpeculator(DraftModelSpeculator):
             max_num_draft[row] = draft_limit(
                 request.options, request.num_tokens, self.num_speculative_steps, self.max_model_len
             )
-        forward = _PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
+        forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
         batch = replace(
             self._batch(input_batch.req_ids, forward),
             token_ids=token_ids,
@@ -258,10 +257,10 @@ class TargetSpeculator(DraftModelSpeculator):
         num_speculative_steps: int,
     ) -> None:
         """What a graph records; vLLM's signature."""
-        forward = _PagedForward(self, num_reqs, num_tokens, attn_metadata, slot_mappings)
+        forward = PagedForward(self, num_reqs, num_tokens, attn_metadata, slot_mappings)
         self._keep(self.barrier.proposer.propose(self._batch([""] * num_reqs, forward)))
 
-    def _batch(self, request_ids: list[str], forward: "_PagedForward") -> DraftBatch:
+    def _batch(self, request_ids: list[str], forward: PagedForward) -> DraftBatch:
         rows = slice(len(request_ids))
         target = Target(
             forward=forward,
@@ -288,107 +287,3 @@ class TargetSpeculator(DraftModelSpeculator):
             certain = self.draft_tokens[:num_reqs, known:, None]
             logits = self._draft_logits.new_full((*certain.shape[:2], self._draft_logits.shape[-1]), -torch.inf)
             self._draft_logits[rows, known:] = logits.scatter_(2, certain.long(), 0.0)
-
-
-class _LateFeedback:
-    """What became of the drafts of the last step but one: a copy that was begun a step ago has arrived."""
-
-    def __init__(self) -> None:
-        nothing = np.zeros(0, np.int32)
-        self._request_ids: list[str] = []
-        self._counts: torch.Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
-        self._none = Feedback((), nothing, nothing)
-
-    def exchange(self, request_ids: list[str], num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> Feedback:
-        """Begins to copy this step's counts; returns those of the step before."""
-        feedback = self._read()
-        num_reqs = len(request_ids)
-        counts = torch.stack((num_sampled[:num_reqs], num_rejected[:num_reqs])).int()
-        self._request_ids, self._counts = list(request_ids), counts.to("cpu", non_blocking=True)
-        if counts.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-        return feedback
-
-    def _read(self) -> Feedback:
-        if self._counts is None:
-            return self._none
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        sampled, rejected = self._counts.numpy()
-        rows = np.flatnonzero(sampled)  # the others were in the middle of their prompt
-        accepted = sampled[rows] - 1
-        return Feedback([self._request_ids[row] for row in rows], accepted + rejected[rows], accepted)
-
-
-class _PagedForward:
-    """draft.PagedForward for the first rows of the speculator's buffers.
-
-    Metadata and slots that are given are those of a graph that is being recorded; otherwise they are made here.
-    """
-
-    def __init__(
-        self,
-        speculator: TargetSpeculator,
-        num_reqs: int,
-        num_tokens: int,
-        metadata: dict[str, Any] | None = None,
-        slots: dict[str, torch.Tensor] | None = None,
-        seq_lens_cpu: torch.Tensor | None = None,
-    ):
-        self._speculator, self._num_reqs, self._num_tokens = speculator, num_reqs, num_tokens
-        self._metadata, self._slots, self._seq_lens_cpu = metadata, slots, seq_lens_cpu
-        self._exists = speculator.idx_mapping[:num_reqs] >= 0  # not so in a graph's padding rows
-        self.logits, self.argmax = speculator.first_layers.logits, speculator.first_layers.argmax
-
-    def hidden_states(
-        self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
-    ) -> torch.Tensor:
-        speculator, num_reqs = self._speculator, self._num_reqs
-        buffers = speculator.input_buffers
-        length = 1 if positions.ndim == 1 else positions.shape[1]
-        rows = slice(num_reqs * length)
-        starts = buffers.query_start_loc[: num_reqs + 1]
-        torch.mul(speculator._query_starts[: num_reqs + 1], length, out=starts)
-        buffers.input_ids[rows].copy_(token_ids.view(-1))
-        torch.clamp(positions.view(-1), min=0, out=buffers.positions[rows])
-        last = positions if positions.ndim == 1 else positions[:, -1]
-        torch.add(last, 1, out=buffers.seq_lens[:num_reqs]).mul_(self._exists)
-        num_tokens = max(self._num_tokens, num_reqs * length)
-        slots = speculator.block_tables.compute_slot_mappings(
-            speculator.idx_mapping[:num_reqs], starts, buffers.positions[rows], num_tokens
-        )
-        with set_forward_context(
-            self._metadata_for(length),
-            speculator.vllm_config,
-            num_tokens=num_tokens,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=self._slots or build_slot_mappings_by_layer(slots, speculator.kv_cache_config),
-            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
-        ):
-            hidden_states = speculator.first_layers(end_layer, buffers.input_ids[rows], buffers.positions[rows], normed)
-        return hidden_states.view(*token_ids.shape, -1)
-
-    def _metadata_for(self, length: int) -> dict[str, Any] | None:
-        """Attention metadata over the speculator's buffers; that of single tokens is made once, if it can be."""
-        speculator = self._speculator
-        if length == 1 and self._metadata is not None:
-            speculator._update_draft_decode_metadata(self._metadata, self._num_reqs)
-            return self._metadata
-        assert self._seq_lens_cpu is not None
-        metadata: dict[str, Any] | None = speculator._build_uniform_attn_metadata(
-            batch_desc=BatchExecutionDescriptor(
-                cg_mode=CUDAGraphMode.NONE,
-                num_tokens=self._num_reqs * length,
-                num_reqs=self._num_reqs,
-                uniform_token_count=length,
-            ),
-            num_reqs=self._num_reqs,
-            num_query_per_req=length,
-            seq_lens_cpu_upper_bound=self._seq_lens_cpu,
-            step=speculator.num_speculative_steps,  # an upper bound for the whole draft
-        )
-        if length == 1 and speculator.supports_decode_metadata_update:
-            self._metadata = metadata
-        return metadata

@@ -1,0 +1,84 @@
+"""Model Runner V2: the target's layers on its paged KV cache."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+if TYPE_CHECKING:
+    from vllm_specplugins.engine.target_v2 import TargetSpeculator
+
+
+class PagedForward:
+    """draft.PagedForward for the first rows of the speculator's buffers.
+
+    Metadata and slots that are given are those of a graph that is being recorded; otherwise they are made here.
+    """
+
+    def __init__(
+        self,
+        speculator: "TargetSpeculator",
+        num_reqs: int,
+        num_tokens: int,
+        metadata: dict[str, Any] | None = None,
+        slots: dict[str, torch.Tensor] | None = None,
+        seq_lens_cpu: torch.Tensor | None = None,
+    ):
+        self._speculator, self._num_reqs, self._num_tokens = speculator, num_reqs, num_tokens
+        self._metadata, self._slots, self._seq_lens_cpu = metadata, slots, seq_lens_cpu
+        self._exists = speculator.idx_mapping[:num_reqs] >= 0  # not so in a graph's padding rows
+        self.logits, self.argmax = speculator.first_layers.logits, speculator.first_layers.argmax
+
+    def hidden_states(
+        self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
+    ) -> torch.Tensor:
+        speculator, num_reqs = self._speculator, self._num_reqs
+        buffers = speculator.input_buffers
+        length = 1 if positions.ndim == 1 else positions.shape[1]
+        rows = slice(num_reqs * length)
+        starts = buffers.query_start_loc[: num_reqs + 1]
+        torch.mul(speculator.query_starts[: num_reqs + 1], length, out=starts)
+        buffers.input_ids[rows].copy_(token_ids.view(-1))
+        torch.clamp(positions.view(-1), min=0, out=buffers.positions[rows])
+        last = positions if positions.ndim == 1 else positions[:, -1]
+        torch.add(last, 1, out=buffers.seq_lens[:num_reqs]).mul_(self._exists)
+        num_tokens = max(self._num_tokens, num_reqs * length)
+        slots = speculator.block_tables.compute_slot_mappings(
+            speculator.idx_mapping[:num_reqs], starts, buffers.positions[rows], num_tokens
+        )
+        with set_forward_context(
+            self._metadata_for(length),
+            speculator.vllm_config,
+            num_tokens=num_tokens,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=self._slots or build_slot_mappings_by_layer(slots, speculator.kv_cache_config),
+            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+        ):
+            hidden_states = speculator.first_layers(end_layer, buffers.input_ids[rows], buffers.positions[rows], normed)
+        return hidden_states.view(*token_ids.shape, -1)
+
+    def _metadata_for(self, length: int) -> dict[str, Any] | None:
+        """Attention metadata over the speculator's buffers; that of single tokens is made once, if it can be."""
+        speculator = self._speculator
+        if length == 1 and self._metadata is not None:
+            speculator._update_draft_decode_metadata(self._metadata, self._num_reqs)
+            return self._metadata
+        assert self._seq_lens_cpu is not None
+        metadata: dict[str, Any] | None = speculator._build_uniform_attn_metadata(
+            batch_desc=BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.NONE,
+                num_tokens=self._num_reqs * length,
+                num_reqs=self._num_reqs,
+                uniform_token_count=length,
+            ),
+            num_reqs=self._num_reqs,
+            num_query_per_req=length,
+            seq_lens_cpu_upper_bound=self._seq_lens_cpu,
+            step=speculator.num_speculative_steps,  # an upper bound for the whole draft
+        )
+        if length == 1 and speculator.supports_decode_metadata_update:
+            self._metadata = metadata
+        return metadata
