@@ -1,15 +1,12 @@
 """Model Runner V2: the target's layers on its paged KV cache."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-
-if TYPE_CHECKING:
-    from vllm_specplugins.engine.target_v2 import TargetSpeculator
 
 
 class PagedForward:
@@ -20,7 +17,7 @@ class PagedForward:
 
     def __init__(
         self,
-        speculator: "TargetSpeculator",
+        speculator: Any,  # TargetSpeculator
         num_reqs: int,
         num_tokens: int,
         metadata: dict[str, Any] | None = None,
