@@ -46,7 +46,7 @@ def _sources(module: str, seen: set[str]) -> Iterator[ast.Module]:
     if module in seen or path is None:
         return
     seen.add(module)
-    source = ast.parse(path.read_text())
+    source = ast.parse(path.read_text("utf-8"))
     yield source
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     bases = {ast.unparse(base) for node in ast.walk(source) if isinstance(node, ast.ClassDef) for base in node.bases}
