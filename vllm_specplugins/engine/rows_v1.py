@@ -13,7 +13,7 @@ class Rows:
 
     num_draft: list[int]  # of each request
     draft_token_ids: list[int]  # of all requests
-    num_tokens: np.ndarray  # [B] lengths of prompt and output
+    num_tokens: np.ndarray  # [>= B] lengths of prompt and output
     device: torch.device
 
     @cached_property
@@ -48,7 +48,8 @@ class Rows:
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """cu_num_logits, draft_token_ids, positions and idx_mapping of kernels/rejection."""
-        positions = np.arange(self.starts[-1]) + (self.num_tokens - self.starts[:-1]).repeat(self.counts)
+        num_tokens = self.num_tokens[: len(self.counts)]
+        positions = np.arange(self.starts[-1]) + (num_tokens - self.starts[:-1]).repeat(self.counts)
         arrays = self.starts.astype(np.int32), self.fed, positions, np.arange(len(self.counts))
         cu_num_logits, fed, positions, idx_mapping = map(self.as_tensor, arrays)
         return cu_num_logits, fed, positions, idx_mapping
