@@ -160,3 +160,20 @@ def test_command(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["lossless"] and {cell["verdict"] for cell in report["cells"]} == {PASSED}
     assert "Lossless: 34 passed." in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_refused_or_failed(has_begun: bool) -> None:
+    """Kills: an engine that failed in a step, and would never end the next, taken for one that refuses."""
+    from types import SimpleNamespace
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("what is wrong.\nand more")
+
+    llm_engine = SimpleNamespace(has_unfinished_requests=lambda: has_begun)
+    samples = Samples(SimpleNamespace(generate=generate, get_metrics=list, llm_engine=llm_engine))
+    if has_begun:
+        with pytest.raises(ValueError, match="what is wrong"):
+            samples.draw([])
+    else:
+        assert samples.draw([]).refusal == "what is wrong."

@@ -57,7 +57,11 @@ class Samples:
         self._llm = llm
 
     def draw(self, requests: Sequence[Request]) -> Drawn:
-        """Serves all requests at once."""
+        """Serves all requests at once.
+
+        Raises:
+            Exception: a step of the engine failed; it serves nothing any more.
+        """
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
 
@@ -66,7 +70,9 @@ class Samples:
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         try:
             results = self._llm.generate(prompts, params, use_tqdm=False)
-        except (ValueError, VLLMValidationError) as error:  # before anything is served
+        except (ValueError, VLLMValidationError) as error:
+            if self._llm.llm_engine.has_unfinished_requests():  # no refusal: a step has failed
+                raise
             return Drawn(refusal=str(error).strip().splitlines()[0])
         token_ids = [[list(output.token_ids) for output in result.outputs] for result in results]
         after = self._totals()
