@@ -162,9 +162,12 @@ COMMON: tuple[Seam, ...] = (
     Seam("v1/engine/llm_engine.py", "LLMEngine.add_request", None, "read", "calibrate times single steps"),
     Seam("v1/engine/llm_engine.py", "LLMEngine.step", names_of("self"), "read", "calibrate times single steps"),
     Seam(
-        "v1/engine/llm_engine.py", "LLMEngine.has_unfinished_requests", names_of("self"), "read",
+        "v1/engine/llm_engine.py",
+        "LLMEngine.has_unfinished_requests",
+        names_of("self"),
+        "read",
         "whether verify-lossless was refused, or a step failed",
-    ),  # fmt: skip
+    ),
     Seam("distributed/parallel_state.py", "get_tp_group", (), "read", "rank 0 drafts for all"),
     Seam("tokenizers/__init__.py", "cached_tokenizer_from_config", None, "read", "reference texts"),
 )
