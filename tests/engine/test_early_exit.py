@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import STRESS, generate, mixed_prompts
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
 from safetensors.torch import load_file
@@ -178,6 +179,31 @@ def test_refused_by_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"^early_exit: model must be .*, not Linear\.$") as refusal:
         FirstLayers(nn.Linear(1, 1))
     assert [record.message for record in caplog.records] == [str(refusal.value)]
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_without_norm(has_residual: bool) -> None:
+    """What an exit head with a norm of its own gets, of families whose norms take the residual or do not."""
+
+    class Body(nn.Module):
+        start_layer, end_layer = 0, 2
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [lambda states: states + 1] * 2
+            self.norm = nn.LayerNorm(3)
+
+        def forward(self, token_ids: Any, positions: Any, tensors: Any) -> Any:
+            states = token_ids.float()
+            for layer in self.layers[self.start_layer : self.end_layer]:
+                states = layer(states)
+            return self.norm(states, states)[0] if has_residual else self.norm(states)
+
+    target = nn.Module()
+    target.model = Body()
+    tokens = torch.tensor([[3, 4, 5]])
+    expected = (tokens + 1.0) * (2 if has_residual else 1)
+    assert torch.equal(FirstLayers(target)(1, tokens, tokens, normed=False), expected)
 
 
 def test_refused_multimodal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,5 +80,6 @@ class FirstLayers:
 class _Sum(nn.Module):
     """In place of a final norm: the residual stream as it is."""
 
-    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return hidden_states + residual, None
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """Some families, as Granite, keep no residual apart; their norms return one tensor."""
+        return hidden_states if residual is None else (hidden_states + residual, None)
