@@ -41,7 +41,7 @@ def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> t
             edited = processor.apply_with_spec_decode(edited, rows.counts.tolist())
         else:
             edited = _on_last_rows(edited, rows, processor.apply)
-    if processors:
+    if processors and edits.penalties is not None:
         edited = adjust(edited, *rows.layout, Edits(penalties=edits.penalties), max_num_draft)
     if budgets:
         holder.in_spec_mode = False  # a request with a budget has one row, as without speculation

@@ -84,9 +84,7 @@ def _scan_kernel(
     scale = scale_of(tl.load(temperature_ptr + state))
     groups = tile * GROUPS + tl.arange(0, GROUPS)
     offsets = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
-    if draft_logits_ptr is None:
-        logits = load_logits(logits_ptr + (begin + step) * logits_stride, offsets, offsets < vocab_size)
-    elif is_draft:
+    if draft_logits_ptr is not None and is_draft:
         row_ptr = draft_logits_ptr + state * draft_state_stride + step * draft_step_stride
         logits = load_logits(row_ptr, offsets, offsets < draft_vocab_size)
     else:
