@@ -7,6 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+RUNS = INTERPRETED or torch.cuda.is_available()
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+needs_triton = pytest.mark.skipif(not RUNS, reason="runs in a process with Triton's interpreter")
 
 
 def run_interpreted(test_file: str) -> None:

@@ -2,7 +2,6 @@
 
 import doctest
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -15,12 +14,7 @@ from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
 from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import bytes_moved, run_interpreted
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-RUNS = INTERPRETED or torch.cuda.is_available()
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-needs_triton = pytest.mark.skipif(not RUNS, reason="runs in a process with Triton's interpreter")
+from interpreted import DEVICE, INTERPRETED, RUNS, bytes_moved, needs_triton, run_interpreted
 
 
 @pytest.mark.skipif(RUNS, reason="is that process")

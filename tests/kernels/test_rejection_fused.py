@@ -4,8 +4,6 @@ On a GPU as it is, else in Triton's interpreter, which has to be chosen before T
 """
 
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,26 +14,12 @@ from vllm_specplugins.kernels.rejection.block import block_rejection_sample
 from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import bytes_moved
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-RUNS = INTERPRETED or torch.cuda.is_available()
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-needs_triton = pytest.mark.skipif(not RUNS, reason="runs in a process with Triton's interpreter")
+from interpreted import DEVICE, INTERPRETED, RUNS, bytes_moved, needs_triton, run_interpreted
 
 
 @pytest.mark.skipif(RUNS, reason="is that process")
 def test_in_the_interpreter() -> None:
-    """All tests of this file, where there is no GPU."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-s", "--import-mode=importlib", "-p", "no:cacheprovider", __file__],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 # The operation, and whether q is dense.
