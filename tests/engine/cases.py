@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from conftest import INTERPRETED
 from prompts import load_prompts
 from transformers import AutoTokenizer
@@ -55,3 +56,22 @@ def generate(llm: Any, prompts: list[list[int]], batch_sizes: list[int], **sampl
         outputs += [list(result.outputs[0].token_ids) for result in results]
         turn += 1
     return outputs
+
+
+def edit_params(rng: np.random.Generator, vocab_size: int) -> list[Any]:
+    """Each parameter that edits logits alone, all together, none."""
+    from vllm import SamplingParams
+
+    def tokens(number: int) -> list[int]:
+        return rng.choice(vocab_size, number, replace=False).tolist()
+
+    parameters: list[dict[str, Any]] = [
+        {"allowed_token_ids": tokens(60)},
+        {"logit_bias": dict(zip(tokens(30), rng.normal(size=30).tolist(), strict=True))},
+        {"min_tokens": 4, "stop_token_ids": tokens(20)},
+        {"repetition_penalty": 1.7, "frequency_penalty": -0.3, "presence_penalty": 0.8},
+    ]
+    together = {name: value for own in parameters for name, value in own.items()}
+    made = [SamplingParams(**own) for own in (*parameters, together, {})]
+    made[4]._bad_words_token_ids = [tokens(length) for length in (1, 2, 2, 3)] + [[7, 8], [8, 7], [7, 7, 8], [8, 8]]
+    return made

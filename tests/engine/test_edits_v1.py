@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import edit_params
 from conftest import RUNNER
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="of V1")
@@ -17,25 +18,6 @@ class Doubles:
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         return logits * 2
-
-
-def make_params(rng: np.random.Generator) -> list[Any]:
-    """Each parameter alone, all together, none."""
-    from vllm import SamplingParams
-
-    def tokens(number: int) -> list[int]:
-        return rng.choice(VOCAB_SIZE, number, replace=False).tolist()
-
-    parameters: list[dict[str, Any]] = [
-        {"allowed_token_ids": tokens(60)},
-        {"logit_bias": dict(zip(tokens(30), rng.normal(size=30).tolist(), strict=True))},
-        {"min_tokens": 4, "stop_token_ids": tokens(20)},
-        {"repetition_penalty": 1.7, "frequency_penalty": -0.3, "presence_penalty": 0.8},
-    ]
-    together = {name: value for own in parameters for name, value in own.items()}
-    made = [SamplingParams(**own) for own in (*parameters, together, {})]
-    made[4]._bad_words_token_ids = [tokens(length) for length in (1, 2, 2, 3)] + [[7, 8], [8, 7], [7, 7, 8], [8, 8]]
-    return made
 
 
 def make_metadata(params: list[Any], prompts: list[list[int]], outputs: list[list[int]], customs: list[Any]) -> Any:
@@ -110,7 +92,7 @@ def test_equals_sampler(customs: list[Any]) -> None:
         num_draft = [0] * 6 if customs else [3, 0, 2, 4, 1, 2]
         logits = torch.randn(sum(num_draft) + 6, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
         before = logits.to(torch.bfloat16).clone()
-        edited, expected = edited_and_expected(before, make_params(rng), num_draft, rng, customs)
+        edited, expected = edited_and_expected(before, edit_params(rng, VOCAB_SIZE), num_draft, rng, customs)
         assert torch.equal(edited, expected) and torch.equal(before, logits.to(torch.bfloat16))
 
 

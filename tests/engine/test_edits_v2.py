@@ -7,31 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import edit_params
 from conftest import INTERPRETED, RUNNER
 
 pytestmark = pytest.mark.skipif(RUNNER == "v1", reason="of V2")
 VOCAB_SIZE, NUM_DRAFT = 100, [3, 0, 2, 4, 1, 2]
-
-
-def make_params(seed: int) -> list[Any]:
-    """Each parameter alone, all together, none."""
-    from vllm import SamplingParams
-
-    rng = np.random.default_rng(seed)
-
-    def tokens(number: int) -> list[int]:
-        return rng.choice(VOCAB_SIZE, number, replace=False).tolist()
-
-    parameters: list[dict[str, Any]] = [
-        {"allowed_token_ids": tokens(60)},
-        {"logit_bias": dict(zip(tokens(30), rng.normal(size=30).tolist(), strict=True))},
-        {"min_tokens": 4, "stop_token_ids": tokens(20)},
-        {"repetition_penalty": 1.7, "frequency_penalty": -0.3, "presence_penalty": 0.8},
-    ]
-    together = {name: value for own in parameters for name, value in own.items()}
-    made = [SamplingParams(**own) for own in (*parameters, together, {})]
-    made[4]._bad_words_token_ids = [tokens(length) for length in (1, 2, 2, 3)] + [[7, 8], [8, 7], [7, 7, 8], [8, 8]]
-    return made
 
 
 def make_sampler(params: list[Any]) -> tuple[Any, Any]:
@@ -97,7 +77,7 @@ def test_equals_processors(implementation: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(edits_v2, "adjust", partial(edits_v2.adjust, implementation=implementation))
     for seed in range(3):
-        sampler, editor = make_sampler(make_params(seed))
+        sampler, editor = make_sampler(edit_params(np.random.default_rng(seed), VOCAB_SIZE))
         logits, layout, context = make_step(sampler)
         before = logits.clone()
         edited = editor.edit(logits, layout, max(NUM_DRAFT), context)
