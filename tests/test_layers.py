@@ -76,7 +76,7 @@ def test_import_is_light() -> None:
         "vllm_specplugins.proposers.prompt_lookup",
         "vllm_specplugins.kernels",
         "vllm_specplugins.engine",
-        "vllm_specplugins.engine.measure",
+        "vllm_specplugins.engine.measure.engine",
         "vllm_specplugins.tools",
         "vllm_specplugins.__main__",
     ]

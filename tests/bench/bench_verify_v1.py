@@ -31,7 +31,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_specplugins.engine.verify_v1 import Verifier
+from vllm_specplugins.engine.v1.verify import Verifier
 
 TRUNCATIONS = {
     "-": {},

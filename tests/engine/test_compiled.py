@@ -15,7 +15,7 @@ from cases import mixed_prompts
 from conftest import DEMO_MODEL, RUNNER, first_layers
 from test_early_exit import own_head
 
-from vllm_specplugins.engine import compiled
+from vllm_specplugins.engine.target import compiled
 
 ONCE = pytest.mark.skipif(RUNNER == "v2", reason="too slow through Triton's interpreter")
 # vLLM's CPU platform compiles without the backend that it has for GPUs: pieces between attention, and the cache.

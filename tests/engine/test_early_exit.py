@@ -13,9 +13,9 @@ from torch import nn
 from transformers import GPT2Config, JambaConfig, MambaConfig, OPTConfig
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine.layers import FirstLayers
-from vllm_specplugins.engine.model_source import may_be_cut
 from vllm_specplugins.engine.spec_config import _check_target
+from vllm_specplugins.engine.target.layers import FirstLayers
+from vllm_specplugins.engine.target.model_source import may_be_cut
 from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig
 
 FEW_LAYERS = NUM_LAYERS // 2

@@ -59,8 +59,8 @@ def edited_and_expected(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from vllm.v1.sample.sampler import Sampler
 
-    from vllm_specplugins.engine.edits_v1 import edit
-    from vllm_specplugins.engine.rows_v1 import Rows
+    from vllm_specplugins.engine.v1.edits import edit
+    from vllm_specplugins.engine.v1.rows import Rows
 
     prompts, outputs = ([rng.integers(7, 9, rng.integers(1, 5)).tolist() for _ in params] for _ in range(2))
     drafts = [rng.integers(7, 9, number).tolist() for number in num_draft]
@@ -115,8 +115,8 @@ def test_nothing_to_do() -> None:
     """Kills: a copy of the logits for parameters that the operation has itself."""
     from vllm import SamplingParams
 
-    from vllm_specplugins.engine.edits_v1 import edit
-    from vllm_specplugins.engine.rows_v1 import Rows
+    from vllm_specplugins.engine.v1.edits import edit
+    from vllm_specplugins.engine.v1.rows import Rows
 
     logits, lengths = torch.randn(1, VOCAB_SIZE), np.array([2])
     input_batch = SimpleNamespace(num_reqs=1, num_prompt_tokens=lengths, num_tokens_no_spec=lengths)

@@ -165,7 +165,7 @@ def test_a_wrong_q_is_seen(
     engine: Any, checkpoint: Path, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plants q of twice the temperature into the acceptance rule."""
-    from vllm_specplugins.engine.verify_v1 import Verifier
+    from vllm_specplugins.engine.v1.verify import Verifier
 
     right = Verifier.keep_draft
     monkeypatch.setattr(Verifier, "keep_draft", lambda self, ids, logits: right(self, ids, logits / 2))

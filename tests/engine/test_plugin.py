@@ -13,8 +13,8 @@ from cases import PROMPT_LOOKUP, generate
 from conftest import DEMO_MODEL, EXAMPLES, RUNNER
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine import compat
 from vllm_specplugins.engine.spec_config import take_over
+from vllm_specplugins.engine.versions import compat
 
 ONCE = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -62,7 +62,7 @@ def changes(before: dict[tuple[str, ...], int], after: dict[tuple[str, ...], int
 IMPORT_EVERYTHING = f"""
 import importlib, sys
 sys.path[:0] = {[os.path.dirname(__file__), str(EXAMPLES / "demo")]!r}
-from vllm_specplugins.engine import compat
+from vllm_specplugins.engine.versions import compat
 for seam in compat.SEAMS:
     name = "vllm." + seam.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     try:
@@ -186,7 +186,7 @@ def test_asynchronous_scheduling() -> None:
         with pytest.raises(ConfigError, match="async_scheduling must be false on Model Runner V1"):
             take_over(config)
         return
-    assert config.scheduler_config.scheduler_cls == "vllm_specplugins.engine.scheduler.PlannedScheduler"
+    assert config.scheduler_config.scheduler_cls == "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
     with pytest.raises(ConfigError, match="scheduler_cls must be left alone"):
         engine_config(PROMPT_LOOKUP, async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
 

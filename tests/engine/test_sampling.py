@@ -52,10 +52,10 @@ def test_distribution(engine: Any) -> None:
 
 @pytest.mark.skipif(RUNNER == "v2", reason="mends V1's CPU kernel")
 def test_expanded_parameters() -> None:
-    from vllm_specplugins.engine import runner_v1
-    from vllm_specplugins.engine.runner_v1 import expand_batch_to_tokens
+    from vllm_specplugins.engine.v1 import runner
+    from vllm_specplugins.engine.v1.runner import expand_batch_to_tokens
 
-    assert doctest.testmod(runner_v1).failed == 0
+    assert doctest.testmod(runner).failed == 0
     x, ends = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32)
     assert expand_batch_to_tokens(x, ends, 5, 0, 1).tolist() == [0.5, 0.5, 2.0, 2.0, 2.0]
     k = torch.tensor([7, 0, 9], dtype=torch.int32)

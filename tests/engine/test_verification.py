@@ -297,8 +297,8 @@ def test_likeliest_tokens() -> None:
     import torch
     from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 
-    from vllm_specplugins.engine.rows_v1 import Rows
-    from vllm_specplugins.engine.verify_v1 import _greedy
+    from vllm_specplugins.engine.v1.rows import Rows
+    from vllm_specplugins.engine.v1.verify import _greedy
 
     random = torch.Generator().manual_seed(1)
     for num_reqs in [1, 2, 5] * 30:

@@ -15,7 +15,7 @@ from vllm_specplugins.kernels import rejection
 from vllm_specplugins.kernels.rejection import reference
 
 from vllm_specplugins.engine import verify
-from vllm_specplugins.engine.measure_samples import SETTINGS, Samples
+from vllm_specplugins.engine.measure.samples import SETTINGS, Samples
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint
 from vllm_specplugins.tools.lossless.grid import BIAS, CUTS, METHODS, PENALTIES, REWARDS, TOP_K, Cell, cell
@@ -80,14 +80,14 @@ def another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Penalties do not count the step's drafts."""
-    from vllm_specplugins.engine import edits_v1
+    from vllm_specplugins.engine.v1 import edits
 
-    right = edits_v1.adjust
+    right = edits.adjust
 
     def wrong(logits: Any, cu_num_logits: Any, draft_token_ids: Any, *rest: Any) -> Any:
         return right(logits, cu_num_logits, torch.full_like(draft_token_ids, -1), *rest)
 
-    monkeypatch.setattr(edits_v1, "adjust", wrong)
+    monkeypatch.setattr(edits, "adjust", wrong)
 
 
 def accept_more_certain_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

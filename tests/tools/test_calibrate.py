@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.engine.measure import Served
+from vllm_specplugins.engine.measure.engine import Served
 from vllm_specplugins.tools import calibrate
 from vllm_specplugins.tools.base_model import BaseModel, Exit
 from vllm_specplugins.tools.speedup import tokens_per_step

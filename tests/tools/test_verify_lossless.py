@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.engine.measure_samples import Drawn, Request
+from vllm_specplugins.engine.measure.samples import Drawn, Request
 from vllm_specplugins.tools import verify_lossless
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, make_model

@@ -1,7 +1,7 @@
 """The entry point: lets vLLM's `--speculative-config` name our methods. Inert until one of them is asked for.
 
 Only two methods of `EngineArgs` are wrapped when the plugin is loaded; both hand every call that does not name a
-method of ours to vLLM unchanged. Everything else happens after such a call (seams_*.py list it).
+method of ours to vLLM unchanged. Everything else happens after such a call (the files seams.py list it).
 """
 
 import functools
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from vllm_specplugins.config import ConfigError, SpecConfig, shown
-from vllm_specplugins.engine import compat
+from vllm_specplugins.engine.versions import compat
 from vllm_specplugins.methods import METHODS, parse_config
 
 logger = logging.getLogger("vllm.specplugins")

@@ -11,8 +11,8 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig, StageConfig
-from vllm_specplugins.engine.model_source import may_be_cut, uncuttable
 from vllm_specplugins.engine.options import check_requests
+from vllm_specplugins.engine.target.model_source import may_be_cut, uncuttable
 from vllm_specplugins.methods import built_in_stage, early_exits, reads_history, runs_target
 
 logger = logging.getLogger("vllm.specplugins")
@@ -25,7 +25,7 @@ WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "vllm_specplugins.engine.worker.GPUWorker",
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_specplugins.engine.worker.CPUWorker",
 }
-SCHEDULER = "vllm_specplugins.engine.scheduler.PlannedScheduler"
+SCHEDULER = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
 
 
 @vllm_dataclass

@@ -1,7 +1,7 @@
 """vLLM's workers with our proposer in their model runner: the classes that `worker_cls` names.
 
 What has to be replaced in vLLM while a runner is built is put back, and everything else is set on that one runner;
-the patches that stay (kind "patch" in seams_*.py) check the options of requests and, where verification is
+the patches that stay (kind "patch" in the files seams.py) check the options of requests and, where verification is
 vLLM's, mend its sampling on CPUs.
 """
 
@@ -42,12 +42,12 @@ class _WithProposer:
 
     def init_device(self) -> None:
         if self.use_v2_model_runner:
-            from vllm_specplugins.engine import runner_v2 as runner
+            from vllm_specplugins.engine.v2 import runner as runner
 
             processors: AbstractContextManager[None] = nullcontext()
         else:
-            from vllm_specplugins.engine import runner_v1 as runner  # type: ignore[no-redef]
-            from vllm_specplugins.engine.verify_v1 import all_logits_processors
+            from vllm_specplugins.engine.v1 import runner as runner  # type: ignore[no-redef]
+            from vllm_specplugins.engine.v1.verify import all_logits_processors
 
             processors = all_logits_processors(self.vllm_config)
         with runner.while_built(self.vllm_config), processors:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_specplugins.config import ConfigError, shown
-from vllm_specplugins.engine.measure import Engine, EngineSettings, Served
+from vllm_specplugins.engine.measure.engine import Engine, EngineSettings, Served
 from vllm_specplugins.proposers.exit_head import ExitHead, check_exit_head, read_head_config
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer, overlap
 from vllm_specplugins.tools.files import MIN_ROW_TOKENS, every_nth, make_folder, token_rows

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_specplugins.config import ConfigError, shown
-from vllm_specplugins.engine.measure_samples import Drawn, Request, SamplingEngine
+from vllm_specplugins.engine.measure.samples import Drawn, Request, SamplingEngine
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint
 from vllm_specplugins.tools.lossless.exact import ExactModel
@@ -32,7 +32,7 @@ NO_SPECULATION = "no speculation"
 
 
 class Engine(Protocol):
-    """What serves requests (engine/measure_samples.py)."""
+    """What serves requests (engine/measure/samples.py)."""
 
     def draw(self, requests: Sequence[Request]) -> Drawn:
         """Serves all of them at once."""

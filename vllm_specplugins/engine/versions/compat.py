@@ -1,6 +1,6 @@
 """The version contract: every name of vLLM that we replace, override or read, in lists that can be checked.
 
-The lists stand in seams_common.py, seams_v1.py and seams_v2.py. The check reads vLLM's source and imports nothing of
+The lists stand in versions/seams.py, v1/seams.py and v2/seams.py. The check reads vLLM's source and imports nothing of
 it, so it serves an installed vLLM as well as an unpacked wheel of another version.
 """
 
@@ -10,10 +10,10 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_specplugins.engine.seam import Seam
-from vllm_specplugins.engine.seams_common import COMMON
-from vllm_specplugins.engine.seams_v1 import V1
-from vllm_specplugins.engine.seams_v2 import V2
+from vllm_specplugins.engine.v1.seams import V1
+from vllm_specplugins.engine.v2.seams import V2
+from vllm_specplugins.engine.versions.seam import Seam
+from vllm_specplugins.engine.versions.seams import COMMON
 
 SUPPORTED = ">=0.32,<0.34"
 SEAMS: tuple[Seam, ...] = (*COMMON, *V1, *V2)

@@ -1,6 +1,6 @@
 """What both runners need of vLLM: its front end, its configuration, its scheduler. See compat.py."""
 
-from vllm_specplugins.engine.seam import CUSTOM_CLASS, Seam, names_of, verifies_by
+from vllm_specplugins.engine.versions.seam import CUSTOM_CLASS, Seam, names_of, verifies_by
 
 COMMON: tuple[Seam, ...] = (
     Seam(

@@ -9,7 +9,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_specplugins.draft import Sampling, Target
-from vllm_specplugins.engine.layers import FirstLayers
+from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.verify import draft_seeds
 
 

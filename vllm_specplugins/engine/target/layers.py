@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from vllm_specplugins.config import SpecConfig
-from vllm_specplugins.engine.compiled import compile_cut, compiles
-from vllm_specplugins.engine.model_source import PARTS, uncuttable
 from vllm_specplugins.engine.plugin import sentence_instead_of_traceback
+from vllm_specplugins.engine.target.compiled import compile_cut, compiles
+from vllm_specplugins.engine.target.model_source import PARTS, uncuttable
 from vllm_specplugins.methods import early_exits
 
 logger = logging.getLogger("vllm.specplugins")

@@ -1,7 +1,7 @@
 """Model Runner V2: samples and verifies with kernels/rejection, inside vLLM's own samplers.
 
 Temperature, top-k, top-p and min-p are the operation's; where no request of a batch needs more, it reads the logits as
-the model made them. What comes before the temperature is edits_v2.py's.
+the model made them. What comes before the temperature is v2/edits.py's.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _flatten_sampled_kernel
 
-from vllm_specplugins.engine.edits_v2 import LogitsEditor
+from vllm_specplugins.engine.v2.edits import LogitsEditor
 from vllm_specplugins.engine.verify import OPERATIONS
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 

@@ -17,11 +17,12 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import DraftBatch, Feedback
-from vllm_specplugins.engine.built_in import DrafterV1, both
-from vllm_specplugins.engine.layers import FirstLayers
+from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.options import request_options
-from vllm_specplugins.engine.target_v1 import TargetV1
-from vllm_specplugins.engine.verify_v1 import Verifier
+from vllm_specplugins.engine.target.layers import FirstLayers
+from vllm_specplugins.engine.v1.built_in import BuiltInDrafter
+from vllm_specplugins.engine.v1.target import TargetV1
+from vllm_specplugins.engine.v1.verify import Verifier
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.request_options import draft_limit
 
@@ -106,7 +107,7 @@ class _Adapter:
         self._runner = runner
         self._barrier = barrier
         self._update_states = runner._update_states  # vLLM's own, bound
-        self._built_in = None if runner.speculative_config.built_in is None else DrafterV1(runner)
+        self._built_in = None if runner.speculative_config.built_in is None else BuiltInDrafter(runner)
         self._requests: dict[str, _Request] = {}
         # Requests without a seed get theirs in the order in which they come: the same on every rank.
         self._random = np.random.default_rng(runner.model_config.seed)

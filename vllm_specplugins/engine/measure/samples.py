@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine.measure_process import EngineProcess
+from vllm_specplugins.engine.measure.process import EngineProcess
 
 # Arguments of `vllm.LLM` beside the model: a tiny one, many requests in a step.
 SETTINGS: dict[str, Any] = {

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 
-from vllm_specplugins.engine.rows_v1 import Rows
+from vllm_specplugins.engine.v1.rows import Rows
 from vllm_specplugins.kernels.rejection.adjust import BadWords, Bias, Edits, MinTokens, Penalties, adjust
 
 _OWN = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)

@@ -18,8 +18,8 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, MinPLogitsProcessor
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.engine.edits_v1 import custom, edit
-from vllm_specplugins.engine.rows_v1 import Rows
+from vllm_specplugins.engine.v1.edits import custom, edit
+from vllm_specplugins.engine.v1.rows import Rows
 from vllm_specplugins.engine.verify import OPERATIONS
 from vllm_specplugins.kernels.rejection import Sampling, load
 from vllm_specplugins.kernels.rejection.truncation.reference import thresholds

@@ -19,13 +19,13 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Sampling, Target
-from vllm_specplugins.engine.built_in import OfferV2
-from vllm_specplugins.engine.feedback_v2 import LateFeedback
-from vllm_specplugins.engine.history_v2 import Histories
-from vllm_specplugins.engine.layers import FirstLayers
 from vllm_specplugins.engine.options import request_options
-from vllm_specplugins.engine.paged_v2 import PagedForward
-from vllm_specplugins.engine.report import DraftReport
+from vllm_specplugins.engine.target.layers import FirstLayers
+from vllm_specplugins.engine.v2.built_in import DeviceOffer
+from vllm_specplugins.engine.v2.feedback import LateFeedback
+from vllm_specplugins.engine.v2.history import Histories
+from vllm_specplugins.engine.v2.paged import PagedForward
+from vllm_specplugins.engine.v2.report import DraftReport
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.request_options import Options, draft_limit
@@ -41,8 +41,8 @@ class TargetSpeculator(DraftModelSpeculator):
 
     draft_attn_layer_names: set[str]
     draft_logits: torch.Tensor | None
-    barrier: FaultBarrier  # set by runner_v2.attach
-    offer: OfferV2 | None = None  # of a cascade's stage that is built into vLLM
+    barrier: FaultBarrier  # set by runner.attach
+    offer: DeviceOffer | None = None  # of a cascade's stage that is built into vLLM
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)

@@ -1,4 +1,4 @@
-"""A proposer built into vLLM, as a stage of a cascade: vLLM's own factory makes it, and it is run at every step.
+"""A proposer built into vLLM, as a stage of a cascade on Model Runner V1: it is run at every step.
 
 What it does in a step runs over all tokens of that step, so that its KV cache holds every token that the target's
 does, whoever drafted them.
@@ -16,7 +16,7 @@ import torch
 from vllm_specplugins.draft import Offer
 
 
-class DrafterV1:
+class BuiltInDrafter:
     """vLLM's own drafter of a V1 runner.
 
     V1 asks its own drafters before it knows the sampled tokens on the host, and custom ones behind that. With this flag
@@ -75,72 +75,3 @@ class DrafterV1:
         for row, tokens in enumerate(sampled_token_ids):
             padded[row, : len(tokens)] = tokens
         return torch.from_numpy(padded).to(self._runner.device)
-
-
-class OfferV2:
-    """What vLLM's own speculator drafted in a step, still on the device."""
-
-    def __init__(self, drafts: torch.Tensor, stopwatch: "_Stopwatch"):
-        self._drafts, self._stopwatch = drafts, stopwatch
-
-    def of(self, rows: Sequence[int]) -> Offer:
-        """The drafts for these rows of the batch; waits for them."""
-        token_ids = self._drafts.to("cpu", torch.int32).numpy()[rows]
-        return Offer(token_ids, self._stopwatch.ms())
-
-
-def run_before(theirs: Any, ours: Any) -> Any:
-    """vLLM's own speculator, changed so that ours gets its drafts and has the last word.
-
-    The runner deals with vLLM's own, whose layers and KV cache it has to prepare.
-    """
-    propose = theirs.propose
-
-    def propose_both(*args: Any, **kwargs: Any) -> torch.Tensor:
-        stopwatch = _Stopwatch(ours.device)
-        drafts = propose(*args, **kwargs)
-        stopwatch.stop()
-        ours.offer = OfferV2(drafts, stopwatch)
-        result: torch.Tensor = ours.propose(*args, **kwargs)
-        return result
-
-    theirs.propose = propose_both
-    for name in ("load_model", "set_attn"):  # ours has them if it runs the target
-        if hasattr(ours, name):
-            setattr(theirs, name, both(getattr(ours, name), getattr(theirs, name)))
-    theirs.specplugins = ours
-    return theirs
-
-
-def both(first: Any, second: Any) -> Any:
-    """A function that calls both, with the same arguments."""
-
-    def call(*args: Any, **kwargs: Any) -> None:
-        first(*args, **kwargs)
-        second(*args, **kwargs)
-
-    return call
-
-
-class _Stopwatch:
-    """How long the device took for what was launched between start and `stop`."""
-
-    def __init__(self, device: torch.device):
-        self._is_cuda = device.type == "cuda"
-        self._marks = [self._mark()]
-
-    def stop(self) -> None:
-        self._marks.append(self._mark())
-
-    def ms(self) -> float:
-        """After the device has got there."""
-        start, end = self._marks
-        ms: float = start.elapsed_time(end) if self._is_cuda else (end - start) * 1000
-        return ms
-
-    def _mark(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

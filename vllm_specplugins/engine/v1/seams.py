@@ -1,6 +1,6 @@
 """What we touch of Model Runner V1. See compat.py."""
 
-from vllm_specplugins.engine.seam import CUSTOM_CLASS, PARAMETERS, Seam, names_of, verifies, verifies_by
+from vllm_specplugins.engine.versions.seam import CUSTOM_CLASS, PARAMETERS, Seam, names_of, verifies, verifies_by
 
 _V1 = "v1/worker/gpu_model_runner.py"
 V1: tuple[Seam, ...] = (

@@ -15,12 +15,13 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array
-from vllm_specplugins.engine import verify_v2
-from vllm_specplugins.engine.built_in import OfferV2, both, run_before
-from vllm_specplugins.engine.history_v2 import Histories
-from vllm_specplugins.engine.report import REPORT, DraftReport
+from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.spec_config import without_built_in
-from vllm_specplugins.engine.target_v2 import TargetSpeculator
+from vllm_specplugins.engine.v2 import verify
+from vllm_specplugins.engine.v2.built_in import DeviceOffer, run_before
+from vllm_specplugins.engine.v2.history import Histories
+from vllm_specplugins.engine.v2.report import REPORT, DraftReport
+from vllm_specplugins.engine.v2.target import TargetSpeculator
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.request_options import draft_limit
 
@@ -73,7 +74,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     if isinstance(speculator, TargetSpeculator):
         runner.profile_run = both(runner.profile_run, speculator.compile_exits)
     if runner.speculative_config.plugin_config.common.verification == "fused":
-        verify_v2.attach(runner)
+        verify.attach(runner)
 
 
 class HostSpeculator(BaseSpeculator):
@@ -86,7 +87,7 @@ class HostSpeculator(BaseSpeculator):
     supports_mm_inputs = False
     draft_logits = None
     barrier: FaultBarrier  # set by `attach`
-    offer: OfferV2 | None = None  # of a cascade's stage that is built into vLLM
+    offer: DeviceOffer | None = None  # of a cascade's stage that is built into vLLM
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         self.device = device

@@ -1,6 +1,6 @@
 """What we touch of Model Runner V2. See compat.py."""
 
-from vllm_specplugins.engine.seam import Seam, names_of, verifies, verifies_by
+from vllm_specplugins.engine.versions.seam import Seam, names_of, verifies, verifies_by
 
 _V2 = "v1/worker/gpu/model_runner.py"
 _PROCESSORS = "v1/worker/gpu/sample/logits_processor/interface.py"

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from vllm_specplugins.engine.measure_process import EngineProcess
+from vllm_specplugins.engine.measure.process import EngineProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from vllm_specplugins.engine.report import REPORT
+from vllm_specplugins.engine.v2.report import REPORT
 
 
 class PlannedScheduler(AsyncScheduler):

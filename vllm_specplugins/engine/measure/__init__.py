@@ -1,0 +1,1 @@
+"""Real engines, timed and sampled from outside, for the tools."""

@@ -1,0 +1,1 @@
+"""Model Runner V1: one file for each thing that an adapter does."""

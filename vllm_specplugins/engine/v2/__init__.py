@@ -1,0 +1,1 @@
+"""Model Runner V2: one file for each thing that an adapter does."""

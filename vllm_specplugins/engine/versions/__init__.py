@@ -1,0 +1,1 @@
+"""Which names of vLLM we touch, and whether a version has them."""
