@@ -273,7 +273,7 @@ def test_cascade(policy: str) -> None:
     assert sum(stage.kept for stage in counters.values()) >= draft.num_draft.sum()
     proposer.propose(batch)
     proposer.forget(batch.request_ids)
-    assert not proposer._sent and not proposer._stages[0]._indexes
+    assert not proposer._sent and not proposer._stages[0]._requests
 
 
 def test_config_is_nested() -> None:
