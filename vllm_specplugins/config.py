@@ -4,6 +4,7 @@ Knows nothing of vLLM. Everything that it refuses, it refuses with one sentence 
 and what is allowed.
 """
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
@@ -36,9 +37,16 @@ def choice(default: str, *others: str) -> Any:
     return field(default=default, metadata={"kind": tuple, "words": (default, *others)})
 
 
+# A client's value may be large: no more of it is written out than may be shown.
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 8
+_BRIEF.maxdict = _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxset = 60
+_BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 200
+
+
 def shown(value: object) -> str:
     """`value` as an error message quotes it: at most 60 characters of its repr."""
-    words = repr(value)
+    words = _BRIEF.repr(value)
     return words if len(words) <= 60 else words[:57] + "..."
 
 
@@ -78,10 +86,13 @@ class PromptLookupConfig:
     Args:
         max_ngram: longest n-gram, in tokens, that is looked up (tried first).
         min_ngram: shortest n-gram whose match is still drafted from.
+        max_index_bytes: most memory of all requests' indexes together, 8 to 25 bytes a token; requests that find it
+            full are not drafted for.
     """
 
     max_ngram: int = integer(8, 1, MAX_NGRAM)
     min_ngram: int = integer(2, 1, MAX_NGRAM)
+    max_index_bytes: int = integer(1 << 29, 1 << 20, 1 << 40)
 
     def __post_init__(self) -> None:
         check_fields(self, "prompt_lookup")
