@@ -273,17 +273,24 @@ class TargetSpeculator(DraftModelSpeculator):
         return DraftBatch(request_ids, (), max_num_draft, [{}] * len(request_ids), target)
 
     def _keep(self, draft: Draft) -> None:
-        """Copies a draft to where vLLM's verification looks for it."""
+        """Copies a draft to where vLLM's verification looks for it.
+
+        A draft may be shorter than the scheduler has planned. Behind its end stand tokens that are verified like any
+        others, and certain: without a q of their own, what stands in that row is another step's, or nobody's.
+        """
         num_reqs, width = draft.token_ids.shape
-        self.draft_tokens[:num_reqs, :width] = torch.as_tensor(draft.token_ids, device=self.device)
+        tokens = self.draft_tokens[:num_reqs]
+        tokens[:, :width] = torch.as_tensor(draft.token_ids, device=self.device)
         if self.draft_logits is None:
             return
-        rows = self.idx_mapping[:num_reqs].long()
-        known = 0
+        requests = self.idx_mapping[:num_reqs].long()
+        sampled = 0
         if draft.logits is not None:
-            known = draft.logits.shape[1]
-            self._draft_logits[rows, :known] = draft.logits.to(self._draft_logits.dtype)
-        if known < self.num_speculative_steps:  # the others are certain: what stands there is of an earlier step
-            certain = self.draft_tokens[:num_reqs, known:, None]
-            logits = self._draft_logits.new_full((*certain.shape[:2], self._draft_logits.shape[-1]), -torch.inf)
-            self._draft_logits[rows, known:] = logits.scatter_(2, certain.long(), 0.0)
+            sampled = draft.logits.shape[1]
+            self._draft_logits[requests, :sampled] = draft.logits.to(self._draft_logits.dtype)
+        is_certain = np.arange(self.num_speculative_steps) >= np.minimum(draft.num_draft, sampled)[:, None]
+        if is_certain.any():
+            rows, columns = (torch.from_numpy(index).to(self.device) for index in np.nonzero(is_certain))
+            one_hot = self._draft_logits.new_full((len(rows), self._draft_logits.shape[-1]), -torch.inf)
+            one_hot.scatter_(1, tokens[rows, columns, None], 0.0)
+            self._draft_logits[requests[rows], columns] = one_hot
