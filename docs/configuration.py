@@ -75,7 +75,14 @@ def page() -> str:
     """The page's text."""
     parts = [BEGINNING, "## Every method", *rows(CommonConfig), ""]
     for name, method in METHODS.items():
-        parts += [f"## `{name}`", "", summary(method.config).partition(": ")[2].capitalize(), "", *rows(method.config), ""]
+        parts += [
+            f"## `{name}`",
+            "",
+            summary(method.config).partition(": ")[2].capitalize(),
+            "",
+            *rows(method.config),
+            "",
+        ]
     names = ", ".join(f"`{name}`" for name in BUILT_IN)
     parts += [
         "## Stages built into vLLM",

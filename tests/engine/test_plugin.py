@@ -13,6 +13,7 @@ from cases import PROMPT_LOOKUP, generate
 from conftest import DEMO_MODEL, EXAMPLES, RUNNER
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine import scheduling
 from vllm_specplugins.engine.spec_config import take_over
 from vllm_specplugins.engine.versions import compat
 
@@ -184,11 +185,39 @@ def test_asynchronous_scheduling() -> None:
         config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
         config.scheduler_config.async_scheduling = True
         with pytest.raises(ConfigError, match="async_scheduling must be false on Model Runner V1"):
-            take_over(config)
+            take_over(config, True)
         return
     assert config.scheduler_config.scheduler_cls == "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
     with pytest.raises(ConfigError, match="scheduler_cls must be left alone"):
         engine_config(PROMPT_LOOKUP, async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+
+
+def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronous, as vLLM's default is, where nothing of the method reads tokens on the host; and a sentence says so.
+
+    Kills: a default that the user did not ask for, and one that overrides him.
+    """
+    early_exit = {"method": "early_exit", "exit_layer": 1}
+    cascade = {"method": "cascade", "stages": [{"method": "prompt_lookup"}, early_exit]}
+
+    said: list[str] = []
+    monkeypatch.setattr(scheduling.logger, "info", lambda text, *words: said.append(text % words))
+
+    def asynchronous(speculative_config: Any, **arguments: Any) -> tuple[bool, Any]:
+        said.clear()
+        scheduler = engine_config(speculative_config, **arguments).scheduler_config
+        return scheduler.async_scheduling, scheduler.scheduler_cls
+
+    planned = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
+    assert asynchronous(early_exit) == ((True, planned) if RUNNER == "v2" else (False, None))
+    says = "asynchronously, as vLLM's own" if RUNNER == "v2" else "synchronously, for Model Runner V1 plans"
+    assert [says in sentence for sentence in said] == [True]
+    for speculative_config in (PROMPT_LOOKUP, cascade):
+        assert asynchronous(speculative_config) == (False, None)
+        assert ["reads tokens on the host" in sentence for sentence in said] == [True]
+    assert asynchronous(early_exit, async_scheduling=False) == (False, None) and not said
+    theirs = "vllm.v1.core.sched.scheduler.Scheduler"
+    assert asynchronous(early_exit, scheduler_cls=theirs) == (False, theirs)
 
 
 def test_foreign_worker() -> None:

@@ -110,21 +110,21 @@ def _without_speculation(original: Callable[..., Any], engine_args: Any, *args: 
 def _with_method(config: SpecConfig, original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's configuration with our method in it, our worker and, where scheduling is asynchronous, our scheduler.
 
-    vLLM's check of `async_scheduling` knows methods by name; ours is one more name while it runs. Unless the user
-    asks for it, our methods are scheduled synchronously: the true lengths of the drafts are known then.
+    vLLM's check of `async_scheduling` knows methods by name; ours is one more name while it runs.
     """
     from vllm.config import vllm as vllm_config_module
 
-    from vllm_specplugins.engine import spec_config
+    from vllm_specplugins.engine import scheduling, spec_config
 
-    asynchronous = bool(engine_args.async_scheduling)
+    asked = engine_args.async_scheduling
+    asynchronous = scheduling.wanted_of_vllm(config, asked)
     known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), config.method)]  # type: ignore[valid-type]
     with (
         _replaced(engine_args, {"_specplugins_config": config, "async_scheduling": asynchronous}),
         _replaced(vllm_config_module, {"NgramGPUTypes": known_names}),
     ):
         vllm_config = original(engine_args, *args, **kwargs)
-    spec_config.take_over(vllm_config)
+    spec_config.take_over(vllm_config, asked)
     return vllm_config
 
 

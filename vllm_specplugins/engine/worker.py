@@ -55,6 +55,12 @@ class _WithProposer:
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device)
         runner.attach(self.model_runner, self._barrier)
 
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """vLLM fits requests to its memory (`--max-model-len auto`); a proposer has to know where they end."""
+        super().update_max_model_len(max_model_len)  # type: ignore[misc]
+        config = self.vllm_config.speculative_config.plugin_config
+        self._barrier.guard.proposer = build_proposer(config, context_of(self.vllm_config, self.model_runner.device))
+
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (draft.Counters) as a dictionary; for `LLM.collective_rpc`."""
         return asdict(self._barrier.totals())
@@ -62,25 +68,8 @@ class _WithProposer:
 
 def guarded_proposer(vllm_config: "VllmConfig", device: Any) -> FaultBarrier:
     """The configured proposer behind its fault barrier."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    speculative_config, model_config = vllm_config.speculative_config, vllm_config.model_config
-    config = speculative_config.plugin_config
-    group = get_tp_group()
-    # What runs the target's layers drafts on every rank, for each has a part of them; everything else on rank 0.
-    on_all_ranks = speculative_config.runs_target and group.world_size > 1
-    context = ProposerContext(
-        vocab_size=model_config.get_vocab_size(),
-        max_model_len=model_config.max_model_len,
-        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-        max_num_draft=config.common.num_speculative_tokens,
-        tokenize=_Tokenizer(model_config),
-        device=device,
-        dtype=model_config.dtype,
-        time_budget_ms=config.common.time_budget_ms,
-        num_ranks=group.world_size,
-        **({"rank": group.rank_in_group, "agreed": _rank_0s} if on_all_ranks else {}),
-    )
+    speculative_config = vllm_config.speculative_config
+    config, context = speculative_config.plugin_config, context_of(vllm_config, device)
     # A call into the target belongs to the engine's own thread and stream; a cascade puts stages in threads.
     in_thread = not speculative_config.runs_target and config.method != "cascade"
     return FaultBarrier(
@@ -88,7 +77,29 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any) -> FaultBarrier:
         context.vocab_size,
         context.max_num_draft,
         time_budget_ms=config.common.time_budget_ms if in_thread else None,
-        ends_process=on_all_ranks,
+        ends_process=speculative_config.runs_target and context.num_ranks > 1,
+    )
+
+
+def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
+    """What a proposer may know of this engine."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    speculative_config, model_config = vllm_config.speculative_config, vllm_config.model_config
+    common, group = speculative_config.plugin_config.common, get_tp_group()
+    # What runs the target's layers drafts on every rank, for each has a part of them; everything else on rank 0.
+    on_all_ranks = speculative_config.runs_target and group.world_size > 1
+    return ProposerContext(
+        vocab_size=model_config.get_vocab_size(),
+        max_model_len=model_config.max_model_len,
+        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+        max_num_draft=common.num_speculative_tokens,
+        tokenize=_Tokenizer(model_config),
+        device=device,
+        dtype=model_config.dtype,
+        time_budget_ms=common.time_budget_ms,
+        num_ranks=group.world_size,
+        **({"rank": group.rank_in_group, "agreed": _rank_0s} if on_all_ranks else {}),
     )
 
 

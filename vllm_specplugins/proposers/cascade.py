@@ -125,6 +125,18 @@ class Cascade:
         self._drafting_ms = (time.perf_counter() - start) * 1000
         return joined
 
+    def rehearse(self, batch: DraftBatch) -> Draft:
+        """Runs each stage that runs the target as far as a step can make it, and remembers nothing."""
+        assert batch.target is not None
+        firsts = np.zeros(batch.num_reqs, np.int64)
+        draft = Draft.empty(batch.num_reqs)
+        for stage in self._stages:
+            if isinstance(stage, EarlyExit):
+                draft = stage.propose(batch)
+                longest = np.zeros((batch.num_reqs, int(batch.max_num_draft.max(initial=1))), np.int64)
+                stage.choose(batch.target, longest, firsts)
+        return draft
+
     def _joined(self, drafts: Rows) -> Draft:
         num_draft = np.array([len(draft) for draft in drafts], np.int32)
         width = int(num_draft.max(initial=0))

@@ -36,7 +36,8 @@ def run_before(theirs: Any, ours: Any) -> Any:
         stopwatch = _Stopwatch(ours.device)
         drafts = propose(*args, **kwargs)
         stopwatch.stop()
-        return DeviceOffer(drafts, stopwatch)
+        most = kwargs.get("num_speculative_tokens")  # behind so many it drafts nothing, and leaves no tokens
+        return DeviceOffer(drafts[:, :most], stopwatch)
 
     def propose_both(input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         theirs_now = partial(offer, input_batch, *args, dummy_run=dummy_run, **kwargs)

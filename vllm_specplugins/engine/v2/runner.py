@@ -91,9 +91,9 @@ class HostSpeculator(BaseSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         self.device = device
-        self._max_model_len = vllm_config.model_config.max_model_len
+        self._model_config = vllm_config.model_config  # vLLM may fit max_model_len to the memory later
         self._max_num_draft = vllm_config.num_speculative_tokens
-        self._histories = Histories(req_states, self._max_model_len, self._max_num_draft, device)
+        self._histories = Histories(req_states, self._model_config.max_model_len, self._max_num_draft, device)
         self.report = DraftReport()
         self._draft_tokens = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs, self._max_num_draft, dtype=torch.int64, device=device
@@ -141,17 +141,20 @@ class HostSpeculator(BaseSpeculator):
             return drafts
         group = get_tp_group()
         if group.rank_in_group == 0:
-            drafts.copy_(torch.from_numpy(self._propose(input_batch, num_sampled, num_rejected)))
+            most = self._max_num_draft if num_speculative_tokens is None else num_speculative_tokens
+            drafts.copy_(torch.from_numpy(self._propose(input_batch, num_sampled, num_rejected, most)))
         if group.world_size > 1:
             group.broadcast(drafts, src=0)
         return drafts
 
-    def _propose(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> Int32Array:
+    def _propose(
+        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int
+    ) -> Int32Array:
         rows, accepted, rejected = self._histories.extend(input_batch, num_sampled, num_rejected)
         request_ids = [input_batch.req_ids[row] for row in rows]
         requests = [self._histories[request_id] for request_id in request_ids]
         limits = [
-            draft_limit(request.options, request.num_tokens, self._max_num_draft, self._max_model_len)
+            draft_limit(request.options, request.num_tokens, most, self._model_config.max_model_len)
             for request in requests
         ]
         batch = DraftBatch(

@@ -28,7 +28,13 @@ COMMON: tuple[Seam, ...] = (
     Seam("engine/arg_utils.py", "EngineArgs.spec_method", None, "read", "the flag --spec-method"),
     Seam("engine/arg_utils.py", "EngineArgs.spec_model", None, "read", "the flag --spec-model"),
     Seam("engine/arg_utils.py", "EngineArgs.spec_tokens", None, "read", "the flag --spec-tokens"),
-    Seam("engine/arg_utils.py", "EngineArgs.async_scheduling", None, "instance", "synchronous unless asked for"),
+    Seam(
+        "engine/arg_utils.py",
+        "EngineArgs.async_scheduling",
+        None,
+        "instance",
+        "synchronous where tokens are read",
+    ),
     Seam(
         "config/vllm.py",
         "NgramGPUTypes",
