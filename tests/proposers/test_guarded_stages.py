@@ -21,7 +21,7 @@ from vllm_specplugins.proposers.guard import CHARGED, FIRST_PAUSE_S, HANGS, MAX_
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile import HOSTILE, VOCAB_SIZE, HostileProposer, K
 
-BUDGET_MS = 150.0
+BUDGET_MS = 400.0
 CONTEXT = ProposerContext(VOCAB_SIZE, 64, 8, K, lambda text: [], time_budget_ms=BUDGET_MS)
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}
 NOTHING = {"method": "prompt_lookup", "min_ngram": 5, "max_ngram": 5}
@@ -58,7 +58,7 @@ def step(barrier: FaultBarrier, options: Any = ({}, {})) -> list[int]:
 @pytest.mark.parametrize("act", [name for name, (_, kind) in HOSTILE.items() if kind not in (None, HANGS)])
 def test_a_hostile_stage(act: str) -> None:
     """Kills: a stage's fault that costs another stage's draft, is counted as the cascade's, or passes unchecked."""
-    barrier = barrier_of(cascade(LOOKUP, CUSTOM, act=act))
+    barrier = barrier_of(cascade(LOOKUP, CUSTOM, act=act, context=replace(CONTEXT, time_budget_ms=10_000)))
     assert step(barrier) == [3, 0]
     stages = barrier.totals().stages
     assert stages["1 custom"].faults == {HOSTILE[act][1]: 1}
@@ -72,7 +72,7 @@ def test_a_sleeper_costs_one_budget(act: str) -> None:
     step(barrier_of(cascade(LOOKUP)))
     start = time.perf_counter()
     assert [step(barrier) for _ in range(4)] == [[3, 0]] * 4
-    assert time.perf_counter() - start < 2 * BUDGET_MS / 1000 + 0.3
+    assert time.perf_counter() - start < 3 * BUDGET_MS / 1000
     assert barrier.totals().stages["0 custom"].faults == {HANGS: 1}
 
 
@@ -125,8 +125,8 @@ def test_a_built_in_stage() -> None:
     assert barrier.call_built_in(fails, is_timed=True) is None
     counters = barrier.totals().stages["0 draft_model"]
     assert counters.faults == {RAISED: 1}
-    assert barrier.call_built_in(lambda: time.sleep(0.2) or 5, is_timed=False) == 5, "taking in prompts may last"
-    assert barrier.call_built_in(lambda: time.sleep(0.2) or 5, is_timed=True) == 5, "late, but a draft"
+    assert barrier.call_built_in(lambda: time.sleep(0.5) or 5, is_timed=False) == 5, "taking in prompts may last"
+    assert barrier.call_built_in(lambda: time.sleep(0.5) or 5, is_timed=True) == 5, "late, but a draft"
     assert counters.faults == {RAISED: 1, SLOW: 1}
     for _ in range(MAX_FAULTS - 2):
         assert barrier.call_built_in(fails, is_timed=True) is None
@@ -138,8 +138,8 @@ def test_a_built_in_stage() -> None:
 def test_a_built_in_stage_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks wait for this one. Kills: a fault that is swallowed; a switching-off that one rank decides."""
     barrier = barrier_of(cascade(BUILT_IN, LOOKUP, context=replace(CONTEXT, num_ranks=2)))
-    for _ in range(MAX_FAULTS + 1):
-        assert barrier.call_built_in(lambda: time.sleep(0.16) or 5, is_timed=True) == 5
+    for _ in range(MAX_FAULTS):
+        assert barrier.call_built_in(lambda: time.sleep(0.45) or 5, is_timed=True) == 5
     assert barrier.totals().stages["0 draft_model"].faults == {}
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit):
