@@ -56,10 +56,11 @@ class _WithProposer:
         runner.attach(self.model_runner, self._barrier)
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """vLLM fits requests to its memory (`--max-model-len auto`); a proposer has to know where they end."""
+        """vLLM fits requests to its memory (`--max-model-len auto`): drafts at positions past them have no block."""
         super().update_max_model_len(max_model_len)  # type: ignore[misc]
-        config = self.vllm_config.speculative_config.plugin_config
-        self._barrier.proposer = build_proposer(config, context_of(self.vllm_config, self.model_runner.device))
+        fit: Any = getattr(self._barrier.proposer, "fit", None)
+        if fit is not None:
+            fit(max_model_len)
 
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (draft.Counters) as a dictionary; for `LLM.collective_rpc`."""
@@ -68,28 +69,24 @@ class _WithProposer:
 
 def guarded_proposer(vllm_config: "VllmConfig", device: Any) -> FaultBarrier:
     """The configured proposer behind its fault barrier."""
-    config, context = vllm_config.speculative_config.plugin_config, context_of(vllm_config, device)
+    config = vllm_config.speculative_config.plugin_config
+    model_config = vllm_config.model_config
+    context = ProposerContext(
+        vocab_size=model_config.get_vocab_size(),
+        max_model_len=model_config.max_model_len,
+        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+        max_num_draft=config.common.num_speculative_tokens,
+        tokenize=_Tokenizer(model_config),
+        device=device,
+        dtype=model_config.dtype,
+        agreed=_rank_0s,
+    )
     return FaultBarrier(
         build_proposer(config, context),
         context.vocab_size,
         context.max_num_draft,
         # A call into the target belongs to the engine's own thread and stream.
         time_budget_ms=None if vllm_config.speculative_config.runs_target else config.common.time_budget_ms,
-    )
-
-
-def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
-    """What a proposer may know of this engine."""
-    model_config = vllm_config.model_config
-    return ProposerContext(
-        vocab_size=model_config.get_vocab_size(),
-        max_model_len=model_config.max_model_len,
-        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-        max_num_draft=vllm_config.speculative_config.plugin_config.common.num_speculative_tokens,
-        tokenize=_Tokenizer(model_config),
-        device=device,
-        dtype=model_config.dtype,
-        agreed=_rank_0s,
     )
 
 
