@@ -1,9 +1,12 @@
 """Drafting where vLLM measures, and where nobody can use it: it costs what it will cost, or nothing."""
 
+import linecache
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from cases import generate
 from conftest import RUNNER
 from families import EXIT_LAYER, checkpoint
@@ -33,8 +36,10 @@ class Layers:
 
 @pytest.fixture(params=[EXIT, CASCADE], ids=lambda config: config["method"])
 def llm(request: pytest.FixtureRequest, engine: Any) -> Iterator[Any]:
+    """With room for 8 tokens a step, where a cascade may check 4 requests' drafts of 3."""
     config = {**request.param, "num_speculative_tokens": K}
-    yield engine(config, model=str(checkpoint("llama")), skip_tokenizer_init=True, max_model_len=128, max_num_seqs=4)
+    room = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+    yield engine(config, model=str(checkpoint("llama")), skip_tokenizer_init=True, **room)
 
 
 def worker_of(llm: Any) -> Any:
@@ -44,8 +49,8 @@ def worker_of(llm: Any) -> Any:
 def test_dummy_runs_draft(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All K steps for as many requests as can be, with attention and without; requests see nothing of it.
 
-    Kills: a dummy run without drafts (memory that nobody has counted); one that is counted, or that writes to the
-    KV cache, or that asks for one that is not there yet.
+    Kills: a check of more tokens than there is room for; a dummy run without drafts (memory that nobody has counted);
+    one that is counted, or that writes to the KV cache, or that asks for one that is not there yet.
     """
     runner = worker_of(llm).model_runner
     expected = generate(llm, PROMPTS, [2], max_tokens=6)
@@ -66,6 +71,52 @@ def test_dummy_runs_draft(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     after = llm.collective_rpc("specplugins_stats")[0]
     assert {**after, "propose_ms": 0} == {**before, "propose_ms": 0}
     assert generate(llm, PROMPTS, [2], max_tokens=6) == expected
+
+
+def test_warm_up_teaches_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's requests before the first one, all sampling parameters and grammars included. Kills: counts of them."""
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    worker = worker_of(llm)
+    expected = generate(llm, PROMPTS, [2], max_tokens=6)
+    before = llm.collective_rpc("specplugins_stats")[0]
+    layers = Layers(worker.model_runner.speculator, monkeypatch)
+    warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+    assert layers.num_calls > 0
+    assert llm.collective_rpc("specplugins_stats")[0] == before
+    assert generate(llm, PROMPTS, [2], max_tokens=6) == expected
+
+
+def test_waits_are_meant(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM_GPU_SYNC_CHECK=error would let pass what of ours reads a tensor of the device.
+
+    Kills: a read outside of gpu_sync_allowed().
+    """
+    from vllm.utils import gpu_sync_debug
+
+    monkeypatch.setattr(gpu_sync_debug, "_SYNC_CHECK_MODE", "error")
+    found: list[str] = []
+
+    def watched(name: str) -> None:
+        original = getattr(torch.Tensor, name)
+
+        def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1)
+            file, line = caller.f_code.co_filename, linecache.getline(caller.f_code.co_filename, caller.f_lineno)
+            is_ours = "vllm_specplugins" in file and "upper_bound" not in line and "lengths" not in line
+            if is_ours and not gpu_sync_debug._allow_depth.get() and not kwargs.get("non_blocking"):
+                to_host = name != "to" or "cpu" in map(str, (*args, *kwargs.values()))
+                if to_host and "self._counts" not in line:  # which has arrived
+                    found.append(f"{file}: {line.strip()}")
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, method)
+
+    for name in ("cpu", "tolist", "item", "numpy", "nonzero", "to"):
+        watched(name)
+    generate(llm, PROMPTS, [2], max_tokens=6)
+    generate(llm, PROMPTS, [2], max_tokens=6, temperature=1.0)
+    assert found == []
 
 
 @pytest.mark.parametrize("most", [0, 1])

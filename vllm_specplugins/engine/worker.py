@@ -56,10 +56,11 @@ class _WithProposer:
         runner.attach(self.model_runner, self._barrier)
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """vLLM fits requests to its memory (`--max-model-len auto`); a proposer has to know where they end."""
+        """vLLM fits requests to its memory (`--max-model-len auto`): drafts at positions past them have no block."""
         super().update_max_model_len(max_model_len)  # type: ignore[misc]
-        config = self.vllm_config.speculative_config.plugin_config
-        self._barrier.guard.proposer = build_proposer(config, context_of(self.vllm_config, self.model_runner.device))
+        fit: Any = getattr(self._barrier.proposer, "fit", None)
+        if fit is not None and self.vllm_config.speculative_config.runs_target:
+            fit(max_model_len)
 
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (draft.Counters) as a dictionary; for `LLM.collective_rpc`."""

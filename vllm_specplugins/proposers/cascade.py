@@ -125,6 +125,12 @@ class Cascade:
         self._drafting_ms = (time.perf_counter() - start) * 1000
         return joined
 
+    def fit(self, max_model_len: int) -> None:
+        """See EarlyExit.fit."""
+        for stage in self._stages:
+            if isinstance(stage, EarlyExit):
+                stage.fit(max_model_len)
+
     def rehearse(self, batch: DraftBatch) -> Draft:
         """Runs each stage that runs the target as far as a step can make it, and remembers nothing."""
         assert batch.target is not None

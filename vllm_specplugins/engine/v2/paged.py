@@ -38,11 +38,15 @@ class PagedForward:
         speculator, num_reqs = self._speculator, self._num_reqs
         buffers = speculator.input_buffers
         length = 1 if positions.ndim == 1 else positions.shape[1]
+        most = speculator.max_num_tokens // num_reqs
+        if length > most:  # more than the buffers hold: what comes first is in the KV cache when the rest asks for it
+            pieces = zip(token_ids.split(most, dim=1), positions.split(most, dim=1), strict=True)
+            return torch.cat([self.hidden_states(end_layer, *piece, normed) for piece in pieces], dim=1)
         rows = slice(num_reqs * length)
         starts = buffers.query_start_loc[: num_reqs + 1]
         torch.mul(speculator.query_starts[: num_reqs + 1], length, out=starts)
-        buffers.input_ids[rows].copy_(token_ids.view(-1))
-        torch.clamp(positions.view(-1), min=0, out=buffers.positions[rows])
+        buffers.input_ids[rows].copy_(token_ids.reshape(-1))
+        torch.clamp(positions.reshape(-1), min=0, out=buffers.positions[rows])
         last = positions if positions.ndim == 1 else positions[:, -1]
         torch.add(last, 1, out=buffers.seq_lens[:num_reqs]).mul_(self._exists)
         num_tokens = max(self._num_tokens, num_reqs * length)

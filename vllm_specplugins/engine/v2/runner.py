@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
@@ -20,7 +21,7 @@ from vllm_specplugins.engine.spec_config import without_built_in
 from vllm_specplugins.engine.v2 import verify
 from vllm_specplugins.engine.v2.built_in import DeviceOffer, run_before
 from vllm_specplugins.engine.v2.history import Histories
-from vllm_specplugins.engine.v2.report import REPORT, DraftReport
+from vllm_specplugins.engine.v2.report import REPORT, DraftReport, warms_up
 from vllm_specplugins.engine.v2.target import TargetSpeculator
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.request_options import draft_limit
@@ -137,12 +138,13 @@ class HostSpeculator(BaseSpeculator):
     ) -> torch.Tensor:
         """vLLM's signature; returns [num_reqs, K] int64, padded with 0, which is a token that can be verified."""
         drafts = self._draft_tokens[: input_batch.num_reqs]
-        if dummy_run:
+        if dummy_run or warms_up(input_batch.req_ids):
             return drafts
         group = get_tp_group()
         if group.rank_in_group == 0:
             most = self._max_num_draft if num_speculative_tokens is None else num_speculative_tokens
-            drafts.copy_(torch.from_numpy(self._propose(input_batch, num_sampled, num_rejected, most)))
+            with gpu_sync_allowed():
+                drafts.copy_(torch.from_numpy(self._propose(input_batch, num_sampled, num_rejected, most)))
         if group.world_size > 1:
             group.broadcast(drafts, src=0)
         return drafts

@@ -7,6 +7,7 @@ Where the attention backends can update their metadata in place, a whole draft i
 
 import time
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
@@ -21,11 +23,12 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Sampling, Target
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target.layers import FirstLayers
+from vllm_specplugins.engine.target.metadata import updates_in_place
 from vllm_specplugins.engine.v2.built_in import DeviceOffer
 from vllm_specplugins.engine.v2.feedback import LateFeedback
 from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.paged import PagedForward
-from vllm_specplugins.engine.v2.report import DraftReport
+from vllm_specplugins.engine.v2.report import DraftReport, warms_up
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.request_options import Options, draft_limit
@@ -64,7 +67,9 @@ class TargetSpeculator(DraftModelSpeculator):
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         if self.draft_logits is not None:
             # A graph's padding rows are request -1: one row more takes what is drafted for them.
-            self._draft_logits = self.draft_logits.new_zeros(rows + 1, *self.draft_logits.shape[1:])
+            shape, dtype = (rows + 1, *self.draft_logits.shape[1:]), self.draft_logits.dtype
+            self.draft_logits = None  # there may not be room for both
+            self._draft_logits = torch.zeros(shape, dtype=dtype, device=device)
             self.draft_logits = self._draft_logits[:rows]
 
     @property
@@ -95,6 +100,10 @@ class TargetSpeculator(DraftModelSpeculator):
     def compile_exits(self, randomize_inputs: bool = False) -> None:
         """Behind vLLM's own compilation of the target, and with its signature; before graphs are recorded."""
         self.first_layers.compile(self.vllm_config.speculative_config.plugin_config)
+
+    def _configure_decode_metadata_update(self) -> None:
+        super()._configure_decode_metadata_update()
+        self.supports_decode_metadata_update &= all(updates_in_place(group) for group in chain(*self.attn_groups))
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *rest: Any) -> None:
         """The metadata builders need the names of the target's layers; the runner must go on seeing none of ours."""
@@ -152,9 +161,12 @@ class TargetSpeculator(DraftModelSpeculator):
         if num_speculative_tokens is None:
             num_speculative_tokens = self.num_speculative_steps
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run)
-        if dummy_run:
+        if dummy_run or warms_up(input_batch.req_ids):
             self._rehearse(input_batch, is_profile, skip_attn_for_dummy_run)
             return drafts
+        # What attention plans for, where a draft is not a graph.
+        longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+        self.draft_max_seq_len = min(longest + self.num_speculative_steps, self._most_tokens)
         requests = self.idx_mapping[:num_reqs]
         last_rows = (input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected[:num_reqs]).long()
         torch.sub(input_batch.seq_lens[:num_reqs], num_rejected[:num_reqs], out=self._num_tokens[:num_reqs])
@@ -166,12 +178,14 @@ class TargetSpeculator(DraftModelSpeculator):
         self._seeds[:num_reqs].copy_(draft_seeds(seeds[requests], self._num_tokens[:num_reqs], self._rejection))
 
         if self._histories is not None:
-            num_draft = self._draft_from_histories(input_batch, num_sampled, num_rejected, num_speculative_tokens)
+            with gpu_sync_allowed():
+                num_draft = self._draft_from_histories(input_batch, num_sampled, num_rejected, num_speculative_tokens)
         else:
             feedback = self._feedback.exchange(input_batch.req_ids, num_sampled, num_rejected)
             num_draft = self._draft_for_all(input_batch, feedback, num_speculative_tokens)
         if input_batch.has_structured_output_reqs:  # a grammar has to see the tokens
-            rows = drafts.tolist()
+            with gpu_sync_allowed():
+                rows = drafts.tolist()
         else:
             rows = [[-1] * self.num_speculative_steps] * num_reqs
         self.report.tell(input_batch.req_ids, [row[:n] for row, n in zip(rows, num_draft, strict=True)])
@@ -321,7 +335,8 @@ class TargetSpeculator(DraftModelSpeculator):
             self._draft_logits[requests, :sampled] = draft.logits.to(self._draft_logits.dtype)
         is_certain = np.arange(self.num_speculative_steps) >= np.minimum(draft.num_draft, sampled)[:, None]
         if is_certain.any():
-            rows, columns = (torch.from_numpy(index).to(self.device) for index in np.nonzero(is_certain))
+            with gpu_sync_allowed():  # of histories' proposers, which wait anyway, or after a fault
+                rows, columns = (torch.from_numpy(index).to(self.device) for index in np.nonzero(is_certain))
             one_hot = self._draft_logits.new_full((len(rows), self._draft_logits.shape[-1]), -torch.inf)
             one_hot.scatter_(1, tokens[rows, columns, None], 0.0)
             self._draft_logits[requests[rows], columns] = one_hot

@@ -169,11 +169,16 @@ class FusedRejectionSampler(RejectionSampler):
             )
         flat_sampled = torch.zeros(num_logits, dtype=sampled.dtype, device=sampled.device)
         _flatten_sampled_kernel[(num_reqs,)](flat_sampled, sampled, sampled.stride(0), num_sampled, cu_num_logits)
+        boundaries: list[int] | torch.Tensor | None = None
+        if num_logits != num_reqs:
+            # Where drafts are trimmed on the device, the host knows what was scheduled.
+            trims = self.enable_adaptive_verification
+            boundaries = cu_num_logits.clone() if trims else cu_num_logits_np.tolist()
         return compute_topk_scores(
             logits,
             0 if max_num_logprobs == NO_LOGPROBS else max_num_logprobs,
             flat_sampled,
-            cu_num_logits_np.tolist() if num_logits != num_reqs else None,
+            boundaries,
             logprob_token_ids_state=state,
             expanded_idx_mapping=self._expanded_idx_mapping,
             max_per_req_token_ids=num_token_ids,
