@@ -13,7 +13,7 @@ import torch
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, Target
-from vllm_specplugins.kernels.gumbel.reference import gumbel_sample
+from vllm_specplugins.kernels.gumbel import gumbel_sample
 from vllm_specplugins.proposers.exit_head import ExitHead
 
 
