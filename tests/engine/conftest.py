@@ -10,9 +10,10 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 RUNNER = os.environ.get("SPECPLUGINS_RUNNER", "v1")
 INTERPRETED = RUNNER == "v2" and not torch.cuda.is_available()
+TAPES = INTERPRETED and os.environ.get("SPECPLUGINS_TAPES") == "1"  # CUDA graphs, streams and copies, simulated
 
 
 def first_layers(model: Path, num_layers: int) -> Path:
@@ -65,49 +67,26 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for the engines of this pr
 sys.path.insert(0, str(EXAMPLES / "demo"))
 sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent / "proposers"))
+# By its path: with its folder's parent on sys.path transformers would take tests/kernels for a package that it knows.
+_device = spec_from_file_location("simulated_device", HERE.parent / "simulated_device" / "__init__.py")
+assert _device is not None and _device.loader is not None
+sys.modules["simulated_device"] = module_from_spec(_device)
+_device.loader.exec_module(sys.modules["simulated_device"])
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
-def asynchronous_scheduling_on_cpu() -> None:
-    """vLLM's CPU platform turns asynchronous scheduling off for every runner; V2 can do it there, too."""
-    from vllm.platforms.cpu import CpuPlatform
+def v2_on_a_cpu() -> Iterator[None]:
+    """What V2 lacks on a CPU; with SPECPLUGINS_TAPES=1 all engines run on the simulated device."""
+    from simulated_device.device import interpreted, simulated_device
 
-    original = CpuPlatform.check_and_update_config.__func__
-
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        asynchronous = vllm_config.scheduler_config.async_scheduling
-        original(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = asynchronous
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    with interpreted(), simulated_device(is_cuda=True) if TAPES else nullcontext():
+        yield
 
 
-@pytest.fixture(scope="session", autouse=INTERPRETED)
-def names_that_the_interpreter_patches() -> None:
-    """Triton's interpreter looks for the builtins of its language in every call of a kernel, a quarter of its time."""
-    from triton.runtime import interpreter
-
-    names: dict[Any, list[str]] = {}
-
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        is_builtin = interpreter.tl.core.is_builtin
-        if package not in names:
-            names[package] = [name for name in dir(package) if is_builtin(getattr(package, name))]
-        for name in names[package]:
-            member = getattr(package, name)
-            if is_builtin(member):  # not so inside of another call, which has patched it already
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch_builtin
-
-
-@pytest.fixture(scope="session", autouse=INTERPRETED)
-def log1p_in_the_interpreter() -> None:
-    """vLLM takes residuals of a dense q with libdevice's log1p, which Triton's interpreter does not have."""
-    import triton.language as tl
-    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
-
-    rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))
+def graphs(sizes: Iterable[int] = (1, 4, 8, 24, 40)) -> dict[str, Any]:
+    """Arguments of an engine that records decoding in graphs of so many tokens."""
+    config = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(sizes)}
+    return {"enforce_eager": False, "compilation_config": config}
 
 
 @pytest.fixture(scope="session")
@@ -146,6 +125,8 @@ def engine() -> Iterator[Callable[..., Any]]:
                 "enable_prefix_caching": False,
                 "block_size": 32,
             }
+            if TAPES and not {"enforce_eager", "compilation_config"} & arguments.keys():
+                defaults |= graphs()
             llm = LLM(**{**defaults, **arguments}, speculative_config=speculative_config)
             alive.update(llm=llm, key=key)
         return alive["llm"]

@@ -13,7 +13,7 @@ class LateFeedback:
         nothing = np.zeros(0, np.int32)
         self._request_ids: list[str] = []
         self._counts: torch.Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived = torch.cuda.Event()  # of the runner's platform: vLLM's CPU worker has one that is always there
         self._none = Feedback((), nothing, nothing)
 
     def exchange(self, request_ids: list[str], num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> Feedback:
@@ -22,16 +22,13 @@ class LateFeedback:
         num_reqs = len(request_ids)
         counts = torch.stack((num_sampled[:num_reqs], num_rejected[:num_reqs])).int()
         self._request_ids, self._counts = list(request_ids), counts.to("cpu", non_blocking=True)
-        if counts.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+        self._arrived.record()
         return feedback
 
     def _read(self) -> Feedback:
         if self._counts is None:
             return self._none
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        self._arrived.synchronize()
         sampled, rejected = self._counts.numpy()
         rows = np.flatnonzero(sampled)  # the others were in the middle of their prompt
         accepted = sampled[rows] - 1
