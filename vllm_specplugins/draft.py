@@ -204,6 +204,22 @@ class StageCounters:
     kept: int = 0
     accepted: int = 0
     ms: float = 0.0
+    faults: dict[str, int] = field(default_factory=dict)  # by kind
+    switched_off: bool = False
+    times_switched_off: int = 0
+    pause_s: float = 0.0  # the last one
+    asked: int = 0  # how often it was asked to draft for a request
+    drafts: int = 0  # of those, how many it had one for that went to the target
+    verified: int = 0  # of the tokens that went to the target, those that the scheduler had it look at
+    accepted_at: list[int] = field(default_factory=list)  # by position in the request's draft
+    gate_lengths: list[int] = field(default_factory=list)  # how often the gate chose each length, 0 first
+
+    def add_fate(self, position: int, is_accepted: bool) -> None:
+        """Counts what the target made of a token at this position of a draft."""
+        self.verified += 1
+        if is_accepted:
+            self.accepted += 1
+            add_to(self.accepted_at, [0] * position + [1])
 
 
 @dataclass(slots=True)
@@ -217,7 +233,11 @@ class Counters:
     propose_ms: float = 0.0
     faults: dict[str, int] = field(default_factory=dict)  # by kind
     stages: dict[str, StageCounters] = field(default_factory=dict)  # of a cascade
+    whole: StageCounters = field(default_factory=StageCounters)  # the method as if it were a stage
+    draft_lengths: list[int] = field(default_factory=list)  # how often a draft had each length, 0 first
     switched_off: bool = False
+    times_switched_off: int = 0
+    pause_s: float = 0.0  # the last one
 
     def summary(self) -> str:
         """One line for a log.
@@ -243,3 +263,28 @@ class Counters:
         self.drafts += int(np.count_nonzero(feedback.num_draft))
         self.drafted_tokens += int(feedback.num_draft.sum())
         self.accepted_tokens += int(feedback.num_accepted.sum())
+        self.whole.verified, self.whole.accepted = self.drafted_tokens, self.accepted_tokens
+        if feedback.num_accepted.any():
+            reached = np.bincount(feedback.num_accepted)[::-1].cumsum()[::-1]
+            add_to(self.whole.accepted_at, reached[1:].tolist())
+
+    def add_drafts(self, num_asked: int, lengths: Int32Array) -> None:
+        """Counts one step's drafts: requests that wanted one, and the length [num_reqs] that each got."""
+        self.whole.asked += num_asked
+        self.whole.drafts += int(np.count_nonzero(lengths))
+        self.whole.drafted += int(lengths.sum())
+        self.whole.kept = self.whole.drafted
+        add_to(self.draft_lengths, np.bincount(lengths).tolist())
+
+
+def add_to(totals: list[int], counts: Sequence[int]) -> None:
+    """Adds counts to totals, which grow where they are shorter.
+
+    >>> totals = [1]
+    >>> add_to(totals, [1, 2])
+    >>> totals
+    [2, 2]
+    """
+    totals.extend([0] * (len(counts) - len(totals)))
+    for index, count in enumerate(counts):
+        totals[index] += count

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specplugins.draft import Counters, Draft, DraftBatch, Feedback, Proposer
+from vllm_specplugins.proposers.acceptance import Acceptance
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -43,6 +44,7 @@ class FaultBarrier:
 
     def __init__(self, proposer: Proposer, vocab_size: int, max_num_draft: int, time_budget_ms: float | None):
         self.counters = Counters()
+        self.acceptance = Acceptance()
         self.proposer = proposer
         self._vocab_size = vocab_size
         self._max_num_draft = max_num_draft
@@ -66,6 +68,7 @@ class FaultBarrier:
         try:
             draft = self._call(lambda: self._run(batch, feedback, forget))
             check_draft(draft, batch, self._vocab_size, self._max_num_draft)
+            self.counters.add_drafts(int(np.count_nonzero(batch.max_num_draft)), draft.num_draft)
             return draft
         except Fault as fault:
             self._to_forget = forget + self._to_forget
@@ -80,6 +83,7 @@ class FaultBarrier:
     def count(self, feedback: Feedback) -> None:
         """Counts one step's verification, and now and then logs the totals."""
         self.counters.add(feedback)
+        self.acceptance.add(feedback)
         now = time.monotonic()
         if now - self._logged_at > LOG_EVERY_S:
             self._logged_at = now

@@ -105,6 +105,8 @@ class Cascade:
             self._sent[request_id] = draft
             for token in draft:
                 self._counters[token.stage].kept += 1
+            for index in {token.stage for token in draft}:
+                self._counters[index].drafts += 1
         joined = self._joined(drafts)
         self._drafting_ms = (time.perf_counter() - start) * 1000
         return joined
@@ -142,7 +144,7 @@ class Cascade:
         for request_id, num_draft, num_accepted in fates:
             sent = self._sent.pop(request_id, [])[:num_draft]
             for index, token in enumerate(sent):
-                self._counters[token.stage].accepted += index < num_accepted
+                self._counters[token.stage].add_fate(index, index < num_accepted)
             if sent and self._gate is not None:
                 for stage, start, end in _runs(sent):
                     if num_accepted >= start:
@@ -177,6 +179,10 @@ class Cascade:
     def stage_counters(self) -> dict[str, StageCounters]:
         """Running totals by stage, under "index method"."""
         return {f"{index} {name}": self._counters[index] for index, name in enumerate(self._names)}
+
+    def named_stages(self) -> list[tuple[str, Proposer]]:
+        """The stages under the names that their counters have."""
+        return [(f"{index} {name}", self._stages[index]) for index, name in enumerate(self._names)]
 
     def _combine(self, policy: str) -> Drafter:
         if policy == "verify":

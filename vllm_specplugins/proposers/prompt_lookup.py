@@ -57,6 +57,10 @@ class PromptLookup:
         for request_id in request_ids:
             self._indexes.pop(request_id, None)
 
+    def num_bytes(self) -> int:
+        """Memory of all indexes."""
+        return sum(index.num_bytes for index in self._indexes.values())
+
     def _index(self, batch: DraftBatch, row: int) -> NgramIndex:
         """The index of a request, begun anew where the history is not the one that it holds."""
         request_id = batch.request_ids[row]
