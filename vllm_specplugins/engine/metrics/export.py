@@ -11,8 +11,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
-from vllm_specplugins.engine.metrics.names import BY_NAME, LABELS, PREFIX, SEPARATOR, TABLE, Metric, key
-from vllm_specplugins.engine.metrics.report import KEY
+from vllm_specplugins.engine.metrics.names import BY_NAME, LABELS, PREFIX, REPORT, SEPARATOR, TABLE, Metric, key
 
 _PER_STAGE = [metric.name for metric in TABLE if metric.labels == ("stage",) and metric.name != "store_bytes"]
 _PER_LENGTH = {"accepted_tokens_by_position": 0, "gate_lengths": 1}  # how many more lengths than draft tokens there are
@@ -109,8 +108,8 @@ def export_metrics() -> None:
         engine_idx: int | None = None,
     ) -> None:
         carried = getattr(scheduler_stats, "ec_connector_stats", None)
-        if self.specplugins is not None and carried and KEY in carried:
-            self.specplugins.record(carried.pop(KEY), engine_idx or 0)
+        if self.specplugins is not None and carried and REPORT in carried:
+            self.specplugins.record(carried.pop(REPORT), engine_idx or 0)
             scheduler_stats.ec_connector_stats = carried or None
         record(self, scheduler_stats, iteration_stats, mm_cache_stats=mm_cache_stats, engine_idx=engine_idx)
 

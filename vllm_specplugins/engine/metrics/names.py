@@ -67,6 +67,7 @@ TABLE: tuple[Metric, ...] = (
     Metric("histogram", "request_acceptance_rate", (), "Accepted / verified tokens of finished requests.", _RATES),
 )
 BY_NAME = {metric.name: metric for metric in TABLE}
+REPORT = "specplugins"  # what a report is called in the dictionary that vLLM carries
 SEPARATOR = "\t"  # between a metric's name and the values of its own labels, in a report's keys
 
 

@@ -16,12 +16,9 @@ from vllm.v1.outputs import ECConnectorOutput
 
 from vllm_specplugins.draft import Counters, StageCounters
 from vllm_specplugins.engine.metrics.clock import LONGEST_LIST, DeviceClock
-from vllm_specplugins.engine.metrics.names import key
+from vllm_specplugins.engine.metrics.names import REPORT, key
 from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.cascade import Cascade
-from vllm_specplugins.proposers.prompt_lookup import PromptLookup
 
-KEY = "specplugins"  # of the report, in the dictionary that vLLM carries
 SHARE = 0.01  # of the time is spent on reports, at the most
 _FIELDS = {
     "asked": "asked",
@@ -87,7 +84,7 @@ class Reporter:
             if is_last:
                 output = copy.copy(output)
             carrier = getattr(output, "model_runner_output", output)
-            carrier.ec_connector_output = ECConnectorOutput(ec_connector_stats=ECConnectorStats({KEY: report}))
+            carrier.ec_connector_output = ECConnectorOutput(ec_connector_stats=ECConnectorStats({REPORT: report}))
         end = self._clock()
         self._not_before = end + (end - start) / SHARE
         return output
@@ -96,10 +93,14 @@ class Reporter:
         return counters.stages or {f"0 {self._method}": counters.whole}
 
     def _sizes(self) -> dict[str, int]:
-        """Of the stages of ours that keep something; another's code is not called from here."""
-        proposer = self._barrier.proposer
-        stages = proposer.named_stages() if isinstance(proposer, Cascade) else [(f"0 {self._method}", proposer)]
-        return {stage: part.num_bytes() for stage, part in stages if isinstance(part, PromptLookup)}
+        """Of the stages of ours that keep something; a user's code is not called from here."""
+        proposer: Any = self._barrier.proposer
+        stages = proposer.named_stages() if hasattr(proposer, "named_stages") else [(f"0 {self._method}", proposer)]
+        return {
+            name: stage.num_bytes()
+            for name, stage in stages
+            if hasattr(stage, "num_bytes") and type(stage).__module__.startswith("vllm_specplugins.")
+        }
 
     def _observe(self, series: str, value: float) -> None:
         values = self._observed.setdefault(series, [])

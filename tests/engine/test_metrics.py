@@ -1,0 +1,67 @@
+"""Our metrics in an engine of this process: they add up, and to vLLM's own totals."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from cases import generate, mixed_prompts
+from conftest import DEMO_MODEL, spec_metrics
+
+from vllm_specplugins.engine.metrics.names import PREFIX, TABLE
+
+STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]
+METHODS: dict[str, dict[str, Any]] = {
+    "prompt_lookup": {"method": "prompt_lookup"},
+    "first": {"method": "cascade", "policy": "first", "stages": STAGES},
+    "verify": {"method": "cascade", "policy": "verify", "gate": "off", "stages": STAGES},
+}
+Series = dict[tuple[str, ...], Any]
+
+
+def ours(llm: Any, method: str) -> dict[str, Series]:
+    """Our metrics by name, and by the values of their own labels."""
+    own = {metric.name: metric.labels for metric in TABLE}
+    found: dict[str, Series] = {name: {} for name in own}
+    for metric in llm.get_metrics():
+        if metric.name.startswith(PREFIX):
+            name = metric.name.removeprefix(PREFIX)
+            assert metric.labels["method"] == method and metric.labels["engine"] == "0"
+            labels = tuple(metric.labels[label] for label in own[name])
+            found[name][labels] = metric.count if hasattr(metric, "count") else metric.value
+    return found
+
+
+def check_sums(found: Mapping[str, Series], theirs: Mapping[str, float]) -> None:
+    """Kills: a stage's tokens counted twice or not at all; positions off by one; drafts counted as verified."""
+    for stage, drafted in found["drafted_tokens"].items():
+        kept, verified = found["kept_tokens"][stage], found["verified_tokens"][stage]
+        accepted = found["accepted_tokens"][stage]
+        assert 0 <= accepted <= verified <= kept <= drafted
+        assert found["drafts"][stage] <= found["asked"][stage]
+        by_position = [n for labels, n in found["accepted_tokens_by_position"].items() if labels[0] == stage[0]]
+        assert sum(by_position) == accepted
+    assert sum(found["verified_tokens"].values()) == theirs["draft_tokens"]
+    assert sum(found["accepted_tokens"].values()) == theirs["accepted_tokens"]
+    assert theirs["accepted_tokens"] > 0
+    lengths = {int(labels[0]): n for labels, n in found["draft_lengths"].items()}
+    assert sum(n for length, n in lengths.items() if length) >= theirs["drafts"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_adds_up(engine: Any, name: str) -> None:
+    """Histograms hold what their counters say, and every name is there."""
+    config = METHODS[name] | {"num_speculative_tokens": 4}
+    llm = engine(config)
+    prompts = mixed_prompts(str(DEMO_MODEL), 4)
+    generate(llm, prompts, [12])
+    generate(llm, prompts[:1], [2])  # the reports of the last step of the others come with these
+    found = ours(llm, config["method"])
+    missing = {name for name, series in found.items() if not series}
+    assert missing <= ({"faults"} if name == "first" else {"faults", "gate_lengths", "store_bytes"})
+    check_sums(found, spec_metrics(llm))
+    num_steps = found["step_draft_seconds"][()]
+    assert 0 < max(found["draft_seconds"].values()) <= num_steps
+    assert 0 < found["verification_seconds"][()] <= num_steps
+    assert 0 < found["request_acceptance_rate"][()] <= 5
+    if "gate" not in config and config["method"] == "cascade":
+        assert sum(found["gate_lengths"].values()) > 0
