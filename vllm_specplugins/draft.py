@@ -2,6 +2,11 @@
 
 Engine-neutral: the same proposer runs on both of vLLM's model runners. Dimensions: num_reqs requests of a step
 that may get a draft, K = num_speculative_tokens.
+
+What is public: ProposerContext, DraftBatch, Draft, Feedback, RequestFault and Proposer. PROTOCOL_VERSION goes up by one
+with every change that a working proposer could notice: a field that goes or means something else, a method that is
+called at another place or must be there. A new field with a default, or a new method that may be absent, leaves it as
+it is. A class may say `protocol_version = 1`; one that says another version is refused before the engine starts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+PROTOCOL_VERSION = 1
 
 Int32Array = npt.NDArray[np.int32]
 T = TypeVar("T")
