@@ -1,4 +1,4 @@
-"""Runs a proposer through the recorded engine, behind the barrier that it will stand behind, and tells what was wrong."""
+"""Runs a proposer through the recorded engine, behind the fault barrier, and tells what was wrong."""
 
 import argparse
 import logging
@@ -14,7 +14,7 @@ from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.draft import PROTOCOL_VERSION, Draft, DraftBatch, Feedback, Proposer, ProposerContext
 from vllm_specplugins.methods import build_proposer, import_object, parse_config, registered_methods
 from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.guard import MAX_FAULTS
+from vllm_specplugins.proposers.guard import CHARGED, MAX_FAULTS
 from vllm_specplugins.tools.check.trace import Replay, Trace, load, name_of
 
 METHODS_OF_A_PROPOSER = ("propose", "observe", "forget")
@@ -157,7 +157,8 @@ def _faults(faults: Mapping[str, int], words: Sequence[str]) -> Iterator[str]:
     for kind, count in faults.items():
         said = next((line for line in words if line.startswith(f"The proposer {kind} (")), None)
         cause = f": {said.split('(', 1)[1].split('); its drafts')[0]}" if said else ""
-        yield f"It {kind} in {count} step{'s' * (count > 1)}{cause}."
+        did = "failed at a request's own options" if kind == CHARGED else kind
+        yield f"It {did} in {count} step{'s' * (count > 1)}{cause}."
 
 
 def _leftovers(proposer: Proposer, trace: Trace) -> Iterator[str]:
