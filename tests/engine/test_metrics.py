@@ -1,20 +1,26 @@
-"""Our metrics in an engine of this process: they add up, and to vLLM's own totals."""
+"""Our metrics in an engine of this process: they add up, and to vLLM's own totals; a registered method's do, too."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cases import generate, mixed_prompts
 from conftest import DEMO_MODEL, spec_metrics
 
+from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.metrics.names import PREFIX, TABLE
+from vllm_specplugins.engine.plugin import requested
 
 STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]
 METHODS: dict[str, dict[str, Any]] = {
-    "prompt_lookup": {"method": "prompt_lookup"},
+    "registered": {"method": "repeat", "times": 3},
     "first": {"method": "cascade", "policy": "first", "stages": STAGES},
     "verify": {"method": "cascade", "policy": "verify", "gate": "off", "stages": STAGES},
 }
+FLAGS = ("spec_method", "spec_model", "spec_tokens")
 Series = dict[tuple[str, ...], Any]
 
 
@@ -47,6 +53,15 @@ def check_sums(found: Mapping[str, Series], theirs: Mapping[str, float]) -> None
     assert sum(n for length, n in lengths.items() if length) >= theirs["drafts"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def another_package() -> Iterator[None]:
+    """It registers the method `repeat`."""
+    folder = str(Path(__file__).parents[1] / "third_party")
+    sys.path.append(folder)
+    yield
+    sys.path.remove(folder)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_adds_up(engine: Any, name: str) -> None:
     """Histograms hold what their counters say, and every name is there."""
@@ -65,3 +80,19 @@ def test_adds_up(engine: Any, name: str) -> None:
     assert 0 < found["request_acceptance_rate"][()] <= 5
     if "gate" not in config and config["method"] == "cascade":
         assert sum(found["gate_lengths"].values()) > 0
+
+
+def test_registered_names_in_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Kills: a user who misspells a registered name and is told ours alone; a package that takes vLLM's name unseen."""
+
+    def asked(method: str) -> Any:
+        return requested(SimpleNamespace(speculative_config={"method": method}, **dict.fromkeys(FLAGS)))
+
+    with pytest.raises(
+        ConfigError, match=r"method must be one of prompt_lookup, early_exit, cascade, custom, .* repeat"
+    ):
+        asked("repaet")
+    assert asked("repeat") == {"method": "repeat"}
+    with caplog.at_level("ERROR", "vllm.specplugins"):
+        assert asked("eagle") is None
+    assert "the method 'eagle' that the package 'specplugins-example' registers is refused" in caplog.text

@@ -108,11 +108,13 @@ def check(config: SpecConfig, trace: Trace) -> Findings:
     counters = barrier.counters
     findings.request_steps, findings.drafts = counters.request_steps, counters.drafts
     findings.drafted, findings.accepted = counters.drafted_tokens, counters.accepted_tokens
-    findings.violations = [*_faults(counters.faults, words), *_leftovers(proposer, trace)]
-    if counters.times_switched_off:
+    findings.violations = list(_faults(counters.faults, words))
+    if counters.times_switched_off:  # what is switched off is not told to forget, either
         findings.violations.append(
             f"It was switched off after {MAX_FAULTS} faults: an engine would have gone on without its drafts."
         )
+    else:
+        findings.violations += _leftovers(proposer, trace)
     return findings
 
 
@@ -156,7 +158,7 @@ def _faults(faults: Mapping[str, int], words: Sequence[str]) -> Iterator[str]:
     """A sentence for each kind; the barrier says the cause of the first of its kind."""
     for kind, count in faults.items():
         said = next((line for line in words if line.startswith(f"The proposer {kind} (")), None)
-        cause = f": {said.split('(', 1)[1].split('); its drafts')[0]}" if said else ""
+        cause = f": {said.split('(', 1)[1].split('); its drafts')[0].removeprefix('Nonsense: ')}" if said else ""
         did = "failed at a request's own options" if kind == CHARGED else kind
         yield f"It {did} in {count} step{'s' * (count > 1)}{cause}."
 
