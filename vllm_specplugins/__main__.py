@@ -1,6 +1,7 @@
 """`python -m vllm_specplugins`: the command line. Parses arguments and imports nothing heavy before a command runs."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -14,6 +15,8 @@ from vllm_specplugins.config import ConfigError, shown
 COMMANDS = {
     "train-exit-head": ("vllm_specplugins.tools.train_exit_head", ("torch", "transformers", "rich")),
     "calibrate": ("vllm_specplugins.tools.calibrate", ("vllm", "torch", "transformers", "rich", "matplotlib")),
+    "check": ("vllm_specplugins.tools.check.run", ("rich",)),
+    "doctor": ("vllm_specplugins.tools.doctor", ("vllm", "torch", "rich")),
     "verify-lossless": ("vllm_specplugins.tools.verify_lossless", ("vllm", "torch", "transformers", "rich")),
 }
 EXTRAS = {"rich": "tools", "matplotlib": "tools"}  # of pyproject.toml; what is not here comes with vLLM
@@ -64,13 +67,32 @@ def layer_list(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def dictionary(text: str) -> dict[str, Any]:
+    """Reads a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, not {shown(text)}")
+    return value
+
+
 def parser() -> Parser:
     """All commands and their arguments."""
-    commands = Parser(prog="python -m vllm_specplugins", description="Tools for speculative decoding.")
+    from vllm_specplugins.methods import METHODS, registered_methods
+
+    commands = Parser(
+        prog="python -m vllm_specplugins",
+        description="Tools for speculative decoding.",
+        epilog=f"Methods of --speculative-config: {', '.join((*METHODS, *registered_methods()))}.",
+    )
     subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _train_exit_head(subparsers)
     _calibrate(subparsers)
     _verify_lossless(subparsers)
+    _check(subparsers)
+    _doctor(subparsers)
     return commands
 
 
@@ -119,6 +141,36 @@ def _verify_lossless(subparsers: Any) -> None:
     add("--grid", choices=("quick", "full"), default="quick", help="of sampling parameters (default: quick)")
     add("--seed", type=whole(0, 2**31), default=0, metavar="S", help="of model, prompts and engines (default: 0)")
     add("--json", type=Path, metavar="FILE", help="where to write the report, too")
+
+
+def _check(subparsers: Any) -> None:
+    words = "run a proposer of your own against a recorded engine, and say what it violates, gains and costs"
+    command = subparsers.add_parser(
+        "check",
+        help=words,
+        description=f"Will {words}.",
+        epilog="Example: PYTHONPATH=. python -m vllm_specplugins check my_pkg.module:MyProposer. "
+        "The exit code is 0 where nothing is violated, 1 where something is, 2 where it cannot be run.",
+    )
+    add = command.add_argument
+    add("proposer", metavar="PROPOSER", help="package.module:Class, or the name of a registered method")
+    add("--options", type=dictionary, default={}, metavar="JSON", help="of the proposer (default: {})")
+    add("--time-budget-ms", type=whole(1, 60_000), default=1000, metavar="N", help="of a step (default: 1000)")
+
+
+def _doctor(subparsers: Any) -> None:
+    words = "say what speculation would run on here, and what stands in its way; starts no engine"
+    command = subparsers.add_parser(
+        "doctor",
+        help=words,
+        description=f"Will {words}.",
+        epilog="""Example: python -m vllm_specplugins doctor --speculative-config '{"method":"prompt_lookup"}'. """
+        "The exit code is 0 where that would be served, 1 where it would not, 2 where the question is wrong.",
+    )
+    add = command.add_argument
+    add("--speculative-config", metavar="JSON", help="what you mean to serve with (default: a ready one)")
+    add("--model", metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
+    add("--json", action="store_true", help="print the findings as JSON")
 
 
 def _common(command: Parser) -> None:

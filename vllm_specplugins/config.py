@@ -73,6 +73,8 @@ def _check(entry: Any, value: object) -> tuple[bool, str]:
 def check_fields(config: Any, method: str) -> None:
     """Raises ConfigError for the first field of a dataclass whose value its metadata does not allow."""
     for entry in fields(config):
+        if "kind" not in entry.metadata:  # of a class of the user's own
+            continue
         value = getattr(config, entry.name)
         fits, allowed = _check(entry, value)
         if not fits:
@@ -218,6 +220,17 @@ class CustomConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredConfig(CustomConfig):
+    """A method that another package registers, whose class has a `Config` dataclass.
+
+    Args:
+        settings: an instance of that, handed to the class instead of options.
+    """
+
+    settings: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommonConfig:
     """What every method takes beside its own fields.
 
@@ -267,7 +280,20 @@ class SpecConfig:
                 raise ConfigError(f"{method}: {shown(key)} is not a field; the fields are {allowed}.")
         for entry in fields(own_type):
             if entry.name not in raw and entry.default is MISSING and entry.default_factory is MISSING:
-                raise ConfigError(f"{method}: {entry.name} is missing; it must be {_check(entry, None)[1]}.")
+                allowed = f"it must be {_check(entry, None)[1]}" if "kind" in entry.metadata else "it has no default"
+                raise ConfigError(f"{method}: {entry.name} is missing; {allowed}.")
         common = CommonConfig(**{key: value for key, value in raw.items() if key in common_names})
-        own = own_type(**{key: value for key, value in raw.items() if key in own_names})
+        own = _made(own_type, method, {key: value for key, value in raw.items() if key in own_names})
         return cls(method=method, common=common, own=own)
+
+
+def _made(own_type: type, method: str, values: Mapping[str, Any]) -> Any:
+    """A configuration, checked; the class may be another package's."""
+    try:
+        own = own_type(**values)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{method}: its configuration is refused ({type(error).__name__}: {error}).") from error
+    check_fields(own, method)
+    return own

@@ -2,6 +2,11 @@
 
 Engine-neutral: the same proposer runs on both of vLLM's model runners. Dimensions: num_reqs requests of a step
 that may get a draft, K = num_speculative_tokens.
+
+What is public: ProposerContext, DraftBatch, Draft, Feedback, RequestFault and Proposer. PROTOCOL_VERSION goes up by one
+with every change that a working proposer could notice: a field that goes or means something else, a method that is
+called at another place or must be there. A new field with a default, or a new method that may be absent, leaves it as
+it is. A class may say `protocol_version = 1`; one that says another version is refused before the engine starts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+PROTOCOL_VERSION = 1
 
 Int32Array = npt.NDArray[np.int32]
 T = TypeVar("T")
@@ -233,6 +240,18 @@ class StageCounters:
     switched_off: bool = False
     times_switched_off: int = 0
     pause_s: float = 0.0  # the last one
+    asked: int = 0  # how often it was asked to draft for a request
+    drafts: int = 0  # of those, how many it had one for that went to the target
+    verified: int = 0  # of the tokens that went to the target, those that the scheduler had it look at
+    accepted_at: list[int] = field(default_factory=list)  # by position in the request's draft
+    gate_lengths: list[int] = field(default_factory=list)  # how often the gate chose each length, 0 first
+
+    def add_fate(self, position: int, is_accepted: bool) -> None:
+        """Counts what the target made of a token at this position of a draft."""
+        self.verified += 1
+        if is_accepted:
+            self.accepted += 1
+            add_to(self.accepted_at, [0] * position + [1])
 
 
 def _troubles(counters: "StageCounters | Counters") -> str:
@@ -254,6 +273,8 @@ class Counters:
     propose_ms: float = 0.0
     faults: dict[str, int] = field(default_factory=dict)  # by kind
     stages: dict[str, StageCounters] = field(default_factory=dict)  # of a cascade
+    whole: StageCounters = field(default_factory=StageCounters)  # the method as if it were a stage
+    draft_lengths: list[int] = field(default_factory=list)  # how often a draft had each length, 0 first
     switched_off: bool = False
     times_switched_off: int = 0
     pause_s: float = 0.0  # the last one
@@ -282,3 +303,28 @@ class Counters:
         self.drafts += int(np.count_nonzero(feedback.num_draft))
         self.drafted_tokens += int(feedback.num_draft.sum())
         self.accepted_tokens += int(feedback.num_accepted.sum())
+        self.whole.verified, self.whole.accepted = self.drafted_tokens, self.accepted_tokens
+        if feedback.num_accepted.any():
+            reached = np.bincount(feedback.num_accepted)[::-1].cumsum()[::-1]
+            add_to(self.whole.accepted_at, reached[1:].tolist())
+
+    def add_drafts(self, num_asked: int, lengths: Int32Array) -> None:
+        """Counts one step's drafts: requests that wanted one, and the length [num_reqs] that each got."""
+        self.whole.asked += num_asked
+        self.whole.drafts += int(np.count_nonzero(lengths))
+        self.whole.drafted += int(lengths.sum())
+        self.whole.kept = self.whole.drafted
+        add_to(self.draft_lengths, np.bincount(lengths).tolist())
+
+
+def add_to(totals: list[int], counts: Sequence[int]) -> None:
+    """Adds counts to totals, which grow where they are shorter.
+
+    >>> totals = [1]
+    >>> add_to(totals, [1, 2])
+    >>> totals
+    [2, 2]
+    """
+    totals.extend([0] * (len(counts) - len(totals)))
+    for index, count in enumerate(counts):
+        totals[index] += count

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, SpecConfig, shown
+from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, CustomConfig, SpecConfig, shown
 
 Options = Mapping[str, Any]
 
@@ -47,6 +47,12 @@ class Limits:
     def stages(self) -> list[str]:
         """The names of those that draft: of a method alone its own."""
         return [stage.method for stage in getattr(self.config.own, "stages", ())] or [self.config.method]
+
+    @property
+    def passes_own(self) -> bool:
+        """Whether a proposer that is not ours may have options of its own."""
+        parts = [self.config.own, *(stage.own for stage in getattr(self.config.own, "stages", ()))]
+        return any(isinstance(part, CustomConfig) for part in parts)
 
 
 def read_options(raw: Any, max_model_len: int) -> Options:
@@ -101,7 +107,7 @@ def check_options(options: Options, limits: Limits) -> None:
                 _check_reference(value, limits)
                 continue
             case _:
-                if "custom" not in names:
+                if not limits.passes_own:
                     known = "enabled, max_draft, max_context, stages, reference"
                     raise ConfigError(f"specplugins: {shown(key)} is not an option; the options are {known}.")
                 own[key] = value

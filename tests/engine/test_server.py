@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server with a cascade, asked by the OpenAI client: options of requests, good, bad, hostile."""
+"""The OpenAI-compatible server with a cascade, asked by the OpenAI client: options of requests, and hostile ones."""
 
 import json
 import os
@@ -15,6 +15,9 @@ import openai
 import pytest
 from cases import mixed_prompts
 from conftest import DEMO_MODEL, RUNNER
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_specplugins.engine.metrics.names import PREFIX, TABLE
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,6 +35,7 @@ def client() -> Iterator[openai.OpenAI]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL)]
     command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN), "--speculative-config", json.dumps(CASCADE)]
+    command += ["--per-request-spec-decode-metrics", "summary"]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "NO_PROXY": "127.0.0.1"}
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     try:
@@ -149,3 +153,63 @@ def test_reference_text(client: openai.OpenAI) -> None:
         assert [complete(client, prompt, options) for prompt in prompts] == texts
         accepted.append(counter(client, "spec_decode_num_accepted_tokens"))
     assert accepted[2] - accepted[1] > 1.2 * (accepted[1] - accepted[0])
+
+
+def settled_metrics(client: openai.OpenAI) -> dict[str, dict[tuple[str, ...], float]]:
+    """All samples of /metrics by name and label values, when nothing runs any more."""
+    last: dict[str, dict[tuple[str, ...], float]] = {}
+    for _ in range(50):
+        with urllib.request.urlopen(str(client.base_url.join("../metrics"))) as answer:
+            text = answer.read().decode()
+        found: dict[str, dict[tuple[str, ...], float]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+        ours = {name: found[name] for name in found if name.startswith("vllm:")}
+        if sum(found["vllm:num_requests_running"].values()) == 0 and ours == last:
+            return found
+        last = ours
+        time.sleep(0.3)
+    raise AssertionError("the server does not settle")
+
+
+def test_metrics(client: openai.OpenAI) -> None:
+    """Every name of the table, and the sums over stages of what a server does between two looks: vLLM's own totals.
+    Requests run at a time and one after the other, and the last steps before the server falls idle count, too.
+
+    Kills: a report that is sent only with the next step; the histograms' times in ms; a stage left out.
+    """
+    prompts = mixed_prompts(str(DEMO_MODEL), 6)
+    before = settled_metrics(client)
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda prompt: complete(client, prompt), prompts))
+    for prompt in prompts[:3]:
+        complete(client, prompt)
+    after = settled_metrics(client)
+
+    def added(name: str) -> float:
+        return sum(after[name].values()) - sum(before[name].values())
+
+    for metric in TABLE:
+        shown = metric.exported_name + ("_count" if metric.kind == "histogram" else "")
+        assert shown in after or metric.name in ("gate_lengths", "faults"), "no gate here, and no fault"
+    names = [f"{PREFIX}{what}_tokens_total" for what in ("accepted", "verified", "kept", "drafted")]
+    accepted, verified, kept, drafted = map(added, names)
+    assert 0 < accepted <= verified <= kept <= drafted
+    assert accepted == added("vllm:spec_decode_num_accepted_tokens_total")
+    assert verified == added("vllm:spec_decode_num_draft_tokens_total")
+    assert added(f"{PREFIX}accepted_tokens_by_position_total") == accepted
+    assert 0 < added(f"{PREFIX}request_acceptance_rate_count") <= 9
+    for times in ("step_draft_seconds", "draft_seconds", "verification_seconds"):
+        assert 0 < added(f"{PREFIX}{times}_sum") < 60
+    labels = next(iter(after[f"{PREFIX}drafted_tokens_total"]))
+    assert labels[-1] in ("0 prompt_lookup", "1 early_exit") and set(labels) >= {"cascade", "demo", "0"}
+
+
+def test_summary_of_a_request(client: openai.OpenAI) -> None:
+    """vLLM's own summary in the response holds for our methods, which draft in true lengths."""
+    [prompt] = mixed_prompts(str(DEMO_MODEL), 1)
+    done = client.completions.create(model="demo", prompt=prompt, max_tokens=24, temperature=0)
+    summary = done.model_extra["metrics"]["speculative_decoding"]
+    assert 0 < summary["num_accepted_draft_tokens"] <= summary["num_draft_tokens"]
+    assert summary["num_spec_tokens"] == 4

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from vllm_specplugins.config import ConfigError, SpecConfig, shown
 from vllm_specplugins.engine.versions import compat
 from vllm_specplugins.methods import METHODS, parse_config
+from vllm_specplugins.registered import registrations
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -49,10 +50,16 @@ def requested(args: Any) -> dict[str, Any] | None:
     flags = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
     given = {key: value for key, value in flags.items() if value is not None}
     method = given.get("method", merged.get("method"))
-    if method is None or method in _vllm_methods():
+    if method is None:
         return None
-    if not isinstance(method, str) or method not in METHODS:
-        known = ", ".join((*METHODS, *_vllm_methods()))
+    found = registrations((*METHODS, *vllm_methods()))
+    for refusal in filter(None, (registered.refusal for registered in found)):
+        logger.error("vllm-specplugins: %s", refusal)
+    if method in vllm_methods():
+        return None
+    others = [registered.name for registered in found if registered.refusal is None]
+    if not isinstance(method, str) or method not in (*METHODS, *others):
+        known = ", ".join((*METHODS, *others, *vllm_methods()))
         raise ConfigError(f"speculative_config: method must be one of {known}, not {shown(method)}.")
     for key in given.keys() & merged.keys():
         raise ConfigError(f"speculative_config: {key} is given twice, in the dictionary and as a flag.")
@@ -63,7 +70,8 @@ def _field_name(key: Any) -> Any:
     return key.replace("-", "_") if isinstance(key, str) else key
 
 
-def _vllm_methods() -> tuple[Any, ...]:
+def vllm_methods() -> tuple[Any, ...]:
+    """Names of vLLM's own methods."""
     from vllm.config.speculative import SpeculativeMethod
 
     return get_args(SpeculativeMethod)

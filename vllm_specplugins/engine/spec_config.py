@@ -12,6 +12,7 @@ from vllm.config.utils import config as vllm_dataclass
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig, StageConfig
 from vllm_specplugins.engine import scheduling
+from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
 from vllm_specplugins.engine.target.model_source import may_be_cut, uncuttable
 from vllm_specplugins.methods import built_in_stage, early_exits, reads_history, runs_target
@@ -20,6 +21,7 @@ logger = logging.getLogger("vllm.specplugins")
 
 # Every process that receives a configuration of ours imports this module, the front ends' among them.
 check_requests()
+export_metrics()
 
 # vLLM's workers that ours extend; see engine/worker.py.
 WORKERS = {

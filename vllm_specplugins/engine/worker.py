@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.engine.metrics.report import Reporter, time_verification
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.proposers.barrier import FaultBarrier
 
@@ -54,6 +55,29 @@ class _WithProposer:
             super().init_device()  # type: ignore[misc]
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device)
         runner.attach(self.model_runner, self._barrier)
+        method = self.vllm_config.speculative_config.plugin_config.method
+        self._reporter = Reporter(self._barrier, method, self.model_runner.device)
+        self._reports = self.vllm_config.ec_transfer_config is None  # see metrics/report.py
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        time_verification(self.model_runner, self._reporter.verification)
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        self._reporter.drop()
+        return times
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        if scheduler_output.finished_req_ids:
+            self._reporter.forget(scheduler_output.finished_req_ids)
+        # With nothing to run there is an output, and perhaps no other one for hours.
+        return output if output is None or not self._reports else self._reporter.attach(output, is_last=True)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        return output if output is None or not self._reports else self._reporter.attach(output)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """vLLM fits requests to its memory (`--max-model-len auto`): drafts at positions past them have no block."""

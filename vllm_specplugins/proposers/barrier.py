@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from vllm_specplugins.draft import Counters, Draft, DraftBatch, Feedback, Proposer
+from vllm_specplugins.proposers.acceptance import Acceptance
 from vllm_specplugins.proposers.checks import checked_draft
 from vllm_specplugins.proposers.guard import Clock, Guard
 from vllm_specplugins.proposers.read_only import for_proposer, rows_of
@@ -47,6 +48,7 @@ class FaultBarrier:
         clock: Clock = time.monotonic,
     ):
         self.counters = Counters()
+        self.acceptance = Acceptance()
         self.guard = Guard(
             proposer,
             "The proposer",
@@ -77,7 +79,9 @@ class FaultBarrier:
         self.guard.begin_step()
         start = time.perf_counter()
         try:
-            return self._propose(batch, feedback)
+            draft = self._propose(batch, feedback)
+            self.counters.add_drafts(int(np.count_nonzero(batch.max_num_draft)), draft.num_draft)
+            return draft
         finally:
             self.counters.propose_ms += (time.perf_counter() - start) * 1000
 
@@ -109,6 +113,7 @@ class FaultBarrier:
     def count(self, feedback: Feedback) -> None:
         """Counts one step's verification, and now and then logs the totals."""
         self.counters.add(feedback)
+        self.acceptance.add(feedback)
         now = self._clock()
         if now - self._logged_at > LOG_EVERY_S:
             self._logged_at = now

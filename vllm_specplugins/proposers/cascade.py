@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_specplugins.config import CascadeConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters, add_to
 from vllm_specplugins.proposers.built_in import BuiltIn, Offered
 from vllm_specplugins.proposers.drafters import (
     Allowed,
@@ -50,6 +50,7 @@ class Gated:
     gate: Gate
     index: int
     is_free: bool
+    counters: StageCounters
     rival: tuple[int, str] | None = None
     drafting_ms: float = 0.0  # of the last step
     num_drafted: int = 0  # tokens that this was for, of each request
@@ -74,7 +75,10 @@ class Gated:
         if self.rival is not None:
             index, name = self.rival
             rivals = [index if allows(options, name) else None for options in batch.options]
-        return self.gate.lengths(batch.request_ids, self.index, confidences, most, rivals)
+        lengths = self.gate.lengths(batch.request_ids, self.index, confidences, most, rivals)
+        chosen = [length for length, limit in zip(lengths, most, strict=True) if limit]
+        add_to(self.counters.gate_lengths, np.bincount(np.array(chosen, np.int32)).tolist())
+        return lengths
 
 
 class Cascade:
@@ -121,6 +125,8 @@ class Cascade:
             self._sent[request_id] = draft
             for token in draft:
                 self._counters[token.stage].kept += 1
+            for index in {token.stage for token in draft}:
+                self._counters[index].drafts += 1
         joined = self._joined(drafts)
         self._drafting_ms = (time.perf_counter() - start) * 1000
         return joined
@@ -176,7 +182,7 @@ class Cascade:
         for request_id, num_draft, num_accepted in fates:
             sent = self._sent.pop(request_id, [])[:num_draft]
             for index, token in enumerate(sent):
-                self._counters[token.stage].accepted += index < num_accepted
+                self._counters[token.stage].add_fate(index, index < num_accepted)
             if sent and self._gate is not None:
                 for stage, start, end in _runs(sent):
                     if num_accepted >= start:
@@ -216,6 +222,10 @@ class Cascade:
     def stage_counters(self) -> dict[str, StageCounters]:
         """Running totals by stage, under "index method"."""
         return {f"{index} {name}": self._counters[index] for index, name in enumerate(self._names)}
+
+    def named_stages(self) -> list[tuple[str, Proposer]]:
+        """The stages under the names that their counters have."""
+        return [(f"{index} {name}", self._stages[index]) for index, name in enumerate(self._names)]
 
     def _combine(self, policy: str) -> Drafter:
         if policy == "verify":
@@ -263,7 +273,7 @@ class Cascade:
         is_free = not isinstance(self._stages[index], EarlyExit)
         if self._gate is None:
             return drafter
-        gated = Gated(drafter, self._gate, index, is_free, rival)
+        gated = Gated(drafter, self._gate, index, is_free, self._counters[index], rival)
         self._gated_stages.append(gated)
         return gated
 

@@ -134,6 +134,7 @@ class Verified:
     def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
         drafts = [list(tokens) for tokens in begun]
         ends = [len(tokens) + limit for tokens, limit in zip(begun, wanted, strict=True)]
+        self.counters.asked += sum(1 for limit in wanted if limit)
         num_fed = [0] * len(drafts)  # of a row's tokens, of which the first is the newest of its history
         while any(missing := [end - len(draft) for end, draft in zip(ends, drafts, strict=True)]):
             # The stage's own choice comes behind the guess: one token less is wanted of it.

@@ -26,6 +26,7 @@ class Guarded:
     def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
         start = time.perf_counter()
         rows = self.agreed(self._draft(batch, begun, wanted) if self.rank == 0 else [])
+        self.counters.asked += sum(1 for limit in wanted if limit)
         self.counters.drafted += sum(map(len, rows))
         self.counters.ms += (time.perf_counter() - start) * 1000
         return rows

@@ -88,6 +88,10 @@ class PromptLookup:
             self._drop(request_id)
             self._failed.discard(request_id)
 
+    def num_bytes(self) -> int:
+        """Memory of all indexes."""
+        return self._allowance.num_bytes
+
     def _take_in(self, batch: DraftBatch) -> None:
         """Once a step: each request's new tokens, and of longer texts as much as goes, the shortest rest first."""
         if batch.token_ids is self._taken_in:

@@ -238,4 +238,5 @@ V2: tuple[Seam, ...] = (
         "instance",
         "hands us the target beside a stage that is built into vLLM, V2",
     ),
+    Seam("v1/worker/gpu/model_runner.py", "GPUModelRunner.rejection_sampler", None, "instance", "times verification"),
 )

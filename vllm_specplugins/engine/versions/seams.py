@@ -1,5 +1,7 @@
 """What both runners need of vLLM: its front end, its configuration, its scheduler. See compat.py."""
 
+from collections.abc import Iterator
+
 from vllm_specplugins.engine.versions.seam import CUSTOM_CLASS, Seam, names_of, verifies_by
 
 
@@ -7,6 +9,14 @@ def _request(file: str, name: str, parameters: str, kind: str) -> Seam:
     """Where requests come in, in the front end's process."""
     why, end = "resolves our options of a request", "a plugin may check and change a request's extra_args"
     return Seam(file, name, names_of(parameters), kind, why, remove_when=end)
+
+
+METRICS = "a worker has a public way to export metrics"
+
+
+def _for_metrics(file: str, owner: str, names: str, why: str) -> Iterator[Seam]:
+    for name in names.split():
+        yield Seam(file, f"{owner}.{name}", None, "read", why, remove_when=METRICS)
 
 
 COMMON: tuple[Seam, ...] = (
@@ -203,4 +213,36 @@ COMMON: tuple[Seam, ...] = (
     ),
     Seam("distributed/parallel_state.py", "get_tp_group", (), "read", "rank 0 drafts for all"),
     Seam("tokenizers/__init__.py", "cached_tokenizer_from_config", None, "read", "a proposer's own texts"),
+    Seam(
+        "v1/metrics/loggers.py",
+        "StatLoggerManager.__init__",
+        None,
+        "patch",
+        "our metrics beside vLLM's",
+        remove_when=METRICS,
+    ),
+    Seam(
+        "v1/metrics/loggers.py",
+        "StatLoggerManager.record",
+        names_of("self scheduler_stats iteration_stats mm_cache_stats engine_idx"),
+        "patch",
+        "takes our report out of what vLLM's own loggers see",
+        remove_when=METRICS,
+    ),
+    *_for_metrics(
+        "v1/metrics/loggers.py", "PrometheusStatLogger", "_counter_cls _gauge_cls _histogram_cls", "its kinds"
+    ),
+    *_for_metrics("v1/metrics/loggers.py", "PrometheusStatLogger", "per_engine_labelvalues", "vLLM's labels"),
+    *_for_metrics("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers", "vLLM's own logger"),
+    *_for_metrics("v1/metrics/stats.py", "SchedulerStats", "ec_connector_stats", "carries our report to the front end"),
+    *_for_metrics("v1/outputs.py", "ModelRunnerOutput", "ec_connector_output", "carries our report to the scheduler"),
+    *_for_metrics("v1/outputs.py", "ECConnectorOutput", "ec_connector_stats", "carries our report to the scheduler"),
+    *_for_metrics("distributed/ec_transfer/ec_connector/metrics.py", "ECConnectorStats", "data", "carries our report"),
+    *_for_metrics("config/vllm.py", "VllmConfig", "ec_transfer_config", "whether that way is taken"),
+    *_for_metrics(
+        "v1/worker/gpu_worker.py",
+        "Worker",
+        "load_model execute_model sample_tokens compile_or_warm_up_model",
+        "where a step's report is made",
+    ),
 )
