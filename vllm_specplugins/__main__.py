@@ -67,6 +67,17 @@ def layer_list(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def temperature(text: str) -> float:
+    """Reads a number from 0 to 10, both included."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 10:
+        raise argparse.ArgumentTypeError(f"must be numbers from 0 to 10, not {shown(text)}")
+    return value
+
+
 def words_list(text: str) -> list[str]:
     """Reads names, as in "code,copy"."""
     return [word.strip() for word in text.split(",") if word.strip()]
@@ -161,7 +172,7 @@ def _bench(subparsers: Any) -> None:
     add("--data", type=Path, nargs="+", default=[], metavar="FILE",
         help="JSON lines: {\"prompt\": TEXT}, {\"messages\": [...]}, or Spec-Bench's questions")  # fmt: skip
     add("--batch", type=listed(whole(1, 4096)), default=[1], metavar="1,4", help="requests at a time (default: 1)")
-    add("--temperature", type=listed(fraction(-1e-9, 10)), default=[0.0], metavar="0,0.8", help="default: 0")
+    add("--temperature", type=listed(temperature), default=[0.0], metavar="0,0.8", help="default: 0")
     add("--rounds", type=whole(1, 1000), default=5, metavar="N", help="that are measured, after one (default: 5)")
     add("--prompts", type=whole(1, 10_000), default=4, metavar="N", help="in a round, or the batch if it is more (4)")
     add(
@@ -175,13 +186,8 @@ def _bench(subparsers: Any) -> None:
         "--tokens", type=whole(2, 100_000), default=64, metavar="N", help="most output tokens of a prompt (default: 64)"
     )
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), help="default: float32 on a CPU, else auto")
-    add(
-        "--engine-args",
-        type=json_object,
-        default={},
-        metavar="JSON",
-        help="more arguments for vllm.LLM, for all engines",
-    )
+    add("--ignore-eos", action="store_true", help="outputs go on behind the end of their text, to --tokens")
+    add("--engine-args", type=json_object, default={}, metavar="JSON", help="more arguments of vllm.LLM, for all")
     add("--json", type=Path, metavar="FILE", help="where to write the figures")
     add("--plot", type=Path, metavar="FILE", help="where to draw the ratios, as PNG")
 

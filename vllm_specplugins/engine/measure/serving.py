@@ -30,14 +30,16 @@ class Traffic:
     Args:
         prompts: token ids of each.
         temperature: of all.
-        max_tokens: most output tokens of a request; one that ends its text earlier is shorter.
+        max_tokens: most output tokens of a request.
         at_a_time: how many are served together; one that is done makes room for the next.
+        ignore_eos: whether a request that has ended its text goes on to max_tokens.
     """
 
     prompts: Sequence[Sequence[int]]
     temperature: float
     max_tokens: int
     at_a_time: int
+    ignore_eos: bool = False
 
 
 @dataclass(slots=True)
@@ -188,6 +190,7 @@ def _serve(llm: Any, traffic: Traffic, clock: _Clock, ours: bool) -> Turn:
     params = SamplingParams(
         temperature=traffic.temperature,
         max_tokens=traffic.max_tokens,
+        ignore_eos=traffic.ignore_eos,
         # Without a seed: on CPUs vLLM 0.32 dies of a seeded request whose prompt is computed in pieces.
         detokenize=False,  # in a server, another process does that
         output_kind=RequestOutputKind.DELTA,

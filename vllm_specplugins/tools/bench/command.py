@@ -52,7 +52,11 @@ def run(args: argparse.Namespace) -> int:
                 advance(str(cell))
                 prompts = workload.take(max(args.prompts, cell.batch))
                 traffic = Traffic(
-                    prompts=prompts, temperature=cell.temperature, max_tokens=args.tokens, at_a_time=cell.batch
+                    prompts=prompts,
+                    temperature=cell.temperature,
+                    max_tokens=args.tokens,
+                    at_a_time=cell.batch,
+                    ignore_eos=args.ignore_eos,
                 )
                 rows += rows_of(cell, serve_rounds(engines, traffic, args.rounds, advance))
     conditions = {"model": args.model, "rounds": args.rounds, "prompts": args.prompts, "tokens": args.tokens}

@@ -21,7 +21,6 @@ COLUMNS = (
     "tokens/s", "ratio", "decoding alone", "tokens/step", "step cost", "drafted", "first, ms", "gap, ms", "repeats",
     "same",
 )  # fmt: skip
-MIN_WIDTH = 124  # a terminal that is narrower breaks the lines, and nothing is lost
 LEGEND = """\
 tokens/s: prompts included, median. ratio: to no speculation in the same round, median (range). decoding alone: without
 the time to a request's first token; it is tokens/step (mean tokens of a request's step) by step cost (its time, in that
@@ -55,7 +54,7 @@ class Report:
 def show(report: Report, console: Console) -> None:
     """Prints the table, what to know about it, and what follows."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for title in COLUMNS:
         table.add_column(title, justify="right", no_wrap=True)
     for cell in dict.fromkeys(row.cell for row in report.rows):
@@ -64,7 +63,9 @@ def show(report: Report, console: Console) -> None:
         for row in report.rows:
             if row.cell == cell:
                 table.add_row(f"  {row.method}", *_figures(row))
-    wide = Console(file=console.file, width=max(console.width, MIN_WIDTH))
+    needed = Console(width=1000).measure(table).maximum
+    # A terminal that is narrower breaks the lines, and nothing is lost.
+    wide = Console(file=console.file, width=max(console.width, needed))
     wide.print(table)
     for line in (LEGEND, *notes(report.rows, report.machine.dtype), _conditions(report)):
         wide.print(line, highlight=False, soft_wrap=True)
@@ -99,8 +100,8 @@ def _conditions(report: Report) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("vllm", "torch", "vllm-specplugins"))
     return (
         f"{done['model']}; {done['rounds']} rounds in which the engines took turns, each of {done['prompts']} requests "
-        f"or more, with up to {done['tokens']} tokens; {machine.device}; {machine.dtype}; Model Runner {machine.runner}; "
-        f"{versions}."
+        f"or more, with up to {done['tokens']} tokens; {machine.device}; {machine.dtype}; Model Runner "
+        f"{machine.runner}; {versions}."
     )
 
 
