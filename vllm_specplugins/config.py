@@ -4,6 +4,7 @@ Knows nothing of vLLM. Everything that it refuses, it refuses with one sentence 
 and what is allowed.
 """
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
@@ -36,9 +37,16 @@ def choice(default: str, *others: str) -> Any:
     return field(default=default, metadata={"kind": tuple, "words": (default, *others)})
 
 
+# A client's value may be large: no more of it is written out than may be shown.
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 8
+_BRIEF.maxdict = _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxset = 60
+_BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 200
+
+
 def shown(value: object) -> str:
     """`value` as an error message quotes it: at most 60 characters of its repr."""
-    words = repr(value)
+    words = _BRIEF.repr(value)
     return words if len(words) <= 60 else words[:57] + "..."
 
 

@@ -1,6 +1,6 @@
 """The literal table of methods: the one place to add a proposer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
@@ -156,14 +156,29 @@ def _build(config: SpecConfig | StageConfig, context: ProposerContext, *more: An
     return proposer
 
 
-def import_object(path: str) -> Any:
-    """The object at "package.module:name".
+def option_checks(config: SpecConfig) -> list[Callable[[Mapping[str, Any]], None]]:
+    """`check_options` of the user's own proposers in a method: it raises ValueError for options that it refuses."""
+    parts = [config.own, *(stage.own for stage in getattr(config.own, "stages", ()))]
+    classes = [import_object(part.proposer) for part in parts if isinstance(part, CustomConfig)]
+    return [proposer.check_options for proposer in classes if hasattr(proposer, "check_options")]
+
+
+def import_object(path: str) -> Callable[..., Any]:
+    """The class or function at "package.module:name".
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it is not there, its module raises or exits, or it cannot be called.
     """
     module, _, name = path.partition(":")
     try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"custom: proposer {path!r} cannot be imported ({error}).") from error
+        found = getattr(import_module(module), name)
+    except KeyboardInterrupt:
+        raise
+    except ModuleNotFoundError as error:
+        hint = "; a console script has no current folder on its path: PYTHONPATH=. adds it"
+        raise ConfigError(f"custom: proposer {path!r} cannot be imported ({error}{hint}).") from error
+    except BaseException as error:  # whatever the module does, SystemExit included
+        raise ConfigError(f"custom: proposer {path!r} cannot be imported ({type(error).__name__}: {error}).") from error
+    if not callable(found):
+        raise ConfigError(f"custom: proposer must name a class, or a function that makes one, not {shown(found)}.")
+    return found  # type: ignore[no-any-return]

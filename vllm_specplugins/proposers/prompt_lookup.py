@@ -66,10 +66,7 @@ class PromptLookup:
         return index
 
     def _start(self, options: Mapping[str, Any]) -> NgramIndex:
-        reference = options.get("reference")
-        if isinstance(reference, str):
-            reference = self._context.tokenize(reference)
-        return NgramIndex(self._config.min_ngram, self._config.max_ngram, reference)
+        return NgramIndex(self._config.min_ngram, self._config.max_ngram, options.get("reference"))
 
 
 def _continues(index: NgramIndex, history: Int32Array) -> bool:

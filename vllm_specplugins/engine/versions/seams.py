@@ -2,6 +2,13 @@
 
 from vllm_specplugins.engine.versions.seam import CUSTOM_CLASS, Seam, names_of, verifies_by
 
+
+def _request(file: str, name: str, parameters: str, kind: str) -> Seam:
+    """Where requests come in, in the front end's process."""
+    why, end = "resolves our options of a request", "a plugin may check and change a request's extra_args"
+    return Seam(file, name, names_of(parameters), kind, why, remove_when=end)
+
+
 COMMON: tuple[Seam, ...] = (
     Seam(
         "engine/arg_utils.py",
@@ -72,8 +79,28 @@ COMMON: tuple[Seam, ...] = (
         "SamplingParams._validate_spec_decode",
         "self speculative_config",
         "patch",
-        "refuses min_p and logit_bias under speculation; checks our options of a request",
+        "refuses min_p and logit_bias under speculation",
     ),
+    _request(
+        "v1/engine/input_processor.py", "InputProcessor.__init__", "self vllm_config renderer mm_registry", "patch"
+    ),
+    _request(
+        "v1/engine/input_processor.py",
+        "InputProcessor.process_inputs",
+        "self request_id prompt params supported_tasks arrival_time lora_request tokenization_kwargs trace_headers "
+        "priority data_parallel_rank resumable session_id kv_hints",
+        "patch",
+    ),
+    _request(
+        "v1/engine/async_llm.py",
+        "AsyncLLM.add_request",
+        "self request_id prompt params arrival_time lora_request tokenization_kwargs trace_headers priority "
+        "data_parallel_rank session_id prompt_text reasoning_ended reasoning_parser_kwargs kv_hints",
+        "patch",
+    ),
+    _request("v1/engine/input_processor.py", "InputProcessor.tokenizer", "self", "read"),
+    Seam("v1/engine/async_llm.py", "AsyncLLM.input_processor", None, "read", "resolves our options of a request"),
+    Seam("sampling_params.py", "SamplingParams.extra_args", None, "read", "our options of a request"),
     Seam(
         "v1/core/sched/async_scheduler.py",
         "AsyncScheduler._update_after_schedule",
@@ -169,5 +196,5 @@ COMMON: tuple[Seam, ...] = (
         "whether verify-lossless was refused, or a step failed",
     ),
     Seam("distributed/parallel_state.py", "get_tp_group", (), "read", "rank 0 drafts for all"),
-    Seam("tokenizers/__init__.py", "cached_tokenizer_from_config", None, "read", "reference texts"),
+    Seam("tokenizers/__init__.py", "cached_tokenizer_from_config", None, "read", "a proposer's own texts"),
 )
