@@ -15,6 +15,7 @@ from vllm_specplugins.config import (
     PromptLookupConfig,
     SpecConfig,
     StageConfig,
+    said,
     shown,
 )
 from vllm_specplugins.draft import Proposer, ProposerContext
@@ -176,9 +177,10 @@ def import_object(path: str) -> Callable[..., Any]:
         raise
     except ModuleNotFoundError as error:
         hint = "; a console script has no current folder on its path: PYTHONPATH=. adds it"
-        raise ConfigError(f"custom: proposer {path!r} cannot be imported ({error}{hint}).") from error
+        raise ConfigError(f"custom: proposer {shown(path)} cannot be imported ({said(error)}{hint}).") from error
     except BaseException as error:  # whatever the module does, SystemExit included
-        raise ConfigError(f"custom: proposer {path!r} cannot be imported ({type(error).__name__}: {error}).") from error
+        cause = f"{type(error).__name__}: {said(error)}"
+        raise ConfigError(f"custom: proposer {shown(path)} cannot be imported ({cause}).") from error
     if not callable(found):
         raise ConfigError(f"custom: proposer must name a class, or a function that makes one, not {shown(found)}.")
     return found  # type: ignore[no-any-return]
