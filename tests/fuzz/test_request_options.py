@@ -3,22 +3,25 @@
 import json
 from typing import Any
 
+import msgspec
+import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rubbish import JSON, TEXTS, check_sentence, dictionary
 
-from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.config import ConfigError
 from vllm_specplugins.methods import parse_config
-from vllm_specplugins.request_options import check_options, draft_limit, read_options
+from vllm_specplugins.request_options import Limits, check_options, draft_limit, read_options, received, resolved
 
-VOCAB_SIZE = 100
+VOCAB_SIZE, MAX_MODEL_LEN = 100, 50
 LOOKUP = {"method": "prompt_lookup"}
-CONFIGS = [
-    parse_config(LOOKUP),
-    parse_config({"method": "early_exit"}),
-    parse_config({"method": "cascade", "stages": [LOOKUP, {"method": "early_exit"}]}),
-    parse_config({"method": "custom", "proposer": "json:loads"}),
+METHODS = [
+    LOOKUP,
+    {"method": "early_exit"},
+    {"method": "cascade", "stages": [LOOKUP, {"method": "early_exit"}]},
+    {"method": "custom", "proposer": "json:loads"},
 ]
+LIMITS = [Limits(parse_config(method), VOCAB_SIZE, MAX_MODEL_LEN) for method in METHODS]
 OPTIONS = dictionary(
     {
         "enabled": st.booleans(),
@@ -44,26 +47,37 @@ def raw_options(draw: st.DrawFn) -> Any:
     return text
 
 
-@given(raw_options(), st.sampled_from(CONFIGS), st.integers(1, 5000))
-@example("[" * 200_000, CONFIGS[0], 10)
-@example('{"a":' * 200_000, CONFIGS[3], 10)
-@example('{"max_draft": ' + "9" * 10_000 + "}", CONFIGS[0], 10)
-@example('{"reference": "\\ud800"}', CONFIGS[0], 10)
-@example({"reference": [10**4299]}, CONFIGS[0], 10)
-def test_bounded_or_refused(raw: Any, config: SpecConfig, num_tokens: int) -> None:
-    """Kills: an option of a wrong type that passes, another exception than the front end expects, an essay."""
+@given(raw_options(), st.sampled_from(LIMITS), st.integers(1, MAX_MODEL_LEN))
+@example("[" * 200_000, LIMITS[0], 10)
+@example('{"a":' * 200_000, LIMITS[3], 10)
+@example('{"max_draft": ' + "9" * 10_000 + "}", LIMITS[0], 10)
+@example('{"reference": "\\ud800"}', LIMITS[0], 10)
+@example({"reference": [10**4299]}, LIMITS[0], 10)
+@example({"reference": [1.0] * 10**6}, LIMITS[2], 10)
+def test_bounded_or_refused(raw: Any, limits: Limits, num_tokens: int) -> None:
+    """Kills: an option of a wrong type that passes, another exception than the front end expects, an essay, a
+    reference that is longer than a request may be."""
     try:
-        options = read_options(raw)
-        check_options(options, config, VOCAB_SIZE)
+        options = read_options(raw, MAX_MODEL_LEN)
+        check_options(options, limits)
+        reference = options.get("reference")
+        sent = resolved(options, [len(reference) % VOCAB_SIZE] * 3 if isinstance(reference, str) else None, limits)
     except ConfigError as error:
         check_sentence(error)
         return
-    limit = draft_limit(options, num_tokens, 5, 4096)
-    assert isinstance(limit, int) and 0 <= limit <= max(0, min(5, 4096 - num_tokens - 1))
+    found = received(sent)
+    assert {**found, "reference": None, "reference_digest": None} == {
+        **options,
+        "reference": None,
+        "reference_digest": None,
+    }
+    limit = draft_limit(found, num_tokens, 5, MAX_MODEL_LEN)
+    assert isinstance(limit, int) and 0 <= limit <= max(0, min(5, MAX_MODEL_LEN - num_tokens - 1))
     if options.get("enabled") is False:
         assert limit == 0
-    reference = options.get("reference", "")
     if isinstance(reference, str):
         reference.encode()
-    else:
-        assert all(0 <= token < VOCAB_SIZE for token in reference)
+    ids = found.get("reference", np.empty(0, np.int32))
+    assert ids.dtype == np.int32 and len(ids) <= MAX_MODEL_LEN
+    assert ((ids >= 0) & (ids < VOCAB_SIZE)).all() and (isinstance(reference, str) or list(ids) == (reference or []))
+    msgspec.msgpack.decode(msgspec.msgpack.encode(sent))
