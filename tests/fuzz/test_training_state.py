@@ -18,7 +18,7 @@ SETTINGS = Settings(
     model="m", exit_layer=1, rank=0, steps=12, batch_tokens=128, row_tokens=64, learning_rate=0.02, seed=0,
     heldout=0.1, data=1,
 )  # fmt: skip
-SHAPES = {"norm.weight": (4,), "head.weight": (6, 4)}
+SHAPES = {"norm.weight": (64,), "head.weight": (100, 64)}
 
 
 def fresh() -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
@@ -46,7 +46,7 @@ def whole_state() -> tuple[bytes, dict[str, torch.nn.Parameter]]:
 
 
 WHOLE, RESUMED = whole_state()
-TENSORS = st.sampled_from([(), (4,), (6, 4), (0,), (4, 6)]).map(torch.zeros)
+TENSORS = st.sampled_from([(), (64,), (100, 64), (0,), (64, 100)]).map(torch.zeros)
 LEAVES = JSON | NUMBERS | TENSORS
 
 
