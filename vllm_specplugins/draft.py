@@ -6,12 +6,30 @@ that may get a draft, K = num_speculative_tokens.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
+T = TypeVar("T")
+
+
+class RequestFault(Exception):
+    """What a proposer raises where something of one request is to blame: that request gets no more drafts.
+
+    Args:
+        request_id: one of the batch; the others go on, and nothing counts towards switching the proposer off.
+        reason: for the log.
+    """
+
+    def __init__(self, request_id: str, reason: str):
+        super().__init__(request_id, reason)
+        self.request_id, self.reason = request_id, reason
+
+
+def _own(value: T) -> T:
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +44,10 @@ class ProposerContext:
         tokenize: text to token ids, without special tokens; slow (it may load the tokenizer).
         device: where the target is (a torch.device).
         dtype: what the target computes in (a torch.dtype).
-        agreed: times to those that rank 0 of a tensor-parallel group has; every rank calls it at the same places.
+        time_budget_ms: longest that a proposer that runs on the host may take for one step; None: as long as it likes.
+        num_ranks: of the tensor-parallel group.
+        rank: of this process among those that draft for the same requests.
+        agreed: a value (times, drafts) to that which rank 0 has; every rank calls it at the same places.
     """
 
     vocab_size: int
@@ -36,7 +57,10 @@ class ProposerContext:
     tokenize: Callable[[str], list[int]]
     device: Any = "cpu"
     dtype: Any = None
-    agreed: Callable[[list[float]], list[float]] = list
+    time_budget_ms: float | None = None
+    num_ranks: int = 1
+    rank: int = 0
+    agreed: Callable[[Any], Any] = _own
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +136,14 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """The requests that want a draft in this step.
+    """The requests that want a draft in this step. A proposer gets one of its own, in which nothing can be written.
 
     Args:
         request_ids: one id a request, stable from its first step to `forget`.
-        token_ids: a request's prompt and output so far, [num_tokens] int32 each; views that are valid during
-            the call only. Empty for a model proposer: the tokens need not be on the host.
+        token_ids: a request's prompt and output so far, [num_tokens] int32 each; read-only views that are valid
+            during the call only. Empty for a model proposer: the tokens need not be on the host.
         max_num_draft: [num_reqs] int32, most tokens wanted for each request: 0..K.
-        options: `SamplingParams.extra_args["specplugins"]` of each request, empty where it has none.
+        options: `SamplingParams.extra_args["specplugins"]` of each request, empty where it has none; lists are tuples.
         target: the target, for a model proposer.
         offer: the drafts of a cascade's stage that is built into the engine; None where it could not draft.
     """
@@ -138,15 +162,16 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a proposer guesses for a batch, in the batch's order.
+    """What a proposer guesses for a batch, in the batch's order: this class and NumPy's arrays, no subclasses.
 
     Args:
         token_ids: [num_reqs, <= K] int32, an array, or a tensor of a model proposer; what stands past a
             request's num_draft is ignored.
         num_draft: [num_reqs] int32, 0 where it has no guess.
-        confidence: [num_reqs] float32, larger is surer, in the proposer's own unit (match length, probability).
-        logits: [num_reqs, <= K, vocab_size] of a proposer that samples: q is their softmax at the request's
-            temperature. None means that q is one-hot.
+        confidence: [num_reqs] float32, finite, larger is surer, in the proposer's own unit (match length, probability).
+        logits: [num_reqs, <= K, vocab_size], of the width of token_ids, of a model proposer that samples: q is their
+            softmax at the request's temperature. None means that q is one-hot, as that of a proposer that runs on the
+            host always is: tokens that it draws are verified as exactly, and it must not return logits.
         stage: [num_reqs] int32, which stage of a cascade made the draft.
     """
 
@@ -204,6 +229,18 @@ class StageCounters:
     kept: int = 0
     accepted: int = 0
     ms: float = 0.0
+    faults: dict[str, int] = field(default_factory=dict)  # by kind
+    switched_off: bool = False
+    times_switched_off: int = 0
+    pause_s: float = 0.0  # the last one
+
+
+def _troubles(counters: "StageCounters | Counters") -> str:
+    """What went wrong, for a log."""
+    if not counters.faults:
+        return ""
+    off = f", switched off {counters.times_switched_off} times" if counters.times_switched_off else ""
+    return f", faults: {counters.faults}{off}{' (now)' if counters.switched_off else ''}"
 
 
 @dataclass(slots=True)
@@ -218,6 +255,8 @@ class Counters:
     faults: dict[str, int] = field(default_factory=dict)  # by kind
     stages: dict[str, StageCounters] = field(default_factory=dict)  # of a cascade
     switched_off: bool = False
+    times_switched_off: int = 0
+    pause_s: float = 0.0  # the last one
 
     def summary(self) -> str:
         """One line for a log.
@@ -232,9 +271,9 @@ class Counters:
         ]
         for name, stage in self.stages.items():
             counts = f"drafted {stage.drafted}, kept {stage.kept}, accepted {stage.accepted}, {stage.ms:.0f} ms"
-            words.append(f"stage {name}: {counts}")
+            words.append(f"stage {name}: {counts}{_troubles(stage)}")
         if self.faults:
-            words.append(f"faults: {self.faults}")
+            words.append(_troubles(self).removeprefix(", "))
         return "; ".join(words)
 
     def add(self, feedback: Feedback) -> None:

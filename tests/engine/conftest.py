@@ -64,6 +64,7 @@ os.environ.update(ENGINE_ENVIRONMENT)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for the engines of this process alone
 sys.path.insert(0, str(EXAMPLES / "demo"))
 sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent / "proposers"))
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)

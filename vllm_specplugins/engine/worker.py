@@ -62,8 +62,13 @@ class _WithProposer:
 
 def guarded_proposer(vllm_config: "VllmConfig", device: Any) -> FaultBarrier:
     """The configured proposer behind its fault barrier."""
-    config = vllm_config.speculative_config.plugin_config
-    model_config = vllm_config.model_config
+    from vllm.distributed.parallel_state import get_tp_group
+
+    speculative_config, model_config = vllm_config.speculative_config, vllm_config.model_config
+    config = speculative_config.plugin_config
+    group = get_tp_group()
+    # What runs the target's layers drafts on every rank, for each has a part of them; everything else on rank 0.
+    on_all_ranks = speculative_config.runs_target and group.world_size > 1
     context = ProposerContext(
         vocab_size=model_config.get_vocab_size(),
         max_model_len=model_config.max_model_len,
@@ -72,23 +77,26 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any) -> FaultBarrier:
         tokenize=_Tokenizer(model_config),
         device=device,
         dtype=model_config.dtype,
-        agreed=_rank_0s,
+        time_budget_ms=config.common.time_budget_ms,
+        num_ranks=group.world_size,
+        **({"rank": group.rank_in_group, "agreed": _rank_0s} if on_all_ranks else {}),
     )
+    # A call into the target belongs to the engine's own thread and stream; a cascade puts stages in threads.
+    in_thread = not speculative_config.runs_target and config.method != "cascade"
     return FaultBarrier(
         build_proposer(config, context),
         context.vocab_size,
         context.max_num_draft,
-        # A call into the target belongs to the engine's own thread and stream.
-        time_budget_ms=None if vllm_config.speculative_config.runs_target else config.common.time_budget_ms,
+        time_budget_ms=config.common.time_budget_ms if in_thread else None,
+        ends_process=on_all_ranks,
     )
 
 
-def _rank_0s(times: list[float]) -> list[float]:
-    """The times of the group's first rank. It costs a small broadcast on the host, and nothing for a single rank."""
+def _rank_0s(value: Any) -> Any:
+    """The value that the group's first rank has, times or drafts. It costs a small broadcast on the host."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    agreed: list[float] = get_tp_group().broadcast_object(times, src=0)
-    return agreed
+    return get_tp_group().broadcast_object(value, src=0)
 
 
 class _Tokenizer:

@@ -31,6 +31,8 @@ from vllm_specplugins.proposers.drafters import (
 )
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE, Gate
+from vllm_specplugins.proposers.guard import Clock, Guard
+from vllm_specplugins.proposers.guarded import Guarded
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
 
 POLICIES: dict[str, Callable[[Drafter, Drafter], Drafter]] = {"first": First, "extend": Extend}
@@ -80,15 +82,26 @@ class Cascade:
 
     Args:
         stages: the proposers, in the order of `config.stages`.
+        clock: seconds, for the pauses of stages that are switched off.
     """
 
-    def __init__(self, config: CascadeConfig, context: ProposerContext, stages: Sequence[Proposer]):
+    def __init__(
+        self,
+        config: CascadeConfig,
+        context: ProposerContext,
+        stages: Sequence[Proposer],
+        clock: Clock = time.monotonic,
+    ):
         self._stages = stages
+        self._context = context
         self._names = [stage.method for stage in config.stages]
         self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
         self._gate = Gate() if config.gate == "auto" else None
         self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
+        self._guards = {
+            index: self._guard(index, clock) for index, stage in enumerate(stages) if not isinstance(stage, EarlyExit)
+        }
         self._gated_stages: list[Gated] = []
         self._drafter = self._combine(config.policy)
         self._drafting_ms = 0.0  # of the last step
@@ -97,6 +110,9 @@ class Cascade:
     def propose(self, batch: DraftBatch) -> Draft:
         """The stages' drafts, combined by the policy, as long as the gate thinks they pay."""
         start = time.perf_counter()
+        for index, guard in self._guards.items():
+            if index != self._built_in:
+                guard.begin_step()
         if batch.offer is not None:
             self._counters[self._built_in].ms += batch.offer.ms
         nothing: Rows = [[] for _ in batch.request_ids]
@@ -150,8 +166,8 @@ class Cascade:
                         self._gate.add_fate(request_id, stage, sent[start].confidence, end - start, accepted)
         if self._gate is not None and feedback.step_ms is not None:
             self._add_times(self._gate, feedback, feedback.step_ms)
-        for proposer in self._stages:
-            proposer.observe(feedback)
+        for guard in self._guards.values():
+            guard.observe(feedback)
 
     def _add_times(self, gate: Gate, feedback: Feedback, step_ms: float) -> None:
         """Tells the gate what the last step cost: on every rank the same, or their drafts would differ."""
@@ -171,8 +187,13 @@ class Cascade:
             self._sent.pop(request_id, None)
         if self._gate is not None:
             self._gate.forget(request_ids)
-        for proposer in self._stages:
-            proposer.forget(request_ids)
+        for guard in self._guards.values():
+            guard.forget(request_ids)
+
+    @property
+    def built_in_guard(self) -> Guard | None:
+        """The guard of the stage that is built into the engine, which the engine calls."""
+        return self._guards.get(self._built_in)
 
     def stage_counters(self) -> dict[str, StageCounters]:
         """Running totals by stage, under "index method"."""
@@ -200,8 +221,25 @@ class Cascade:
         if isinstance(stage, BuiltIn):
             return Offered(index, counters)
         if isinstance(stage, PromptLookup):
-            return Lookup(stage, index, counters)
-        return Whole(stage, index, counters)
+            drafter: Drafter = Lookup(stage, index)
+        else:
+            drafter = Whole(stage, index, self._context.max_num_draft, self._context.vocab_size)
+        return Guarded(drafter, self._guards[index], counters, self._context.rank, self._context.agreed)
+
+    def _guard(self, index: int, clock: Clock) -> Guard:
+        """An exit has none: it fails with the cascade, or with the target."""
+        budget_ms, num_ranks = self._context.time_budget_ms, self._context.num_ranks
+        in_thread = index != self._built_in and budget_ms is not None
+        on_all_ranks = index == self._built_in and num_ranks > 1
+        return Guard(
+            self._stages[index],
+            f"Stage {index} ({self._names[index]})",
+            self._counters[index],
+            None if on_all_ranks else budget_ms,
+            in_thread=in_thread,
+            ends_process=on_all_ranks,
+            clock=clock,
+        )
 
     def _gated(self, drafter: Drafter, index: int, rival: tuple[int, str] | None = None) -> Drafter:
         is_free = not isinstance(self._stages[index], EarlyExit)
