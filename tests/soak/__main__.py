@@ -28,113 +28,144 @@ from traffic import Book, Traffic
 FOLDER = Path(__file__).parents[2] / ".cache" / "soak"
 MIN_PREEMPTIONS = 200
 MAX_EXTRA_SLOPE = 10.0  # MiB a minute beyond that of the server without speculation
-CALM_SECONDS = 90.0  # until drafts are accepted again
-PLAIN_SHARE = 0.2  # of the time
+CALM_SECONDS = 60.0  # until drafts are accepted again
+PLAIN_SHARE = 0.8  # of the time that a method gets
+KILL_AFTER = 0.4  # of a phase
 
 
 def methods(chaos: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What --method chooses from; `chaos` is the planted proposer's configuration."""
+    """What --method chooses from; `chaos` are the options of the planted proposer."""
+
+    def planted(index: int, count: int) -> dict[str, Any]:
+        return {"method": "custom", "proposer": "chaos:Chaos", "options": {**chaos, "index": index, "count": count}}
+
     lookup, early_exit = {"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}
-    cascade = {"method": "cascade", "num_speculative_tokens": 4, "time_budget_ms": 150}
+    common = {"num_speculative_tokens": 4, "time_budget_ms": 150}
+    cascade = {**common, "method": "cascade"}
+    several = [planted(index, 3) for index in range(3)]
     return {
-        "cascade": {**cascade, "policy": "first", "stages": [lookup, chaos, early_exit]},
-        "custom": {**chaos, "num_speculative_tokens": 4, "time_budget_ms": 150},
-        "prompt_lookup": {**lookup, "num_speculative_tokens": 4},
-        "early_exit": {**early_exit, "num_speculative_tokens": 3},
-        "verify": {**cascade, "policy": "verify", "stages": [chaos, early_exit]},
-        "extend": {**cascade, "policy": "extend", "gate": "off", "stages": [lookup, early_exit, chaos]},
+        "cascade": {**cascade, "policy": "first", "stages": [lookup, *several, early_exit]},
+        "custom": {**planted(0, 1), **common},
+        "prompt_lookup": {**lookup, **common},
+        "early_exit": {**early_exit, **common},
+        "verify": {**cascade, "policy": "verify", "stages": [planted(0, 1), early_exit]},
+        "extend": {**cascade, "policy": "extend", "gate": "off", "stages": [lookup, early_exit, planted(0, 1)]},
     }
 
 
 DEFAULT_METHODS = ["cascade", "custom", "prompt_lookup"]
+PLAIN = "no speculation"
+
+
+class Clock:
+    """Shares what is left of the time among what is still to come: starts, as long as the first was, and load."""
+
+    def __init__(self, minutes: float, names: list[str]):
+        self._end = time.monotonic() + minutes * 60 * 0.97
+        self._shares = [PLAIN_SHARE, *(2.0 if name == names[0] else 1.0 for name in names)]
+        self._starts_left = len(names) + 2  # the first of the methods is killed, and started again
+        self._start_seconds = 0.0
+
+    def started(self, seconds: float) -> None:
+        """So long took a start."""
+        self._start_seconds = max(self._start_seconds, seconds)
+        self._starts_left -= 1
+
+    def next_share(self) -> float:
+        """Seconds of load of the next phase."""
+        left = self._end - time.monotonic() - self._starts_left * self._start_seconds
+        share = self._shares.pop(0)
+        return max(5.0, left * share / (share + sum(self._shares)))
 
 
 class Soak:
     """One run; see the module."""
 
     def __init__(self, minutes: float, seed: int, names: list[str]):
-        self._began = time.monotonic()
-        self._seconds, self._seed, self._names = minutes * 60, seed, names
+        self._seed, self._names, self._clock = seed, names, Clock(minutes, names)
         self._rng = random.Random(seed)
-        self._cases, self._book = catalogue(seed), Book()
-        self._journal, self._calm = FOLDER / "journal", FOLDER / "calm"
+        self._cases, self.book = catalogue(seed), Book()
+        self._calm = FOLDER / "calm"
 
     async def run(self) -> list[Phase]:
-        """The phases, each ended by the clock: without speculation, then by method, the first one with a kill."""
-        chaos = {
-            "method": "custom",
-            "proposer": "chaos:Chaos",
-            "options": {
-                "seed": self._seed,
-                "rate": 0.02,
-                "nap_s": 0.4,
-                "journal": str(self._journal),
-                "calm": str(self._calm),
-            },
-        }
-        phases = [await self._phase("no speculation", None, PLAIN_SHARE, 0)]
-        # A method that is killed and started again counts twice.
-        weights = [2.0] + [1.0] * (len(self._names) - 1)
-        end = PLAIN_SHARE
-        for number, (name, weight) in enumerate(zip(self._names, weights, strict=True)):
-            end += (0.97 - PLAIN_SHARE) * weight / sum(weights)
-            phases.append(await self._phase(name, methods(chaos)[name], end, num_kills=number == 0))
+        """The phases: without speculation, then by method, the first one with a kill."""
+        chaos = {"seed": self._seed, "rate": 0.05, "folder": str(FOLDER)}
+        phases = [await self._phase(PLAIN, None, num_kills=0)]
+        for number, name in enumerate(self._names):
+            phases.append(await self._phase(name, methods(chaos)[name], num_kills=number == 0))
         return phases
 
-    async def _phase(self, name: str, config: dict[str, Any] | None, end: float, num_kills: int) -> Phase:
+    async def _phase(self, name: str, config: dict[str, Any] | None, num_kills: int) -> Phase:
         phase, began = Phase(name), time.monotonic()
         server = Server(config, FOLDER / f"{name.replace(' ', '_')}.log")
-        traffic = Traffic(server, self._cases, self._book, config is not None, random.Random(self._rng.random()))
-        self._journal.write_text("")
+        traffic = Traffic(server, self._cases, self.book, config is not None, random.Random(self._rng.random()))
+        for journal in FOLDER.glob("journal.*"):
+            journal.unlink()
         self._calm.touch()
         try:
-            await self._drive(phase, server, traffic, self._began + end * self._seconds, num_kills)
+            await self._drive(phase, server, traffic, num_kills)
         except Exception as error:
             phase.problems.append(f"{type(error).__name__}: {error}")
         finally:
             phase.problems += traffic.problems
             phase.counts, phase.totals, phase.seconds = traffic.counts, server.totals, time.monotonic() - began
             phase.tracebacks = server.tracebacks()
-            phase.faults = Counter(self._journal.read_text().splitlines())
+            phase.faults = Counter("".join(path.read_text() for path in FOLDER.glob("journal.*")).splitlines())
             await traffic.close()
             server.stop()
         say(f"{name}: {phase.seconds:.0f} s, {phase.counts['answered']} answers, {len(phase.problems)} problems")
         return phase
 
-    async def _drive(self, phase: Phase, server: Server, traffic: Traffic, end: float, num_kills: int) -> None:
-        say(f"{phase.name}: started in {await server.start():.0f} s")
-        phase.starts = 1
+    async def _drive(self, phase: Phase, server: Server, traffic: Traffic, num_kills: int) -> None:
+        await self._start(phase, server)
+        share = self._clock.next_share()
         await traffic.enter_references()
-        self._calm.unlink()
-        memory = Memory()
-        watching = [asyncio.create_task(memory.watch(server)), asyncio.create_task(_poll(server))]
-        running = asyncio.create_task(traffic.run(end - 5))
+        polling = asyncio.create_task(_poll(server))
+        running = asyncio.create_task(traffic.run())
         try:
             for _ in range(num_kills):
-                await asyncio.sleep(max(0.0, (end - time.monotonic()) * 0.35))
-                watching.pop(0).cancel()
+                await self._load(server, share * KILL_AFTER, running)
                 say(f"{phase.name}: killed with {traffic.in_flight} requests in flight")
                 server.kill()
-                say(f"{phase.name}: started again in {await server.start():.0f} s")
-                phase.starts += 1
-                memory = Memory()
-                watching.insert(0, asyncio.create_task(memory.watch(server)))
+                await self._start(phase, server)
+                share -= share * KILL_AFTER
+            memory = await self._load(server, share, running)
+            traffic.ends = True
             await running
         finally:
-            for task in (running, *watching):
+            for task in (running, polling):
                 task.cancel()
+        memory.save(FOLDER / f"{phase.name.replace(' ', '_')}.rss")
         phase.mib, phase.slope = memory.last(), memory.slope()
         await self._check_end(phase, server, traffic)
 
+    async def _start(self, phase: Phase, server: Server) -> None:
+        seconds = await server.start()
+        phase.starts += 1
+        self._clock.started(seconds)
+        say(f"{phase.name}: started in {seconds:.0f} s")
+
+    async def _load(self, server: Server, seconds: float, running: "asyncio.Task[None]") -> Memory:
+        """Lets the clients run, and the planted proposers in the first half of the time: the pauses in which those are
+        switched off double, and so are over at its end."""
+        memory = Memory()
+        watching = asyncio.create_task(memory.watch(server))
+        try:
+            self._calm.unlink()
+            await asyncio.wait([running], timeout=seconds / 2)
+            self._calm.touch()
+            await asyncio.wait([running], timeout=seconds / 2)
+        finally:
+            watching.cancel()
+        return memory
+
     async def _check_end(self, phase: Phase, server: Server, traffic: Traffic) -> None:
-        """Nothing is left over of any request, and, without faults, drafts are accepted."""
-        self._calm.touch()
-        gauges = await server.poll()
-        for name, value in gauges.items():
+        """Nothing is left over of any request, and drafts are accepted."""
+        for name, value in (await server.poll()).items():
             if value > 0.001:
                 phase.problems.append(f"{name} is {value:g} when nobody asks")
         before, began = server.totals["spec_decode_num_accepted_tokens"], time.monotonic()
-        if phase.name != "no speculation":
+        if phase.name != PLAIN:
             while phase.calm_accepted == 0 and time.monotonic() - began < CALM_SECONDS:
                 await traffic.calm()
                 await server.poll()
@@ -185,7 +216,7 @@ def main() -> int:
     soak = Soak(args.minutes, args.seed, args.method or DEFAULT_METHODS)
     began = time.monotonic()
     phases = asyncio.run(soak.run())
-    problems = problems_of(phases, soak._book)
+    problems = problems_of(phases, soak.book)
     title = f"Soak: seed {args.seed}, {(time.monotonic() - began) / 60:.1f} minutes"
     show(phases, problems, title)
     return int(bool(problems))

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from server import Server
@@ -36,6 +37,11 @@ class Memory:
         if len(rss) < 2:
             return 0.0
         return round(float(np.polyfit(seconds - seconds[0], rss, 1)[0] * 60 / MIB), 6)
+
+    def save(self, path: Path) -> None:
+        """As text, for a plot: seconds and MiB of each sample."""
+        rows = zip(self.seconds, self.rss, strict=True)
+        path.write_text("".join(f"{second - self.seconds[0]:.1f} {size / MIB:.2f}\n" for second, size in rows))
 
     def last(self) -> float:
         """MiB at the end."""

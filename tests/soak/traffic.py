@@ -12,7 +12,7 @@ from typing import Any
 import openai
 from asking import BROKEN, Answer, Cut, abort, ask, client_of
 from catalogue import Case, reference
-from hostile import Hostile, fuzzed, known
+from bad_options import Hostile, fuzzed, known
 from server import Server
 
 WORKERS = 8
@@ -67,6 +67,7 @@ class Traffic:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.in_flight = 0
+        self.ends = False
 
     async def enter_references(self) -> None:
         """Asks each case that the book lacks once, without drafts."""
@@ -81,11 +82,11 @@ class Traffic:
 
         await asyncio.gather(*(work() for _ in range(WORKERS)))
 
-    async def run(self, until: float) -> None:
-        """Keeps the server busy until a time of the monotonic clock, then waits for every answer."""
-        workers = [asyncio.create_task(self._work(until)) for _ in range(WORKERS)]
+    async def run(self) -> None:
+        """Keeps the server busy until `ends` is set, then waits for every answer."""
+        workers = [asyncio.create_task(self._work()) for _ in range(WORKERS)]
         next_burst = time.monotonic()
-        while time.monotonic() < until:
+        while not self.ends:
             if time.monotonic() >= next_burst and not self._bursts:
                 self._burst()
                 next_burst = time.monotonic() + BURST_EVERY_S
@@ -104,8 +105,8 @@ class Traffic:
             task.add_done_callback(self._bursts.discard)
         self.counts["bursts"] += 1
 
-    async def _work(self, until: float) -> None:
-        while time.monotonic() < until:
+    async def _work(self) -> None:
+        while not self.ends:
             await self._server.up.wait()
             dice = self._rng.random()
             if dice < 0.15:
