@@ -56,8 +56,8 @@ def edited(draw: st.DrawFn) -> bytes:
     state = torch.load(io.BytesIO(WHOLE), weights_only=True)
     place = draw(st.sampled_from([state, state["settings"], state["weights"]]))
     key = draw(st.sampled_from(sorted(place)))
-    if draw(st.booleans()):
-        place[key] = draw(LEAVES)
+    if draw(st.integers(0, 4)):
+        place[key] = draw(TENSORS if place is state["weights"] and draw(st.booleans()) else LEAVES)
     else:
         del place[key]
     file = io.BytesIO()
@@ -89,8 +89,10 @@ def test_a_whole_one_goes_on() -> None:
 @pytest.mark.filterwarnings("ignore")
 @given(edited())
 def test_an_edited_one(data: bytes) -> None:
-    """Kills: an entry that is not looked at before it is used."""
-    resumed(data)
+    """Kills: an entry that is not looked at before it is used; weights of another shape that are spread over ours."""
+    if resumed(data) is not None:
+        weights = torch.load(io.BytesIO(data), weights_only=True)["weights"]
+        assert {name: tuple(weights[name].shape) for name in SHAPES} == SHAPES
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -19,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from catalogue import catalogue
 from memory import Memory
 from report import Phase, show
@@ -182,7 +183,7 @@ async def _poll(server: Server) -> None:
         if server.up.is_set():
             try:
                 await server.poll()
-            except OSError:
+            except (aiohttp.ClientError, KeyError):
                 continue  # killed meanwhile
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import openai
 from asking import BROKEN, Answer, Cut, abort, ask, client_of
-from catalogue import Case, reference
 from bad_options import Hostile, fuzzed, known
+from catalogue import Case, reference
 from server import Server
 
 WORKERS = 8

@@ -249,7 +249,10 @@ def _resume(path: Path, settings: Settings, parameters: dict[str, Any], optimize
 def _restore(state: dict[str, Any], parameters: dict[str, Any], optimizer: Any) -> None:
     """Raises whatever it may where the state is another's."""
     for name, tensor in parameters.items():
-        tensor.copy_(state["weights"][name].view(tensor.shape))
+        found = state["weights"][name]
+        if found.shape != tensor.shape:
+            raise ValueError(f"{name} has the shape {tuple(found.shape)}")
+        tensor.copy_(found)
     optimizer.load_state_dict(state["optimizer"])
 
 
