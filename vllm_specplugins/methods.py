@@ -1,7 +1,7 @@
 """The literal table of methods: the one place to add a proposer."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +19,7 @@ from vllm_specplugins.config import (
     shown,
 )
 from vllm_specplugins.draft import Proposer, ProposerContext
+from vllm_specplugins.proposers.guard import shown as shown_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +149,25 @@ def build_proposer(config: SpecConfig, context: ProposerContext) -> Proposer:
 
 def _build(config: SpecConfig | StageConfig, context: ProposerContext, *more: Any) -> Proposer:
     if isinstance(config.own, CustomConfig):
-        build, argument = import_object(config.own.proposer), config.own.options
-    else:
-        path = _method(config.method).proposer
-        assert path is not None
-        build, argument = import_object(path), config.own
-    proposer: Proposer = build(argument, context, *more)
+        return _build_custom(config.own, context)
+    path = _method(config.method).proposer
+    assert path is not None
+    proposer: Proposer = import_object(path)(config.own, context, *more)
+    return proposer
+
+
+def _build_custom(config: CustomConfig, context: ProposerContext) -> Proposer:
+    """A proposer of the user's own, which has no part in what ranks tell each other."""
+    build = import_object(config.proposer)
+    try:
+        proposer: Proposer = build(config.options, replace(context, num_ranks=1, rank=0, agreed=lambda value: value))
+        missing = [name for name in ("propose", "observe", "forget") if not callable(getattr(proposer, name, None))]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ConfigError(f"custom: proposer {config.proposer!r} cannot be built ({shown_error(error)}).") from error
+    if missing:
+        raise ConfigError(f"custom: proposer {config.proposer!r} has no method {', '.join(missing)}.")
     return proposer
 
 

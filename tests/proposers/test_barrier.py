@@ -1,6 +1,7 @@
 """The fault barrier alone; tests/engine/test_faults.py has it in a running engine."""
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -155,8 +156,9 @@ def test_signals_pass_in_the_engines_thread() -> None:
             assert step(barrier) == [0, 0] and barrier.counters.faults == {RAISED: 1}
 
 
-def test_a_fault_on_one_of_several_ranks_ends_the_process() -> None:
+def test_a_fault_on_one_of_several_ranks_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: a fault that is swallowed while other ranks wait in a collective."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit):
         step(guard(Scripted(raises), budget_ms=None, ends_process=True))
 

@@ -5,6 +5,7 @@ those that a request is to blame for cost that request its drafts instead.
 """
 
 import logging
+import os
 import time
 import traceback
 from collections import deque
@@ -212,7 +213,7 @@ class Guard:
             logger.error(
                 "%s %s (%s) on one of several ranks, which ends them all.", self._name, outcome.kind, outcome.cause
             )
-            raise SystemExit(1)
+            os._exit(1)  # an orderly end would wait for the other ranks, too
         return outcome
 
     def _to_blame(self, fault: Fault, batch: DraftBatch) -> list[str]:
