@@ -97,10 +97,13 @@ class PromptLookupConfig:
     Args:
         max_ngram: longest n-gram, in tokens, that is looked up (tried first).
         min_ngram: shortest n-gram whose match is still drafted from.
+        max_index_bytes: most memory of all requests' indexes together, 8 to 25 bytes a token; requests that find it
+            full are not drafted for.
     """
 
     max_ngram: int = integer(8, 1, MAX_NGRAM)
     min_ngram: int = integer(2, 1, MAX_NGRAM)
+    max_index_bytes: int = integer(1 << 29, 1 << 20, 1 << 40)
 
     def __post_init__(self) -> None:
         check_fields(self, "prompt_lookup")

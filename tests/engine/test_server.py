@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server with a cascade, asked by the OpenAI client: options of requests, bad and hostile ones."""
+"""The OpenAI-compatible server with a cascade, asked by the OpenAI client: options of requests, good, bad, hostile."""
 
 import json
 import os

@@ -275,7 +275,7 @@ def test_cascade(policy: str) -> None:
     proposer.forget(batch.request_ids)
     assert not proposer._sent
     proposer.propose(replace(make_batch(rng, 1), request_ids=["new"], max_num_draft=np.array([3], np.int32)))
-    assert list(proposer._stages[0]._indexes) == ["new"], "a stage forgets before it next drafts"
+    assert list(proposer._stages[0]._requests) == ["new"], "a stage forgets before it next drafts"
 
 
 def test_config_is_nested() -> None:
