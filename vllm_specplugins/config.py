@@ -46,8 +46,19 @@ _BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 200
 
 def shown(value: object) -> str:
     """`value` as an error message quotes it: at most 60 characters of its repr."""
-    words = _BRIEF.repr(value)
+    words = " ".join(_BRIEF.repr(value).split())
     return words if len(words) <= 60 else words[:57] + "..."
+
+
+def said(error: BaseException) -> str:
+    """What an error says, as another message quotes it: on one line, at most 120 characters, all of which can be sent;
+    its type where it says nothing or cannot."""
+    try:
+        words = " ".join(str(error).split()) or type(error).__name__
+    except Exception:
+        words = type(error).__name__
+    words = words.rstrip(".").encode(errors="backslashreplace").decode()
+    return words if len(words) <= 120 else words[:117] + "..."
 
 
 def _check(entry: Any, value: object) -> tuple[bool, str]:

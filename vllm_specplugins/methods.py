@@ -16,6 +16,7 @@ from vllm_specplugins.config import (
     RegisteredConfig,
     SpecConfig,
     StageConfig,
+    said,
     shown,
 )
 from vllm_specplugins.draft import PROTOCOL_VERSION, Proposer, ProposerContext
@@ -215,11 +216,10 @@ def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
         raise
     except ModuleNotFoundError as error:
         hint = "; a console script has no current folder on its path: PYTHONPATH=. adds it"
-        raise ConfigError(f"{method}: proposer {path!r} cannot be imported ({error}{hint}).") from error
+        raise ConfigError(f"{method}: proposer {shown(path)} cannot be imported ({said(error)}{hint}).") from error
     except BaseException as error:  # whatever the module does, SystemExit included
-        raise ConfigError(
-            f"{method}: proposer {path!r} cannot be imported ({type(error).__name__}: {error})."
-        ) from error
+        cause = f"{type(error).__name__}: {said(error)}"
+        raise ConfigError(f"{method}: proposer {shown(path)} cannot be imported ({cause}).") from error
     if not callable(found):
         raise ConfigError(f"{method}: proposer must name a class, or a function that makes one, not {shown(found)}.")
     version = getattr(found, "protocol_version", PROTOCOL_VERSION)

@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -219,22 +220,40 @@ def _resume(path: Path, settings: Settings, parameters: dict[str, Any], optimize
     """Loads the state at `path`, if there is one; returns the number of steps that it has done."""
     if not path.exists():
         return 0
+    whole = ConfigError(f"--out must be a folder whose {STATE_FILE} is whole, not {path.parent}.")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load looks at no checksum
+            if archive.testzip() is not None:
+                raise whole
         state = torch.load(path, weights_only=True, map_location=parameters["norm.weight"].device)
-        stored, step = state["settings"], int(state["step"])
+        stored, step = dict(state["settings"]), state["step"]
+        differing = [name for name, value in asdict(settings).items() if stored.get(name) != value]
     except Exception as error:
-        raise ConfigError(f"--out must be a folder whose {STATE_FILE} is whole, not {path.parent}.") from error
-    for name, value in asdict(settings).items():
-        if stored.get(name) != value:
-            flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
-            found = "other text" if name == "data" else shown(value)
-            was = "the text" if name == "data" else shown(stored.get(name))
-            raise ConfigError(f"{flag} must be {was}, as in the run in {path.parent}, or --out new, not {found}.")
-    with torch.no_grad():
-        for name, tensor in parameters.items():
-            tensor.copy_(state["weights"][name])
-    optimizer.load_state_dict(state["optimizer"])
+        raise whole from error
+    if differing:
+        name = differing[0]
+        flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
+        found = "other text" if name == "data" else shown(getattr(settings, name))
+        was = "the text" if name == "data" else shown(stored.get(name))
+        raise ConfigError(f"{flag} must be {was}, as in the run in {path.parent}, or --out new, not {found}.")
+    try:
+        if not 0 <= step <= settings.steps or type(step) is not int:
+            raise whole
+        _restore(state, parameters, optimizer)
+    except Exception as error:
+        raise whole from error
     return step
+
+
+@torch.no_grad()
+def _restore(state: dict[str, Any], parameters: dict[str, Any], optimizer: Any) -> None:
+    """Raises whatever it may where the state is another's."""
+    for name, tensor in parameters.items():
+        found = state["weights"][name]
+        if found.shape != tensor.shape:
+            raise ValueError(f"{name} has the shape {tuple(found.shape)}")
+        tensor.copy_(found)
+    optimizer.load_state_dict(state["optimizer"])
 
 
 def _save_state(path: Path, settings: Settings, parameters: dict[str, Any], optimizer: Any, step: int) -> None:
