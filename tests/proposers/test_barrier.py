@@ -16,8 +16,8 @@ import torch
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
 from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.guard import (
-    CHARGED,
+from vllm_specplugins.proposers.guard import CHARGED
+from vllm_specplugins.proposers.switch import (
     FAULT_WINDOW,
     FIRST_PAUSE_S,
     FORGIVEN_AFTER_S,
