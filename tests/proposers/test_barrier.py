@@ -377,6 +377,18 @@ def test_a_fault_that_is_not_the_clients_counts() -> None:
     assert barrier.counters.switched_off
 
 
+def test_one_request_is_blamed_once() -> None:
+    """Kills: a proposer that fails for ever, and puts it on a request that it is no longer asked for."""
+
+    def fail() -> Any:
+        raise RequestFault("a", "again")
+
+    barrier = guard(Scripted(fail))
+    for _ in range(MAX_FAULTS + 1):
+        step(barrier)
+    assert barrier.counters.faults == {CHARGED: 1, RAISED: MAX_FAULTS} and barrier.counters.switched_off
+
+
 @pytest.mark.parametrize("blamed", ["unknown", 5, None])
 def test_only_requests_of_the_batch_can_be_blamed(blamed: Any) -> None:
     def fail() -> Any:

@@ -166,7 +166,7 @@ class Guard:
         them, too, the next faults count. What runs in the engine's thread is ours, and does not fail at options."""
         if self._thread is None:
             return []
-        if fault.request_id is not None:
+        if fault.request_id is not None and fault.request_id not in self._set_aside:
             return [fault.request_id]
         options = zip(batch.request_ids, batch.options, strict=True)
         own = [request_id for request_id, given in options if given and not OUR_OPTIONS.issuperset(given)]
