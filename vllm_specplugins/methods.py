@@ -1,5 +1,6 @@
 """The literal table of methods: the one place to add a proposer."""
 
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -174,11 +175,10 @@ def import_object(path: str) -> Callable[..., Any]:
         found = getattr(import_module(module), name)
     except KeyboardInterrupt:
         raise
-    except ModuleNotFoundError as error:
-        hint = "; a console script has no current folder on its path: PYTHONPATH=. adds it"
-        raise ConfigError(f"custom: proposer {path!r} cannot be imported ({error}{hint}).") from error
     except BaseException as error:  # whatever the module does, SystemExit included
-        raise ConfigError(f"custom: proposer {path!r} cannot be imported ({type(error).__name__}: {error}).") from error
+        said = textwrap.shorten(f"{type(error).__name__}: {error}", 120, placeholder=" ...")
+        hint = "; PYTHONPATH=. lets it be found in the current folder" if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"custom: proposer {path!r} cannot be imported ({said}{hint}).") from error
     if not callable(found):
         raise ConfigError(f"custom: proposer must name a class, or a function that makes one, not {shown(found)}.")
     return found  # type: ignore[no-any-return]
