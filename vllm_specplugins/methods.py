@@ -214,12 +214,10 @@ def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
         found = getattr(import_module(module), name)
     except KeyboardInterrupt:
         raise
-    except ModuleNotFoundError as error:
-        hint = "; a console script has no current folder on its path: PYTHONPATH=. adds it"
-        raise ConfigError(f"{method}: proposer {shown(path)} cannot be imported ({said(error)}{hint}).") from error
     except BaseException as error:  # whatever the module does, SystemExit included
         cause = f"{type(error).__name__}: {said(error)}"
-        raise ConfigError(f"{method}: proposer {shown(path)} cannot be imported ({cause}).") from error
+        hint = "; PYTHONPATH=. lets it be found in the current folder" if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"{method}: proposer {shown(path)} cannot be imported ({cause}{hint}).") from error
     if not callable(found):
         raise ConfigError(f"{method}: proposer must name a class, or a function that makes one, not {shown(found)}.")
     version = getattr(found, "protocol_version", PROTOCOL_VERSION)
