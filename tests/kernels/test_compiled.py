@@ -18,7 +18,7 @@ VOCAB_SIZE = 128_256
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
 MAX_REGISTERS = {"_draw_kernel": 80, "_scan_kernel": 64, "_draw_kept_kernel": 64, "_weigh_kernel": 64}
 MAX_REGISTERS |= {"_accept_kernel": 48, "_keep_kernel": 80, "_adjust_kernel": 64}
-MAX_REGISTERS |= {"_best_kernel": 64, "_choose_kernel": 48}
+MAX_REGISTERS |= {"_best_kernel": 80, "_choose_kernel": 48}
 # With the buffer addresses that Triton uses there for tensors below 2 GiB; 72 of 512 leave room for three programs.
 MAX_REGISTERS_GFX942 = MAX_REGISTERS | {"_weigh_kernel": 72}
 # Logits of each row that a program reads, where it does not choose some.

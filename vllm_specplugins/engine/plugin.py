@@ -159,6 +159,10 @@ def _with_method(config: SpecConfig, original: Callable[..., Any], engine_args: 
     ):
         vllm_config = original(engine_args, *args, **kwargs)
     spec_config.take_over(vllm_config, asked)
+    if vllm_config.use_v2_model_runner:
+        from vllm_specplugins.engine.v2.self_check import stop_if_only
+
+        stop_if_only(vllm_config)
     return vllm_config
 
 

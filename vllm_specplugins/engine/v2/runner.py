@@ -22,6 +22,7 @@ from vllm_specplugins.engine.v2 import verify
 from vllm_specplugins.engine.v2.built_in import DeviceOffer, run_before
 from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.report import REPORT, DraftReport, warms_up
+from vllm_specplugins.engine.v2.self_check import prepare
 from vllm_specplugins.engine.v2.target import TargetSpeculator
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.request_options import draft_limit
@@ -76,6 +77,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         runner.profile_run = both(runner.profile_run, speculator.compile_exits)
     if runner.speculative_config.plugin_config.common.verification == "fused":
         verify.attach(runner)
+    runner.profile_run = both(lambda randomize_inputs=False: prepare(runner, speculator), runner.profile_run)
 
 
 class HostSpeculator(BaseSpeculator):

@@ -54,8 +54,8 @@ class FusedRejectionSampler(RejectionSampler):
 
     def __init__(self, sampler: Any, spec_config: Any, device: torch.device):
         super().__init__(sampler, spec_config, device)
-        self._operation = OPERATIONS[spec_config.plugin_config.common.rejection]
-        self._editor = LogitsEditor(sampler)
+        self.operation = OPERATIONS[spec_config.plugin_config.common.rejection]
+        self.editor = LogitsEditor(sampler)
         self._idx_mapping_np = np.zeros(0, np.int32)
         self._expanded_idx_mapping: torch.Tensor | None = None
         sampler.sample = self._sample
@@ -114,7 +114,7 @@ class FusedRejectionSampler(RejectionSampler):
         )
         rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
         layout = rows, input_ids, pos + 1, expanded_idx_mapping
-        edited = self._editor.edit(logits, layout, 0, context)
+        edited = self.editor.edit(logits, layout, 0, context)
         sampled, _ = rejection_sample(edited, *layout, self._sampling(idx_mapping_np), 0)
         return sampled[:, 0], self._processed(logits, edited, context)
 
@@ -144,8 +144,8 @@ class FusedRejectionSampler(RejectionSampler):
             seq_lens_upper_bound_np=seq_lens_upper_bound_np,
         )
         layout = cu_num_logits, verify_draft_sampled, pos + 1, idx_mapping
-        edited = self._editor.edit(logits, layout, self.num_speculative_steps, context)
-        sampled, num_sampled = self._operation(
+        edited = self.editor.edit(logits, layout, self.num_speculative_steps, context)
+        sampled, num_sampled = self.operation(
             edited, *layout, self._sampling(idx_mapping_np), self.num_speculative_steps, draft_logits
         )
         return self._processed(logits, edited, context), sampled, num_sampled
