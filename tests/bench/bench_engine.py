@@ -49,7 +49,7 @@ def serve(pipe: Connection, config: dict[str, Any] | None, args: argparse.Namesp
     from vllm import LLM, SamplingParams
 
     config = dict(config) if config else None
-    asynchronous = {"async_scheduling": True} if config and config.pop("async", False) else {}
+    asynchronous = {"async_scheduling": config.pop("async")} if config and "async" in config else {}
     llm = LLM(
         args.model,
         dtype=args.dtype,

@@ -18,7 +18,7 @@ ARMS = """{
     "none": null,
     "prompt_lookup, sync": {"method": "prompt_lookup", "num_speculative_tokens": 5},
     "prompt_lookup, async": {"method": "prompt_lookup", "num_speculative_tokens": 5, "async": true},
-    "early_exit, sync": {"method": "early_exit", "num_speculative_tokens": 3, "exit_layer": 2},
+    "early_exit, sync": {"method": "early_exit", "num_speculative_tokens": 3, "exit_layer": 2, "async": false},
     "early_exit, async": {"method": "early_exit", "num_speculative_tokens": 3, "exit_layer": 2, "async": true}
 }"""
 
