@@ -68,6 +68,24 @@ def test_vllms_own_draft_model(engine: Any, device: Device, prompts: Any, expect
     assert replays(runner(llm).cudagraph_manager) > 0
 
 
+def test_lengths_that_only_the_device_knows(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
+    """vLLM's adaptive verification: graphs of variable lengths, which it chooses on the device."""
+    llm = engine({**DRAFT_MODEL, "enable_adaptive_verification": True}, **graphs((4, 16)), async_scheduling=True)
+    manager, verified = runner(llm).adaptive_verification, []
+    manager.set_cost_curves([(1, 0.2), (8, 0.2)], [(n, 1 + 0.25 * n) for n in range(1, 4097)])  # for times measured
+    reallocate = manager.reallocate_drafts
+
+    def watched(*args: Any) -> Any:
+        result = reallocate(*args)
+        verified.append(set(result[0].diff().tolist()))
+        return result
+
+    manager.reallocate_drafts = watched
+    assert generate(llm, prompts[:3], [3], max_tokens=2 * NUM_TOKENS)[0][:NUM_TOKENS] == expected[0]
+    assert any(len(lengths) > 1 for lengths in verified)
+    assert replays(runner(llm).cudagraph_manager) > 0
+
+
 @pytest.fixture
 def all_layers(engine: Any, device: Device) -> Any:
     return engine(early_exit(NUM_LAYERS, K), **graphs(SIZES))

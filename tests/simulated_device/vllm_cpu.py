@@ -32,7 +32,10 @@ def patch_asynchronous(patches: Patches) -> None:
 
 def patch_platform(patches: Patches) -> None:
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
+    assign = adaptive_verification._assign_draft_token_budget
+    patches.set(adaptive_verification, "_assign_draft_token_budget_compiled", assign)  # compiling it takes a minute
     patches.set(CpuPlatform, "support_static_graph_mode", classmethod(lambda cls: True))
     patches.set(CpuPlatform, "graph_pool_handle", classmethod(lambda cls: (0, 0)))
 
