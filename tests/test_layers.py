@@ -17,10 +17,11 @@ MAY_IMPORT = {
     "structures": {"config", "draft"},
     "proposers": {"config", "draft", "structures", "kernels"},
     "request_options": {"config"},
-    "methods": {"config", "draft", "proposers"},
+    "registered": set(),
+    "methods": {"config", "draft", "proposers", "registered"},
     "kernels": set(),
-    "tools": {"config", "draft", "proposers", "kernels", "engine"},
-    "__main__": {"config", "tools"},
+    "tools": {"config", "draft", "request_options", "methods", "registered", "proposers", "kernels", "engine"},
+    "__main__": {"config", "methods", "tools"},
     "__init__": {"config", "engine"},
 }
 HEAVY = {"vllm", "torch", "triton", "transformers"}

@@ -1,12 +1,13 @@
 """`python -m vllm_specplugins`: the command line. Parses arguments and imports nothing heavy before a command runs."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from vllm_specplugins.config import ConfigError, shown
 
@@ -14,8 +15,12 @@ from vllm_specplugins.config import ConfigError, shown
 COMMANDS = {
     "train-exit-head": ("vllm_specplugins.tools.train_exit_head", ("torch", "transformers", "rich")),
     "calibrate": ("vllm_specplugins.tools.calibrate", ("vllm", "torch", "transformers", "rich", "matplotlib")),
+    "check": ("vllm_specplugins.tools.check.run", ("rich",)),
+    "doctor": ("vllm_specplugins.tools.doctor", ("vllm", "torch", "rich")),
     "verify-lossless": ("vllm_specplugins.tools.verify_lossless", ("vllm", "torch", "transformers", "rich")),
+    "bench": ("vllm_specplugins.tools.bench.command", ("vllm", "torch", "transformers", "rich", "matplotlib")),
 }
+Value = TypeVar("Value")
 EXTRAS = {"rich": "tools", "matplotlib": "tools"}  # of pyproject.toml; what is not here comes with vLLM
 
 
@@ -64,13 +69,54 @@ def layer_list(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def temperature(text: str) -> float:
+    """Reads a number from 0 to 10, both included."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 10:
+        raise argparse.ArgumentTypeError(f"must be numbers from 0 to 10, not {shown(text)}")
+    return value
+
+
+def words_list(text: str) -> list[str]:
+    """Reads names, as in "code,copy"."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def listed(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
+    """Reads values with commas between them."""
+    return lambda text: [read(part) for part in text.split(",")]
+
+
+def dictionary(text: str) -> dict[str, Any]:
+    """Reads a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, not {shown(text)}")
+    return value
+
+
 def parser() -> Parser:
     """All commands and their arguments."""
-    commands = Parser(prog="python -m vllm_specplugins", description="Tools for speculative decoding.")
+    from vllm_specplugins.methods import METHODS, registered_methods
+
+    commands = Parser(
+        prog="python -m vllm_specplugins",
+        description="Tools for speculative decoding.",
+        epilog=f"Methods of --speculative-config: {', '.join((*METHODS, *registered_methods()))}.",
+    )
     subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _train_exit_head(subparsers)
     _calibrate(subparsers)
     _verify_lossless(subparsers)
+    _check(subparsers)
+    _doctor(subparsers)
+    _bench(subparsers)
     return commands
 
 
@@ -119,6 +165,71 @@ def _verify_lossless(subparsers: Any) -> None:
     add("--grid", choices=("quick", "full"), default="quick", help="of sampling parameters (default: quick)")
     add("--seed", type=whole(0, 2**31), default=0, metavar="S", help="of model, prompts and engines (default: 0)")
     add("--json", type=Path, metavar="FILE", help="where to write the report, too")
+
+
+def _check(subparsers: Any) -> None:
+    words = "run a proposer of your own against a recorded engine, and say what it violates, gains and costs"
+    command = subparsers.add_parser(
+        "check",
+        help=words,
+        description=f"Will {words}.",
+        epilog="Example: PYTHONPATH=. python -m vllm_specplugins check my_pkg.module:MyProposer. "
+        "The exit code is 0 where nothing is violated, 1 where something is, 2 where it cannot be run.",
+    )
+    add = command.add_argument
+    add("proposer", metavar="PROPOSER", help="package.module:Class, or the name of a registered method")
+    add("--options", type=dictionary, default={}, metavar="JSON", help="of the proposer (default: {})")
+    add("--time-budget-ms", type=whole(1, 60_000), default=1000, metavar="N", help="of a step (default: 1000)")
+
+
+def _doctor(subparsers: Any) -> None:
+    words = "say what speculation would run on here, and what stands in its way; starts no engine"
+    command = subparsers.add_parser(
+        "doctor",
+        help=words,
+        description=f"Will {words}.",
+        epilog="""Example: python -m vllm_specplugins doctor --speculative-config '{"method":"prompt_lookup"}'. """
+        "The exit code is 0 where that would be served, 1 where it would not, 2 where the question is wrong.",
+    )
+    add = command.add_argument
+    add("--speculative-config", metavar="JSON", help="what you mean to serve with (default: a ready one)")
+    add("--model", metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
+    add("--json", action="store_true", help="print the findings as JSON")
+
+
+def _bench(subparsers: Any) -> None:
+    words = "measure how much faster methods serve a model here, against no speculation, with engines that take turns"
+    example = (
+        "Example: python -m vllm_specplugins bench --model MODEL --methods ngram,prompt_lookup --workloads code,copy"
+    )
+    command = subparsers.add_parser("bench", help=words, description=f"Will {words}.", epilog=f"{example} --batch 1,4")
+    add = command.add_argument
+    add("--model", required=True, metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
+    add("--methods", nargs="+", default=["ngram,prompt_lookup,cascade"], metavar="METHOD",
+        help="names, or values of --speculative-config (default: ngram,prompt_lookup,cascade)")  # fmt: skip
+    names = "code, copy, chat, random"
+    add("--workloads", type=words_list, metavar="NAMES", help=f"of {names} (default: all of them, without --data)")
+    add("--data", type=Path, nargs="+", default=[], metavar="FILE",
+        help="JSON lines: {\"prompt\": TEXT}, {\"messages\": [...]}, or Spec-Bench's questions")  # fmt: skip
+    add("--batch", type=listed(whole(1, 4096)), default=[1], metavar="1,4", help="requests at a time (default: 1)")
+    add("--temperature", type=listed(temperature), default=[0.0], metavar="0,0.8", help="default: 0")
+    add("--rounds", type=whole(1, 1000), default=5, metavar="N", help="that are measured, after one (default: 5)")
+    add("--prompts", type=whole(1, 10_000), default=4, metavar="N", help="in a round, or the batch if it is more (4)")
+    add(
+        "--prompt-tokens",
+        type=whole(16, 1_000_000),
+        default=256,
+        metavar="N",
+        help="of built-in prompts (default: 256)",
+    )
+    add(
+        "--tokens", type=whole(2, 100_000), default=64, metavar="N", help="most output tokens of a prompt (default: 64)"
+    )
+    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), help="default: float32 on a CPU, else auto")
+    add("--ignore-eos", action="store_true", help="outputs go on behind the end of their text, to --tokens")
+    add("--engine-args", type=dictionary, default={}, metavar="JSON", help="more arguments of vllm.LLM, for all")
+    add("--json", type=Path, metavar="FILE", help="where to write the figures")
+    add("--plot", type=Path, metavar="FILE", help="where to draw the ratios, as PNG")
 
 
 def _common(command: Parser) -> None:

@@ -4,6 +4,7 @@ Knows nothing of vLLM. Everything that it refuses, it refuses with one sentence 
 and what is allowed.
 """
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
@@ -36,10 +37,28 @@ def choice(default: str, *others: str) -> Any:
     return field(default=default, metadata={"kind": tuple, "words": (default, *others)})
 
 
+# A client's value may be large: no more of it is written out than may be shown.
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 8
+_BRIEF.maxdict = _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxset = 60
+_BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 200
+
+
 def shown(value: object) -> str:
     """`value` as an error message quotes it: at most 60 characters of its repr."""
-    words = repr(value)
+    words = " ".join(_BRIEF.repr(value).split())
     return words if len(words) <= 60 else words[:57] + "..."
+
+
+def said(error: BaseException) -> str:
+    """What an error says, as another message quotes it: on one line, at most 120 characters, all of which can be sent;
+    its type where it says nothing or cannot."""
+    try:
+        words = " ".join(str(error).split()) or type(error).__name__
+    except Exception:
+        words = type(error).__name__
+    words = words.rstrip(".").encode(errors="backslashreplace").decode()
+    return words if len(words) <= 120 else words[:117] + "..."
 
 
 def _check(entry: Any, value: object) -> tuple[bool, str]:
@@ -65,6 +84,8 @@ def _check(entry: Any, value: object) -> tuple[bool, str]:
 def check_fields(config: Any, method: str) -> None:
     """Raises ConfigError for the first field of a dataclass whose value its metadata does not allow."""
     for entry in fields(config):
+        if "kind" not in entry.metadata:  # of a class of the user's own
+            continue
         value = getattr(config, entry.name)
         fits, allowed = _check(entry, value)
         if not fits:
@@ -78,10 +99,13 @@ class PromptLookupConfig:
     Args:
         max_ngram: longest n-gram, in tokens, that is looked up (tried first).
         min_ngram: shortest n-gram whose match is still drafted from.
+        max_index_bytes: most memory of all requests' indexes together, 8 to 25 bytes a token; requests that find it
+            full are not drafted for.
     """
 
     max_ngram: int = integer(8, 1, MAX_NGRAM)
     min_ngram: int = integer(2, 1, MAX_NGRAM)
+    max_index_bytes: int = integer(1 << 29, 1 << 20, 1 << 40)
 
     def __post_init__(self) -> None:
         check_fields(self, "prompt_lookup")
@@ -207,13 +231,24 @@ class CustomConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredConfig(CustomConfig):
+    """A method that another package registers, whose class has a `Config` dataclass.
+
+    Args:
+        settings: an instance of that, handed to the class instead of options.
+    """
+
+    settings: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommonConfig:
     """What every method takes beside its own fields.
 
     Args:
         num_speculative_tokens: K, the most draft tokens a request gets in one step.
-        time_budget_ms: longest that a proposer that runs on the host may take for one step; one that takes
-            longer loses that step's drafts.
+        time_budget_ms: longest that a proposer that runs on the host, or a stage of a cascade, may take for one step;
+            one that takes longer loses that step's drafts.
         verification: "fused" verifies, and samples, with kernels/rejection: exact for every sampling parameter, and a
             seeded request's output depends on neither drafts nor batch; "vllm" leaves both to vLLM.
         rejection: "token" accepts draft tokens one by one, "block" looks at a whole draft before it decides, which
@@ -256,7 +291,20 @@ class SpecConfig:
                 raise ConfigError(f"{method}: {shown(key)} is not a field; the fields are {allowed}.")
         for entry in fields(own_type):
             if entry.name not in raw and entry.default is MISSING and entry.default_factory is MISSING:
-                raise ConfigError(f"{method}: {entry.name} is missing; it must be {_check(entry, None)[1]}.")
+                allowed = f"it must be {_check(entry, None)[1]}" if "kind" in entry.metadata else "it has no default"
+                raise ConfigError(f"{method}: {entry.name} is missing; {allowed}.")
         common = CommonConfig(**{key: value for key, value in raw.items() if key in common_names})
-        own = own_type(**{key: value for key, value in raw.items() if key in own_names})
+        own = _made(own_type, method, {key: value for key, value in raw.items() if key in own_names})
         return cls(method=method, common=common, own=own)
+
+
+def _made(own_type: type, method: str, values: Mapping[str, Any]) -> Any:
+    """A configuration, checked; the class may be another package's."""
+    try:
+        own = own_type(**values)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{method}: its configuration is refused ({type(error).__name__}: {error}).") from error
+    check_fields(own, method)
+    return own

@@ -2,16 +2,41 @@
 
 Engine-neutral: the same proposer runs on both of vLLM's model runners. Dimensions: num_reqs requests of a step
 that may get a draft, K = num_speculative_tokens.
+
+What is public: ProposerContext, DraftBatch, Draft, Feedback, RequestFault and Proposer. PROTOCOL_VERSION goes up by one
+with every change that a working proposer could notice: a field that goes or means something else, a method that is
+called at another place or must be there. A new field with a default, or a new method that may be absent, leaves it as
+it is. A class may say `protocol_version = 1`; one that says another version is refused before the engine starts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+PROTOCOL_VERSION = 1
+
 Int32Array = npt.NDArray[np.int32]
+T = TypeVar("T")
+
+
+class RequestFault(Exception):
+    """What a proposer raises where something of one request is to blame: that request gets no more drafts.
+
+    Args:
+        request_id: one of the batch; the others go on, and nothing counts towards switching the proposer off.
+        reason: for the log.
+    """
+
+    def __init__(self, request_id: str, reason: str):
+        super().__init__(request_id, reason)
+        self.request_id, self.reason = request_id, reason
+
+
+def _own(value: T) -> T:
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +51,10 @@ class ProposerContext:
         tokenize: text to token ids, without special tokens; slow (it may load the tokenizer).
         device: where the target is (a torch.device).
         dtype: what the target computes in (a torch.dtype).
-        agreed: times to those that rank 0 of a tensor-parallel group has; every rank calls it at the same places.
+        time_budget_ms: longest that a proposer that runs on the host may take for one step; None: as long as it likes.
+        num_ranks: of the tensor-parallel group.
+        rank: of this process among those that draft for the same requests.
+        agreed: a value (times, drafts) to that which rank 0 has; every rank calls it at the same places.
     """
 
     vocab_size: int
@@ -36,7 +64,10 @@ class ProposerContext:
     tokenize: Callable[[str], list[int]]
     device: Any = "cpu"
     dtype: Any = None
-    agreed: Callable[[list[float]], list[float]] = list
+    time_budget_ms: float | None = None
+    num_ranks: int = 1
+    rank: int = 0
+    agreed: Callable[[Any], Any] = _own
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +143,14 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """The requests that want a draft in this step.
+    """The requests that want a draft in this step. A proposer gets one of its own, in which nothing can be written.
 
     Args:
         request_ids: one id a request, stable from its first step to `forget`.
-        token_ids: a request's prompt and output so far, [num_tokens] int32 each; views that are valid during
-            the call only. Empty for a model proposer: the tokens need not be on the host.
+        token_ids: a request's prompt and output so far, [num_tokens] int32 each; read-only views that are valid
+            during the call only. Empty for a model proposer: the tokens need not be on the host.
         max_num_draft: [num_reqs] int32, most tokens wanted for each request: 0..K.
-        options: `SamplingParams.extra_args["specplugins"]` of each request, empty where it has none.
+        options: `SamplingParams.extra_args["specplugins"]` of each request, empty where it has none; lists are tuples.
         target: the target, for a model proposer.
         offer: the drafts of a cascade's stage that is built into the engine; None where it could not draft.
     """
@@ -138,15 +169,16 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a proposer guesses for a batch, in the batch's order.
+    """What a proposer guesses for a batch, in the batch's order: this class and NumPy's arrays, no subclasses.
 
     Args:
         token_ids: [num_reqs, <= K] int32, an array, or a tensor of a model proposer; what stands past a
             request's num_draft is ignored.
         num_draft: [num_reqs] int32, 0 where it has no guess.
-        confidence: [num_reqs] float32, larger is surer, in the proposer's own unit (match length, probability).
-        logits: [num_reqs, <= K, vocab_size] of a proposer that samples: q is their softmax at the request's
-            temperature. None means that q is one-hot.
+        confidence: [num_reqs] float32, finite, larger is surer, in the proposer's own unit (match length, probability).
+        logits: [num_reqs, <= K, vocab_size], of the width of token_ids, of a model proposer that samples: q is their
+            softmax at the request's temperature. None means that q is one-hot, as that of a proposer that runs on the
+            host always is: tokens that it draws are verified as exactly, and it must not return logits.
         stage: [num_reqs] int32, which stage of a cascade made the draft.
     """
 
@@ -204,6 +236,30 @@ class StageCounters:
     kept: int = 0
     accepted: int = 0
     ms: float = 0.0
+    faults: dict[str, int] = field(default_factory=dict)  # by kind
+    switched_off: bool = False
+    times_switched_off: int = 0
+    pause_s: float = 0.0  # the last one
+    asked: int = 0  # how often it was asked to draft for a request
+    drafts: int = 0  # of those, how many it had one for that went to the target
+    verified: int = 0  # of the tokens that went to the target, those that the scheduler had it look at
+    accepted_at: list[int] = field(default_factory=list)  # by position in the request's draft
+    gate_lengths: list[int] = field(default_factory=list)  # how often the gate chose each length, 0 first
+
+    def add_fate(self, position: int, is_accepted: bool) -> None:
+        """Counts what the target made of a token at this position of a draft."""
+        self.verified += 1
+        if is_accepted:
+            self.accepted += 1
+            add_to(self.accepted_at, [0] * position + [1])
+
+
+def _troubles(counters: "StageCounters | Counters") -> str:
+    """What went wrong, for a log."""
+    if not counters.faults:
+        return ""
+    off = f", switched off {counters.times_switched_off} times" if counters.times_switched_off else ""
+    return f", faults: {counters.faults}{off}{' (now)' if counters.switched_off else ''}"
 
 
 @dataclass(slots=True)
@@ -217,7 +273,11 @@ class Counters:
     propose_ms: float = 0.0
     faults: dict[str, int] = field(default_factory=dict)  # by kind
     stages: dict[str, StageCounters] = field(default_factory=dict)  # of a cascade
+    whole: StageCounters = field(default_factory=StageCounters)  # the method as if it were a stage
+    draft_lengths: list[int] = field(default_factory=list)  # how often a draft had each length, 0 first
     switched_off: bool = False
+    times_switched_off: int = 0
+    pause_s: float = 0.0  # the last one
 
     def summary(self) -> str:
         """One line for a log.
@@ -232,9 +292,9 @@ class Counters:
         ]
         for name, stage in self.stages.items():
             counts = f"drafted {stage.drafted}, kept {stage.kept}, accepted {stage.accepted}, {stage.ms:.0f} ms"
-            words.append(f"stage {name}: {counts}")
+            words.append(f"stage {name}: {counts}{_troubles(stage)}")
         if self.faults:
-            words.append(f"faults: {self.faults}")
+            words.append(_troubles(self).removeprefix(", "))
         return "; ".join(words)
 
     def add(self, feedback: Feedback) -> None:
@@ -243,3 +303,28 @@ class Counters:
         self.drafts += int(np.count_nonzero(feedback.num_draft))
         self.drafted_tokens += int(feedback.num_draft.sum())
         self.accepted_tokens += int(feedback.num_accepted.sum())
+        self.whole.verified, self.whole.accepted = self.drafted_tokens, self.accepted_tokens
+        if feedback.num_accepted.any():
+            reached = np.bincount(feedback.num_accepted)[::-1].cumsum()[::-1]
+            add_to(self.whole.accepted_at, reached[1:].tolist())
+
+    def add_drafts(self, num_asked: int, lengths: Int32Array) -> None:
+        """Counts one step's drafts: requests that wanted one, and the length [num_reqs] that each got."""
+        self.whole.asked += num_asked
+        self.whole.drafts += int(np.count_nonzero(lengths))
+        self.whole.drafted += int(lengths.sum())
+        self.whole.kept = self.whole.drafted
+        add_to(self.draft_lengths, np.bincount(lengths).tolist())
+
+
+def add_to(totals: list[int], counts: Sequence[int]) -> None:
+    """Adds counts to totals, which grow where they are shorter.
+
+    >>> totals = [1]
+    >>> add_to(totals, [1, 2])
+    >>> totals
+    [2, 2]
+    """
+    totals.extend([0] * (len(counts) - len(totals)))
+    for index, count in enumerate(counts):
+        totals[index] += count

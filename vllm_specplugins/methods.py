@@ -1,7 +1,7 @@
-"""The literal table of methods: the one place to add a proposer."""
+"""The literal table of methods: the one place to add a proposer. Other packages may register more (registered.py)."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -13,11 +13,15 @@ from vllm_specplugins.config import (
     CustomConfig,
     EarlyExitConfig,
     PromptLookupConfig,
+    RegisteredConfig,
     SpecConfig,
     StageConfig,
+    said,
     shown,
 )
-from vllm_specplugins.draft import Proposer, ProposerContext
+from vllm_specplugins.draft import PROTOCOL_VERSION, Proposer, ProposerContext
+from vllm_specplugins.proposers.guard import shown as shown_error
+from vllm_specplugins.registered import Registered, usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +55,20 @@ BUILT_IN: Mapping[str, Method] = dict.fromkeys(
 )
 
 
+def registered_methods() -> Mapping[str, Registered]:
+    """The methods of other packages that can be asked for, by name."""
+    return usable((*METHODS, *BUILT_IN))
+
+
 def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
-    """The checked configuration for a user's dictionary, whose "method" is one of METHODS.
+    """The checked configuration for a user's dictionary, whose "method" is one of METHODS, or registered.
 
     Raises:
         ConfigError: see SpecConfig.parse; a proposer class that cannot be imported; stages that do not fit.
     """
     own = {key: value for key, value in raw.items() if key != "method"}
+    if raw["method"] not in METHODS:
+        return _parse_registered(registered_methods()[raw["method"]], own)
     if raw["method"] == "cascade" and isinstance(own.get("stages"), list):
         own["stages"] = tuple(_parse_stage(index, stage) for index, stage in enumerate(own["stages"]))
     config = SpecConfig.parse(raw["method"], METHODS[raw["method"]].config, own)
@@ -66,6 +77,20 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
     if isinstance(config.own, CascadeConfig):
         _check_stages(config.own)
     return config
+
+
+def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecConfig:
+    """Its class may bring a dataclass `Config`, whose fields stand in the dictionary; otherwise it takes `options`."""
+    name, path = registered.name, registered.proposer
+    own_type = getattr(import_object(path, name), "Config", None)
+    if own_type is None:
+        if "proposer" in raw:
+            raise ConfigError(f"{name}: 'proposer' is not a field; it is {path}, which the package registers.")
+        return SpecConfig.parse(name, CustomConfig, {**raw, "proposer": path})
+    if not (isinstance(own_type, type) and is_dataclass(own_type)):
+        raise ConfigError(f"{name}: Config of {path} must be a dataclass, not {shown(own_type)}.")
+    config = SpecConfig.parse(name, own_type, raw)
+    return replace(config, own=RegisteredConfig(proposer=path, settings=config.own))
 
 
 def _check_stages(config: CascadeConfig) -> None:
@@ -92,7 +117,7 @@ def _check_stages(config: CascadeConfig) -> None:
 
 
 def _parse_stage(index: int, raw: Any) -> StageConfig:
-    names = [name for name in (*METHODS, *BUILT_IN) if name != "cascade"]
+    names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name != "cascade"]
     if not isinstance(raw, dict) or raw.get("method") not in names:
         found = shown(raw.get("method")) if isinstance(raw, dict) else shown(raw)
         allowed = f"a dictionary whose method is one of {', '.join(names)}"
@@ -108,7 +133,8 @@ def _parse_stage(index: int, raw: Any) -> StageConfig:
 
 
 def _method(name: str) -> Method:
-    return METHODS[name] if name in METHODS else BUILT_IN[name]
+    """The row of a name; a registered method is a custom one."""
+    return METHODS.get(name) or BUILT_IN.get(name) or METHODS["custom"]
 
 
 def runs_target(config: SpecConfig) -> bool:
@@ -147,23 +173,57 @@ def build_proposer(config: SpecConfig, context: ProposerContext) -> Proposer:
 
 def _build(config: SpecConfig | StageConfig, context: ProposerContext, *more: Any) -> Proposer:
     if isinstance(config.own, CustomConfig):
-        build, argument = import_object(config.own.proposer), config.own.options
-    else:
-        path = _method(config.method).proposer
-        assert path is not None
-        build, argument = import_object(path), config.own
-    proposer: Proposer = build(argument, context, *more)
+        return _build_custom(config.method, config.own, context)
+    path = _method(config.method).proposer
+    assert path is not None
+    proposer: Proposer = import_object(path)(config.own, context, *more)
     return proposer
 
 
-def import_object(path: str) -> Any:
-    """The object at "package.module:name".
+def _build_custom(method: str, config: CustomConfig, context: ProposerContext) -> Proposer:
+    """A proposer of the user's own, which has no part in what ranks tell each other."""
+    build = import_object(config.proposer, method)
+    options = getattr(config, "settings", config.options)
+    try:
+        proposer: Proposer = build(options, replace(context, num_ranks=1, rank=0, agreed=lambda value: value))
+        missing = [name for name in ("propose", "observe", "forget") if not callable(getattr(proposer, name, None))]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{method}: proposer {config.proposer!r} cannot be built ({shown_error(error)}).") from error
+    if missing:
+        raise ConfigError(f"{method}: proposer {config.proposer!r} has no method {', '.join(missing)}.")
+    return proposer
+
+
+def option_checks(config: SpecConfig) -> list[Callable[[Mapping[str, Any]], None]]:
+    """`check_options` of the user's own proposers in a method: it raises ValueError for options that it refuses."""
+    parts = [config.own, *(stage.own for stage in getattr(config.own, "stages", ()))]
+    classes = [import_object(part.proposer) for part in parts if isinstance(part, CustomConfig)]
+    return [proposer.check_options for proposer in classes if hasattr(proposer, "check_options")]
+
+
+def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
+    """The class or function at "package.module:name", for this method.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it is not there, its module raises or exits, or it cannot be called or follows another protocol.
     """
     module, _, name = path.partition(":")
     try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"custom: proposer {path!r} cannot be imported ({error}).") from error
+        found = getattr(import_module(module), name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the module does, SystemExit included
+        cause = f"{type(error).__name__}: {said(error)}"
+        hint = "; PYTHONPATH=. lets it be found in the current folder" if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"{method}: proposer {shown(path)} cannot be imported ({cause}{hint}).") from error
+    if not callable(found):
+        raise ConfigError(f"{method}: proposer must name a class, or a function that makes one, not {shown(found)}.")
+    version = getattr(found, "protocol_version", PROTOCOL_VERSION)
+    if version != PROTOCOL_VERSION:
+        raise ConfigError(
+            f"{method}: protocol_version of {path} must be {PROTOCOL_VERSION}, that of vllm_specplugins.draft here, "
+            f"not {shown(version)}."
+        )
+    return found  # type: ignore[no-any-return]

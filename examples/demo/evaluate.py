@@ -89,6 +89,7 @@ A Llama of {parameters:,} parameters (8 layers, hidden size 256, vocabulary 3072
 and was taught to copy code and rename identifiers in it. It exists so that speculative decoding can be measured
 without a download: its early layers were trained to predict like the whole model (LayerSkip, Elhoushi et al.
 2024). It is not useful for anything else. `../widen.py` makes checkpoints of larger cost with the same logits.
+Its chat template only joins the messages, so that chat requests can be served: it was not trained on conversations.
 
 Made by `python examples/demo/train.py` with seed {seed} in {training_minutes} minutes of training on 2 CPU cores
 ({steps:,} steps, {tokens_seen:,} tokens; versions in `training.json`).

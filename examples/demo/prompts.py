@@ -6,19 +6,14 @@ fixed plain format, so that most of the answer can be looked up in the prompt. R
 `heldout.jsonl` again. Nothing here knows about models, and only `main` needs the tokenizer.
 """
 
-import ast
-import hashlib
 import json
-import keyword
 import random
 import re
-import sysconfig
-import textwrap
-import warnings
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files, snippets
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,57 +22,6 @@ HERE = Path(__file__).resolve().parent
 HELDOUT_FILE = HERE / "heldout.jsonl"
 KINDS = ("continue", "edit")
 
-# Third-party code, generated tables, and files that are broken on purpose.
-EXCLUDED = ("site-packages/", "lib2to3/tests/data/", "pydoc_data/", "encodings/", "test/encoded_modules/")
-
-WORDS = """
-active amount anchor bottom branch bucket buffer candle carrier center channel chunk cluster column corner
-counter cursor delta depth device digest draft edge engine extra factor field filter final folder frame
-front garden gather handle header height hidden holder image index inner input item kernel label layer
-ledger left length level limit local margin marker matrix member middle mirror motor needle number offset
-option order outer output owner packet panel parcel phase piece pillar pocket point portal prefix queue
-random range rank ratio reader record region remote report result right river root sample scale second
-segment shadow shape signal silver simple slot source spare spiral stable stage start state station step
-stream string suffix table target ticket total track travel upper value vector visit wanted weight width
-window winter writer
-""".split()  # noqa: SIM905
-
-
-def is_held_out(source: str) -> bool:
-    """Whether the file at `source` (a path relative to the library) is kept out of training."""
-    return int(hashlib.sha256(source.encode()).hexdigest(), 16) % 40 == 0
-
-
-def library_files() -> Iterator[tuple[str, str]]:
-    """Yields (relative path, text) of the interpreter's standard library, in the order of the paths."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        source = path.relative_to(root).as_posix()
-        if source.startswith(EXCLUDED):
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        if text.strip():
-            yield source, text
-
-
-def snippets(text: str, min_lines: int = 10, max_lines: int = 60) -> Iterator[str]:
-    """Yields the functions and classes of a source file that have min_lines to max_lines lines, dedented."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        return
-    lines = text.splitlines()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            code = lines[node.lineno - 1 : node.end_lineno]
-            if min_lines <= len(code) <= max_lines:
-                yield textwrap.dedent("\n".join(code)) + "\n"
-
 
 def rename(code: str, old: str, new: str) -> str:
     """`code` with every whole word `old` replaced by `new`."""
@@ -85,22 +29,13 @@ def rename(code: str, old: str, new: str) -> str:
 
 
 def edit_task(code: str, rng: random.Random) -> tuple[str, str]:
-    """Returns (prompt, answer): the prompt ends with the line `# After:`, the answer with `# End.`.
-
-    Four tasks in five rename an identifier that occurs at least twice in `code`; the others repeat the code.
+    """Returns (prompt, answer): see library.edit_prompt; the answer ends with the line `# End.`.
 
     >>> prompt, answer = edit_task("x = 1\\n", random.Random(0))
     >>> answer
     'x = 1\\n# End.\\n'
     """
-    counts = Counter(re.findall(r"\b[A-Za-z_]\w{2,}\b", code))
-    names = [name for name, count in counts.items() if count >= 2 and not keyword.iskeyword(name)]
-    new = "_".join(rng.sample(WORDS, rng.choice((1, 2))))
-    if names and new not in counts and rng.random() < 0.8:
-        task = f"Rename `{rng.choice(names)}` to `{new}`."
-    else:
-        task = "Repeat the code."
-    prompt = f"# {task}\n# Before:\n{code}# After:\n"
+    prompt = edit_prompt(code, rng)
     return prompt, edit_answer(prompt)
 
 

@@ -46,6 +46,14 @@ MAX_STEP_SECONDS = 15.0
 # Words keep a leading space and their underscores; digits stand alone; new lines and indentation are runs.
 SPLIT = r" ?_*[A-Za-z]+_*|[0-9]| ?[^\sA-Za-z0-9_]+| ?_+|\n+|[^\S\n]+(?!\S)|[^\S\n]+"
 
+# The messages as they are, one behind the other: the model knows no roles, but an edit task is a message that it knows.
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- message['content'] }}
+    {{- '' if message['content'].endswith('\\n') else '\\n' }}
+{%- endfor %}"""
+
 
 def train_tokenizer(texts: list[str], vocab_size: int = 3072) -> PreTrainedTokenizerFast:
     tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -61,7 +69,7 @@ def train_tokenizer(texts: list[str], vocab_size: int = 3072) -> PreTrainedToken
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
-        clean_up_tokenization_spaces=False, model_max_length=8192,
+        clean_up_tokenization_spaces=False, model_max_length=8192, chat_template=CHAT_TEMPLATE,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 TOLERANCE = 1e-4
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def widened_config(config: LlamaConfig, hidden_factor: int, intermediate: int, depth_factor: int) -> LlamaConfig:

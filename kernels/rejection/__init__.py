@@ -12,6 +12,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from ..implementations import implementation_of
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -87,16 +89,6 @@ def rejection_sample(
         target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, sampling, max_num_draft, draft_logits
     )
     return result
-
-
-def implementation_of(logits: Any, wanted: str | None, on_cpu: str = "reference") -> str:
-    """Name of the module that runs where these logits are, or of the one that is asked for."""
-    if wanted is None:
-        return "fused" if logits.is_cuda else on_cpu if logits.device.type == "cpu" else "reference"
-    known = sorted({"reference", "fused", on_cpu})
-    if wanted not in known:
-        raise ValueError(f"implementation is {wanted!r}, but must be one of {', '.join(known)}.")
-    return wanted
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Inputs for the tests and the benchmark of verification: ragged batches of every kind."""
+"""Inputs for the tests, the benchmark and the check of a device: ragged batches of every kind."""
 
 from typing import Any, NamedTuple
 

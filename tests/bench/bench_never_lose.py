@@ -11,20 +11,22 @@ medians and ranges over the rounds. The bar: at least 0.97.
 
 import argparse
 import json
-import multiprocessing
-import platform
 import statistics
 import sys
+import tempfile
+from contextlib import ExitStack
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench_engine import prompts_of, serve
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-from transformers import AutoTokenizer
+
+from vllm_specplugins.engine.measure.serving import ServingEngine, Traffic
+from vllm_specplugins.tools.base_model import load_tokenizer
+from vllm_specplugins.tools.bench.rounds import serve_rounds
+from vllm_specplugins.tools.bench.workloads import make_workload
 
 METHOD = {
     "method": "cascade",
@@ -42,14 +44,11 @@ WORKLOADS = {
 }
 
 
-def start(config: dict[str, Any] | None, args: argparse.Namespace) -> Connection:
-    """An engine in a process of its own; see bench_engine.serve."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    context.Process(target=serve, args=(theirs, config, args), daemon=True).start()
-    if ours.recv() != "ready":
-        raise SystemExit("an engine did not start")
-    return ours
+def prompts_of(kind: str, tokenizer: Any, count: int) -> list[list[int]]:
+    """Ends of prompts, of PROMPT_LENGTH tokens; "mixed" is continuations and edits in turn."""
+    names = ("code", "copy") if kind == "mixed" else (kind,)
+    made = [make_workload(name, tokenizer, count, 256).take(count) for name in names]
+    return [prompt[-PROMPT_LENGTH:] for prompts in zip(*made, strict=True) for prompt in prompts][:count]
 
 
 def main() -> int:
@@ -61,47 +60,43 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--method", type=json.loads, default=METHOD, help="JSON: speculative_config")
     args = parser.parse_args()
-    args.batch, args.compile = max(args.batches), False
-    vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    pipes = [start(config, args) for config in tqdm((None, args.method), desc="engines")]
-
-    def seconds(pipe: Connection, prompts: list[list[int]], temperature: float, num_tokens: int, batch: int) -> float:
-        pipe.send((prompts, temperature, num_tokens, batch))
-        took: float = pipe.recv()[0]
-        return took
+    tokenizer = load_tokenizer(args.model)
+    arguments = {
+        "model": args.model, "dtype": args.dtype, "max_model_len": 256, "max_num_seqs": max(args.batches),
+        "gpu_memory_utilization": 0.45,
+    }  # fmt: skip
+    logs = Path(tempfile.mkdtemp())
 
     table = Table(title=f"speed, of no speculation; {args.rounds} rounds, {args.dtype}")
     table.add_column("traffic")
     for batch in args.batches:
         table.add_column(f"{batch} at a time", justify="right")
-    progress = tqdm(total=len(args.workloads) * len(args.batches) * args.rounds, desc="rounds")
+    progress = tqdm(total=len(args.workloads) * len(args.batches) * (1 + args.rounds), desc="rounds")
     worst = float("inf")
-    for name in args.workloads:
-        kind, temperature, num_tokens = WORKLOADS[name]
-        cells = []
-        for batch in args.batches:
-            count = 2 * batch if batch > 1 else 4
-            texts = prompts_of(kind, min(count, 60), vocab_size, PROMPT_LENGTH)
-            encoded = [text if isinstance(text, list) else tokenizer.encode(text) for text in texts]
-            prompts = [encoded[index % len(encoded)][-PROMPT_LENGTH:] for index in range(count)]
-            ratios = []
-            for index in range(args.rounds):
-                order = pipes if index % 2 else pipes[::-1]  # who goes first may matter
-                took = {id(pipe): seconds(pipe, prompts, temperature, num_tokens, batch) for pipe in order}
-                ratios.append(took[id(pipes[0])] / took[id(pipes[1])])
-                progress.update()
-            ratio = statistics.median(ratios)
-            worst = min(worst, ratio)
-            cells.append(f"{ratio:.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
-            progress.write(f"{name}, {batch} at a time: {cells[-1]}")
-        table.add_row(name, *cells)
+    with ExitStack() as stack:
+        engines = {}
+        for name, config in (("none", None), ("method", args.method)):
+            engines[name] = stack.enter_context(ServingEngine(name, arguments, config, logs / f"{name}.log"))
+            engines[name].wait()
+        for name in args.workloads:
+            kind, temperature, num_tokens = WORKLOADS[name]
+            cells = []
+            for batch in args.batches:
+                traffic = Traffic(
+                    prompts=prompts_of(kind, tokenizer, 2 * batch if batch > 1 else 4), temperature=temperature,
+                    max_tokens=num_tokens, at_a_time=batch, ignore_eos=True,
+                )  # fmt: skip
+                turns = serve_rounds(engines, traffic, args.rounds, progress.update)
+                pairs = list(zip(turns["none"], turns["method"], strict=True))[1:]  # the first round warms up
+                ratios = [plain.seconds / own.seconds for plain, own in pairs]
+                worst = min(worst, statistics.median(ratios))
+                cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+                progress.write(f"{name}, {batch} at a time: {cells[-1]}")
+            table.add_row(name, *cells)
     progress.close()
     Console(width=110).print(table)
     print(f"worst median {worst:.2f}; {json.dumps(args.method)}")
-    print(f"vllm {version('vllm')}, torch {version('torch')}, {platform.machine()}")
-    for pipe in pipes:
-        pipe.send(None)
+    print(f"vllm {version('vllm')}, torch {version('torch')}")
     return 0
 
 

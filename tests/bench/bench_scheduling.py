@@ -4,38 +4,63 @@
 
 Synchronous scheduling plans true draft lengths and waits for the drafts; asynchronous scheduling overlaps the
 scheduler with the device and plans from each request's record. Without a GPU the runner goes through Triton's
-interpreter: then the times mean nothing, and the counts (tokens per step, verified tokens per output token) are
-what there is to read.
+interpreter: then the times mean nothing, and the counts (tokens per step, share of steps with a draft) are what there
+is to read.
 """
 
+import argparse
 import os
-import subprocess
 import sys
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+from rich.console import Console
+
+from vllm_specplugins.engine.measure.serving import ServingEngine, Traffic
+from vllm_specplugins.tools.base_model import load_tokenizer
+from vllm_specplugins.tools.bench.figures import Cell, rows_of
+from vllm_specplugins.tools.bench.report import Report, show
+from vllm_specplugins.tools.bench.rounds import serve_rounds
+from vllm_specplugins.tools.bench.workloads import make_workload
+
 ROOT = Path(__file__).resolve().parents[2]
-ARMS = """{
-    "none": null,
-    "prompt_lookup, sync": {"method": "prompt_lookup", "num_speculative_tokens": 5},
-    "prompt_lookup, async": {"method": "prompt_lookup", "num_speculative_tokens": 5, "async": true},
-    "early_exit, sync": {"method": "early_exit", "num_speculative_tokens": 3, "exit_layer": 2},
-    "early_exit, async": {"method": "early_exit", "num_speculative_tokens": 3, "exit_layer": 2, "async": true}
-}"""
+LOOKUP = {"method": "prompt_lookup", "num_speculative_tokens": 5}
+EXIT = {"method": "early_exit", "num_speculative_tokens": 3, "exit_layer": 2}
+ASYNC = {"async_scheduling": True}
+# name -> speculative_config, more arguments of the engine
+ARMS = {
+    "none": (None, {}),
+    "prompt_lookup, sync": (LOOKUP, {}),
+    "prompt_lookup, async": (LOOKUP, ASYNC),
+    "early_exit, sync": (EXIT, {}),
+    "early_exit, async": (EXIT, ASYNC),
+}
 
 
 def main() -> int:
-    environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    import torch
-
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(ROOT / "examples" / "demo" / "model"))
+    model = parser.parse_args().model
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if not torch.cuda.is_available():
-        backend = str(ROOT / "tests" / "engine" / "triton_cpu")
-        environment |= {"TRITON_INTERPRET": "1", "PYTHONPATH": backend}
-    model = ["--model", str(ROOT / "examples" / "demo" / "model"), *sys.argv[1:]]
-    for kind in ("edit", "continue"):
-        options = ["--kind", kind, "--batch", "4", "--prompts", "8", "--tokens", "48", "--rounds", "1", "--arms", ARMS]
-        command = [sys.executable, str(Path(__file__).with_name("bench_engine.py")), *options, *model]
-        if status := subprocess.run(command, env=environment).returncode:
-            return status
+        os.environ |= {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "tests" / "engine" / "triton_cpu")}
+    tokenizer, logs, rows = load_tokenizer(model), Path(tempfile.mkdtemp()), []
+    with ExitStack() as stack:
+        engines = {}
+        for name, (config, more) in ARMS.items():
+            share = 0.9 / len(ARMS)
+            arguments = {"model": model, "max_model_len": 1024, "max_num_seqs": 4, "gpu_memory_utilization": share}
+            engine = ServingEngine(name, {**arguments, **more}, config, logs / f"{name}.log")
+            engines[name] = stack.enter_context(engine)
+            machine = engine.wait()
+        for kind in ("copy", "code"):
+            prompts = make_workload(kind, tokenizer, 8, 256).prompts
+            traffic = Traffic(prompts=prompts, temperature=0, max_tokens=48, at_a_time=4, ignore_eos=True)
+            rows += rows_of(Cell(kind, 4, 0.0), serve_rounds(engines, traffic, 1, lambda: None))
+    conditions = {"model": model, "rounds": 1, "prompts": 8, "tokens": 48}
+    show(Report(rows, {name: config for name, (config, _) in ARMS.items()}, machine, conditions), Console())
     return 0
 
 

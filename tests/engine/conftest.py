@@ -66,6 +66,7 @@ os.environ.update(ENGINE_ENVIRONMENT)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for the engines of this process alone
 sys.path.insert(0, str(EXAMPLES / "demo"))
 sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent / "proposers"))
 # By its path: with its folder's parent on sys.path transformers would take tests/kernels for a package that it knows.
 _device = spec_from_file_location("simulated_device", HERE.parent / "simulated_device" / "__init__.py")
 assert _device is not None and _device.loader is not None

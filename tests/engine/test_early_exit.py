@@ -48,7 +48,7 @@ def expected(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("asynchronous", ASYNC)
 def test_all_layers_accept_everything(engine: Any, prompts: Any, expected: Any, asynchronous: bool) -> None:
     """The invariant. Kills: a wrong position, slot, block table, norm or token in the draft's forward pass."""
-    llm = engine(early_exit(NUM_LAYERS), **({"async_scheduling": True} if asynchronous else {}))
+    llm = engine(early_exit(NUM_LAYERS), async_scheduling=asynchronous)
     before = spec_metrics(llm)
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     after = spec_metrics(llm)
@@ -66,7 +66,7 @@ def test_stress(engine: Any, prompts: Any, expected: Any, asynchronous: bool) ->
 
     Kills: drafts that write past their own blocks (no lookahead slots), into another request's.
     """
-    llm = engine(early_exit(FEW_LAYERS), **STRESS, **({"async_scheduling": True} if asynchronous else {}))
+    llm = engine(early_exit(FEW_LAYERS), **STRESS, async_scheduling=asynchronous)
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected, "the second time from the prefix cache"
     metrics = spec_metrics(llm)

@@ -26,8 +26,7 @@ Outputs = list[list[int]]
 
 
 def arguments(family: str, asynchronous: bool = False) -> dict[str, Any]:
-    model = {"model": str(checkpoint(family)), "skip_tokenizer_init": True}
-    return {**model, **({"async_scheduling": True} if asynchronous else {})}
+    return {"model": str(checkpoint(family)), "skip_tokenizer_init": True, "async_scheduling": asynchronous}
 
 
 @pytest.fixture(scope="module")

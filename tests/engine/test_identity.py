@@ -44,6 +44,19 @@ def test_stress(engine: Any, prompts: Any, expected: Any, asynchronous: bool) ->
     assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(RUNNER == "v2", reason="it has no generators")
+def test_seeded_in_pieces(engine: Any, prompts: Any) -> None:
+    """Seeded requests whose prompts come in pieces.
+
+    Kills: torch's generators left in the batch: vLLM rewinds them then, and on a CPU the engine dies of that.
+    """
+    llm = engine(PROMPT_LOOKUP, **STRESS)
+    seeded = [prompt for prompt in prompts if len(prompt) > 200][:4]
+    together = generate(llm, seeded, [4], temperature=1, seed=7)
+    assert together == generate(llm, seeded, [1], temperature=1, seed=7)
+
+
 END_OF_CONTEXT = {"max_model_len": 64, "max_num_batched_tokens": 64}
 REPETITIVE = [5, 6, 7, 8] * 15
 NEAR_THE_END = [REPETITIVE[:40], REPETITIVE[:57], REPETITIVE[:60], list(range(20, 40))]

@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
     outputs: list[list[int]]
     stats: list[dict[str, Any]]
-    counts: list[int]
+    counts: list[Any]
 
 
 def run(folder: Path, environment: dict[str, str], **arguments: Any) -> Result:
@@ -71,8 +71,9 @@ def test_engine_process(tmp_path: Path) -> None:
     assert stats["accepted_tokens"] > 10
 
 
-def run_two_ranks(folder: Path, config: dict[str, Any] | None) -> Result:
-    return run(folder, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, tensor_parallel_size=2, speculative_config=config)
+def run_two_ranks(folder: Path, config: dict[str, Any] | None, environment: dict[str, str] = {}) -> Result:  # noqa: B006
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **environment}
+    return run(folder, environment, tensor_parallel_size=2, speculative_config=config)
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +115,68 @@ def test_two_ranks_exit_early(tmp_path: Path, plain_two_ranks: Result, layer: in
     assert drafted >= len(PROMPTS) * 16
     assert accepted == drafted if layer == NUM_LAYERS else 0 < accepted < drafted
     assert [stats["faults"] for stats in result.stats] == [{}, {}]
+
+
+FAULTS_PROGRAM = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+
+def asked(worker):
+    return worker._barrier.proposer._stages[0].step
+
+def plant(worker):
+    def fail(*args):
+        raise RuntimeError("planted")
+
+    if worker.rank == 1:
+        worker._barrier.proposer._stages[1].choose = fail
+
+def main():
+    arguments, prompts = json.loads(sys.argv[1])
+    llm = LLM(**arguments)
+    params = SamplingParams(temperature=0, max_tokens=21, ignore_eos=True, detokenize=False)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = [list(output.outputs[0].token_ids) for output in llm.generate(inputs, params, use_tqdm=False)]
+    stats, steps = llm.collective_rpc("specplugins_stats"), llm.collective_rpc(asked)
+    llm.collective_rpc(plant)
+    start = time.perf_counter()
+    try:
+        llm.generate(inputs, params, use_tqdm=False)
+        end = "lived"
+    except Exception as error:
+        end = type(error).__name__
+    print("RESULT", json.dumps([outputs, stats, [steps, end, time.perf_counter() - start]]), flush=True)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="as on V1, and a minute through the interpreter")
+def test_two_ranks_and_a_fault_on_one(tmp_path: Path, plain_two_ranks: Result, monkeypatch: Any) -> None:
+    """A custom stage that hangs: rank 0 alone asks it, and both ranks go on. An exit that fails
+    on rank 1 while rank 0 waits for it in a collective: both ranks stop, at once.
+
+    Kills: a host stage on each rank, which times out there by itself; a fault that rank 1 swallows (a hang of 300 s).
+    """
+    monkeypatch.setattr(sys.modules[__name__], "PROGRAM", FAULTS_PROGRAM)
+    hostile = {"method": "custom", "proposer": "hostile:custom", "options": {"act": "sleeps"}}
+    config = {
+        "method": "cascade",
+        "num_speculative_tokens": 4,
+        "time_budget_ms": 300,
+        "policy": "first",
+        "gate": "off",
+        "stages": [hostile, {"method": "early_exit", "exit_layer": 1}],
+    }
+    paths = os.pathsep.join([str(Path(__file__).parents[1] / "proposers"), os.environ.get("PYTHONPATH", "")])
+    environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "PYTHONPATH": paths}
+    result = run_two_ranks(tmp_path, config, environment)
+    steps, end, seconds = result.counts
+    assert result.outputs == plain_two_ranks.outputs
+    custom, exit_stage = zip(*(rank["stages"].values() for rank in result.stats), strict=True)
+    assert [stage["faults"].keys() for stage in custom] == [{"hangs"}, set()]
+    assert custom[0]["drafted"] == custom[1]["drafted"] > 0 and exit_stage[0]["accepted"] == exit_stage[1]["accepted"]
+    assert steps[0] > 0 and steps[1] == 0
+    assert end == "EngineDeadError" and seconds < 30

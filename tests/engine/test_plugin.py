@@ -13,6 +13,7 @@ from cases import PROMPT_LOOKUP, generate
 from conftest import DEMO_MODEL, EXAMPLES, RUNNER
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine import scheduling
 from vllm_specplugins.engine.spec_config import take_over
 from vllm_specplugins.engine.versions import compat
 
@@ -120,21 +121,29 @@ print("OUT", sorted(changes(before, snapshot())))
 
 @ONCE
 def test_switched_off() -> None:
-    """VLLM_SPECPLUGINS_DISABLE=1: nothing at all is changed, and our names are unknown to vLLM."""
+    """VLLM_SPECPLUGINS_DISABLE=1: nothing is changed but that our names are refused, in a sentence of ours."""
     code = (
         IMPORT_EVERYTHING
         + """
 import vllm_specplugins
-vllm_specplugins.register()
-print("OUT", sorted(changes(before, snapshot())))
-try:
-    engine_config({"method": "prompt_lookup", "num_speculative_tokens": 3})
-except Exception as error:
-    print("OUT", type(error).__name__)
+vllm_specplugins.register(); vllm_specplugins.register()
+print("OUT", sorted(".".join(key) for key in changes(before, snapshot())))
+print("OUT", type(engine_config(dict(NGRAM)).speculative_config).__name__)
+for arguments in {"speculative_config": {"method": "prompt_lookup"}}, {"spec_method": "cascade"}:
+    try:
+        engine_config(**arguments)
+    except Exception as error:
+        print("OUT", type(error).__name__, error)
 """
     )
     done = python(code, VLLM_SPECPLUGINS_DISABLE="1")
-    assert results(done) == ["[]", "ValidationError"], done.stderr[-3000:]
+    sentence = "method must be one of vLLM's own while VLLM_SPECPLUGINS_DISABLE is set, not"
+    assert results(done) == [
+        "['vllm.engine.arg_utils.EngineArgs.create_engine_config']",
+        "SpeculativeConfig",
+        f"ConfigError speculative_config: {sentence} 'prompt_lookup'.",
+        f"ConfigError speculative_config: {sentence} 'cascade'.",
+    ], done.stderr[-3000:]
 
 
 def test_nothing_stays_swapped(engine: Any) -> None:
@@ -167,13 +176,25 @@ def test_flags() -> None:
     assert own.max_ngram == 5
     with pytest.raises(ConfigError, match="given twice"):
         engine_config({"method": "prompt_lookup", "num_speculative_tokens": 3}, spec_tokens=4)
+    with pytest.raises(ConfigError, match="max_ngram is given twice, as 'max-ngram' and as 'max_ngram'"):
+        engine_config({"method": "prompt_lookup", "max-ngram": 5, "max_ngram": 6})
 
 
-@pytest.mark.parametrize("method", ["promt_lookup", "", 5, ["prompt_lookup"]])
-def test_unknown_method(method: Any) -> None:
-    """The sentence lists both our names and vLLM's."""
-    with pytest.raises(ConfigError, match=r"method must be one of prompt_lookup, .*ngram.*, not "):
+@pytest.mark.parametrize(
+    "method, end",
+    [
+        ("promt_lookup", "not 'promt_lookup'; did you mean 'prompt_lookup'?"),
+        ("eagle33", "not 'eagle33'; did you mean 'eagle3'?"),
+        ("", "not ''."),
+        (5, "not 5."),
+        (["prompt_lookup"], "not ['prompt_lookup']; did you mean 'prompt_lookup'?"),
+    ],
+)
+def test_unknown_method(method: Any, end: str) -> None:
+    """The sentence lists our names, says where vLLM's stand, and is short. Kills: a nearest match of ours alone."""
+    with pytest.raises(ConfigError, match=r"method must be prompt_lookup, .* or one of vLLM's own ") as error:
         engine_config({"method": method, "num_speculative_tokens": 3})
+    assert str(error.value).endswith(end) and len(str(error.value)) <= 220
 
 
 def test_asynchronous_scheduling() -> None:
@@ -184,11 +205,39 @@ def test_asynchronous_scheduling() -> None:
         config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
         config.scheduler_config.async_scheduling = True
         with pytest.raises(ConfigError, match="async_scheduling must be false on Model Runner V1"):
-            take_over(config)
+            take_over(config, True)
         return
     assert config.scheduler_config.scheduler_cls == "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
     with pytest.raises(ConfigError, match="scheduler_cls must be left alone"):
         engine_config(PROMPT_LOOKUP, async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+
+
+def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronous, as vLLM's default is, where nothing of the method reads tokens on the host; and a sentence says so.
+
+    Kills: a default that the user did not ask for, and one that overrides him.
+    """
+    early_exit = {"method": "early_exit", "exit_layer": 1}
+    cascade = {"method": "cascade", "stages": [{"method": "prompt_lookup"}, early_exit]}
+
+    said: list[str] = []
+    monkeypatch.setattr(scheduling.logger, "info", lambda text, *words: said.append(text % words))
+
+    def asynchronous(speculative_config: Any, **arguments: Any) -> tuple[bool, Any]:
+        said.clear()
+        scheduler = engine_config(speculative_config, **arguments).scheduler_config
+        return scheduler.async_scheduling, scheduler.scheduler_cls
+
+    planned = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
+    assert asynchronous(early_exit) == ((True, planned) if RUNNER == "v2" else (False, None))
+    says = "asynchronously, as vLLM's own" if RUNNER == "v2" else "synchronously, for Model Runner V1 plans"
+    assert [says in sentence for sentence in said] == [True]
+    for speculative_config in (PROMPT_LOOKUP, cascade):
+        assert asynchronous(speculative_config) == (False, None)
+        assert ["reads tokens on the host" in sentence for sentence in said] == [True]
+    assert asynchronous(early_exit, async_scheduling=False) == (False, None) and not said
+    theirs = "vllm.v1.core.sched.scheduler.Scheduler"
+    assert asynchronous(early_exit, scheduler_cls=theirs) == (False, theirs)
 
 
 def test_foreign_worker() -> None:

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server with a cascade, asked by the OpenAI client: options of single requests, and bad ones."""
+"""The OpenAI-compatible server with a cascade, asked by the OpenAI client: options of requests, and hostile ones."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,12 +15,16 @@ import openai
 import pytest
 from cases import mixed_prompts
 from conftest import DEMO_MODEL, RUNNER
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_specplugins.engine.metrics.names import PREFIX, TABLE
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(RUNNER == "v2", reason="the front end is the same on both runners"),
 ]
 STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]
+MAX_MODEL_LEN = 512
 CASCADE = {"method": "cascade", "num_speculative_tokens": 4, "policy": "first", "gate": "off", "stages": STAGES}
 
 
@@ -29,12 +34,13 @@ def client() -> Iterator[openai.OpenAI]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL)]
     command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--enforce-eager", "--max-model-len", "512", "--speculative-config", json.dumps(CASCADE)]
+    command += ["--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN), "--speculative-config", json.dumps(CASCADE)]
+    command += ["--per-request-spec-decode-metrics", "summary"]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "NO_PROXY": "127.0.0.1"}
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     try:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        for _ in range(240):
+        for _ in range(1200):
             try:
                 client.models.list()
                 break
@@ -53,6 +59,21 @@ def complete(client: openai.OpenAI, prompt: list[int], options: Any = None) -> s
     return done.choices[0].text
 
 
+def refused(client: openai.OpenAI, prompt: list[int], options: Any) -> str:
+    """What the 400 says."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, prompt, options)
+    message: str = caught.value.body["message"]  # type: ignore[index, call-overload]
+    return message
+
+
+def counter(client: openai.OpenAI, name: str) -> float:
+    """A counter of /metrics."""
+    with urllib.request.urlopen(str(client.base_url.join("../metrics"))) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}_total"))
+
+
 def test_options_of_requests(client: openai.OpenAI) -> None:
     """Requests with good options, with bad ones and with none at once: 400 for the bad ones, in one sentence, and the
     tokens of no other request change."""
@@ -69,15 +90,126 @@ def test_options_of_requests(client: openai.OpenAI) -> None:
         "{": "specplugins must be a dictionary or its JSON text, not '{'.",
     }
 
-    def refused(options: str) -> str:
-        with pytest.raises(openai.BadRequestError) as caught:
-            complete(client, prompts[0], options)
-        message: str = caught.value.body["message"]  # type: ignore[index, call-overload]
-        return message
-
     with ThreadPoolExecutor(16) as pool:
         answers = [pool.submit(complete, client, prompts[i], good[i % len(good)]) for i in range(len(prompts))]
-        refusals = {options: pool.submit(refused, options) for options in bad}
+        refusals = {options: pool.submit(refused, client, prompts[0], options) for options in bad}
         assert [answer.result() for answer in answers] == plain
         assert {options: message.result() for options, message in refusals.items()} == bad
     assert complete(client, prompts[0]) == plain[0]
+
+
+# What a request of a client brought down or held up, before options were bounded and resolved in the front end.
+LIMIT = (1 << 16) + 24 * MAX_MODEL_LEN
+TOO_LONG = f"specplugins must be at most {LIMIT} characters of JSON text where max_model_len is {MAX_MODEL_LEN}, not "
+NO_DICTIONARY = "specplugins must be a dictionary or its JSON text, not "
+NO_TEXT = f"specplugins: reference must be at most {8 * MAX_MODEL_LEN} bytes of text where max_model_len is "
+HOSTILE = [
+    ('{"reference": "abc \\ud800 def"}', "specplugins: reference must be valid UTF-8, not 'abc \\ud800 def'."),
+    (json.dumps({"reference": "word " * 200_000}), TOO_LONG),
+    (json.dumps({"reference": "word " * 2_000_000}), TOO_LONG),
+    (json.dumps({"reference": "word " * 10_000}), NO_TEXT),
+    (json.dumps({"reference": [7] * 1_000_000}), TOO_LONG),
+    (
+        json.dumps({"reference": [7] * 513}),
+        "specplugins: reference must be at most 512 tokens (max_model_len), not 513.",
+    ),
+    (
+        json.dumps({"reference": "+ = " * 600}),
+        "specplugins: reference must be at most 512 tokens (max_model_len), not ",
+    ),
+    ("[" * 200_000, TOO_LONG),
+    ("[" * 20_000, NO_DICTIONARY),
+    ([7] * 1_000_000, NO_DICTIONARY),
+    (["x" * 1_000_000], NO_DICTIONARY),
+]
+
+
+def test_hostile_options(client: openai.OpenAI) -> None:
+    """While one client sends the worst, the tokens of others stay what they were and their drafts go on.
+
+    Kills: a text that is tokenised in the engine (three faults, and nobody is drafted for any more), a missing bound, a
+    RecursionError, which would be a 500.
+    """
+    prompts = mixed_prompts(str(DEMO_MODEL), 8)
+    plain = [complete(client, prompt) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        refusals = [pool.submit(refused, client, prompts[0], options) for options, _ in HOSTILE * 2]
+        answers = [pool.submit(complete, client, prompt) for prompt in prompts]
+        assert [answer.result() for answer in answers] == plain
+        for (_, message), refusal in zip(HOSTILE * 2, refusals, strict=True):
+            assert refusal.result().startswith(message)
+    before = counter(client, "spec_decode_num_drafts")
+    assert [complete(client, prompt) for prompt in prompts] == plain
+    assert counter(client, "spec_decode_num_drafts") > before
+
+
+def test_reference_text(client: openai.OpenAI) -> None:
+    """A prediction as text is tokenised in the front end, and drafted from. Kills: a reference that gets lost there."""
+    prompts = mixed_prompts(str(DEMO_MODEL), 6)
+    texts = [complete(client, prompt) for prompt in prompts]
+    accepted = [counter(client, "spec_decode_num_accepted_tokens")]
+    for reference in ({}, {"reference": "\n".join(texts)}):
+        options = json.dumps({"stages": ["prompt_lookup"], **reference})
+        assert [complete(client, prompt, options) for prompt in prompts] == texts
+        accepted.append(counter(client, "spec_decode_num_accepted_tokens"))
+    assert accepted[2] - accepted[1] > 1.2 * (accepted[1] - accepted[0])
+
+
+def settled_metrics(client: openai.OpenAI) -> dict[str, dict[tuple[str, ...], float]]:
+    """All samples of /metrics by name and label values, when nothing runs any more."""
+    last: dict[str, dict[tuple[str, ...], float]] = {}
+    for _ in range(50):
+        with urllib.request.urlopen(str(client.base_url.join("../metrics"))) as answer:
+            text = answer.read().decode()
+        found: dict[str, dict[tuple[str, ...], float]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+        ours = {name: found[name] for name in found if name.startswith("vllm:")}
+        if sum(found["vllm:num_requests_running"].values()) == 0 and ours == last:
+            return found
+        last = ours
+        time.sleep(0.3)
+    raise AssertionError("the server does not settle")
+
+
+def test_metrics(client: openai.OpenAI) -> None:
+    """Every name of the table, and the sums over stages of what a server does between two looks: vLLM's own totals.
+    Requests run at a time and one after the other, and the last steps before the server falls idle count, too.
+
+    Kills: a report that is sent only with the next step; the histograms' times in ms; a stage left out.
+    """
+    prompts = mixed_prompts(str(DEMO_MODEL), 6)
+    before = settled_metrics(client)
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda prompt: complete(client, prompt), prompts))
+    for prompt in prompts[:3]:
+        complete(client, prompt)
+    after = settled_metrics(client)
+
+    def added(name: str) -> float:
+        return sum(after[name].values()) - sum(before[name].values())
+
+    for metric in TABLE:
+        shown = metric.exported_name + ("_count" if metric.kind == "histogram" else "")
+        assert shown in after or metric.name in ("gate_lengths", "faults"), "no gate here, and no fault"
+    names = [f"{PREFIX}{what}_tokens_total" for what in ("accepted", "verified", "kept", "drafted")]
+    accepted, verified, kept, drafted = map(added, names)
+    assert 0 < accepted <= verified <= kept <= drafted
+    assert accepted == added("vllm:spec_decode_num_accepted_tokens_total")
+    assert verified == added("vllm:spec_decode_num_draft_tokens_total")
+    assert added(f"{PREFIX}accepted_tokens_by_position_total") == accepted
+    assert 0 < added(f"{PREFIX}request_acceptance_rate_count") <= 9
+    for times in ("step_draft_seconds", "draft_seconds", "verification_seconds"):
+        assert 0 < added(f"{PREFIX}{times}_sum") < 60
+    labels = next(iter(after[f"{PREFIX}drafted_tokens_total"]))
+    assert labels[-1] in ("0 prompt_lookup", "1 early_exit") and set(labels) >= {"cascade", "demo", "0"}
+
+
+def test_summary_of_a_request(client: openai.OpenAI) -> None:
+    """vLLM's own summary in the response holds for our methods, which draft in true lengths."""
+    [prompt] = mixed_prompts(str(DEMO_MODEL), 1)
+    done = client.completions.create(model="demo", prompt=prompt, max_tokens=24, temperature=0)
+    summary = done.model_extra["metrics"]["speculative_decoding"]
+    assert 0 < summary["num_accepted_draft_tokens"] <= summary["num_draft_tokens"]
+    assert summary["num_spec_tokens"] == 4

@@ -5,8 +5,9 @@ import doctest
 import pytest
 import torch
 from scipy.stats import chisquare, kstest
-from vllm_specplugins.kernels.gumbel import reference
-from vllm_specplugins.kernels.gumbel.reference import exponential, gumbel_sample
+from vllm_specplugins.kernels import gumbel
+from vllm_specplugins.kernels.gumbel import gumbel_sample, reference
+from vllm_specplugins.kernels.gumbel.reference import exponential
 
 NUM_DRAWS = 200_000
 
@@ -16,8 +17,9 @@ def draws(logits: torch.Tensor, temperature: float, seeds: torch.Tensor, positio
     return gumbel_sample(rows, torch.full((len(seeds),), temperature), seeds, positions)
 
 
-def test_docstrings() -> None:
-    assert doctest.testmod(reference).failed == 0
+@pytest.mark.parametrize("module", [gumbel, reference], ids=lambda module: module.__name__)
+def test_docstrings(module) -> None:
+    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize("vary", ["seeds", "positions"])

@@ -168,6 +168,15 @@ def test_step_costs_are_found() -> None:
     assert costs.mean_ms == pytest.approx(44.5, abs=2)
 
 
+def test_first_step_of_a_size_is_forgotten() -> None:
+    """It may have compiled something for seconds. Kills: a gate that takes every step of that size for a slow one."""
+    gates = [Gate(), Gate()]
+    for gate, first_ms in zip(gates, (30.0, 9000.0), strict=True):
+        for ms in (first_ms, 30.0, 31.0):
+            gate.add_step(16, ms, 0.1, 16, 20)
+    assert gates[0]._costs == gates[1]._costs and gates[0]._costs[(16).bit_length()].mean_ms < 32
+
+
 def test_same_inputs_same_choices() -> None:
     runs = [simulate(Gate(), Engine(), [0.7] * 100, random.Random(9)) for _ in range(2)]
     assert runs[0] == runs[1]

@@ -1,51 +1,172 @@
-"""Per-request options on their way through vLLM: checked in the front end, read in the worker."""
+"""Per-request options on their way through vLLM: resolved in the front end, read in the worker."""
 
+import asyncio
 import copy
 import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.request_options import Options, check_options, read_options
+from vllm_specplugins.engine.line import Line
+from vllm_specplugins.methods import option_checks
+from vllm_specplugins.request_options import REFERENCE, Limits, Options, check_options, read_options, received, resolved
+
+OWN_MESSAGE = 200  # characters that are shown of what a proposer of the user's own says about an option
+
+
+class Resolved(dict[str, Any]):
+    """Options that have been through an `Intake`."""
 
 
 def request_options(sampling_params: Any) -> Options:
-    """The options of a request, which the front end has checked; empty where it has none."""
+    """The options of a request, which the front end has resolved; empty where it has none, or came past it."""
+    options = (getattr(sampling_params, "extra_args", None) or {}).get("specplugins")
     try:
-        return _read(sampling_params)
-    except ConfigError:  # of a request that came past the front end: nothing of it may stop the engine
+        return received(options) if isinstance(options, Mapping) else {}
+    except (TypeError, ValueError):  # nothing of a request that came past the front end may stop the engine
         return {}
 
 
-def _read(sampling_params: Any) -> Options:
-    raw = (getattr(sampling_params, "extra_args", None) or {}).get("specplugins")
-    return {} if raw is None else read_options(raw)
+class Intake:
+    """Resolves the options of requests, in the process in which they come in.
+
+    The tokenizer is a copy of its own: vLLM's threads use the other. It is made before the first request comes, since
+    that may take a while, and nothing else runs in Python meanwhile.
+    """
+
+    def __init__(self, speculative_config: Any, model_config: Any, tokenizer: Any):
+        config = speculative_config.plugin_config
+        self._limits = Limits(config, model_config.get_vocab_size(), model_config.max_model_len)
+        self._wants_reference = bool({"prompt_lookup", "custom"} & set(self._limits.stages))
+        self._checks = option_checks(config)
+        self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
+        self._line: Line | None = None
+
+    def resolved(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with resolved options, the same object where there is nothing to resolve.
+
+        Raises:
+            VLLMValidationError: an option is not allowed; the front end answers 400.
+        """
+        if not _is_raw(params):
+            return params
+        options = self._read(params)
+        text = options.get(REFERENCE)
+        return self._with(params, options, self._tokenize(text) if isinstance(text, str) else None)
+
+    async def resolved_beside(self, params: SamplingParams) -> SamplingParams:
+        """The same; a text is tokenised beside the event loop, which streams to other clients, too."""
+        if not _is_raw(params):
+            return params
+        options = self._read(params)
+        text, token_ids = options.get(REFERENCE), None
+        if isinstance(text, str):
+            if self._line is None:
+                self._line = Line()
+            token_ids = await asyncio.wrap_future(self._line.submit(len(text), lambda: self._tokenize(text)))
+        return self._with(params, options, token_ids)
+
+    def _read(self, params: SamplingParams) -> Options:
+        try:
+            options = read_options(params.extra_args["specplugins"], self._limits.max_model_len)
+            check_options(options, self._limits)
+        except ConfigError as error:
+            raise VLLMValidationError(str(error)) from None
+        if self._wants_reference:
+            return options
+        return {key: value for key, value in options.items() if key != REFERENCE}
+
+    def _tokenize(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise VLLMValidationError("specplugins: reference must be token ids where the engine has no tokenizer.")
+        try:
+            token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:
+            raise VLLMValidationError(f"specplugins: reference cannot be tokenised ({_brief(error)}).") from None
+        return token_ids
+
+    def _with(self, params: SamplingParams, options: Options, token_ids: list[int] | None) -> SamplingParams:
+        try:
+            found = resolved(options, token_ids, self._limits)
+        except ConfigError as error:
+            raise VLLMValidationError(str(error)) from None
+        for check in self._checks:
+            try:
+                check(MappingProxyType(dict(received(found))))
+            except (Exception, SystemExit) as error:
+                raise VLLMValidationError(f"specplugins: the proposer refuses the options: {_brief(error)}") from None
+        mine = copy.copy(params)  # the caller may use them for other requests
+        mine.extra_args = {**params.extra_args, "specplugins": Resolved(found)}
+        return mine
+
+
+def _is_raw(params: Any) -> bool:
+    options = isinstance(params, SamplingParams) and (params.extra_args or {}).get("specplugins")
+    return options not in (None, False) and not isinstance(options, Resolved)
+
+
+def _brief(error: BaseException) -> str:
+    """What an error says, or its type where it cannot; a client's text in it can be sent back."""
+    try:
+        words = " ".join(str(error).split()) or type(error).__name__
+    except Exception:
+        words = type(error).__name__
+    return words[:OWN_MESSAGE].encode(errors="backslashreplace").decode()
 
 
 def check_requests() -> None:
-    """Has vLLM check the options of every request where it checks the other parameters; once per process.
+    """Has vLLM resolve the options of every request where requests come in; once per process.
 
-    It refuses min_p and logit_bias where there is speculation; our verification honours them. A call that is not about
-    a configuration of ours goes to vLLM unchanged.
+    A call that is not about a configuration of ours goes to vLLM unchanged.
     """
-    original = SamplingParams._validate_spec_decode
-    if hasattr(original, "__wrapped__"):
+    if hasattr(SamplingParams._validate_spec_decode, "__wrapped__"):
         return
+    _wrap(SamplingParams, "_validate_spec_decode", _with_every_parameter)
+    _wrap(InputProcessor, "__init__", _with_intake)
+    _wrap(InputProcessor, "process_inputs", _with_resolved)
+    _wrap(AsyncLLM, "add_request", _with_resolved_beside)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
 
     @functools.wraps(original)
-    def _validate_spec_decode(self: SamplingParams, speculative_config: Any) -> None:
-        config = getattr(speculative_config, "plugin_config", None)
-        if config is not None:
-            vocab_size = speculative_config.target_model_config.get_vocab_size()
-            try:
-                check_options(_read(self), config, vocab_size)
-            except ConfigError as error:
-                raise VLLMValidationError(str(error)) from None
-            if config.common.verification == "fused":
-                self = copy.copy(self)
-                self.min_p, self.logit_bias = 0.0, None
-        original(self, speculative_config)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
 
-    SamplingParams._validate_spec_decode = _validate_spec_decode
+    setattr(owner, name, wrapped)
+
+
+def _with_every_parameter(original: Any, self: SamplingParams, speculative_config: Any) -> None:
+    """vLLM refuses min_p and logit_bias where there is speculation; our verification honours them."""
+    config = getattr(speculative_config, "plugin_config", None)
+    if config is not None and config.common.verification == "fused":
+        self = copy.copy(self)
+        self.min_p, self.logit_bias = 0.0, None
+    original(self, speculative_config)
+
+
+def _with_intake(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, vllm_config, *args, **kwargs)
+    if getattr(vllm_config.speculative_config, "plugin_config", None) is not None:
+        self.specplugins = Intake(vllm_config.speculative_config, vllm_config.model_config, self.tokenizer)
+
+
+def _with_resolved(original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any) -> Any:
+    if intake := getattr(self, "specplugins", None):
+        params = intake.resolved(params)
+    return original(self, request_id, prompt, params, *args, **kw)
+
+
+async def _with_resolved_beside(
+    original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if intake := getattr(self.input_processor, "specplugins", None):
+        params = await intake.resolved_beside(params)
+    return await original(self, request_id, prompt, params, *args, **kwargs)

@@ -4,6 +4,7 @@ Only two methods of `EngineArgs` are wrapped when the plugin is loaded; both han
 method of ours to vLLM unchanged. Everything else happens after such a call (the files seams.py list it).
 """
 
+import difflib
 import functools
 import logging
 import os
@@ -16,14 +17,13 @@ from typing import Any, Literal, get_args
 from vllm_specplugins.config import ConfigError, SpecConfig, shown
 from vllm_specplugins.engine.versions import compat
 from vllm_specplugins.methods import METHODS, parse_config
+from vllm_specplugins.registered import registrations
 
 logger = logging.getLogger("vllm.specplugins")
 
 
 def install() -> None:
-    """Wraps EngineArgs, once per process; VLLM_SPECPLUGINS_DISABLE=1 leaves vLLM alone."""
-    if os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
-        return
+    """Wraps EngineArgs, once per process; VLLM_SPECPLUGINS_DISABLE=1 has it refuse our methods, and nothing else."""
     from vllm.engine.arg_utils import EngineArgs
 
     missing = [name for name in ("create_speculative_config", "create_engine_config") if not hasattr(EngineArgs, name)]
@@ -31,6 +31,9 @@ def install() -> None:
         logger.error("vllm-specplugins does not support this vLLM: EngineArgs.%s is missing.", missing[0])
         return
     if hasattr(EngineArgs.create_engine_config, "__wrapped__"):
+        return
+    if os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
+        EngineArgs.create_engine_config = _wrap_refusing(EngineArgs.create_engine_config)
         return
     EngineArgs.create_speculative_config = _wrap_speculative(EngineArgs.create_speculative_config)
     EngineArgs.create_engine_config = _wrap_engine(EngineArgs.create_engine_config)
@@ -40,20 +43,34 @@ def requested(args: Any) -> dict[str, Any] | None:
     """The `speculative_config` of some EngineArgs if it names a method of ours, --spec-* flags included.
 
     Raises:
-        ConfigError: neither we nor vLLM know the method, or a flag repeats a key.
+        ConfigError: neither we nor vLLM know the method, or a key is given twice.
     """
     raw = args.speculative_config
     if raw is not None and not isinstance(raw, Mapping):
         return None
     merged = {_field_name(key): value for key, value in (raw or {}).items()}
+    written: dict[Any, Any] = {}
+    for key in raw or {}:
+        if (other := written.setdefault(_field_name(key), key)) != key:
+            raise ConfigError(f"speculative_config: {_field_name(key)} is given twice, as {other!r} and as {key!r}.")
     flags = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
     given = {key: value for key, value in flags.items() if value is not None}
     method = given.get("method", merged.get("method"))
-    if method is None or method in _vllm_methods():
+    if method is None:
         return None
-    if not isinstance(method, str) or method not in METHODS:
-        known = ", ".join((*METHODS, *_vllm_methods()))
-        raise ConfigError(f"speculative_config: method must be one of {known}, not {shown(method)}.")
+    found = registrations((*METHODS, *vllm_methods()))
+    for refusal in filter(None, (registered.refusal for registered in found)):
+        logger.error("vllm-specplugins: %s", refusal)
+    if method in vllm_methods():
+        return None
+    names = (*METHODS, *(registered.name for registered in found if registered.refusal is None))
+    if not isinstance(method, str) or method not in names:
+        near = difflib.get_close_matches(str(method), [*names, *map(str, vllm_methods())], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ConfigError(
+            f"speculative_config: method must be {', '.join(names)} or one of vLLM's own (SpeculativeMethod in "
+            f"vllm/config/speculative.py), not {shown(method)}{hint}"
+        )
     for key in given.keys() & merged.keys():
         raise ConfigError(f"speculative_config: {key} is given twice, in the dictionary and as a flag.")
     return {**merged, **given}
@@ -63,7 +80,8 @@ def _field_name(key: Any) -> Any:
     return key.replace("-", "_") if isinstance(key, str) else key
 
 
-def _vllm_methods() -> tuple[Any, ...]:
+def vllm_methods() -> tuple[Any, ...]:
+    """Names of vLLM's own methods."""
     from vllm.config.speculative import SpeculativeMethod
 
     return get_args(SpeculativeMethod)
@@ -101,6 +119,22 @@ def _wrap_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
+def _wrap_refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raw = self.speculative_config
+        method = self.spec_method or (raw.get("method") if isinstance(raw, Mapping) else None)
+        if isinstance(method, str) and method in METHODS:
+            with sentence_instead_of_traceback():
+                raise ConfigError(
+                    f"speculative_config: method must be one of vLLM's own while VLLM_SPECPLUGINS_DISABLE is set, "
+                    f"not {method!r}."
+                )
+        return original(self, *args, **kwargs)
+
+    return create_engine_config
+
+
 def _without_speculation(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     nothing = {"speculative_config": None, "spec_method": None, "spec_model": None, "spec_tokens": None}
     with _replaced(engine_args, nothing):
@@ -110,21 +144,25 @@ def _without_speculation(original: Callable[..., Any], engine_args: Any, *args: 
 def _with_method(config: SpecConfig, original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's configuration with our method in it, our worker and, where scheduling is asynchronous, our scheduler.
 
-    vLLM's check of `async_scheduling` knows methods by name; ours is one more name while it runs. Unless the user
-    asks for it, our methods are scheduled synchronously: the true lengths of the drafts are known then.
+    vLLM's check of `async_scheduling` knows methods by name; ours is one more name while it runs.
     """
     from vllm.config import vllm as vllm_config_module
 
-    from vllm_specplugins.engine import spec_config
+    from vllm_specplugins.engine import scheduling, spec_config
 
-    asynchronous = bool(engine_args.async_scheduling)
+    asked = engine_args.async_scheduling
+    asynchronous = scheduling.wanted_of_vllm(config, asked)
     known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), config.method)]  # type: ignore[valid-type]
     with (
         _replaced(engine_args, {"_specplugins_config": config, "async_scheduling": asynchronous}),
         _replaced(vllm_config_module, {"NgramGPUTypes": known_names}),
     ):
         vllm_config = original(engine_args, *args, **kwargs)
-    spec_config.take_over(vllm_config)
+    spec_config.take_over(vllm_config, asked)
+    if vllm_config.use_v2_model_runner:
+        from vllm_specplugins.engine.v2.self_check import stop_if_only
+
+        stop_if_only(vllm_config)
     return vllm_config
 
 

@@ -11,6 +11,8 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig, StageConfig
+from vllm_specplugins.engine import scheduling
+from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
 from vllm_specplugins.engine.target.model_source import may_be_cut, uncuttable
 from vllm_specplugins.methods import built_in_stage, early_exits, reads_history, runs_target
@@ -19,13 +21,13 @@ logger = logging.getLogger("vllm.specplugins")
 
 # Every process that receives a configuration of ours imports this module, the front ends' among them.
 check_requests()
+export_metrics()
 
 # vLLM's workers that ours extend; see engine/worker.py.
 WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "vllm_specplugins.engine.worker.GPUWorker",
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_specplugins.engine.worker.CPUWorker",
 }
-SCHEDULER = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
 
 
 @vllm_dataclass
@@ -127,8 +129,11 @@ def _first_sentence(error: Exception) -> str:
     return textwrap.shorten(field + sentence, 200, placeholder=" ...") + "."
 
 
-def take_over(vllm_config: VllmConfig) -> None:
+def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     """Puts our worker, and our scheduler where it is needed, into a finished configuration.
+
+    Args:
+        async_scheduling: what the user asks for; None: what suits the method.
 
     Raises:
         ConfigError: the configuration holds something that our methods cannot run with.
@@ -143,16 +148,7 @@ def take_over(vllm_config: VllmConfig) -> None:
     if worker not in WORKERS:
         raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
-    if not vllm_config.scheduler_config.async_scheduling:
-        return
-    if not vllm_config.use_v2_model_runner:
-        raise ConfigError(f"{method}: async_scheduling must be false on Model Runner V1, not True.")
-    if vllm_config.scheduler_config.scheduler_cls is not None:
-        raise ConfigError(
-            f"{method}: scheduler_cls must be left alone with async_scheduling, "
-            f"not {vllm_config.scheduler_config.scheduler_cls!r}."
-        )
-    vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+    scheduling.settle(vllm_config, async_scheduling)
 
 
 def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.engine.metrics.report import Reporter, time_verification
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.proposers.barrier import FaultBarrier
 
@@ -54,6 +55,36 @@ class _WithProposer:
             super().init_device()  # type: ignore[misc]
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device)
         runner.attach(self.model_runner, self._barrier)
+        method = self.vllm_config.speculative_config.plugin_config.method
+        self._reporter = Reporter(self._barrier, method, self.model_runner.device)
+        self._reports = self.vllm_config.ec_transfer_config is None  # see metrics/report.py
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        time_verification(self.model_runner, self._reporter.verification)
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        self._reporter.drop()
+        return times
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        if scheduler_output.finished_req_ids:
+            self._reporter.forget(scheduler_output.finished_req_ids)
+        # With nothing to run there is an output, and perhaps no other one for hours.
+        return output if output is None or not self._reports else self._reporter.attach(output, is_last=True)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        return output if output is None or not self._reports else self._reporter.attach(output)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """vLLM fits requests to its memory (`--max-model-len auto`): drafts at positions past them have no block."""
+        super().update_max_model_len(max_model_len)  # type: ignore[misc]
+        fit: Any = getattr(self._barrier.proposer, "fit", None)
+        if fit is not None and self.vllm_config.speculative_config.runs_target:
+            fit(max_model_len)
 
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (draft.Counters) as a dictionary; for `LLM.collective_rpc`."""
@@ -62,33 +93,46 @@ class _WithProposer:
 
 def guarded_proposer(vllm_config: "VllmConfig", device: Any) -> FaultBarrier:
     """The configured proposer behind its fault barrier."""
-    config = vllm_config.speculative_config.plugin_config
-    model_config = vllm_config.model_config
-    context = ProposerContext(
-        vocab_size=model_config.get_vocab_size(),
-        max_model_len=model_config.max_model_len,
-        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
-        max_num_draft=config.common.num_speculative_tokens,
-        tokenize=_Tokenizer(model_config),
-        device=device,
-        dtype=model_config.dtype,
-        agreed=_rank_0s,
-    )
+    speculative_config = vllm_config.speculative_config
+    config, context = speculative_config.plugin_config, context_of(vllm_config, device)
+    # A call into the target belongs to the engine's own thread and stream; a cascade puts stages in threads.
+    in_thread = not speculative_config.runs_target and config.method != "cascade"
     return FaultBarrier(
         build_proposer(config, context),
         context.vocab_size,
         context.max_num_draft,
-        # A call into the target belongs to the engine's own thread and stream.
-        time_budget_ms=None if vllm_config.speculative_config.runs_target else config.common.time_budget_ms,
+        time_budget_ms=config.common.time_budget_ms if in_thread else None,
+        ends_process=speculative_config.runs_target and context.num_ranks > 1,
     )
 
 
-def _rank_0s(times: list[float]) -> list[float]:
-    """The times of the group's first rank. It costs a small broadcast on the host, and nothing for a single rank."""
+def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
+    """What a proposer may know of this engine."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    agreed: list[float] = get_tp_group().broadcast_object(times, src=0)
-    return agreed
+    speculative_config, model_config = vllm_config.speculative_config, vllm_config.model_config
+    common, group = speculative_config.plugin_config.common, get_tp_group()
+    # What runs the target's layers drafts on every rank, for each has a part of them; everything else on rank 0.
+    on_all_ranks = speculative_config.runs_target and group.world_size > 1
+    return ProposerContext(
+        vocab_size=model_config.get_vocab_size(),
+        max_model_len=model_config.max_model_len,
+        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+        max_num_draft=common.num_speculative_tokens,
+        tokenize=_Tokenizer(model_config),
+        device=device,
+        dtype=model_config.dtype,
+        time_budget_ms=common.time_budget_ms,
+        num_ranks=group.world_size,
+        **({"rank": group.rank_in_group, "agreed": _rank_0s} if on_all_ranks else {}),
+    )
+
+
+def _rank_0s(value: Any) -> Any:
+    """The value that the group's first rank has, times or drafts. It costs a small broadcast on the host."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().broadcast_object(value, src=0)
 
 
 class _Tokenizer:

@@ -46,6 +46,7 @@ class Offered:
         if batch.offer is None:
             return [[] for _ in wanted]
         rows: Rows = []
+        self.counters.asked += sum(1 for limit in wanted if limit)
         for tokens, own, limit in zip(begun, batch.offer.token_ids.tolist(), wanted, strict=True):
             start = len(tokens)
             agrees = [token.token_id for token in tokens] == own[:start]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_specplugins.config import CascadeConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters, add_to
 from vllm_specplugins.proposers.built_in import BuiltIn, Offered
 from vllm_specplugins.proposers.drafters import (
     Allowed,
@@ -31,7 +31,10 @@ from vllm_specplugins.proposers.drafters import (
 )
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE, Gate
+from vllm_specplugins.proposers.guard import Guard
+from vllm_specplugins.proposers.guarded import Guarded
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
+from vllm_specplugins.proposers.switch import Clock
 
 POLICIES: dict[str, Callable[[Drafter, Drafter], Drafter]] = {"first": First, "extend": Extend}
 
@@ -48,6 +51,7 @@ class Gated:
     gate: Gate
     index: int
     is_free: bool
+    counters: StageCounters
     rival: tuple[int, str] | None = None
     drafting_ms: float = 0.0  # of the last step
     num_drafted: int = 0  # tokens that this was for, of each request
@@ -72,7 +76,10 @@ class Gated:
         if self.rival is not None:
             index, name = self.rival
             rivals = [index if allows(options, name) else None for options in batch.options]
-        return self.gate.lengths(batch.request_ids, self.index, confidences, most, rivals)
+        lengths = self.gate.lengths(batch.request_ids, self.index, confidences, most, rivals)
+        chosen = [length for length, limit in zip(lengths, most, strict=True) if limit]
+        add_to(self.counters.gate_lengths, np.bincount(np.array(chosen, np.int32)).tolist())
+        return lengths
 
 
 class Cascade:
@@ -80,15 +87,26 @@ class Cascade:
 
     Args:
         stages: the proposers, in the order of `config.stages`.
+        clock: seconds, for the pauses of stages that are switched off.
     """
 
-    def __init__(self, config: CascadeConfig, context: ProposerContext, stages: Sequence[Proposer]):
+    def __init__(
+        self,
+        config: CascadeConfig,
+        context: ProposerContext,
+        stages: Sequence[Proposer],
+        clock: Clock = time.monotonic,
+    ):
         self._stages = stages
+        self._context = context
         self._names = [stage.method for stage in config.stages]
         self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
         self._gate = Gate() if config.gate == "auto" else None
         self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
+        self._guards = {
+            index: self._guard(index, clock) for index, stage in enumerate(stages) if not isinstance(stage, EarlyExit)
+        }
         self._gated_stages: list[Gated] = []
         self._drafter = self._combine(config.policy)
         self._drafting_ms = 0.0  # of the last step
@@ -97,6 +115,9 @@ class Cascade:
     def propose(self, batch: DraftBatch) -> Draft:
         """The stages' drafts, combined by the policy, as long as the gate thinks they pay."""
         start = time.perf_counter()
+        for index, guard in self._guards.items():
+            if index != self._built_in:
+                guard.begin_step()
         if batch.offer is not None:
             self._counters[self._built_in].ms += batch.offer.ms
         nothing: Rows = [[] for _ in batch.request_ids]
@@ -105,9 +126,29 @@ class Cascade:
             self._sent[request_id] = draft
             for token in draft:
                 self._counters[token.stage].kept += 1
+            for index in {token.stage for token in draft}:
+                self._counters[index].drafts += 1
         joined = self._joined(drafts)
         self._drafting_ms = (time.perf_counter() - start) * 1000
         return joined
+
+    def fit(self, max_model_len: int) -> None:
+        """See EarlyExit.fit."""
+        for stage in self._stages:
+            if isinstance(stage, EarlyExit):
+                stage.fit(max_model_len)
+
+    def rehearse(self, batch: DraftBatch) -> Draft:
+        """Runs each stage that runs the target as far as a step can make it, and remembers nothing."""
+        assert batch.target is not None
+        firsts = np.zeros(batch.num_reqs, np.int64)
+        draft = Draft.empty(batch.num_reqs)
+        for stage in self._stages:
+            if isinstance(stage, EarlyExit):
+                draft = stage.propose(batch)
+                longest = np.zeros((batch.num_reqs, int(batch.max_num_draft.max(initial=1))), np.int64)
+                stage.choose(batch.target, longest, firsts)
+        return draft
 
     def _joined(self, drafts: Rows) -> Draft:
         num_draft = np.array([len(draft) for draft in drafts], np.int32)
@@ -142,7 +183,7 @@ class Cascade:
         for request_id, num_draft, num_accepted in fates:
             sent = self._sent.pop(request_id, [])[:num_draft]
             for index, token in enumerate(sent):
-                self._counters[token.stage].accepted += index < num_accepted
+                self._counters[token.stage].add_fate(index, index < num_accepted)
             if sent and self._gate is not None:
                 for stage, start, end in _runs(sent):
                     if num_accepted >= start:
@@ -150,8 +191,8 @@ class Cascade:
                         self._gate.add_fate(request_id, stage, sent[start].confidence, end - start, accepted)
         if self._gate is not None and feedback.step_ms is not None:
             self._add_times(self._gate, feedback, feedback.step_ms)
-        for proposer in self._stages:
-            proposer.observe(feedback)
+        for guard in self._guards.values():
+            guard.observe(feedback)
 
     def _add_times(self, gate: Gate, feedback: Feedback, step_ms: float) -> None:
         """Tells the gate what the last step cost: on every rank the same, or their drafts would differ."""
@@ -171,12 +212,21 @@ class Cascade:
             self._sent.pop(request_id, None)
         if self._gate is not None:
             self._gate.forget(request_ids)
-        for proposer in self._stages:
-            proposer.forget(request_ids)
+        for guard in self._guards.values():
+            guard.forget(request_ids)
+
+    @property
+    def built_in_guard(self) -> Guard | None:
+        """The guard of the stage that is built into the engine, which the engine calls."""
+        return self._guards.get(self._built_in)
 
     def stage_counters(self) -> dict[str, StageCounters]:
         """Running totals by stage, under "index method"."""
         return {f"{index} {name}": self._counters[index] for index, name in enumerate(self._names)}
+
+    def named_stages(self) -> list[tuple[str, Proposer]]:
+        """The stages under the names that their counters have."""
+        return [(f"{index} {name}", self._stages[index]) for index, name in enumerate(self._names)]
 
     def _combine(self, policy: str) -> Drafter:
         if policy == "verify":
@@ -200,14 +250,31 @@ class Cascade:
         if isinstance(stage, BuiltIn):
             return Offered(index, counters)
         if isinstance(stage, PromptLookup):
-            return Lookup(stage, index, counters)
-        return Whole(stage, index, counters)
+            drafter: Drafter = Lookup(stage, index)
+        else:
+            drafter = Whole(stage, index, self._context.max_num_draft, self._context.vocab_size)
+        return Guarded(drafter, self._guards[index], counters, self._context.rank, self._context.agreed)
+
+    def _guard(self, index: int, clock: Clock) -> Guard:
+        """An exit has none: it fails with the cascade, or with the target."""
+        budget_ms, num_ranks = self._context.time_budget_ms, self._context.num_ranks
+        in_thread = index != self._built_in and budget_ms is not None
+        on_all_ranks = index == self._built_in and num_ranks > 1
+        return Guard(
+            self._stages[index],
+            f"Stage {index} ({self._names[index]})",
+            self._counters[index],
+            None if on_all_ranks else budget_ms,
+            in_thread=in_thread,
+            ends_process=on_all_ranks,
+            clock=clock,
+        )
 
     def _gated(self, drafter: Drafter, index: int, rival: tuple[int, str] | None = None) -> Drafter:
         is_free = not isinstance(self._stages[index], EarlyExit)
         if self._gate is None:
             return drafter
-        gated = Gated(drafter, self._gate, index, is_free, rival)
+        gated = Gated(drafter, self._gate, index, is_free, self._counters[index], rival)
         self._gated_stages.append(gated)
         return gated
 

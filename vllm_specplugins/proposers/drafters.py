@@ -11,15 +11,17 @@ as often as any acceptance rule could make them (Daliri et al. 2025, "Coupling w
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from vllm_specplugins.draft import DraftBatch, Proposer, StageCounters
+from vllm_specplugins.proposers.checks import checked_draft
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
+from vllm_specplugins.proposers.read_only import rows_of
 
 
 class DraftToken(NamedTuple):
@@ -50,10 +52,8 @@ class Lookup:
 
     stage: PromptLookup
     index: int
-    counters: StageCounters
 
     def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
-        start = time.perf_counter()
         rows: Rows = []
         for row, (tokens, limit) in enumerate(zip(begun, wanted, strict=True)):
             if limit == 0:
@@ -61,31 +61,33 @@ class Lookup:
                 continue
             found, match_length = self.stage.continue_draft(batch, row, [token.token_id for token in tokens], limit)
             rows.append([DraftToken(token_id, self.index, match_length) for token_id in found.tolist()])
-            self.counters.drafted += len(found)
-        self.counters.ms += (time.perf_counter() - start) * 1000
         return rows
 
 
 @dataclass(slots=True)
 class Whole:
-    """Any other proposer that runs on the host. It cannot continue a draft, and so only begins one."""
+    """Any other proposer that runs on the host. It cannot continue a draft, and so only begins one.
+
+    It is asked for those requests alone that want one of it, and what it answers is checked.
+    """
 
     stage: Proposer
     index: int
-    counters: StageCounters
+    width: int  # K
+    vocab_size: int
 
     def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
-        start = time.perf_counter()
-        limits = np.array([0 if draft else limit for draft, limit in zip(begun, wanted, strict=True)], np.int32)
-        draft = self.stage.propose(replace(batch, max_num_draft=limits))
-        confidence = np.ones(batch.num_reqs) if draft.confidence is None else draft.confidence
-        rows = [
-            [DraftToken(int(token_id), self.index, float(sure)) for token_id in tokens[:count]]
-            for tokens, count, sure in zip(draft.token_ids, draft.num_draft, confidence, strict=True)
-        ]
-        self.counters.drafted += int(draft.num_draft.sum())
-        self.counters.ms += (time.perf_counter() - start) * 1000
-        return rows
+        drafts: Rows = [[] for _ in wanted]
+        rows = [row for row, limit in enumerate(wanted) if limit and not begun[row]]
+        if not rows:
+            return drafts
+        limits = np.array([wanted[row] for row in rows], np.int32)
+        answer = self.stage.propose(rows_of(batch, rows, limits))
+        draft = checked_draft(answer, limits, self.width, self.vocab_size)
+        confidence = [1.0] * len(rows) if draft.confidence is None else draft.confidence.tolist()
+        for row, tokens, count, sure in zip(rows, draft.token_ids.tolist(), draft.num_draft, confidence, strict=True):
+            drafts[row] = [DraftToken(token_id, self.index, sure) for token_id in tokens[:count]]
+        return drafts
 
 
 class Nothing:
@@ -132,6 +134,7 @@ class Verified:
     def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
         drafts = [list(tokens) for tokens in begun]
         ends = [len(tokens) + limit for tokens, limit in zip(begun, wanted, strict=True)]
+        self.counters.asked += sum(1 for limit in wanted if limit)
         num_fed = [0] * len(drafts)  # of a row's tokens, of which the first is the newest of its history
         while any(missing := [end - len(draft) for end, draft in zip(ends, drafts, strict=True)]):
             # The stage's own choice comes behind the guess: one token less is wanted of it.

@@ -13,7 +13,7 @@ import torch
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, Target
-from vllm_specplugins.kernels.gumbel.reference import gumbel_sample
+from vllm_specplugins.kernels.gumbel import gumbel_sample
 from vllm_specplugins.proposers.exit_head import ExitHead
 
 
@@ -27,10 +27,14 @@ class EarlyExit:
     def __init__(self, config: EarlyExitConfig, context: ProposerContext):
         self._exit_layer = config.exit_layer
         self._samples = config.draft_sample_method == "probabilistic"
-        self._max_position = context.max_model_len - 1
+        self.fit(context.max_model_len)
         self._head = None
         if config.exit_head is not None:
             self._head = ExitHead.load(config.exit_head, context.device, context.dtype)
+
+    def fit(self, max_model_len: int) -> None:
+        """No request is longer than this: what would be drafted behind its end is fed at its last position."""
+        self._max_position = max_model_len - 1
 
     def propose(self, batch: DraftBatch) -> Draft:
         """K tokens of the exit, one step each; a request near the end of its context gets fewer."""

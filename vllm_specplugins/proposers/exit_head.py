@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
-from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config import ConfigError, said, shown
 
+DTYPES = ("F16", "BF16", "F32", "F64")
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "exit_head.safetensors"
 
 
@@ -97,12 +98,16 @@ def check_exit_head(folder: str | Path, *, exit_layer: int, hidden_size: int, vo
         _refuse(folder, f"a folder with {WEIGHTS_FILE}", "one without it")
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        _refuse(folder, f"a folder with a whole {WEIGHTS_FILE}", f"one that cannot be read ({error})")
+        _refuse(folder, f"a folder with a whole {WEIGHTS_FILE}", f"one that cannot be read ({said(error)})")
     for name, shape in config.shapes().items():
-        if found.get(name) != shape:
-            _refuse(folder, f"a head with {name} of shape {list(shape)}", f"{list(found.get(name, ())) or 'nothing'}")
+        found = tuple(slices[name].get_shape()) if name in slices else None
+        if found != shape:
+            words = "nothing" if found is None else shown(list(found))
+            _refuse(folder, f"a head with {name} of shape {list(shape)}", words)
+        if (dtype := slices[name].get_dtype()) not in DTYPES:
+            _refuse(folder, f"a head with {name} of {', '.join(DTYPES)}", dtype)
 
 
 def read_head_config(folder: str | Path) -> ExitHeadConfig:
@@ -110,15 +115,15 @@ def read_head_config(folder: str | Path) -> ExitHeadConfig:
     path = Path(folder) / CONFIG_FILE
     try:
         raw = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         _refuse(folder, f"a folder with a readable {CONFIG_FILE}", "one without it")
     names = [entry.name for entry in fields(ExitHeadConfig)]
     if not isinstance(raw, dict) or not set(names) <= raw.keys():
         _refuse(folder, f"a head's folder, whose {CONFIG_FILE} holds {', '.join(names)}", "one of something else")
     for name in names:
         kind = (int, float) if name == "rms_norm_eps" else int
-        if not isinstance(raw[name], kind) or isinstance(raw[name], bool) or raw[name] < 0:
-            _refuse(folder, f"a head's folder, whose {name} in {CONFIG_FILE} is a number from 0 on", repr(raw[name]))
+        if not isinstance(raw[name], kind) or isinstance(raw[name], bool) or not 0 <= raw[name] < 2**31:
+            _refuse(folder, f"a head's folder, whose {name} in {CONFIG_FILE} is a number from 0 on", shown(raw[name]))
     return ExitHeadConfig(**{name: raw[name] for name in names})
 
 

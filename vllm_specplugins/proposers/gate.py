@@ -134,14 +134,18 @@ class Gate:
         self._requests: dict[str, dict[int, Record]] = {}  # by stage
         self._shared: dict[int, Record] = {}  # of all requests, by stage
         self._costs: dict[int, StepCosts] = {}
+        self._sizes: set[int] = set()  # of batches that there have been
         self._draft_ms: dict[int, float] = {}  # by stage, a token of the whole batch
         self._draft_calls: dict[int, int] = {}
         self._quiet: dict[int, int] = {}  # by stage, steps in which somebody went without and nobody was tried
 
     def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
         """A step of nothing but decoding is over. See StepCosts.add."""
-        costs = self._costs.setdefault(num_reqs.bit_length(), StepCosts(num_reqs))
-        costs.add(ms, drafting_ms, num_draft, num_emitted)
+        size = num_reqs.bit_length()
+        if size not in self._sizes:  # the first step of a size warms up caches and compilers
+            self._sizes.add(size)
+            return
+        self._costs.setdefault(size, StepCosts(num_reqs)).add(ms, drafting_ms, num_draft, num_emitted)
 
     def add_drafting(self, stage: int, ms: float, num_tokens: int) -> None:
         """What a stage took to draft so many tokens for each request of the batch, all at once."""

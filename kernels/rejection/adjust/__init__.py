@@ -10,7 +10,7 @@ penalty; a token that anything forbids has -inf. num_logits, num_states: as in t
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from .. import implementation_of
+from ...implementations import implementation_of
 
 
 class Allowed(NamedTuple):

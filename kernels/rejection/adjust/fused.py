@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..arguments import layout_of, target_of
 from . import Edits
 
 # 8 logits a thread, as many counts, and the masks, in 64 registers: four programs on a multiprocessor of 65,536.
@@ -104,68 +105,76 @@ def _penalized(logits, penalties, state, drafts_ptr, num_drafts, offsets, words,
 
 
 @triton.jit
+def _collected(
+    result_ptr, zeros, lists, counts, layout, row, step, state, position, tile, inside, offsets, vocab_size,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a row's lists say of a tile: 0, what is added, or -inf. It is collected where the result will stand."""
+    allowed, bias, min_tokens, bad_words = lists
+    num_allowed, num_biases, num_early, num_bad = counts
+    first, last = tile * TILE, tl.minimum((tile + 1) * TILE, vocab_size)
+    others = tl.where(num_allowed > 0, float("-inf"), 0.0)
+    tl.store(result_ptr + offsets, zeros + others, mask=inside)
+    tl.debug_barrier()
+    if allowed is not None:
+        _put(result_ptr, allowed[1] + state * allowed[2], num_allowed, 0.0, first, last, BLOCK)
+        tl.debug_barrier()
+    if bias is not None:
+        _add(result_ptr, bias[1] + state * bias[3], bias[2] + state * bias[4], num_biases, first, last, BLOCK)
+        tl.debug_barrier()
+    if min_tokens is not None:
+        _put(result_ptr, min_tokens[1] + state * min_tokens[3], num_early, float("-inf"), first, last, BLOCK)
+    if bad_words is not None:
+        drafts_ptr = layout.draft_token_ids + row
+        _put_after(result_ptr, bad_words, num_bad, state, drafts_ptr, step, position, first, last, BLOCK)
+    tl.debug_barrier()
+    added = tl.load(result_ptr + offsets, mask=inside, other=0.0)
+    tl.debug_barrier()
+    return added
+
+
+@triton.jit
 def _adjust_kernel(
     # [num_logits, vocab_size] float32
     result_ptr,
-    # [num_logits, vocab_size]
-    logits_ptr,
-    logits_stride,
-    # [num_reqs + 1], [num_logits], [num_logits], [num_reqs]
-    cu_num_logits_ptr,
-    draft_token_ids_ptr,
-    positions_ptr,
-    idx_mapping_ptr,
-    # The fields of Edits: tensors, then strides
-    allowed,
-    bias,
-    min_tokens,
+    target,
+    layout,
+    # The first fields of Edits, but for penalties: tensors, then strides
+    lists,
     penalties,
-    bad_words,
     grammar,
-    vocab_size,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Edits a tile of a row."""
     tile, step, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin = tl.load(cu_num_logits_ptr + request).to(tl.int64)
+    begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
     row = begin + step
-    if row >= tl.load(cu_num_logits_ptr + request + 1):
+    if row >= tl.load(layout.cu_num_logits + request + 1):
         return
-    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    position = tl.load(positions_ptr + row)
+    state = tl.load(layout.idx_mapping + request).to(tl.int64)
+    position = tl.load(layout.positions + row)
     words = tile * WORDS + tl.arange(0, WORDS)
     offsets = words[:, None] * 32 + tl.arange(0, 32)[None, :]
-    inside, num_words = offsets < vocab_size, tl.cdiv(vocab_size, 32)
-    logits = tl.load(logits_ptr + row * logits_stride + offsets, mask=inside, other=0.0).to(tl.float32)
-    result_ptr += row * vocab_size
+    inside, num_words = offsets < target.vocab_size, tl.cdiv(target.vocab_size, 32)
+    logits = tl.load(target.logits + row * target.stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    result_ptr += row * target.vocab_size
 
+    allowed, bias, min_tokens, bad_words = lists
     num_allowed, num_biases, num_bad = _length(allowed, state), _length(bias, state), _length(bad_words, state)
     num_early = _length(min_tokens, state)
     if min_tokens is not None:
         num_early = tl.where(position < tl.load(min_tokens[2] + state), num_early, 0)
     if num_allowed + num_biases + num_early + num_bad > 0:
-        first, last = tile * WORDS * 32, tl.minimum((tile + 1) * WORDS * 32, vocab_size)
-        others = tl.where(num_allowed > 0, float("-inf"), 0.0)
-        tl.store(result_ptr + offsets, tl.zeros_like(logits) + others, mask=inside)
-        tl.debug_barrier()
-        if allowed is not None:
-            _put(result_ptr, allowed[1] + state * allowed[2], num_allowed, 0.0, first, last, BLOCK)
-            tl.debug_barrier()
-        if bias is not None:
-            _add(result_ptr, bias[1] + state * bias[3], bias[2] + state * bias[4], num_biases, first, last, BLOCK)
-            tl.debug_barrier()
-        if min_tokens is not None:
-            _put(result_ptr, min_tokens[1] + state * min_tokens[3], num_early, float("-inf"), first, last, BLOCK)
-        if bad_words is not None:
-            drafts_ptr = draft_token_ids_ptr + row
-            _put_after(result_ptr, bad_words, num_bad, state, drafts_ptr, step, position, first, last, BLOCK)
-        tl.debug_barrier()
-        added = tl.load(result_ptr + offsets, mask=inside, other=0.0)
-        tl.debug_barrier()
+        counts = num_allowed, num_biases, num_early, num_bad
+        added = _collected(
+            result_ptr, tl.zeros_like(logits), lists, counts, layout, row, step, state, position, tile, inside,
+            offsets, target.vocab_size, WORDS * 32, BLOCK,
+        )  # fmt: skip
         logits = tl.where(added == float("-inf"), float("-inf"), logits + added)  # NaN, too, is forbidden
 
     if penalties is not None:
-        drafts = draft_token_ids_ptr + begin + 1
+        drafts = layout.draft_token_ids + begin + 1
         logits = _penalized(logits, penalties, state, drafts, step, offsets, words, num_words, inside)
     if grammar is not None:
         logits = tl.where(_bits(grammar[0] + row * grammar[1], words, num_words) != 0, logits, float("-inf"))
@@ -187,13 +196,12 @@ def adjust(
     max_num_draft: int,
 ) -> torch.Tensor:
     """See the front door."""
-    vocab_size = logits.shape[-1]
+    target, layout = target_of(logits), layout_of(cu_num_logits, draft_token_ids, positions, idx_mapping)
     result = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
-    *lists, grammar = edits
-    fields = [*lists, None if grammar is None else (grammar,)]
-    _adjust_kernel[triton.cdiv(vocab_size, TILE_SIZE), max_num_draft + 1, len(idx_mapping)](
-        result, logits, logits.stride(0), cu_num_logits, draft_token_ids, positions, idx_mapping,
-        *(_with_strides(field) for field in fields), vocab_size,
-        WORDS=TILE_SIZE // 32, BLOCK=_BLOCK_SIZE, num_warps=_NUM_WARPS,
+    lists = edits.allowed, edits.bias, edits.min_tokens, edits.bad_words
+    grammar = None if edits.grammar is None else (edits.grammar,)
+    _adjust_kernel[triton.cdiv(target.vocab_size, TILE_SIZE), max_num_draft + 1, len(idx_mapping)](
+        result, target, layout, tuple(map(_with_strides, lists)), _with_strides(edits.penalties),
+        _with_strides(grammar), WORDS=TILE_SIZE // 32, BLOCK=_BLOCK_SIZE, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return result

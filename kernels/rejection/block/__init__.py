@@ -12,7 +12,8 @@ depends on drafts further on, whose noise the next step would use again at the s
 from importlib import import_module
 from typing import Any
 
-from .. import Sampling, check, implementation_of
+from ...implementations import implementation_of
+from .. import Sampling, check
 from .. import rejection_sample as token_wise
 
 

@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ...gumbel.fused import uniform
 from .. import Sampling
+from ..arguments import drafts_of, layout_of, new_result, padded_width, parameters_of, target_of
 from ..dense.fused import weigh, write_accepted
-from ..noise.fused import stream_key, uniform
+from ..noise.fused import stream_key
 from ..noise.reference import BLOCK
 from ..reference import GROUP_SIZE
 from ..result.fused import is_last
@@ -20,35 +22,30 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit
+def _residual(
+    weighed, place, joint, row_ptr, draft_row_ptr, target, drafts, scale, tile, TILE_SIZE: tl.constexpr
+):  # fmt: skip
+    """Sum of max(joint * p - q, 0) over a tile of a row."""
+    tokens = tile * TILE_SIZE + tl.arange(0, TILE_SIZE)
+    logits = load_logits(row_ptr, tokens, tokens < target.vocab_size)
+    p = tl.exp2((logits - tl.load(weighed.maximum + place)) * scale) / tl.load(weighed.total + place)
+    p = tl.where(logits >= tl.load(weighed.limit + place), p, 0.0)
+    logits = load_logits(draft_row_ptr, tokens, tokens < drafts.vocab_size)
+    q = tl.exp2((logits - tl.load(weighed.draft_maximum + place)) * scale) / tl.load(weighed.draft_total + place)
+    return tl.sum(tl.maximum(joint * p - q, 0.0), axis=0)
+
+
+@triton.jit
 def _keep_kernel(
-    sampled_ptr,
-    num_sampled_ptr,
+    result,
     # [num_reqs, width, num_tiles] float32: a tile's residual
     rest_ptr,
-    # Weighed
-    ratio_ptr,
-    maximum_ptr,
-    total_ptr,
-    limit_ptr,
-    draft_maximum_ptr,
-    draft_total_ptr,
-    # Scan
-    group_maximum_ptr,
-    group_total_ptr,
-    arrivals_ptr,
-    logits_ptr,
-    logits_stride,
-    draft_logits_ptr,
-    draft_state_stride,
-    draft_step_stride,
-    draft_token_ids_ptr,
-    cu_num_logits_ptr,
-    positions_ptr,
-    idx_mapping_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    vocab_size,
-    draft_vocab_size,
+    weighed,
+    scanned,
+    target,
+    drafts,
+    layout,
+    parameters,
     num_groups,
     WIDTH: tl.constexpr,
     TILES: tl.constexpr,
@@ -59,31 +56,28 @@ def _keep_kernel(
     """Sums up a tile of a row; the last tile of a request keeps drafts and draws."""
     tile, step, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_tiles, width = tl.num_programs(0), tl.num_programs(1) + 1
-    begin = tl.load(cu_num_logits_ptr + request).to(tl.int64)
-    num_rows = (tl.load(cu_num_logits_ptr + request + 1) - begin).to(tl.int32)
-    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    temperature = tl.load(temperature_ptr + state)
-    draft_ptr, first = draft_logits_ptr + state * draft_state_stride, request * width
+    begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
+    num_rows = (tl.load(layout.cu_num_logits + request + 1) - begin).to(tl.int32)
+    state = tl.load(layout.idx_mapping + request).to(tl.int64)
+    temperature = tl.load(parameters.temperature + state)
+    first = request * width
     if (step < num_rows - 1) & (temperature > 0.0):
         joint = 1.0
         for i in range(0, step):
-            joint = tl.minimum(joint * tl.load(ratio_ptr + first + i), 1.0)
+            joint = tl.minimum(joint * tl.load(weighed.ratio + first + i), 1.0)
+        row_ptr = target.logits + (begin + step) * target.stride
+        draft_row_ptr = drafts.logits + state * drafts.state_stride + step * drafts.step_stride
         scale, place = scale_of(temperature), first + step
-        tokens = tile * TILE_SIZE + tl.arange(0, TILE_SIZE)
-        logits = load_logits(logits_ptr + (begin + step) * logits_stride, tokens, tokens < vocab_size)
-        p = tl.exp2((logits - tl.load(maximum_ptr + place)) * scale) / tl.load(total_ptr + place)
-        p = tl.where(logits >= tl.load(limit_ptr + place), p, 0.0)
-        logits = load_logits(draft_ptr + step * draft_step_stride, tokens, tokens < draft_vocab_size)
-        q = tl.exp2((logits - tl.load(draft_maximum_ptr + place)) * scale) / tl.load(draft_total_ptr + place)
-        tl.store(rest_ptr + place * num_tiles + tile, tl.sum(tl.maximum(joint * p - q, 0.0), axis=0))
+        rest = _residual(weighed, place, joint, row_ptr, draft_row_ptr, target, drafts, scale, tile, TILE_SIZE)
+        tl.store(rest_ptr + place * num_tiles + tile, rest)
     # A request without drafts still has a token to draw.
     num_programs = tl.where(num_rows > 0, num_tiles * tl.maximum(num_rows - 1, 1), 0)
-    if is_last(arrivals_ptr + request, step * num_tiles + tile, num_programs):
-        seed, tiles = tl.load(seeds_ptr + state), tl.arange(0, TILES)
-        key = stream_key(seed, tl.load(positions_ptr + begin, mask=num_rows > 0, other=0), _BLOCK)
+    if is_last(scanned.arrivals + request, step * num_tiles + tile, num_programs):
+        seed, tiles = tl.load(parameters.seeds + state), tl.arange(0, TILES)
+        key = stream_key(seed, tl.load(layout.positions + begin, mask=num_rows > 0, other=0), _BLOCK)
         num_accepted, joint, ratio = 0, 1.0, 1.0
         for i in range(1, num_rows):
-            joint = tl.minimum(joint * tl.load(ratio_ptr + first + i - 1), 1.0)
+            joint = tl.minimum(joint * tl.load(weighed.ratio + first + i - 1), 1.0)
             is_draft = num_rows - 1 > i
             num_rests = tl.where(is_draft & (temperature > 0.0), num_tiles, 0)
             rests = tl.load(rest_ptr + (first + i) * num_tiles + tiles, mask=tiles < num_rests, other=0.0)
@@ -95,10 +89,8 @@ def _keep_kernel(
             num_accepted = tl.where(is_kept, i, num_accepted)
             ratio = tl.where(is_kept, joint, ratio)
         write_accepted(
-            sampled_ptr, num_sampled_ptr, num_accepted, ratio, maximum_ptr, total_ptr, limit_ptr, draft_maximum_ptr,
-            draft_total_ptr, group_maximum_ptr, group_total_ptr, logits_ptr, logits_stride, draft_ptr,
-            draft_step_stride, draft_token_ids_ptr, positions_ptr, begin, num_rows, temperature, seed, request, width,
-            vocab_size, draft_vocab_size, num_groups, WIDTH, GROUPS, GROUP_SIZE,
+            result, num_accepted, ratio, weighed, scanned, target, drafts, layout, request, state, seed, temperature,
+            num_groups, width, WIDTH, GROUPS, GROUP_SIZE,
         )  # fmt: skip
 
 
@@ -113,18 +105,18 @@ def block_rejection_sample(
     draft_logits: torch.Tensor,  # [num_states, >= max_num_draft, <= V]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the front door; three launches."""
-    num_reqs, width, vocab_size = len(idx_mapping), max_num_draft + 1, target_logits.shape[-1]
-    sampled = positions.new_empty(num_reqs, width, dtype=torch.int64)
-    num_sampled = positions.new_empty(num_reqs, dtype=torch.int32)
-    scanned = scan(target_logits, draft_logits, cu_num_logits, idx_mapping, sampling.temperature, width)
-    layout = draft_token_ids, cu_num_logits, positions, idx_mapping
-    weighed = weigh((None, None), scanned, target_logits, draft_logits, *layout, sampling, width)
-    num_groups, num_tiles = scanned.maximum.shape[-1], triton.cdiv(vocab_size, TILE_SIZE)
-    rest = target_logits.new_empty(num_reqs, width, num_tiles, dtype=torch.float32)
+    num_reqs, width = len(idx_mapping), max_num_draft + 1
+    layout = layout_of(cu_num_logits, draft_token_ids, positions, idx_mapping)
+    target, drafts = target_of(target_logits), drafts_of(draft_logits)
+    parameters, given = parameters_of(sampling, layout)
+    result = new_result(num_reqs, width, target_logits.device)
+    scanned = scan(target, drafts, layout, parameters, width)
+    weighed = weigh(None, scanned, target, drafts, layout, parameters, given, width)
+    num_groups, num_tiles = scanned.maximum.shape[-1], triton.cdiv(target.vocab_size, TILE_SIZE)
+    rest = scanned.maximum.new_empty(num_reqs, width, num_tiles)
     _keep_kernel[(num_tiles, max_num_draft, num_reqs)](
-        sampled, num_sampled, rest, *weighed, *scanned, target_logits, target_logits.stride(0), draft_logits,
-        *draft_logits.stride()[:2], *layout, sampling.temperature, sampling.seeds, vocab_size, draft_logits.shape[-1],
-        num_groups, WIDTH=triton.next_power_of_2(width), TILES=triton.next_power_of_2(num_tiles),
-        GROUPS=triton.next_power_of_2(num_groups), GROUP_SIZE=GROUP_SIZE, TILE_SIZE=TILE_SIZE, num_warps=8,
+        result, rest, weighed, scanned, target, drafts, layout, parameters, num_groups, WIDTH=padded_width(width),
+        TILES=triton.next_power_of_2(num_tiles), GROUPS=triton.next_power_of_2(num_groups), GROUP_SIZE=GROUP_SIZE,
+        TILE_SIZE=TILE_SIZE, num_warps=8,
     )  # fmt: skip
-    return sampled, num_sampled
+    return result

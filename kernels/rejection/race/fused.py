@@ -8,7 +8,8 @@ s wants about 1 / s groups opened; as a draft is rejected with probability s, it
 import triton
 import triton.language as tl
 
-from ..noise.fused import exponential, stream_key
+from ...gumbel.fused import exponential
+from ..noise.fused import stream_key
 from ..noise.reference import GROUP, RECOVERED_GROUP, RECOVERED_TOKEN, TOKEN
 from ..scan.fused import load_logits
 
@@ -30,67 +31,54 @@ def first_of_largest(row_ptr, maxima, vocab_size, GROUP_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _weights(
-    row_ptr, draft_row_ptr, tokens, vocab_size, draft_vocab_size, limit, scale, maximum, total, draft_maximum,
-    draft_total, ratio,
-):  # fmt: skip
+def _weights(p, q, scale, ratio, tokens):
     """max(ratio * p - q, 0) of some tokens; p without a draft."""
+    row_ptr, vocab_size, limit, maximum, total = p
     logits = load_logits(row_ptr, tokens, tokens < vocab_size)
     weights = tl.where(logits >= limit, tl.exp2((logits - maximum) * scale) / total, 0.0)
-    if draft_row_ptr is not None:
+    if q is not None:
+        draft_row_ptr, draft_vocab_size, draft_maximum, draft_total = q
         draft_logits = load_logits(draft_row_ptr, tokens, tokens < draft_vocab_size)
-        q = tl.exp2((draft_logits - draft_maximum) * scale) / draft_total
-        weights = tl.maximum(ratio * weights - q, 0.0) + weights * _REST
+        q_weights = tl.exp2((draft_logits - draft_maximum) * scale) / draft_total
+        weights = tl.maximum(ratio * weights - q_weights, 0.0) + weights * _REST
     return weights
 
 
 @triton.jit
 def race(
-    row_ptr,
-    # of the draft that was rejected in this row; None, or a draft_vocab_size of 0: there was none
-    draft_row_ptr,
+    # the row, vocab_size, smallest logit that is kept, largest logit, sum of the weights that are kept
+    p,
+    # of the draft that was rejected in this row: its row, vocab_size, largest logit, sum of its weights. None, or a
+    # vocab_size of 0: there was none
+    q,
+    scale,
+    # of block verification; else 1
+    ratio,
     seed,
     position,
     # [GROUPS] from load_scan
     maxima,
     totals,
-    vocab_size,
-    draft_vocab_size,
-    # smallest logit that is kept
-    limit,
-    scale,
-    # of p and q: the largest logit, and the sum of the weights that are kept
-    maximum,
-    total,
-    draft_maximum,
-    draft_total,
-    # of block verification; else 1
-    ratio,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
 ):
     """The token that arrives first, in weights max(ratio * p - q, 0), or p where there was no draft."""
-    recovers = draft_vocab_size > 0
+    recovers = False
+    if q is not None:
+        recovers = q[1] > 0
     key = stream_key(seed, position, tl.where(recovers, _RECOVERED_GROUP, _GROUP).to(tl.int64))
     groups, within = tl.arange(0, GROUPS), tl.arange(0, GROUP_SIZE)
     share = tl.where(recovers, ratio + _REST, 1.0)
-    rates = tl.where(maxima >= limit, share * totals / total, 0.0) / exponential(key, groups)
+    rates = tl.where(maxima >= p[2], share * totals / p[4], 0.0) / exponential(key, groups)
     best, winner = -1.0, 0
     bound, group = tl.max(rates, axis=0, return_indices=True)
     while bound * _ROUNDING > best:
-        weights = _weights(
-            row_ptr, draft_row_ptr, group * GROUP_SIZE + within, vocab_size, draft_vocab_size, limit, scale, maximum,
-            total, draft_maximum, draft_total, ratio,
-        )  # fmt: skip
+        weights = _weights(p, q, scale, ratio, group * GROUP_SIZE + within)
         rate = tl.sum(weights, axis=0) / exponential(key, group)
         winner = tl.where(rate > best, group, winner)
         best = tl.maximum(rate, best)
         rates = tl.where(groups == group, -2.0, rates)
         bound, group = tl.max(rates, axis=0, return_indices=True)
     tokens = winner * GROUP_SIZE + within
-    weights = _weights(
-        row_ptr, draft_row_ptr, tokens, vocab_size, draft_vocab_size, limit, scale, maximum, total, draft_maximum,
-        draft_total, ratio,
-    )  # fmt: skip
     key = stream_key(seed, position, tl.where(recovers, _RECOVERED_TOKEN, _TOKEN).to(tl.int64))
-    return winner * GROUP_SIZE + tl.argmax(weights / exponential(key, tokens), axis=0)
+    return winner * GROUP_SIZE + tl.argmax(_weights(p, q, scale, ratio, tokens) / exponential(key, tokens), axis=0)

@@ -19,22 +19,20 @@ def is_last(arrivals_ptr, index, num_programs):
 
 
 @triton.jit
-def write_result(sampled_ptr, num_sampled_ptr, request, tokens, num_sampled, width, WIDTH: tl.constexpr):
+def write_result(result, request, tokens, num_sampled, width, WIDTH: tl.constexpr):
     """The first of tokens [WIDTH], and -1 behind them."""
     steps = tl.arange(0, WIDTH)
     tokens = tl.where(steps < num_sampled, tokens.to(tl.int64), -1)
-    tl.store(sampled_ptr + request * width + steps, tokens, mask=steps < width)
-    tl.store(num_sampled_ptr + request, num_sampled)
+    tl.store(result.sampled + request * width + steps, tokens, mask=steps < width)
+    tl.store(result.num_sampled + request, num_sampled)
 
 
 @triton.jit
-def write_drawn(
-    sampled_ptr, num_sampled_ptr, draft_token_ids_ptr, request, begin, num_rows, tokens, width, WIDTH: tl.constexpr
-):
+def write_drawn(result, layout, request, begin, num_rows, tokens, width, WIDTH: tl.constexpr):
     """With a one-hot q: tokens [WIDTH] that the rows drew, up to the first that is not its draft."""
     steps = tl.arange(0, WIDTH)
     is_draft = steps < num_rows - 1
-    drafts = tl.load(draft_token_ids_ptr + begin + 1 + steps, mask=is_draft, other=-1)
+    drafts = tl.load(layout.draft_token_ids + begin + 1 + steps, mask=is_draft, other=-1)
     rejected = tl.where((drafts.to(tl.int32) == tokens) & is_draft, WIDTH, steps)
     num_sampled = tl.minimum(tl.min(rejected, axis=0) + 1, num_rows)
-    write_result(sampled_ptr, num_sampled_ptr, request, tokens, num_sampled, width, WIDTH)
+    write_result(result, request, tokens, num_sampled, width, WIDTH)

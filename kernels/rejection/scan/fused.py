@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..arguments import Drafts, Layout, Parameters, Target
 from ..reference import GROUP_SIZE
 
 TILE_SIZE = 8192
@@ -48,23 +49,14 @@ def scale_of(temperature):
     return LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _scan_kernel(
-    maximum_ptr,
-    total_ptr,
-    arrivals_ptr,
-    # [num_logits, vocab_size]
-    logits_ptr,
-    logits_stride,
-    # [num_states, >= width - 1, draft_vocab_size], or None
-    draft_logits_ptr,
-    draft_state_stride,
-    draft_step_stride,
-    cu_num_logits_ptr,
-    idx_mapping_ptr,
-    temperature_ptr,
-    vocab_size,
-    draft_vocab_size,
+    scanned,
+    target,
+    # Drafts, or None
+    drafts,
+    layout,
+    parameters,
     num_groups,
     width,
     GROUPS: tl.constexpr,
@@ -73,58 +65,56 @@ def _scan_kernel(
     """One tile of a row, GROUPS groups of it."""
     tile, place, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if (tile == 0) & (place == 0):
-        tl.store(arrivals_ptr + request, 0)
-    begin, end = tl.load(cu_num_logits_ptr + request).to(tl.int64), tl.load(cu_num_logits_ptr + request + 1)
+        tl.store(scanned.arrivals + request, 0)
+    begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
+    end = tl.load(layout.cu_num_logits + request + 1)
     is_draft = place >= width
     # A draft's first row stands beside the request's first, and there is one less.
     step = tl.where(is_draft, place - width, place)
     if begin + step + is_draft.to(tl.int32) >= end:
         return
-    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    scale = scale_of(tl.load(temperature_ptr + state))
+    state = tl.load(layout.idx_mapping + request).to(tl.int64)
+    scale = scale_of(tl.load(parameters.temperature + state))
     groups = tile * GROUPS + tl.arange(0, GROUPS)
     offsets = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
-    if draft_logits_ptr is not None and is_draft:
-        row_ptr = draft_logits_ptr + state * draft_state_stride + step * draft_step_stride
-        logits = load_logits(row_ptr, offsets, offsets < draft_vocab_size)
+    if drafts is not None and is_draft:
+        row_ptr = drafts.logits + state * drafts.state_stride + step * drafts.step_stride
+        logits = load_logits(row_ptr, offsets, offsets < drafts.vocab_size)
     else:
-        logits = load_logits(logits_ptr + (begin + step) * logits_stride, offsets, offsets < vocab_size)
+        logits = load_logits(target.logits + (begin + step) * target.stride, offsets, offsets < target.vocab_size)
     maximum = tl.max(logits, axis=1)
     total = tl.sum(tl.exp2((logits - finite_maximum(maximum)[:, None]) * scale), axis=1)
     slots = (request * tl.num_programs(1) + place).to(tl.int64) * num_groups + groups
-    tl.store(maximum_ptr + slots, maximum, mask=groups < num_groups)
-    tl.store(total_ptr + slots, total, mask=groups < num_groups)
+    tl.store(scanned.maximum + slots, maximum, mask=groups < num_groups)
+    tl.store(scanned.total + slots, total, mask=groups < num_groups)
 
 
 @triton.jit
-def load_scan(maximum_ptr, total_ptr, slot, num_groups, scale, GROUPS: tl.constexpr):
+def load_scan(scanned, slot, num_groups, scale, GROUPS: tl.constexpr):
     """Of a row: the groups' maxima and weights [GROUPS], the weights relative to its maximum, which comes third."""
     groups = tl.arange(0, GROUPS)
     slots = slot.to(tl.int64) * num_groups + groups
-    maxima = tl.load(maximum_ptr + slots, mask=groups < num_groups, other=float("-inf"))
-    totals = tl.load(total_ptr + slots, mask=groups < num_groups, other=0.0)
+    maxima = tl.load(scanned.maximum + slots, mask=groups < num_groups, other=float("-inf"))
+    totals = tl.load(scanned.total + slots, mask=groups < num_groups, other=0.0)
     maximum = finite_maximum(tl.max(maxima, axis=0))
     return maxima, totals * tl.exp2((maxima - maximum) * scale), maximum
 
 
 def scan(
-    target_logits: torch.Tensor,  # [num_logits, vocab_size]
-    draft_logits: torch.Tensor | None,  # [num_states, >= width - 1, <= vocab_size]
-    cu_num_logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    temperature: torch.Tensor,
+    target: Target,
+    drafts: Drafts | None,
+    layout: Layout,
+    parameters: Parameters,
     width: int,
 ) -> Scan:
     """Scans all rows in one launch."""
-    num_reqs, vocab_size = len(idx_mapping), target_logits.shape[-1]
-    num_rows = width if draft_logits is None else 2 * width - 1
-    shape = num_reqs, num_rows, triton.cdiv(vocab_size, GROUP_SIZE)
-    maximum, total = (target_logits.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    arrivals = target_logits.new_empty(num_reqs, dtype=torch.int32)
-    draft = (None, 0, 0) if draft_logits is None else (draft_logits, *draft_logits.stride()[:2])
-    _scan_kernel[(triton.cdiv(vocab_size, TILE_SIZE), num_rows, num_reqs)](
-        maximum, total, arrivals, target_logits, target_logits.stride(0), *draft, cu_num_logits, idx_mapping,
-        temperature, vocab_size, 0 if draft_logits is None else draft_logits.shape[-1], shape[2], width,
+    num_reqs, device = len(layout.idx_mapping), target.logits.device
+    num_rows = width if drafts is None else 2 * width - 1
+    shape = num_reqs, num_rows, triton.cdiv(target.vocab_size, GROUP_SIZE)
+    maximum, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+    scanned = Scan(maximum, total, torch.empty(num_reqs, dtype=torch.int32, device=device))
+    _scan_kernel[(triton.cdiv(target.vocab_size, TILE_SIZE), num_rows, num_reqs)](
+        scanned, target, drafts, layout, parameters, shape[2], width,
         GROUPS=TILE_SIZE // GROUP_SIZE, GROUP_SIZE=GROUP_SIZE, num_warps=8,
     )  # fmt: skip
-    return Scan(maximum, total, arrivals)
+    return scanned

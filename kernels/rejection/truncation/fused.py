@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import Sampling
+from ..arguments import Layout, Parameters, Result, Target, padded_width
 from ..race.fused import first_of_largest, race
 from ..reference import GROUP_SIZE
 from ..result.fused import is_last, write_drawn
@@ -145,20 +145,25 @@ def _truncate(
 
 
 @triton.jit
+def _limits(parameters, given, state, vocab_size):
+    """top_k, top_p and min_p of a state; those that keep everything where an array is not given."""
+    top_k = tl.load(parameters.top_k + state, mask=(given & 1) != 0, other=vocab_size)
+    top_p = tl.load(parameters.top_p + state, mask=(given & 2) != 0, other=1.0)
+    min_p = tl.load(parameters.min_p + state, mask=(given & 4) != 0, other=0.0)
+    return top_k, top_p, min_p
+
+
+@triton.jit
 def load_kept(
-    # Scan
-    group_maximum_ptr,
-    group_total_ptr,
+    scanned,
     slot,
     row_ptr,
-    # room for num_groups int32 a slot; None: no row is truncated
+    # room for num_groups int32 a slot
     groups_ptr,
-    scale,
+    parameters,
+    given,
     state,
-    # [num_states] each, or None
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
+    scale,
     vocab_size,
     num_groups,
     GROUPS: tl.constexpr,
@@ -167,44 +172,27 @@ def load_kept(
     KEY_SHIFT: tl.constexpr,
 ):
     """load_scan of a row, the weight that it keeps (1 for a row of -inf alone), and the smallest logit kept."""
-    maxima, totals, maximum = load_scan(group_maximum_ptr, group_total_ptr, slot, num_groups, scale, GROUPS)
-    total, limit = tl.sum(totals, axis=0), float("-inf")
-    if groups_ptr is not None:
-        limit, total = _truncate(
-            row_ptr, groups_ptr + slot * num_groups, maxima, totals, maximum, scale,
-            vocab_size if top_k_ptr is None else tl.load(top_k_ptr + state),
-            1.0 if top_p_ptr is None else tl.load(top_p_ptr + state),
-            0.0 if min_p_ptr is None else tl.load(min_p_ptr + state),
-            vocab_size, num_groups, GROUPS, GROUP_SIZE, CHUNK, KEY_SHIFT,
-        )  # fmt: skip
+    maxima, totals, maximum = load_scan(scanned, slot, num_groups, scale, GROUPS)
+    top_k, top_p, min_p = _limits(parameters, given, state, vocab_size)
+    limit, total = _truncate(
+        row_ptr, groups_ptr + slot * num_groups, maxima, totals, maximum, scale, top_k, top_p, min_p,
+        vocab_size, num_groups, GROUPS, GROUP_SIZE, CHUNK, KEY_SHIFT,
+    )  # fmt: skip
     return maxima, totals, maximum, tl.maximum(total, 1.0), limit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["given"])
 def _draw_kept_kernel(
-    # [num_reqs, width] int64, [num_reqs] int32
-    sampled_ptr,
-    num_sampled_ptr,
+    result,
     # [num_reqs, width] int32: what each row draws
     token_ptr,
     # [num_reqs, width, num_groups] int32
     groups_ptr,
-    # Scan
-    group_maximum_ptr,
-    group_total_ptr,
-    arrivals_ptr,
-    logits_ptr,
-    logits_stride,
-    draft_token_ids_ptr,
-    cu_num_logits_ptr,
-    positions_ptr,
-    idx_mapping_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    vocab_size,
+    scanned,
+    target,
+    layout,
+    parameters,
+    given,
     num_groups,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -214,31 +202,29 @@ def _draw_kept_kernel(
 ):
     """Draws the token of a row; the last row of a request to be drawn compares them with the drafts."""
     step, request, width = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    begin = tl.load(cu_num_logits_ptr + request).to(tl.int64)
-    num_rows = (tl.load(cu_num_logits_ptr + request + 1) - begin).to(tl.int32)
+    begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
+    num_rows = (tl.load(layout.cu_num_logits + request + 1) - begin).to(tl.int32)
     if step < num_rows:
-        state = tl.load(idx_mapping_ptr + request).to(tl.int64)
-        temperature = tl.load(temperature_ptr + state)
+        state = tl.load(layout.idx_mapping + request).to(tl.int64)
+        temperature = tl.load(parameters.temperature + state)
         scale = scale_of(temperature)
-        row_ptr, slot = logits_ptr + (begin + step) * logits_stride, (request * width + step).to(tl.int64)
+        row_ptr, slot = target.logits + (begin + step) * target.stride, (request * width + step).to(tl.int64)
         if temperature == 0.0:
-            maxima, totals, maximum = load_scan(group_maximum_ptr, group_total_ptr, slot, num_groups, scale, GROUPS)
-            token = first_of_largest(row_ptr, maxima, vocab_size, GROUP_SIZE)
+            maxima, totals, maximum = load_scan(scanned, slot, num_groups, scale, GROUPS)
+            token = first_of_largest(row_ptr, maxima, target.vocab_size, GROUP_SIZE)
         else:
             maxima, totals, maximum, total, limit = load_kept(
-                group_maximum_ptr, group_total_ptr, slot, row_ptr, groups_ptr, scale, state, top_k_ptr, top_p_ptr,
-                min_p_ptr, vocab_size, num_groups, GROUPS, GROUP_SIZE, CHUNK, KEY_SHIFT,
+                scanned, slot, row_ptr, groups_ptr, parameters, given, state, scale, target.vocab_size, num_groups,
+                GROUPS, GROUP_SIZE, CHUNK, KEY_SHIFT,
             )  # fmt: skip
-            seed, position = tl.load(seeds_ptr + state), tl.load(positions_ptr + begin + step)
-            token = race(
-                row_ptr, None, seed, position, maxima, totals, vocab_size, 0, limit, scale, maximum, total, 0.0, 1.0,
-                1.0, GROUPS, GROUP_SIZE,
-            )  # fmt: skip
+            seed, position = tl.load(parameters.seeds + state), tl.load(layout.positions + begin + step)
+            p = row_ptr, target.vocab_size, limit, maximum, total
+            token = race(p, None, scale, 1.0, seed, position, maxima, totals, GROUPS, GROUP_SIZE)
         tl.store(token_ptr + slot, token)
-    if is_last(arrivals_ptr + request, step, num_rows):
+    if is_last(scanned.arrivals + request, step, num_rows):
         steps = tl.arange(0, WIDTH)
         tokens = tl.load(token_ptr + request * width + steps, mask=steps < num_rows, other=-1)
-        write_drawn(sampled_ptr, num_sampled_ptr, draft_token_ids_ptr, request, begin, num_rows, tokens, width, WIDTH)
+        write_drawn(result, layout, request, begin, num_rows, tokens, width, WIDTH)
 
 
 def constants(num_groups: int, dtype: torch.dtype) -> dict[str, int]:
@@ -251,23 +237,12 @@ def constants(num_groups: int, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def launch(
-    result: tuple[torch.Tensor, torch.Tensor],  # [num_reqs, width] int64, [num_reqs] int32, to be written
-    scanned: Scan,
-    target_logits: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    positions: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    sampling: Sampling,
-) -> None:
+def launch(result: Result, scanned: Scan, target: Target, layout: Layout, parameters: Parameters, given: int) -> None:
     """One-hot q behind a truncation, in one launch."""
     num_reqs, width, num_groups = scanned.maximum.shape
     groups = torch.empty_like(scanned.maximum, dtype=torch.int32)
-    token = torch.empty_like(result[0], dtype=torch.int32)
+    token = torch.empty_like(result.sampled, dtype=torch.int32)
     _draw_kept_kernel[(width, num_reqs)](
-        *result, token, groups, *scanned, target_logits, target_logits.stride(0), draft_token_ids,
-        cu_num_logits, positions, idx_mapping, sampling.temperature, sampling.seeds, sampling.top_k, sampling.top_p,
-        sampling.min_p, target_logits.shape[-1], num_groups, WIDTH=triton.next_power_of_2(width),
-        **constants(num_groups, target_logits.dtype), num_warps=8,
+        result, token, groups, scanned, target, layout, parameters, given, num_groups, WIDTH=padded_width(width),
+        **constants(num_groups, target.logits.dtype), num_warps=8,
     )  # fmt: skip

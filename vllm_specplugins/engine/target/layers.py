@@ -34,6 +34,7 @@ class FirstLayers:
         self._target: Any = target
         self._body = body
         self._run: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {}
+        self._compiled: set[tuple[int, bool]] = set()
 
     def __call__(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
@@ -46,11 +47,12 @@ class FirstLayers:
         return run(token_ids, positions, None)
 
     def compile(self, config: SpecConfig) -> None:
-        """Compiles what the exits of a method run, if vLLM compiles the target; before the first draft."""
+        """Compiles what the exits of a method run, if vLLM compiles the target; before the first request."""
         if not compiles(self._body):
             return
         exits = {(part.exit_layer, part.exit_head is None) for part in early_exits(config)}
-        for end_layer, normed in sorted(exits - self._run.keys()):
+        for end_layer, normed in sorted(exits - self._compiled):
+            self._compiled.add((end_layer, normed))
             tag = f"exit_{end_layer}" + ("" if normed else "_unnormed")
             self._run[end_layer, normed] = compile_cut(self._cut_body(end_layer, normed), tag)
 

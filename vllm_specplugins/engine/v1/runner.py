@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
@@ -24,6 +26,7 @@ from vllm_specplugins.engine.v1.built_in import BuiltInDrafter
 from vllm_specplugins.engine.v1.target import TargetV1
 from vllm_specplugins.engine.v1.verify import Verifier
 from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.proposers.read_only import frozen
 from vllm_specplugins.request_options import draft_limit
 
 
@@ -107,6 +110,8 @@ class _Adapter:
         self._runner = runner
         self._barrier = barrier
         self._update_states = runner._update_states  # vLLM's own, bound
+        # A proposer on the host is asked on rank 0 alone, whose drafts the scheduler hands out to all.
+        self._drafts = runner.speculative_config.runs_target or get_tp_group().rank_in_group == 0
         self._built_in = None if runner.speculative_config.built_in is None else BuiltInDrafter(runner)
         self._requests: dict[str, _Request] = {}
         # Requests without a seed get theirs in the order in which they come: the same on every rank.
@@ -134,7 +139,12 @@ class _Adapter:
             self._barrier.forget(sorted(gone))
             for request_id in gone:
                 self._requests.pop(request_id, None)
-        return self._update_states(scheduler_output)
+        result = self._update_states(scheduler_output)
+        if self.verifier is not None:
+            # Our noise needs none of torch's generators. vLLM would wind back that of a seeded request in the middle of
+            # its prompt, which a CPU's generator cannot do: the server dies of it.
+            self._runner.input_batch.generators.clear()
+        return result
 
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
@@ -145,7 +155,7 @@ class _Adapter:
                 seed = int(self._random.integers(1 << 63))
             # torch.Generator, which vLLM seeds so, takes 64 bits with and without a sign.
             seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-            request = self._requests[request_id] = _Request(request_options(params), seed)
+            request = self._requests[request_id] = _Request(frozen(request_options(params)), seed)
         return request
 
     def seed(self, request_id: str) -> int:
@@ -183,10 +193,7 @@ class _Adapter:
             target = self._target.of(rows, num_tokens, seeds, hidden_states, common_attn_metadata)
         offer = None
         if self._built_in is not None:
-            offer = self._built_in.offer(
-                rows,
-                scheduler_output,
-                sampled_token_ids,
+            step = (
                 sampling_metadata,
                 hidden_states,
                 sample_hidden_states,
@@ -194,6 +201,13 @@ class _Adapter:
                 spec_decode_metadata,
                 common_attn_metadata,
                 slot_mappings,
+            )
+            takes_in_prompts = scheduler_output.total_num_scheduled_tokens > len(input_batch.req_ids) * (
+                1 + runner.num_spec_tokens
+            )
+            offer = self._barrier.call_built_in(
+                partial(self._built_in.offer, rows, scheduler_output, sampled_token_ids, *step),
+                is_timed=not takes_in_prompts,
             )
         batch = DraftBatch(
             request_ids=request_ids,
@@ -212,6 +226,9 @@ class _Adapter:
             num_accepted=np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32),
             step_ms=(time.perf_counter() - self._drafted_at) * 1000 if only_decoded else None,
         )
+        if not self._drafts:
+            self._barrier.count(feedback)
+            return [[] for _ in sampled_token_ids]
         draft = self._barrier.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
         if self.verifier is not None:

@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_specplugins.draft import Sampling, Target
 from vllm_specplugins.engine.target.layers import FirstLayers
+from vllm_specplugins.engine.target.metadata import updates_in_place
 from vllm_specplugins.engine.verify import draft_seeds
 
 
@@ -136,7 +137,7 @@ class _KVGroup:
     @property
     def supports_update(self) -> bool:
         """Whether `update` can bring the metadata of `build` up to date."""
-        return all(group.supports_draft_decode_metadata_update for group in self._attn_groups)
+        return all(updates_in_place(group) for group in self._attn_groups)
 
     def build(self, **common: Any) -> dict[str, Any]:
         """Attention metadata of each layer, over the tensors in `common` and the slots."""

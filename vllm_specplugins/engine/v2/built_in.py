@@ -4,6 +4,7 @@ at every step, over all tokens of that step, so that its KV cache holds every to
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +32,21 @@ def run_before(theirs: Any, ours: Any) -> Any:
     """
     propose = theirs.propose
 
-    def propose_both(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def offer(*args: Any, **kwargs: Any) -> DeviceOffer:
         stopwatch = _Stopwatch(ours.device)
         drafts = propose(*args, **kwargs)
         stopwatch.stop()
-        ours.offer = DeviceOffer(drafts, stopwatch)
-        result: torch.Tensor = ours.propose(*args, **kwargs)
+        most = kwargs.get("num_speculative_tokens")  # behind so many it drafts nothing, and leaves no tokens
+        return DeviceOffer(drafts[:, :most], stopwatch)
+
+    def propose_both(input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
+        theirs_now = partial(offer, input_batch, *args, dummy_run=dummy_run, **kwargs)
+        if dummy_run:  # while the engine starts, or another rank works: its faults are the engine's
+            ours.offer = theirs_now()
+        else:
+            takes_in_prompts = input_batch.num_tokens > input_batch.num_reqs * (1 + theirs.num_speculative_steps)
+            ours.offer = ours.barrier.call_built_in(theirs_now, is_timed=not takes_in_prompts)
+        result: torch.Tensor = ours.propose(input_batch, *args, dummy_run=dummy_run, **kwargs)
         return result
 
     theirs.propose = propose_both

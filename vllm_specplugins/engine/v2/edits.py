@@ -63,13 +63,13 @@ class LogitsEditor:
             for processor in self._own:
                 edited = processor.apply(edited, context)
         else:
-            edited = adjust(logits, *layout, self._edits(), max_num_draft)
+            edited = adjust(logits, *layout, self.edits(), max_num_draft)
         for processor in self._others:
             edited = processor.apply(edited, context)
         self._sampler.thinking_budget_state.apply(edited, context)
         return edited
 
-    def _edits(self) -> Edits:
+    def edits(self) -> Edits:
         """The arrays as they are at this step; always all, so that there is one kernel to compile."""
         bias, penalties, bad_words = self._bias, self._penalties, self._bad_words
         return Edits(

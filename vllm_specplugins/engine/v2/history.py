@@ -13,6 +13,7 @@ import torch
 
 from vllm_specplugins.draft import Int32Array
 from vllm_specplugins.engine.options import request_options
+from vllm_specplugins.proposers.read_only import frozen
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class Histories:
         for new in new_requests:
             buffer = np.empty(self._max_model_len, np.int32)
             buffer[: len(new.prefill_token_ids)] = new.prefill_token_ids
-            options = request_options(new.sampling_params)
+            options = frozen(request_options(new.sampling_params))
             self._requests[new.req_id] = Request(buffer, len(new.prefill_token_ids), options)
 
     def remove(self, request_ids: Iterable[str]) -> None:

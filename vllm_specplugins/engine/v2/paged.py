@@ -12,7 +12,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 class PagedForward:
     """draft.PagedForward for the first rows of the speculator's buffers.
 
-    Metadata and slots that are given are those of a graph that is being recorded; otherwise they are made here.
+    Metadata and slots that are given are those of a graph that is being recorded; otherwise they are made here. What
+    does not attend needs no KV cache: the memory for it is still being measured.
     """
 
     def __init__(
@@ -23,9 +24,11 @@ class PagedForward:
         metadata: dict[str, Any] | None = None,
         slots: dict[str, torch.Tensor] | None = None,
         seq_lens_cpu: torch.Tensor | None = None,
+        attends: bool = True,
     ):
         self._speculator, self._num_reqs, self._num_tokens = speculator, num_reqs, num_tokens
         self._metadata, self._slots, self._seq_lens_cpu = metadata, slots, seq_lens_cpu
+        self._attends = attends
         self._exists = speculator.idx_mapping[:num_reqs] >= 0  # not so in a graph's padding rows
         self.logits, self.argmax = speculator.first_layers.logits, speculator.first_layers.argmax
 
@@ -35,27 +38,35 @@ class PagedForward:
         speculator, num_reqs = self._speculator, self._num_reqs
         buffers = speculator.input_buffers
         length = 1 if positions.ndim == 1 else positions.shape[1]
+        most = speculator.max_num_tokens // num_reqs
+        if length > most:  # more than the buffers hold: what comes first is in the KV cache when the rest asks for it
+            pieces = zip(token_ids.split(most, dim=1), positions.split(most, dim=1), strict=True)
+            return torch.cat([self.hidden_states(end_layer, *piece, normed) for piece in pieces], dim=1)
         rows = slice(num_reqs * length)
         starts = buffers.query_start_loc[: num_reqs + 1]
         torch.mul(speculator.query_starts[: num_reqs + 1], length, out=starts)
-        buffers.input_ids[rows].copy_(token_ids.view(-1))
-        torch.clamp(positions.view(-1), min=0, out=buffers.positions[rows])
+        buffers.input_ids[rows].copy_(token_ids.reshape(-1))
+        torch.clamp(positions.reshape(-1), min=0, out=buffers.positions[rows])
         last = positions if positions.ndim == 1 else positions[:, -1]
         torch.add(last, 1, out=buffers.seq_lens[:num_reqs]).mul_(self._exists)
         num_tokens = max(self._num_tokens, num_reqs * length)
-        slots = speculator.block_tables.compute_slot_mappings(
-            speculator.idx_mapping[:num_reqs], starts, buffers.positions[rows], num_tokens
-        )
         with set_forward_context(
-            self._metadata_for(length),
+            self._metadata_for(length) if self._attends else None,
             speculator.vllm_config,
             num_tokens=num_tokens,
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=self._slots or build_slot_mappings_by_layer(slots, speculator.kv_cache_config),
+            slot_mapping=self._slots_for(starts, buffers.positions[rows], num_tokens) if self._attends else None,
             batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
         ):
             hidden_states = speculator.first_layers(end_layer, buffers.input_ids[rows], buffers.positions[rows], normed)
         return hidden_states.view(*token_ids.shape, -1)
+
+    def _slots_for(self, starts: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> dict[str, torch.Tensor]:
+        speculator = self._speculator
+        slots = speculator.block_tables.compute_slot_mappings(
+            speculator.idx_mapping[: self._num_reqs], starts, positions, num_tokens
+        )
+        return self._slots or build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
 
     def _metadata_for(self, length: int) -> dict[str, Any] | None:
         """Attention metadata over the speculator's buffers; that of single tokens is made once, if it can be."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
@@ -20,7 +21,8 @@ from vllm_specplugins.engine.spec_config import without_built_in
 from vllm_specplugins.engine.v2 import verify
 from vllm_specplugins.engine.v2.built_in import DeviceOffer, run_before
 from vllm_specplugins.engine.v2.history import Histories
-from vllm_specplugins.engine.v2.report import REPORT, DraftReport
+from vllm_specplugins.engine.v2.report import REPORT, DraftReport, warms_up
+from vllm_specplugins.engine.v2.self_check import prepare
 from vllm_specplugins.engine.v2.target import TargetSpeculator
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.request_options import draft_limit
@@ -75,6 +77,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         runner.profile_run = both(runner.profile_run, speculator.compile_exits)
     if runner.speculative_config.plugin_config.common.verification == "fused":
         verify.attach(runner)
+    runner.profile_run = both(lambda randomize_inputs=False: prepare(runner, speculator), runner.profile_run)
 
 
 class HostSpeculator(BaseSpeculator):
@@ -91,9 +94,9 @@ class HostSpeculator(BaseSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         self.device = device
-        self._max_model_len = vllm_config.model_config.max_model_len
+        self._model_config = vllm_config.model_config  # vLLM may fit max_model_len to the memory later
         self._max_num_draft = vllm_config.num_speculative_tokens
-        self._histories = Histories(req_states, self._max_model_len, self._max_num_draft, device)
+        self._histories = Histories(req_states, self._model_config.max_model_len, self._max_num_draft, device)
         self.report = DraftReport()
         self._draft_tokens = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs, self._max_num_draft, dtype=torch.int64, device=device
@@ -137,21 +140,25 @@ class HostSpeculator(BaseSpeculator):
     ) -> torch.Tensor:
         """vLLM's signature; returns [num_reqs, K] int64, padded with 0, which is a token that can be verified."""
         drafts = self._draft_tokens[: input_batch.num_reqs]
-        if dummy_run:
+        if dummy_run or warms_up(input_batch.req_ids):
             return drafts
         group = get_tp_group()
         if group.rank_in_group == 0:
-            drafts.copy_(torch.from_numpy(self._propose(input_batch, num_sampled, num_rejected)))
+            most = self._max_num_draft if num_speculative_tokens is None else num_speculative_tokens
+            with gpu_sync_allowed():
+                drafts.copy_(torch.from_numpy(self._propose(input_batch, num_sampled, num_rejected, most)))
         if group.world_size > 1:
             group.broadcast(drafts, src=0)
         return drafts
 
-    def _propose(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> Int32Array:
+    def _propose(
+        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int
+    ) -> Int32Array:
         rows, accepted, rejected = self._histories.extend(input_batch, num_sampled, num_rejected)
         request_ids = [input_batch.req_ids[row] for row in rows]
         requests = [self._histories[request_id] for request_id in request_ids]
         limits = [
-            draft_limit(request.options, request.num_tokens, self._max_num_draft, self._max_model_len)
+            draft_limit(request.options, request.num_tokens, most, self._model_config.max_model_len)
             for request in requests
         ]
         batch = DraftBatch(

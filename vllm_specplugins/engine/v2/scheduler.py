@@ -2,14 +2,16 @@
 
 vLLM plans a step before the drafts that it will verify exist, and so plans K for every request. This one plans
 the length that the request's last known draft had: a request for which nothing is found costs one token, not
-K + 1, from the second step on. The worker reports the lengths on its output.
+K + 1, from the third step on. The worker reports the lengths on its output. Before, a request's options count.
 """
 
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.v2.report import REPORT
+from vllm_specplugins.request_options import draft_limit
 
 
 class PlannedScheduler(AsyncScheduler):
@@ -30,6 +32,12 @@ class PlannedScheduler(AsyncScheduler):
         super()._update_after_schedule(scheduler_output)
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[request_id]
-            planned = self._planned.get(request_id)
-            if request.spec_token_ids and planned is not None:
-                request.spec_token_ids = request.spec_token_ids[:planned]
+            if request.spec_token_ids:
+                planned = self._planned.get(request_id)
+                most = self._allowed(request) if planned is None else planned
+                request.spec_token_ids = request.spec_token_ids[:most]
+
+    def _allowed(self, request: Any) -> int:
+        """For a request of which no draft is known yet."""
+        options = request_options(request.sampling_params)
+        return draft_limit(options, request.num_tokens, self.num_spec_tokens, self.max_model_len)

@@ -7,6 +7,7 @@ Where the attention backends can update their metadata in place, a whole draft i
 
 import time
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
@@ -21,11 +23,12 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Sampling, Target
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target.layers import FirstLayers
+from vllm_specplugins.engine.target.metadata import updates_in_place
 from vllm_specplugins.engine.v2.built_in import DeviceOffer
 from vllm_specplugins.engine.v2.feedback import LateFeedback
 from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.paged import PagedForward
-from vllm_specplugins.engine.v2.report import DraftReport
+from vllm_specplugins.engine.v2.report import DraftReport, warms_up
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.request_options import Options, draft_limit
@@ -64,8 +67,15 @@ class TargetSpeculator(DraftModelSpeculator):
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         if self.draft_logits is not None:
             # A graph's padding rows are request -1: one row more takes what is drafted for them.
-            self._draft_logits = self.draft_logits.new_zeros(rows + 1, *self.draft_logits.shape[1:])
+            shape, dtype = (rows + 1, *self.draft_logits.shape[1:]), self.draft_logits.dtype
+            self.draft_logits = None  # there may not be room for both
+            self._draft_logits = torch.zeros(shape, dtype=dtype, device=device)
             self.draft_logits = self._draft_logits[:rows]
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a request; less than at first where vLLM fits it to the memory."""
+        return self.vllm_config.model_config.max_model_len
 
     def add(self, new_requests: Any) -> None:
         """Starts the histories of requests that are new, or back after a preemption."""
@@ -90,6 +100,10 @@ class TargetSpeculator(DraftModelSpeculator):
     def compile_exits(self, randomize_inputs: bool = False) -> None:
         """Behind vLLM's own compilation of the target, and with its signature; before graphs are recorded."""
         self.first_layers.compile(self.vllm_config.speculative_config.plugin_config)
+
+    def _configure_decode_metadata_update(self) -> None:
+        super()._configure_decode_metadata_update()
+        self.supports_decode_metadata_update &= all(updates_in_place(group) for group in chain(*self.attn_groups))
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *rest: Any) -> None:
         """The metadata builders need the names of the target's layers; the runner must go on seeing none of ours."""
@@ -144,9 +158,15 @@ class TargetSpeculator(DraftModelSpeculator):
         """vLLM's signature; returns [num_reqs, K] int64."""
         num_reqs = input_batch.num_reqs
         drafts = self.draft_tokens[:num_reqs]
-        if dummy_run:
+        if num_speculative_tokens is None:
+            num_speculative_tokens = self.num_speculative_steps
+        self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run)
+        if dummy_run or warms_up(input_batch.req_ids):
+            self._rehearse(input_batch, is_profile, skip_attn_for_dummy_run)
             return drafts
-        self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
+        # What attention plans for, where a draft is not a graph.
+        longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+        self.draft_max_seq_len = min(longest + self.num_speculative_steps, self._most_tokens)
         requests = self.idx_mapping[:num_reqs]
         last_rows = (input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected[:num_reqs]).long()
         torch.sub(input_batch.seq_lens[:num_reqs], num_rejected[:num_reqs], out=self._num_tokens[:num_reqs])
@@ -158,17 +178,45 @@ class TargetSpeculator(DraftModelSpeculator):
         self._seeds[:num_reqs].copy_(draft_seeds(seeds[requests], self._num_tokens[:num_reqs], self._rejection))
 
         if self._histories is not None:
-            num_draft = self._draft_from_histories(input_batch, num_sampled, num_rejected)
+            with gpu_sync_allowed():
+                num_draft = self._draft_from_histories(input_batch, num_sampled, num_rejected, num_speculative_tokens)
         else:
             feedback = self._feedback.exchange(input_batch.req_ids, num_sampled, num_rejected)
-            num_draft = self._replay(num_reqs, feedback) or self._draft_eagerly(input_batch, feedback)
-            num_draft = self._limited(num_draft, input_batch)
+            num_draft = self._draft_for_all(input_batch, feedback, num_speculative_tokens)
         if input_batch.has_structured_output_reqs:  # a grammar has to see the tokens
-            rows = drafts.tolist()
+            with gpu_sync_allowed():
+                rows = drafts.tolist()
         else:
             rows = [[-1] * self.num_speculative_steps] * num_reqs
         self.report.tell(input_batch.req_ids, [row[:n] for row, n in zip(rows, num_draft, strict=True)])
         return drafts
+
+    def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
+        """A dummy run: costs in memory and time what drafting costs, and belongs to no request.
+
+        Without attention there is no KV cache yet.
+        """
+        num_reqs = input_batch.num_reqs
+        for buffer in (self._last_token_ids, self._num_tokens, self._last_hidden_states, self._temperature):
+            buffer.zero_()
+        if not is_profile and self._replays(num_reqs):
+            return
+        forward = PagedForward(
+            self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound, attends=not skip_attn
+        )
+        proposer: Any = self.barrier.proposer
+        rehearse = getattr(proposer, "rehearse", proposer.propose)
+        self._keep(rehearse(self._batch(input_batch.req_ids, forward)))
+
+    def _draft_for_all(self, input_batch: Any, feedback: Feedback, most: int) -> list[int]:
+        """Without a look at any token; the drafts' lengths."""
+        num_reqs = input_batch.num_reqs
+        if most == 0 or self._replays(num_reqs):
+            self.barrier.count(feedback)
+            num_draft = [most] * num_reqs
+        else:
+            num_draft = self._draft_eagerly(input_batch, feedback)
+        return self._limited([min(num, most) for num in num_draft], input_batch)
 
     def _limited(self, num_draft: list[int], input_batch: Any) -> list[int]:
         """All are drafted for at once; what a request's options do not allow is not verified.
@@ -179,25 +227,24 @@ class TargetSpeculator(DraftModelSpeculator):
             return num_draft
         lengths = input_batch.seq_lens_cpu_upper_bound.tolist()
         return [
-            draft_limit(self._options.get(request_id, {}), length, num, self.max_model_len)
+            draft_limit(self._options.get(request_id, {}), length, num, self._most_tokens)
             for request_id, length, num in zip(input_batch.req_ids, lengths, num_draft, strict=False)
         ]
 
-    def _replay(self, num_reqs: int, feedback: Feedback) -> list[int]:
-        """Drafts by one graph and returns the drafts' lengths; nothing where no graph has this batch size."""
+    def _replays(self, num_reqs: int) -> bool:
+        """Drafts by one graph, if one has this batch size."""
         if self._graphs is None:
-            return []
+            return False
         batch, _ = dispatch_cg_and_sync_dp(
             self._graphs, num_reqs, num_reqs, uniform_token_count=1, dp_size=1, dp_rank=0
         )
         if batch.cg_mode != CUDAGraphMode.FULL:
-            return []
+            return False
         for groups in self.attn_groups:
             for group in groups:
                 group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
-        self.barrier.count(feedback)
         self._graphs.run_fullgraph(batch)
-        return [self.num_speculative_steps] * num_reqs
+        return True
 
     def _draft_eagerly(self, input_batch: Any, feedback: Feedback) -> list[int]:
         num_reqs = input_batch.num_reqs
@@ -209,7 +256,7 @@ class TargetSpeculator(DraftModelSpeculator):
         return lengths
 
     def _draft_from_histories(
-        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor
+        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int
     ) -> list[int]:
         """For proposers that read tokens, too: waits for them, and knows what became of the last drafts."""
         assert self._histories is not None
@@ -221,9 +268,7 @@ class TargetSpeculator(DraftModelSpeculator):
         for row in rows:
             request = self._histories[input_batch.req_ids[row]]
             token_ids[row], options[row] = request.token_ids, request.options
-            max_num_draft[row] = draft_limit(
-                request.options, request.num_tokens, self.num_speculative_steps, self.max_model_len
-            )
+            max_num_draft[row] = draft_limit(request.options, request.num_tokens, most, self._most_tokens)
         forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
         batch = replace(
             self._batch(input_batch.req_ids, forward),
@@ -273,17 +318,25 @@ class TargetSpeculator(DraftModelSpeculator):
         return DraftBatch(request_ids, (), max_num_draft, [{}] * len(request_ids), target)
 
     def _keep(self, draft: Draft) -> None:
-        """Copies a draft to where vLLM's verification looks for it."""
+        """Copies a draft to where vLLM's verification looks for it.
+
+        A draft may be shorter than the scheduler has planned. Behind its end stand tokens that are verified like any
+        others, and certain: without a q of their own, what stands in that row is another step's, or nobody's.
+        """
         num_reqs, width = draft.token_ids.shape
-        self.draft_tokens[:num_reqs, :width] = torch.as_tensor(draft.token_ids, device=self.device)
+        tokens = self.draft_tokens[:num_reqs]
+        tokens[:, :width] = torch.as_tensor(draft.token_ids, device=self.device)
         if self.draft_logits is None:
             return
-        rows = self.idx_mapping[:num_reqs].long()
-        known = 0
+        requests = self.idx_mapping[:num_reqs].long()
+        sampled = 0
         if draft.logits is not None:
-            known = draft.logits.shape[1]
-            self._draft_logits[rows, :known] = draft.logits.to(self._draft_logits.dtype)
-        if known < self.num_speculative_steps:  # the others are certain: what stands there is of an earlier step
-            certain = self.draft_tokens[:num_reqs, known:, None]
-            logits = self._draft_logits.new_full((*certain.shape[:2], self._draft_logits.shape[-1]), -torch.inf)
-            self._draft_logits[rows, known:] = logits.scatter_(2, certain.long(), 0.0)
+            sampled = draft.logits.shape[1]
+            self._draft_logits[requests, :sampled] = draft.logits.to(self._draft_logits.dtype)
+        is_certain = np.arange(self.num_speculative_steps) >= np.minimum(draft.num_draft, sampled)[:, None]
+        if is_certain.any():
+            with gpu_sync_allowed():  # of histories' proposers, which wait anyway, or after a fault
+                rows, columns = (torch.from_numpy(index).to(self.device) for index in np.nonzero(is_certain))
+            one_hot = self._draft_logits.new_full((len(rows), self._draft_logits.shape[-1]), -torch.inf)
+            one_hot.scatter_(1, tokens[rows, columns, None], 0.0)
+            self._draft_logits[requests[rows], columns] = one_hot

@@ -54,8 +54,8 @@ class FusedRejectionSampler(RejectionSampler):
 
     def __init__(self, sampler: Any, spec_config: Any, device: torch.device):
         super().__init__(sampler, spec_config, device)
-        self._operation = OPERATIONS[spec_config.plugin_config.common.rejection]
-        self._editor = LogitsEditor(sampler)
+        self.operation = OPERATIONS[spec_config.plugin_config.common.rejection]
+        self.editor = LogitsEditor(sampler)
         self._idx_mapping_np = np.zeros(0, np.int32)
         self._expanded_idx_mapping: torch.Tensor | None = None
         sampler.sample = self._sample
@@ -114,7 +114,7 @@ class FusedRejectionSampler(RejectionSampler):
         )
         rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
         layout = rows, input_ids, pos + 1, expanded_idx_mapping
-        edited = self._editor.edit(logits, layout, 0, context)
+        edited = self.editor.edit(logits, layout, 0, context)
         sampled, _ = rejection_sample(edited, *layout, self._sampling(idx_mapping_np), 0)
         return sampled[:, 0], self._processed(logits, edited, context)
 
@@ -144,8 +144,8 @@ class FusedRejectionSampler(RejectionSampler):
             seq_lens_upper_bound_np=seq_lens_upper_bound_np,
         )
         layout = cu_num_logits, verify_draft_sampled, pos + 1, idx_mapping
-        edited = self._editor.edit(logits, layout, self.num_speculative_steps, context)
-        sampled, num_sampled = self._operation(
+        edited = self.editor.edit(logits, layout, self.num_speculative_steps, context)
+        sampled, num_sampled = self.operation(
             edited, *layout, self._sampling(idx_mapping_np), self.num_speculative_steps, draft_logits
         )
         return self._processed(logits, edited, context), sampled, num_sampled
@@ -169,11 +169,16 @@ class FusedRejectionSampler(RejectionSampler):
             )
         flat_sampled = torch.zeros(num_logits, dtype=sampled.dtype, device=sampled.device)
         _flatten_sampled_kernel[(num_reqs,)](flat_sampled, sampled, sampled.stride(0), num_sampled, cu_num_logits)
+        boundaries: list[int] | torch.Tensor | None = None
+        if num_logits != num_reqs:
+            # Where drafts are trimmed on the device, the host knows what was scheduled.
+            trims = self.enable_adaptive_verification
+            boundaries = cu_num_logits.clone() if trims else cu_num_logits_np.tolist()
         return compute_topk_scores(
             logits,
             0 if max_num_logprobs == NO_LOGPROBS else max_num_logprobs,
             flat_sampled,
-            cu_num_logits_np.tolist() if num_logits != num_reqs else None,
+            boundaries,
             logprob_token_ids_state=state,
             expanded_idx_mapping=self._expanded_idx_mapping,
             max_per_req_token_ids=num_token_ids,

@@ -1,6 +1,23 @@
 """What both runners need of vLLM: its front end, its configuration, its scheduler. See compat.py."""
 
+from collections.abc import Iterator
+
 from vllm_specplugins.engine.versions.seam import CUSTOM_CLASS, Seam, names_of, verifies_by
+
+
+def _request(file: str, name: str, parameters: str, kind: str) -> Seam:
+    """Where requests come in, in the front end's process."""
+    why, end = "resolves our options of a request", "a plugin may check and change a request's extra_args"
+    return Seam(file, name, names_of(parameters), kind, why, remove_when=end)
+
+
+METRICS = "a worker has a public way to export metrics"
+
+
+def _for_metrics(file: str, owner: str, names: str, why: str) -> Iterator[Seam]:
+    for name in names.split():
+        yield Seam(file, f"{owner}.{name}", None, "read", why, remove_when=METRICS)
+
 
 COMMON: tuple[Seam, ...] = (
     Seam(
@@ -21,7 +38,13 @@ COMMON: tuple[Seam, ...] = (
     Seam("engine/arg_utils.py", "EngineArgs.spec_method", None, "read", "the flag --spec-method"),
     Seam("engine/arg_utils.py", "EngineArgs.spec_model", None, "read", "the flag --spec-model"),
     Seam("engine/arg_utils.py", "EngineArgs.spec_tokens", None, "read", "the flag --spec-tokens"),
-    Seam("engine/arg_utils.py", "EngineArgs.async_scheduling", None, "instance", "synchronous unless asked for"),
+    Seam(
+        "engine/arg_utils.py",
+        "EngineArgs.async_scheduling",
+        None,
+        "instance",
+        "synchronous where tokens are read",
+    ),
     Seam(
         "config/vllm.py",
         "NgramGPUTypes",
@@ -72,8 +95,28 @@ COMMON: tuple[Seam, ...] = (
         "SamplingParams._validate_spec_decode",
         "self speculative_config",
         "patch",
-        "refuses min_p and logit_bias under speculation; checks our options of a request",
+        "refuses min_p and logit_bias under speculation",
     ),
+    _request(
+        "v1/engine/input_processor.py", "InputProcessor.__init__", "self vllm_config renderer mm_registry", "patch"
+    ),
+    _request(
+        "v1/engine/input_processor.py",
+        "InputProcessor.process_inputs",
+        "self request_id prompt params supported_tasks arrival_time lora_request tokenization_kwargs trace_headers "
+        "priority data_parallel_rank resumable session_id kv_hints",
+        "patch",
+    ),
+    _request(
+        "v1/engine/async_llm.py",
+        "AsyncLLM.add_request",
+        "self request_id prompt params arrival_time lora_request tokenization_kwargs trace_headers priority "
+        "data_parallel_rank session_id prompt_text reasoning_ended reasoning_parser_kwargs kv_hints",
+        "patch",
+    ),
+    _request("v1/engine/input_processor.py", "InputProcessor.tokenizer", "self", "read"),
+    Seam("v1/engine/async_llm.py", "AsyncLLM.input_processor", None, "read", "resolves our options of a request"),
+    Seam("sampling_params.py", "SamplingParams.extra_args", None, "read", "our options of a request"),
     Seam(
         "v1/core/sched/async_scheduler.py",
         "AsyncScheduler._update_after_schedule",
@@ -169,5 +212,37 @@ COMMON: tuple[Seam, ...] = (
         "whether verify-lossless was refused, or a step failed",
     ),
     Seam("distributed/parallel_state.py", "get_tp_group", (), "read", "rank 0 drafts for all"),
-    Seam("tokenizers/__init__.py", "cached_tokenizer_from_config", None, "read", "reference texts"),
+    Seam("tokenizers/__init__.py", "cached_tokenizer_from_config", None, "read", "a proposer's own texts"),
+    Seam(
+        "v1/metrics/loggers.py",
+        "StatLoggerManager.__init__",
+        None,
+        "patch",
+        "our metrics beside vLLM's",
+        remove_when=METRICS,
+    ),
+    Seam(
+        "v1/metrics/loggers.py",
+        "StatLoggerManager.record",
+        names_of("self scheduler_stats iteration_stats mm_cache_stats engine_idx"),
+        "patch",
+        "takes our report out of what vLLM's own loggers see",
+        remove_when=METRICS,
+    ),
+    *_for_metrics(
+        "v1/metrics/loggers.py", "PrometheusStatLogger", "_counter_cls _gauge_cls _histogram_cls", "its kinds"
+    ),
+    *_for_metrics("v1/metrics/loggers.py", "PrometheusStatLogger", "per_engine_labelvalues", "vLLM's labels"),
+    *_for_metrics("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers", "vLLM's own logger"),
+    *_for_metrics("v1/metrics/stats.py", "SchedulerStats", "ec_connector_stats", "carries our report to the front end"),
+    *_for_metrics("v1/outputs.py", "ModelRunnerOutput", "ec_connector_output", "carries our report to the scheduler"),
+    *_for_metrics("v1/outputs.py", "ECConnectorOutput", "ec_connector_stats", "carries our report to the scheduler"),
+    *_for_metrics("distributed/ec_transfer/ec_connector/metrics.py", "ECConnectorStats", "data", "carries our report"),
+    *_for_metrics("config/vllm.py", "VllmConfig", "ec_transfer_config", "whether that way is taken"),
+    *_for_metrics(
+        "v1/worker/gpu_worker.py",
+        "Worker",
+        "load_model execute_model sample_tokens compile_or_warm_up_model",
+        "where a step's report is made",
+    ),
 )

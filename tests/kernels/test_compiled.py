@@ -1,4 +1,4 @@
-"""Every kernel of verification compiled for GPUs that are not here: no spills, few registers, loads of 16 bytes.
+"""Kernels of verification and of sampled drafts, compiled for GPUs that are not here: no spills, 16-byte loads.
 
 The launchers run on small CPU tensors; what they would launch is recorded and compiled. A fresh process, because one
 that has Triton's interpreter cannot compile.
@@ -18,8 +18,12 @@ VOCAB_SIZE = 128_256
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
 MAX_REGISTERS = {"_draw_kernel": 80, "_scan_kernel": 64, "_draw_kept_kernel": 64, "_weigh_kernel": 64}
 MAX_REGISTERS |= {"_accept_kernel": 48, "_keep_kernel": 80, "_adjust_kernel": 64}
+MAX_REGISTERS |= {"_best_kernel": 80, "_choose_kernel": 48}
+# With the buffer addresses that Triton uses there for tensors below 2 GiB; 72 of 512 leave room for three programs.
+MAX_REGISTERS_GFX942 = MAX_REGISTERS | {"_weigh_kernel": 72}
 # Logits of each row that a program reads, where it does not choose some.
 TILE_SIZES = {"_draw_kernel": 8192, "_scan_kernel": 8192, "_keep_kernel": 8192, "_adjust_kernel": 2048}
+TILE_SIZES |= {"_best_kernel": 2048}
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
@@ -32,6 +36,7 @@ def record_launches() -> list:
     """(kernel, arguments, keyword arguments) of every launch of every variant, once for each specialisation."""
     import torch
     from triton.runtime.jit import JITFunction
+    from vllm_specplugins.kernels.gumbel import gumbel_sample
     from vllm_specplugins.kernels.rejection import rejection_sample
     from vllm_specplugins.kernels.rejection.adjust import adjust
     from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
@@ -48,41 +53,36 @@ def record_launches() -> list:
     variants = [(torch.bfloat16, False, {}), (torch.bfloat16, False, truncated), (torch.bfloat16, True, {})]
     for dtype, dense, parameters in [*variants, (torch.bfloat16, True, truncated), (torch.float32, False, {})]:
         batch = make_batch([1, 1], VOCAB_SIZE, dense=dense, dtype=dtype, **parameters)
+        # As Model Runner V2 has them.
+        batch = batch._replace(idx_mapping=batch.idx_mapping.long(), draft_token_ids=batch.draft_token_ids.int())
         rejection_sample(*batch, implementation="fused")
         if not parameters:
             block_rejection_sample(*batch, implementation="fused")
         if not parameters and not dense:
             adjust(*batch[:5], make_edits(batch), 1, implementation="fused")
+            rows = batch.sampling.temperature, batch.sampling.seeds, batch.positions
+            gumbel_sample(batch.target_logits, *rows, implementation="fused")
     return launches
 
 
 def compile_launch(kernel, args, kwargs, target):
     """What Triton compiles when it launches this."""
-    import torch
     import triton
-    from triton.compiler import ASTSource
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
 
-    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-    constants, attributes = {}, {}
-
-    def signature_of(value, path, is_constexpr):
-        if isinstance(value, tuple):
-            return tuple(signature_of(item, (*path, place), is_constexpr) for place, item in enumerate(value))
-        is_tensor = isinstance(value, torch.Tensor)
-        if not is_tensor and (is_constexpr or not isinstance(value, int) or value == 1):
-            constants[path] = value
-            return "constexpr"
-        if is_tensor or value % 16 == 0:
-            attributes[path] = [["tt.divisibility", 16]]
-        return "*" + types[value.dtype] if is_tensor else "i32"
-
-    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    signature = {
-        name: signature_of(values[name], (place,), kernel.params[place].is_constexpr)
-        for place, name in enumerate(kernel.arg_names)
-    }
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*args, **kwargs)
+    chosen = {**options, "debug": False}
+    options, signature, constants, attributes = kernel._pack_args(backend, chosen, bound, specialization, chosen)
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options={"num_warps": kwargs["num_warps"]})
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+def types_of(value):
+    """Of tensors their types, of tuples those of what is in them."""
+    return [types_of(item) for item in value] if isinstance(value, tuple) else str(getattr(value, "dtype", type(value)))
 
 
 def cuda_resources(compiled) -> dict:
@@ -113,16 +113,18 @@ def report() -> None:
 
     seen = set()
     for kernel, args, kwargs in record_launches():
-        key = (kernel.fn.__name__, *(str(getattr(arg, "dtype", type(arg))) for arg in args))
+        key = (kernel.fn.__name__, str([types_of(arg) for arg in args]))
         if key in seen:
             continue
         seen.add(key)
         for target, description in TARGETS.items():
             compiled = compile_launch(kernel, args, kwargs, GPUTarget(*description))
             found = (amd_resources if description[0] == "hip" else cuda_resources)(compiled)
-            values = dict(zip(kernel.arg_names, args, strict=False))
-            logits = [values.get(name) for name in ("logits_ptr", "draft_logits_ptr")]
-            itemsize = sum(tensor.itemsize for tensor in logits if tensor is not None)
+            logits = [arg.logits for arg in args if hasattr(arg, "logits")]
+            logits += [arg for name, arg in zip(kernel.arg_names, args, strict=False) if name == "logits_ptr"]
+            # A scan reads one of the two, there by the same instructions.
+            is_shared = kernel.fn.__name__ == "_scan_kernel" and target == "gfx942"
+            itemsize = logits[0].itemsize if is_shared else sum(tensor.itemsize for tensor in logits)
             threads = kwargs["num_warps"] * description[2]
             line = {"kernel": kernel.fn.__name__, "target": target, "bytes_wide": 16 * threads * found["wide_loads"]}
             print(json.dumps({**line, **found, "itemsize": itemsize}), flush=True)
@@ -143,7 +145,8 @@ def test_resources(target: str, compiled: list[dict]) -> None:
     assert {line["kernel"] for line in kernels} == MAX_REGISTERS.keys()
     for line in kernels:
         assert line["spilled"] == 0, line
-        assert line["registers"] <= MAX_REGISTERS[line["kernel"]], line
+        most = MAX_REGISTERS_GFX942 if target == "gfx942" else MAX_REGISTERS
+        assert line["registers"] <= most[line["kernel"]], line
         # All of the tiles' logits are loaded in 16 bytes at a time.
         assert line["bytes_wide"] >= TILE_SIZES.get(line["kernel"], 0) * line["itemsize"], line
 

@@ -1,0 +1,102 @@
+"""Writes docs/configuration.md from the configuration's dataclasses: `python docs/configuration.py`."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any
+
+from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig, _check
+from vllm_specplugins.methods import BUILT_IN, METHODS
+
+PAGE = Path(__file__).with_suffix(".md")
+BEGINNING = """# Configuration
+
+<!-- Written by docs/configuration.py; edit the docstrings in vllm_specplugins/config.py instead. -->
+
+What `--speculative-config` (JSON) or `LLM(speculative_config=...)` (a dictionary) may hold. A wrong value is refused
+before the engine starts, in one sentence that names field, value and what is allowed.
+"""
+REQUESTS = """## Options of one request
+
+In Python `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP as JSON text, because vLLM's extra arguments
+cannot hold dictionaries: `"vllm_xargs": {"specplugins": "{\\"enabled\\": false}"}`. They are checked where vLLM checks
+the other sampling parameters, before the request reaches the engine: a bad one answers 400 in one sentence (in a
+streamed response vLLM answers 200 and sends the error as an event) and touches no other request.
+
+| option | allowed | meaning |
+|---|---|---|
+| `enabled` | true or false | false: no drafts for this request |
+| `max_draft` | an integer from 0 to 64 | most tokens drafted in one step |
+| `max_context` | an integer from 0 on | no drafts beyond so many tokens of prompt and output together |
+| `stages` | names of the cascade's stages | those that draft for this request |
+| `reference` | text, or a list of token ids; at most as many tokens as the model's context | what the output is likely to repeat (a predicted output, a retrieved document): `prompt_lookup` searches it, the model never sees it |
+
+A proposer of your own may have options of its own: [write a proposer](write-a-proposer.md).
+"""
+ENVIRONMENT = """## Environment variables
+
+| variable | meaning |
+|---|---|
+| `VLLM_SPECPLUGINS_DISABLE=1` | the plugin does nothing; a method of ours is then refused |
+| `VLLM_SPECPLUGINS_SELF_CHECK` | `1` (default): on a device that is not a CPU the kernels are held against their references before the first request; `0`: not; `only`: check, print, stop |
+"""
+
+
+def arguments(owner: type) -> dict[str, str]:
+    """The Args section of a class's docstring, by name."""
+    _, _, section = cleandoc(owner.__doc__ or "").partition("Args:\n")
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(words.split()) for name, words in found}
+
+
+def summary(owner: type) -> str:
+    """What a class's docstring says before its Args section."""
+    return cleandoc(owner.__doc__ or "").partition("\n\nArgs:")[0]
+
+
+def default(entry: "Field[Any]") -> str:
+    if entry.default is not MISSING:
+        return "null" if entry.default is None else f"`{entry.default}`"
+    return "`{}`" if entry.default_factory is not MISSING else "required"
+
+
+def rows(owner: type) -> Iterator[str]:
+    words = arguments(owner)
+    yield "| field | allowed | default | meaning |"
+    yield "|---|---|---|---|"
+    for entry in fields(owner):
+        allowed = _check(entry, None)[1].replace("'", "`")
+        yield f"| `{entry.name}` | {allowed} | {default(entry)} | {words[entry.name]} |"
+
+
+def page() -> str:
+    """The page's text."""
+    parts = [BEGINNING, "## Every method", *rows(CommonConfig), ""]
+    for name, method in METHODS.items():
+        parts += [
+            f"## `{name}`",
+            "",
+            summary(method.config).partition(": ")[2].capitalize(),
+            "",
+            *rows(method.config),
+            "",
+        ]
+    names = ", ".join(f"`{name}`" for name in BUILT_IN)
+    parts += [
+        "## Stages built into vLLM",
+        "",
+        f"One stage of a cascade may be {names}. It takes `model` ({arguments(BuiltInConfig)['model']}) and these "
+        "settings of vLLM's own `speculative_config`, which vLLM checks:",
+        "",
+        ", ".join(f"`{name}`" for name in BUILT_IN_SETTINGS) + ".",
+        "",
+        REQUESTS,
+        ENVIRONMENT,
+    ]
+    return "\n".join(parts).replace("## Every method\n|", "## Every method\n\n|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,95 @@
+"""What the kernels of verification take: tuples that a launcher makes once and device functions hand on.
+
+Triton compiles a kernel anew for other types, for pointers and numbers that 16 divides or not, and for numbers that
+are 1. That must not happen from batch to batch: index arrays are always aligned here, an array that is not given has a
+stand-in, and numbers that differ are arguments of their own, which kernels name in `do_not_specialize` (it does not
+reach into tuples). Knows no Triton.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from . import Sampling
+
+# A width of fewer rows is compiled as this one.
+_SMALLEST_WIDTH = 8
+
+
+class Layout(NamedTuple):
+    """As of `rejection_sample`."""
+
+    cu_num_logits: torch.Tensor
+    draft_token_ids: torch.Tensor
+    positions: torch.Tensor
+    idx_mapping: torch.Tensor
+
+
+class Parameters(NamedTuple):
+    """As of `Sampling`; some array of the type stands for one that is not given."""
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+
+class Target(NamedTuple):
+    # [num_logits, vocab_size]
+    logits: torch.Tensor
+    stride: int
+    vocab_size: int
+
+
+class Drafts(NamedTuple):
+    # [num_states, >= width - 1, vocab_size]
+    logits: torch.Tensor
+    state_stride: int
+    step_stride: int
+    vocab_size: int
+
+
+class Result(NamedTuple):
+    # [num_reqs, width] int64
+    sampled: torch.Tensor
+    # [num_reqs] int32
+    num_sampled: torch.Tensor
+
+
+def layout_of(
+    cu_num_logits: torch.Tensor, draft_token_ids: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor
+) -> Layout:
+    return Layout(*map(_aligned, (cu_num_logits, draft_token_ids, positions, idx_mapping)))
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A small copy of what vLLM sliced because the batch was large."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def parameters_of(sampling: Sampling, layout: Layout) -> tuple[Parameters, int]:
+    """Also which of the three limits are given: 1 for top-k, 2 for top-p, 4 for min-p."""
+    limits = sampling.top_k, sampling.top_p, sampling.min_p
+    places = layout.cu_num_logits, sampling.temperature, sampling.temperature
+    top_k, top_p, min_p = (place if limit is None else limit for limit, place in zip(limits, places, strict=True))
+    given = sum((limit is not None) << bit for bit, limit in enumerate(limits))
+    return Parameters(sampling.temperature, sampling.seeds, top_k, top_p, min_p), given
+
+
+def target_of(logits: torch.Tensor) -> Target:
+    return Target(logits, logits.stride(0), logits.shape[-1])
+
+
+def drafts_of(logits: torch.Tensor) -> Drafts:
+    return Drafts(logits, logits.stride(0), logits.stride(1), logits.shape[-1])
+
+
+def new_result(num_reqs: int, width: int, device: torch.device) -> Result:
+    sampled = torch.empty(num_reqs, width, dtype=torch.int64, device=device)
+    return Result(sampled, torch.empty(num_reqs, dtype=torch.int32, device=device))
+
+
+def padded_width(width: int) -> int:
+    """A power of two; the same for steps with and without drafts, unless these are many."""
+    return max(_SMALLEST_WIDTH, 1 << (width - 1).bit_length())

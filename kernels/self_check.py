@@ -1,0 +1,125 @@
+"""Whether the kernels do on this device what their references say: small inputs of the shapes to come.
+
+For a device on which nothing was ever run: a driver, a compiler or a card may be at odds with what was compiled. The
+references run on the CPU. A difference counts if other inputs differ, too: a near tie, closer than float32 can tell,
+may go either way once.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from .gumbel import gumbel_sample
+from .rejection import Sampling, rejection_sample
+from .rejection.adjust import adjust
+from .rejection.adjust.testing import make_edits
+from .rejection.block import block_rejection_sample
+from .rejection.spikes import make_spiky
+from .rejection.testing import Batch
+
+_SEEDS = (1, 2)
+# Sums are rounded otherwise where a multiplication and an addition are one instruction.
+_TOLERANCE = 1e-5
+
+
+class Shapes(NamedTuple):
+    """What will be served."""
+
+    vocab_size: int
+    # of the model's logits
+    dtype: torch.dtype
+    max_num_draft: int
+    # Whether drafts are drawn, so that verification has a dense q
+    samples: bool
+    # Whether whole drafts are verified at once
+    block: bool
+
+
+class Finding(NamedTuple):
+    name: str
+    # one sentence; empty: as the reference
+    problem: str
+
+
+def check_device(device: torch.device, shapes: Shapes, only: str | None = None) -> Iterator[Finding]:
+    """Runs each operation that serving may need, and compares. A check that raises has a problem, too.
+
+    Args:
+        only: the name of one check; None: all.
+    """
+    for name, ours in _checks(shapes):
+        if only in (None, name):
+            yield Finding(name, _problem(ours, device))
+
+
+def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device, int], bool]]]:
+    """Names, and whether an operation does the same on the device with the inputs of a seed."""
+    operation = block_rejection_sample if shapes.block else rejection_sample
+    for dense in [False, True] if shapes.samples else [False]:
+        for truncated in (False, True):
+            name = "verification" + ", sampled drafts" * dense + ", truncated" * truncated
+            yield name, partial(_verifies, shapes, operation if dense else rejection_sample, dense, truncated)
+    yield "edits", partial(_edits, shapes)
+    if shapes.samples:
+        yield "noise", partial(_draws, shapes)
+
+
+def _verifies(
+    shapes: Shapes, operation: Callable[..., Any], dense: bool, truncated: bool, device: torch.device, seed: int
+) -> bool:
+    batch = _batch(shapes, dense, truncated, seed)
+    expected = operation(*batch, implementation="reference")
+    ours = operation(*_moved(batch, device), implementation="fused")
+    return all(torch.equal(one.cpu(), other) for one, other in zip(ours, expected, strict=True))
+
+
+def _edits(shapes: Shapes, device: torch.device, seed: int) -> bool:
+    batch = _batch(shapes, False, False, seed, num_reqs=6)
+    # Grammars are vLLM's own to apply on V2.
+    arguments = (*batch[:5], make_edits(batch, seed=seed)._replace(grammar=None), batch.max_num_draft)
+    operation: Callable[..., Any] = adjust
+    expected = operation(*arguments, implementation="reference")
+    ours = operation(*_moved(arguments, device), implementation="fused").cpu()
+    return bool(torch.isclose(ours, expected, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True).all())
+
+
+def _draws(shapes: Shapes, device: torch.device, seed: int) -> bool:
+    batch = _batch(shapes, False, False, seed)
+    rows = batch.idx_mapping.repeat_interleave(batch.cu_num_logits.diff())
+    drawn_for = batch.target_logits, batch.sampling.temperature[rows], batch.sampling.seeds[rows], batch.positions
+    logits, temperature, seeds, positions = _moved(drawn_for, device)
+    ours = gumbel_sample(logits, temperature, seeds, positions, "fused").cpu()
+    return bool((ours == gumbel_sample(*drawn_for, "reference")).all())
+
+
+def _batch(shapes: Shapes, dense: bool, truncated: bool, seed: int, num_reqs: int = 9) -> Batch:
+    num_draft = [shapes.max_num_draft, 0, max(shapes.max_num_draft - 1, 0)] * (num_reqs // 3)
+    return make_spiky(num_draft, shapes.vocab_size, shapes.dtype, dense, seed, truncated)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Tensors of a tuple, or of `Sampling`, on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Sampling):
+        return Sampling(*(_moved(field, device) for field in vars(value).values()))
+    if isinstance(value, tuple):
+        moved = [_moved(item, device) for item in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+    return value
+
+
+def _problem(is_same: Callable[[torch.device, int], bool], device: torch.device) -> str:
+    try:
+        if not any(is_same(device, seed) for seed in _SEEDS):
+            return "differs from its reference"
+    except Exception as error:
+        return problem_of(error)
+    return ""
+
+
+def problem_of(error: Exception) -> str:
+    """Of a check that could not run, in one line."""
+    return f"cannot run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"

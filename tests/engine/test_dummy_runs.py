@@ -1,0 +1,157 @@
+"""Drafting where vLLM measures, and where nobody can use it: it costs what it will cost, or nothing."""
+
+import linecache
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import generate
+from conftest import RUNNER
+from families import EXIT_LAYER, checkpoint
+
+pytestmark = [pytest.mark.skipif(RUNNER != "v2", reason="V1's dummy runs do not draft"), pytest.mark.slow]
+K = 3
+EXIT = {"method": "early_exit", "exit_layer": EXIT_LAYER, "draft_sample_method": "probabilistic"}
+STAGES = [{"method": "prompt_lookup", "min_ngram": 1}, EXIT]
+CASCADE = {"method": "cascade", "stages": STAGES, "policy": "verify", "gate": "off"}
+PROMPTS = [[5, 9, 4, 5, 9], [7, 7, 3]]
+
+
+class Layers:
+    """Counts how often a speculator runs the target's first layers, and for how many tokens in all."""
+
+    def __init__(self, speculator: Any, monkeypatch: pytest.MonkeyPatch):
+        self.num_calls = self.num_tokens = 0
+        self._run = speculator.first_layers
+        monkeypatch.setattr(speculator, "first_layers", self)
+        self.logits, self.argmax = self._run.logits, self._run.argmax
+
+    def __call__(self, end_layer: int, token_ids: Any, *rest: Any) -> Any:
+        self.num_calls += 1
+        self.num_tokens += len(token_ids)
+        return self._run(end_layer, token_ids, *rest)
+
+
+@pytest.fixture(params=[EXIT, CASCADE], ids=lambda config: config["method"])
+def llm(request: pytest.FixtureRequest, engine: Any) -> Iterator[Any]:
+    """With room for 8 tokens a step, where a cascade may check 4 requests' drafts of 3."""
+    config = {**request.param, "num_speculative_tokens": K}
+    room = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+    yield engine(config, model=str(checkpoint("llama")), skip_tokenizer_init=True, **room)
+
+
+def worker_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def test_dummy_runs_draft(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All K steps for as many requests as can be, with attention and without; requests see nothing of it.
+
+    Kills: a check of more tokens than there is room for; a dummy run without drafts (memory that nobody has counted);
+    one that is counted, or that writes to the KV cache, or that asks for one that is not there yet.
+    """
+    runner = worker_of(llm).model_runner
+    expected = generate(llm, PROMPTS, [2], max_tokens=6)
+    before = llm.collective_rpc("specplugins_stats")[0]
+    caches = [cache.clone() for cache in runner.kv_caches]
+    with monkeypatch.context() as patches:
+        layers = Layers(runner.speculator, patches)
+        runner._dummy_run(8)
+        assert layers.num_calls >= K and layers.num_tokens >= K * 4
+        layers.num_calls = 0
+        patches.delattr(runner.speculator, "block_tables")  # as in the profile run
+        runner._dummy_run(8, skip_attn=True, is_profile=True)
+        assert layers.num_calls >= K
+    null_block = 0
+    for cache, kept in zip(runner.kv_caches, caches, strict=True):
+        blocks = [part.movedim(0 if part.shape[0] != 2 else 1, 0) for part in (cache, kept)]
+        assert (blocks[0][null_block + 1 :] == blocks[1][null_block + 1 :]).all()
+    after = llm.collective_rpc("specplugins_stats")[0]
+    assert {**after, "propose_ms": 0} == {**before, "propose_ms": 0}
+    assert generate(llm, PROMPTS, [2], max_tokens=6) == expected
+
+
+def test_warm_up_teaches_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's requests before the first one, all sampling parameters and grammars included. Kills: counts of them."""
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    worker = worker_of(llm)
+    expected = generate(llm, PROMPTS, [2], max_tokens=6)
+    before = llm.collective_rpc("specplugins_stats")[0]
+    layers = Layers(worker.model_runner.speculator, monkeypatch)
+    warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+    assert layers.num_calls > 0
+    assert llm.collective_rpc("specplugins_stats")[0] == before
+    assert generate(llm, PROMPTS, [2], max_tokens=6) == expected
+
+
+def test_waits_are_meant(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM_GPU_SYNC_CHECK=error would let pass what of ours reads a tensor of the device.
+
+    Kills: a read outside of gpu_sync_allowed().
+    """
+    from vllm.utils import gpu_sync_debug
+
+    monkeypatch.setattr(gpu_sync_debug, "_SYNC_CHECK_MODE", "error")
+    found: list[str] = []
+
+    def watched(name: str) -> None:
+        original = getattr(torch.Tensor, name)
+
+        def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1)
+            file, line = caller.f_code.co_filename, linecache.getline(caller.f_code.co_filename, caller.f_lineno)
+            is_ours = "vllm_specplugins" in file and "upper_bound" not in line and "lengths" not in line
+            if is_ours and not gpu_sync_debug._allow_depth.get() and not kwargs.get("non_blocking"):
+                to_host = name != "to" or "cpu" in map(str, (*args, *kwargs.values()))
+                if to_host and "self._counts" not in line:  # which has arrived
+                    found.append(f"{file}: {line.strip()}")
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, method)
+
+    for name in ("cpu", "tolist", "item", "numpy", "nonzero", "to"):
+        watched(name)
+    generate(llm, PROMPTS, [2], max_tokens=6)
+    generate(llm, PROMPTS, [2], max_tokens=6, temperature=1.0)
+    assert found == []
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_fewer_than_k(llm: Any, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """vLLM asks for no drafts where no request of a step can use them.
+
+    Kills: drafts for nobody, or a report of some.
+    """
+    speculator = worker_of(llm).model_runner.speculator
+    expected = generate(llm, PROMPTS, [2], max_tokens=6)
+    layers = Layers(speculator, monkeypatch)
+    propose = speculator.propose
+    monkeypatch.setattr(
+        speculator, "propose", lambda *args, **kwargs: propose(*args, **{**kwargs, "num_speculative_tokens": most})
+    )
+    reports: list[int] = []
+    tell = speculator.report.tell
+    monkeypatch.setattr(
+        speculator.report, "tell", lambda ids, rows: tell(ids, [reports.append(len(row)) or row for row in rows])
+    )
+    assert generate(llm, PROMPTS, [2], max_tokens=6) == expected
+    assert max(reports) == most
+    assert most or layers.num_calls == 0
+    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+
+
+def test_max_model_len_sinks(llm: Any) -> None:
+    """vLLM fits it to the memory after the proposer was made. Kills: drafts at positions that have no block."""
+    worker = worker_of(llm)
+    long = worker.model_config.max_model_len
+    try:
+        worker.update_max_model_len(64)
+        proposer = worker._barrier.proposer
+        exits = [proposer, *getattr(proposer, "_stages", ())]
+        assert [stage._max_position for stage in exits if hasattr(stage, "_max_position")] == [63]
+        assert worker.model_runner.speculator._most_tokens == 64
+    finally:
+        worker.update_max_model_len(long)

@@ -1,0 +1,98 @@
+"""Our metrics in an engine of this process: they add up, and to vLLM's own totals; a registered method's do, too."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cases import generate, mixed_prompts
+from conftest import DEMO_MODEL, spec_metrics
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.metrics.names import PREFIX, TABLE
+from vllm_specplugins.engine.plugin import requested
+
+STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]
+METHODS: dict[str, dict[str, Any]] = {
+    "registered": {"method": "repeat", "times": 3},
+    "first": {"method": "cascade", "policy": "first", "stages": STAGES},
+    "verify": {"method": "cascade", "policy": "verify", "gate": "off", "stages": STAGES},
+}
+FLAGS = ("spec_method", "spec_model", "spec_tokens")
+Series = dict[tuple[str, ...], Any]
+
+
+def ours(llm: Any, method: str) -> dict[str, Series]:
+    """Our metrics by name, and by the values of their own labels."""
+    own = {metric.name: metric.labels for metric in TABLE}
+    found: dict[str, Series] = {name: {} for name in own}
+    for metric in llm.get_metrics():
+        if metric.name.startswith(PREFIX):
+            name = metric.name.removeprefix(PREFIX)
+            assert metric.labels["method"] == method and metric.labels["engine"] == "0"
+            labels = tuple(metric.labels[label] for label in own[name])
+            found[name][labels] = metric.count if hasattr(metric, "count") else metric.value
+    return found
+
+
+def check_sums(found: Mapping[str, Series], theirs: Mapping[str, float]) -> None:
+    """Kills: a stage's tokens counted twice or not at all; positions off by one; drafts counted as verified."""
+    for stage, drafted in found["drafted_tokens"].items():
+        kept, verified = found["kept_tokens"][stage], found["verified_tokens"][stage]
+        accepted = found["accepted_tokens"][stage]
+        assert 0 <= accepted <= verified <= kept <= drafted
+        assert found["drafts"][stage] <= found["asked"][stage]
+        by_position = [n for labels, n in found["accepted_tokens_by_position"].items() if labels[0] == stage[0]]
+        assert sum(by_position) == accepted
+    assert sum(found["verified_tokens"].values()) == theirs["draft_tokens"]
+    assert sum(found["accepted_tokens"].values()) == theirs["accepted_tokens"]
+    assert theirs["accepted_tokens"] > 0
+    lengths = {int(labels[0]): n for labels, n in found["draft_lengths"].items()}
+    assert sum(n for length, n in lengths.items() if length) >= theirs["drafts"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def another_package() -> Iterator[None]:
+    """It registers the method `repeat`."""
+    folder = str(Path(__file__).parents[1] / "third_party")
+    sys.path.append(folder)
+    yield
+    sys.path.remove(folder)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_adds_up(engine: Any, name: str) -> None:
+    """Histograms hold what their counters say, and every name is there."""
+    config = METHODS[name] | {"num_speculative_tokens": 4}
+    llm = engine(config)
+    prompts = mixed_prompts(str(DEMO_MODEL), 4)
+    generate(llm, prompts, [12])
+    generate(llm, prompts[:1], [2])  # the reports of the last step of the others come with these
+    found = ours(llm, config["method"])
+    missing = {name for name, series in found.items() if not series}
+    assert missing <= ({"faults"} if name == "first" else {"faults", "gate_lengths", "store_bytes"})
+    check_sums(found, spec_metrics(llm))
+    num_steps = found["step_draft_seconds"][()]
+    assert 0 < max(found["draft_seconds"].values()) <= num_steps
+    assert 0 < found["verification_seconds"][()] <= num_steps
+    assert 0 < found["request_acceptance_rate"][()] <= 5
+    if "gate" not in config and config["method"] == "cascade":
+        assert sum(found["gate_lengths"].values()) > 0
+
+
+def test_registered_names_in_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Kills: a user who misspells a registered name and is told ours alone; a package that takes vLLM's name unseen."""
+
+    def asked(method: str) -> Any:
+        return requested(SimpleNamespace(speculative_config={"method": method}, **dict.fromkeys(FLAGS)))
+
+    with pytest.raises(
+        ConfigError, match=r"method must be one of prompt_lookup, early_exit, cascade, custom, .* repeat"
+    ):
+        asked("repaet")
+    assert asked("repeat") == {"method": "repeat"}
+    with caplog.at_level("ERROR", "vllm.specplugins"):
+        assert asked("eagle") is None
+    assert "the method 'eagle' that the package 'specplugins-example' registers is refused" in caplog.text

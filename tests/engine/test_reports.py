@@ -1,0 +1,129 @@
+"""Reports on their way, without an engine: what is due, what is in them, what they cost; and the dashboard's names."""
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import EXAMPLES, RUNNER
+
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback
+from vllm_specplugins.engine.metrics.names import TABLE
+from vllm_specplugins.engine.metrics.report import Reporter
+from vllm_specplugins.proposers.barrier import FaultBarrier
+
+pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
+STAGE = "0 custom"
+
+
+class Two:
+    """Drafts two tokens for each request that wants so many; at its third step it raises."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        self.step += 1
+        if self.step == 3:
+            raise RuntimeError("planted")
+        return Draft(np.full((batch.num_reqs, 2), 7, np.int32), np.minimum(batch.max_num_draft, 2))
+
+    def observe(self, feedback: Feedback) -> None:
+        pass
+
+    def forget(self, request_ids: Any) -> None:
+        pass
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(barrier: FaultBarrier, ids: list[str], limits: list[int], drafted: list[int], accepted: list[int]) -> None:
+    tokens = [np.array([1, 2], np.int32) for _ in ids]
+    batch = DraftBatch(ids, tokens, np.array(limits, np.int32), [{} for _ in ids])
+    barrier.propose(batch, Feedback(ids, np.array(drafted, np.int32), np.array(accepted, np.int32)))
+
+
+def output() -> SimpleNamespace:
+    return SimpleNamespace(ec_connector_output=None)
+
+
+def report_of(carrier: Any) -> dict[str, Any]:
+    return carrier.ec_connector_output.ec_connector_stats.data["specplugins"]
+
+
+def test_what_is_in_a_report() -> None:
+    """Two steps by hand. Kills: totals where what was added belongs; a position off by one; a request's rate lost."""
+    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=1000)
+    reporter = Reporter(barrier, "custom", torch.device("cpu"))
+    step(barrier, ["a", "b", "c"], [3, 3, 0], [0, 0, 0], [0, 0, 0])
+    first = report_of(reporter.attach(output(), is_last=True))
+    step(barrier, ["a", "b"], [1, 3], [2, 2], [1, 2])
+    step(barrier, ["a", "b"], [3, 3], [1, 2], [0, 0])  # raises
+    reporter.forget(["b", "c", "unknown"])
+    second = report_of(reporter.attach(output(), is_last=True))
+
+    def counts(report: dict[str, Any]) -> dict[str, Any]:
+        return {series.replace(f"\t{STAGE}", ""): n for series, n in report.items() if not isinstance(n, list)}
+
+    assert counts(first) == {
+        "asked": 2, "drafts": 2, "drafted_tokens": 4, "kept_tokens": 4, "draft_lengths\t0": 1, "draft_lengths\t2": 2,
+        "switched_off": 0.0,
+    }  # fmt: skip
+    assert counts(second) == {
+        "asked": 4, "drafts": 2, "drafted_tokens": 3, "kept_tokens": 3, "verified_tokens": 7, "accepted_tokens": 3,
+        "accepted_tokens_by_position\t0": 2, "accepted_tokens_by_position\t1": 1,
+        "draft_lengths\t0": 2, "draft_lengths\t1": 1, "draft_lengths\t2": 1, "faults\traised": 1,
+    }  # fmt: skip
+    assert second["request_acceptance_rate"] == [0.5]
+    assert len(first["step_draft_seconds"]) == 1 and 0 < second["step_draft_seconds"][0] < 1
+
+
+def test_when_a_report_is_due() -> None:
+    """Reports take a hundredth of the time; one that was not due loses nothing; an output that steps share is copied.
+
+    Kills: a report at each step, whatever it costs; a shared output that carries one report for ever.
+    """
+    clock = Clock()
+    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=1000)
+    reporter = Reporter(barrier, "custom", torch.device("cpu"), clock)
+    step(barrier, ["a"], [3], [0], [0])
+    reporter._not_before = clock.now + 1
+    assert reporter.attach(output()).ec_connector_output is None
+    clock.now += 2
+    late = output()
+    arrives_later = SimpleNamespace(model_runner_output=late)
+    assert reporter.attach(arrives_later) is arrives_later
+    assert report_of(late)[f"drafted_tokens\t{STAGE}"] == 2
+    assert reporter.attach(output()).ec_connector_output is None, "nothing new"
+    step(barrier, ["a"], [3], [2], [2])
+    shared = output()
+    assert report_of(reporter.attach(shared, is_last=True))[f"accepted_tokens\t{STAGE}"] == 2
+    assert shared.ec_connector_output is None
+
+
+def test_dashboard() -> None:
+    """The dashboard asks for names that exist, and for all of them."""
+    exported = {}
+    for metric in TABLE:
+        ends = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
+        exported |= {metric.exported_name + end: metric.name for end in ends}
+    dashboard = (EXAMPLES / "grafana.json").read_text()
+    asked = set(re.findall(r"vllm:\w+", dashboard))
+    assert asked <= exported.keys()
+    assert {exported[name] for name in asked} == {metric.name for metric in TABLE}
+    for panel in json.loads(dashboard)["panels"]:
+        assert panel["title"] and panel["description"] and panel["targets"]
+        for target in panel["targets"]:
+            assert target["expr"].count("(") == target["expr"].count(")")
+            by = {label for labels in re.findall(r"by \(([^)]*)\)", target["expr"]) for label in labels.split(", ")}
+            names = {exported[name] for name in re.findall(r"vllm:\w+", target["expr"])}
+            own = [set(metric.labels) | {"le"} for metric in TABLE if metric.name in names]
+            assert all(by <= labels for labels in own)

@@ -1,0 +1,89 @@
+"""On a device our kernels are checked and warmed before they serve; here with a CPU that passes for one."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="of V2, in the interpreter")
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+CONFIG = {
+    "method": "early_exit",
+    "exit_layer": 1,
+    "num_speculative_tokens": 2,
+    "draft_sample_method": "probabilistic",
+}
+PROMPTS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [9, 8]}]
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of our operations run in Triton, as on a GPU, and engines prepare for it."""
+    import torch
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm_specplugins.kernels import gumbel, rejection
+    from vllm_specplugins.kernels.rejection import adjust, block
+
+    from vllm_specplugins.engine.v2 import self_check
+
+    monkeypatch.setattr(CPUWorker, "_should_warm_up_model", lambda self: True)
+    monkeypatch.setattr(self_check, "_device", lambda: torch.device("cpu"))
+    for module in (gumbel, rejection, adjust, block):
+        monkeypatch.setattr(module, "implementation_of", lambda logits, wanted, *on_cpu: wanted or "fused")
+
+
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def parameters() -> list[Any]:
+    """What requests ask for: each limit alone and with others, edits, seeds, temperature 0."""
+    from vllm import SamplingParams
+
+    limits = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "min_p": 0.05}, {"logit_bias": {3: 2.0}}]
+    asked = [{"temperature": 0.8, "seed": 3, **limit} for limit in limits]
+    asked += [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}]
+    return [SamplingParams(max_tokens=4, ignore_eos=True, **values) for values in asked]
+
+
+def test_warm(engine: Any, on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What serving launches was launched before. Kills: a variant that is left out; one that a batch size adds."""
+    from launch_keys import recorded
+
+    monkeypatch.setenv("VLLM_SPECPLUGINS_SELF_CHECK", "0")
+    with recorded("vllm_specplugins.kernels") as warmed:
+        llm = engine(CONFIG, max_num_seqs=2)
+    with recorded("vllm_specplugins.kernels") as served:
+        for chosen in parameters():
+            llm.generate(PROMPTS[:1], chosen, use_tqdm=False)
+        llm.generate(PROMPTS, parameters()[:2], use_tqdm=False)
+    assert {name for name, _ in served} >= {"_draw_kept_kernel", "_weigh_kernel", "_adjust_kernel", "_best_kernel"}
+    assert served <= warmed, sorted(served - warmed)
+
+
+@pytest.mark.parametrize("failing", ["verification", "noise"])
+def test_falls_back(engine: Any, on_a_device: None, failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that differs is done without, and the server serves. Kills: ours that stays; drafts that go on."""
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+    from vllm_specplugins.kernels.self_check import Finding
+
+    from vllm_specplugins.engine.v2 import self_check
+
+    found = [Finding(failing, "differs from its reference")]
+    monkeypatch.setattr(self_check, "check_device", lambda *_: iter(found))
+    monkeypatch.setattr(self_check, "warm_up", lambda *_: None)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    llm = engine(CONFIG, max_num_seqs=3 + len(failing))  # an engine of its own
+    runner = runner_of(llm)
+    assert (type(runner.rejection_sampler) is RejectionSampler) == (failing == "verification")
+    assert ("sample" in vars(runner.sampler)) == (failing == "noise")
+    outputs = [tuple(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, greedy, use_tqdm=False)]
+    biased = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logit_bias={11: 100.0}, min_p=0.1)
+    assert llm.generate(PROMPTS[:1], biased, use_tqdm=False)[0].outputs[0].token_ids == [11] * 4
+    drafted = llm.collective_rpc("specplugins_stats")[0]["num_draft"]
+    assert (drafted > 0) == (failing == "verification")
+    plain = engine(None, max_num_seqs=3)
+    assert outputs == [tuple(o.outputs[0].token_ids) for o in plain.generate(PROMPTS, greedy, use_tqdm=False)]

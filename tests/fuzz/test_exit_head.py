@@ -1,0 +1,73 @@
+"""Exit heads on disk: a folder that was spoilt somewhere is refused with one sentence, or loads as it says."""
+
+import json
+import struct
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from rubbish import JSON, TEXTS, check_sentence, dictionary
+from safetensors.torch import save
+from spoil import spoilt
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.proposers.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, ExitHeadConfig, check_exit_head
+
+SIZES = {"exit_layer": 2, "hidden_size": 4, "vocab_size": 6}
+CONFIG: dict[str, Any] = {**SIZES, "rank": 0, "rms_norm_eps": 1e-5}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.bool, torch.float8_e4m3fn]
+NAMES = ["norm.weight", "head.weight", "down.weight", "up.weight"]
+SHAPES = [(4,), (6, 4), (4, 6), (2, 4), (6, 2), (), (0,), (0, 4), (6, 0), (1,) * 20]
+
+configs = dictionary({name: st.just(value) for name, value in CONFIG.items()}).map(lambda found: {**CONFIG, **found})
+ranked = st.builds(lambda config, rank: {**config, "rank": rank}, configs, st.sampled_from([0, 2, 2.0, 10**4299]))
+
+
+@st.composite
+def tensors(draw: st.DrawFn, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A head's, mostly; sometimes of another shape, dtype or name."""
+    shapes = ExitHeadConfig(**{**CONFIG, "rank": 2 if config["rank"] == 2 else 0}).shapes()
+    if draw(st.booleans()):
+        shapes = shapes | draw(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(SHAPES), max_size=2))
+    dtype = draw(st.sampled_from(DTYPES))
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+@st.composite
+def folders(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    """The bytes of both files."""
+    config = draw(configs | ranked)
+    text = json.dumps(draw(st.just(config) | JSON)).encode()
+    weights = save(draw(tensors(config)))
+    if draw(st.booleans()):
+        header = json.loads(weights[8 : 8 + struct.unpack("<Q", weights[:8])[0]])
+        header[draw(st.sampled_from(NAMES) | TEXTS)] = draw(JSON)
+        encoded = json.dumps(header).encode()
+        weights = struct.pack("<Q", len(encoded)) + encoded + weights[-64:]
+    return draw(spoilt(text)), draw(spoilt(weights))
+
+
+@given(folders())
+@example((b"[" * 200_000, b""))
+@example((json.dumps(CONFIG | {"rms_norm_eps": float("nan")}).encode(), b""))
+@example((json.dumps(CONFIG | {"rank": 10**4299}).encode(), save({"norm.weight": torch.zeros(4)})))
+@example((json.dumps(CONFIG).encode(), struct.pack("<Q", 200_000) + b"[" * 200_000))
+@example((json.dumps(CONFIG).encode(), save({"norm.weight": torch.zeros((1,) * 200)})))
+def test_loads_or_is_refused(files: tuple[bytes, bytes]) -> None:
+    """Kills: a check that looks at names and forgets shapes or dtypes; a traceback of json's or safetensors'."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / CONFIG_FILE).write_bytes(files[0])
+        (Path(folder) / WEIGHTS_FILE).write_bytes(files[1])
+        try:
+            check_exit_head(folder, **SIZES)
+        except ConfigError as error:
+            check_sentence(error)
+            return
+        head = ExitHead.load(folder)
+    assert all(tensor.dtype == torch.float32 for tensor in head.weights.values())
+    assert {name: tuple(tensor.shape) for name, tensor in head.weights.items()} == head.config.shapes()
+    assert head.logits(torch.ones(3, 4)).shape == (3, 6)
+    assert 0 <= head.config.rms_norm_eps < float("inf")

@@ -1,0 +1,340 @@
+"""Proposers that break the rules, each in a way of its own; of `good` drafts where it is not the draft that is wrong.
+
+`HOSTILE` maps a name to what `propose` does, which is given (batch, a good draft) and K, and the kind of fault that it
+must be counted as: None where it does no harm.
+"""
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback
+
+HANG_S = 1.2  # longer than the budgets of the tests
+K, VOCAB_SIZE = 4, 3072  # of the demo model
+Act = Callable[[DraftBatch, Draft], Any]
+RAISED, NONSENSE, HANGS = "raised", "returned nonsense", "hangs"
+HOSTILE: dict[str, tuple[Act, str | None]] = {}
+
+
+def good_draft(batch: DraftBatch) -> Draft:
+    """The newest token again, twice."""
+    last = np.array([tokens[-1] for tokens in batch.token_ids], np.int32)
+    return Draft(np.stack([last, last], axis=1), np.minimum(batch.max_num_draft, 2).astype(np.int32))
+
+
+class EvilText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+class EvilBase(BaseException):
+    def __str__(self) -> str:
+        sys.exit("no text")
+
+
+class EvilMeta(type):
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise KeyboardInterrupt
+
+
+class EvilName(Exception, metaclass=EvilMeta):
+    pass
+
+
+class SlowText(Exception):
+    def __str__(self) -> str:
+        time.sleep(HANG_S)
+        return "late"
+
+
+class EvilArray(np.ndarray):
+    """An array that fails wherever it is touched."""
+
+    @property
+    def shape(self) -> Any:  # type: ignore[override]
+        raise KeyboardInterrupt
+
+    def __array_finalize__(self, other: Any) -> None:
+        pass
+
+    def __array_ufunc__(self, *args: Any, **kwargs: Any) -> Any:
+        raise SystemExit
+
+    def tolist(self) -> Any:
+        raise SystemExit
+
+
+class EvilDraft(Draft):
+    __slots__ = ()
+
+    @property
+    def token_ids(self) -> Any:  # type: ignore[override]
+        raise SystemExit("no tokens")
+
+
+class Liar:
+    """Looks like an array."""
+
+    dtype, ndim = np.dtype(np.int32), 2
+
+    def __init__(self, rows: int):
+        self.shape = (rows, 2)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def __len__(self) -> int:
+        return -1
+
+    def __getattr__(self, name: str) -> Any:
+        raise MemoryError
+
+
+class EqualsAll:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def hostile(name: str, kind: str | None) -> Callable[[Act], Act]:
+    def add(act: Act) -> Act:
+        HOSTILE[name] = act, kind
+        return act
+
+    return add
+
+
+def raises(error: Callable[[], BaseException]) -> Act:
+    def act(batch: DraftBatch, good: Draft) -> Any:
+        raise error()
+
+    return act
+
+
+def returns(**fields: Callable[[Any], Any]) -> Act:
+    """The good draft with these fields made otherwise."""
+    return lambda batch, good: replace(good, **{name: make(good) for name, make in fields.items()})
+
+
+def in_place(array: np.ndarray, value: Any) -> None:
+    array.flags.writeable = True
+    array[...] = value
+
+
+RAISES: dict[str, Callable[[], BaseException]] = {
+    "RuntimeError": lambda: RuntimeError("planted"),
+    "sys.exit": lambda: SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "GeneratorExit": GeneratorExit,
+    "BaseException": lambda: BaseException("planted"),
+    "StopIteration": StopIteration,
+    "MemoryError": MemoryError,
+    "TimeoutError": lambda: TimeoutError("mine, not the barrier's"),
+    "text that raises": EvilText,
+    "text that exits": EvilBase,
+    "name that raises": EvilName,
+    "a megabyte of text": lambda: ValueError("x" * (1 << 20)),
+    "group": lambda: BaseExceptionGroup("planted", [KeyboardInterrupt(), SystemExit()]),
+}
+for _name, _error in RAISES.items():
+    HOSTILE[f"raises {_name}"] = raises(_error), RAISED
+
+RETURNS: dict[str, Act] = {
+    "None": lambda batch, good: None,
+    "a list": lambda batch, good: good.token_ids.tolist(),
+    "a dictionary": lambda batch, good: {"token_ids": good.token_ids, "num_draft": good.num_draft},
+    "the class": lambda batch, good: Draft,
+    "a draft without fields": lambda batch, good: object.__new__(Draft),
+    "a subclass with evil properties": lambda batch, good: object.__new__(EvilDraft),
+    "the batch": lambda batch, good: batch,
+    "rows missing": returns(token_ids=lambda good: good.token_ids[:-1]),
+    "rows too many": returns(token_ids=lambda good: np.concatenate([good.token_ids] * 2)),
+    "lengths missing": returns(num_draft=lambda good: good.num_draft[:-1]),
+    "too wide": returns(token_ids=lambda good: np.zeros((len(good.num_draft), K + 1), np.int32)),
+    "a million columns": returns(token_ids=lambda good: np.zeros((len(good.num_draft), 1 << 20), np.int32)),
+    "a terabyte of zero stride": returns(
+        token_ids=lambda good: np.broadcast_to(np.zeros(1, np.int32), (len(good.num_draft), 1 << 38))
+    ),
+    "one dimension": returns(token_ids=lambda good: good.token_ids[:, 0]),
+    "three dimensions": returns(token_ids=lambda good: good.token_ids[:, :, None]),
+    "a scalar": returns(token_ids=lambda good: np.array(1, np.int32), num_draft=lambda good: np.array(1, np.int32)),
+    "int64 ids": returns(token_ids=lambda good: good.token_ids.astype(np.int64)),
+    "uint32 ids": returns(token_ids=lambda good: good.token_ids.astype(np.uint32)),
+    "float ids": returns(token_ids=lambda good: good.token_ids.astype(np.float32)),
+    "object ids": returns(token_ids=lambda good: good.token_ids.astype(object)),
+    "text ids": returns(token_ids=lambda good: good.token_ids.astype(str)),
+    "bool lengths": returns(num_draft=lambda good: good.num_draft.astype(bool)),
+    "float lengths": returns(num_draft=lambda good: good.num_draft.astype(np.float64)),
+    "other byte order": returns(token_ids=lambda good: good.token_ids.astype(">i4")),
+    "a record array": returns(token_ids=lambda good: np.zeros(good.token_ids.shape, [("id", np.int32)])),
+    "lengths too long": returns(num_draft=lambda good: good.num_draft + K + 1),
+    "lengths past the columns": returns(
+        token_ids=lambda good: good.token_ids[:, :0], num_draft=lambda good: np.ones_like(good.num_draft)
+    ),
+    "negative lengths": returns(num_draft=lambda good: good.num_draft - K - 1),
+    "ids behind the vocabulary": returns(token_ids=lambda good: good.token_ids + VOCAB_SIZE),
+    "negative ids": returns(token_ids=lambda good: -1 - good.token_ids),
+    "the largest id": returns(token_ids=lambda good: np.full_like(good.token_ids, 2**31 - 1)),
+    "a masked array": returns(token_ids=lambda good: np.ma.masked_array(good.token_ids, mask=True)),
+    "a matrix": returns(token_ids=lambda good: np.asmatrix(good.token_ids)),
+    "masked lengths": returns(num_draft=lambda good: np.ma.masked_array(good.num_draft, mask=True)),
+    "an evil subclass": returns(token_ids=lambda good: good.token_ids.view(EvilArray)),
+    "an evil subclass of lengths": returns(num_draft=lambda good: good.num_draft.view(EvilArray)),
+    "something like an array": returns(token_ids=lambda good: Liar(len(good.num_draft))),
+    "lists": returns(token_ids=lambda good: good.token_ids.tolist()),
+    "a tensor": returns(token_ids=lambda good: torch.from_numpy(good.token_ids)),
+    "a tensor on no device": returns(token_ids=lambda good: torch.from_numpy(good.token_ids).to("meta")),
+    "a tensor of lengths": returns(num_draft=lambda good: torch.from_numpy(good.num_draft)),
+    "logits of NumPy's": returns(logits=lambda good: np.zeros((*good.token_ids.shape, VOCAB_SIZE), np.float32)),
+    "logits": returns(logits=lambda good: torch.zeros(*good.token_ids.shape, VOCAB_SIZE)),
+    "logits of a wrong shape": returns(logits=lambda good: torch.zeros(1)),
+    "logits that are text": returns(logits=lambda good: "logits"),
+    "confidence of float64": returns(confidence=lambda good: np.ones(len(good.num_draft))),
+    "confidence NaN": returns(confidence=lambda good: np.full(len(good.num_draft), np.nan, np.float32)),
+    "confidence infinite": returns(confidence=lambda good: np.full(len(good.num_draft), np.inf, np.float32)),
+    "confidence of a wrong length": returns(confidence=lambda good: np.ones(99, np.float32)),
+    "confidence a number": returns(confidence=lambda good: 1.0),
+    "stage a list": returns(stage=lambda good: [0] * len(good.num_draft)),
+    "stage of a wrong length": returns(stage=lambda good: np.zeros(99, np.int32)),
+}
+for _name, _act in RETURNS.items():
+    HOSTILE[f"returns {_name}"] = _act, NONSENSE
+
+WRITES: dict[str, Act] = {
+    "a history": lambda batch, good: batch.token_ids[0].__setitem__(0, 1),
+    "a history made writable": lambda batch, good: in_place(batch.token_ids[0], 1),
+    "the array below a history": lambda batch, good: in_place(batch.token_ids[0].base, 1),  # type: ignore[arg-type]
+    "a history by setflags": lambda batch, good: batch.token_ids[0].setflags(write=True),
+    "a history by resize": lambda batch, good: batch.token_ids[0].resize(1, refcheck=False),
+    "a history by out": lambda batch, good: np.add(batch.token_ids[0], 1, out=batch.token_ids[0]),
+    "a history by sort": lambda batch, good: batch.token_ids[0][::-1].sort(),
+    "request ids": lambda batch, good: batch.request_ids.pop(),  # type: ignore[attr-defined]
+    "the list of histories": lambda batch, good: batch.token_ids.clear(),  # type: ignore[attr-defined]
+    "options": lambda batch, good: batch.options[0].__setitem__("max_draft", None),  # type: ignore[index]
+    "the list of options": lambda batch, good: batch.options.clear(),  # type: ignore[attr-defined]
+    "the limits": lambda batch, good: in_place(batch.max_num_draft, 99),
+    "a field": lambda batch, good: setattr(batch, "request_ids", ()),
+}
+for _name, _act in WRITES.items():
+    HOSTILE[f"writes to {_name}"] = _act, RAISED
+
+
+@hostile("replaces the fields of its batch", None)
+def _replaces(batch: DraftBatch, good: Draft) -> Any:
+    """Past the frozen dataclass: the batch is the proposer's own."""
+    for name in DraftBatch.__slots__:
+        object.__setattr__(batch, name, None)
+    return good
+
+
+@hostile("asks for more room than it has", NONSENSE)
+def _more_room(batch: DraftBatch, good: Draft) -> Any:
+    object.__setattr__(batch, "max_num_draft", np.full(len(good.num_draft), 99, np.int32))
+    return replace(good, token_ids=np.zeros((len(good.num_draft), 99), np.int32), num_draft=good.num_draft + 90)
+
+
+@hostile("turns itself into a target", NONSENSE)
+def _target(batch: DraftBatch, good: Draft) -> Any:
+    """Only with a target may tokens be tensors, and logits be."""
+    object.__setattr__(batch, "target", replace)
+    return replace(good, token_ids=torch.from_numpy(good.token_ids))
+
+
+@hostile("writes to its draft later", None)
+def _late(batch: DraftBatch, good: Draft) -> Any:
+    def write() -> None:
+        for _ in range(50):
+            good.token_ids[...], good.num_draft[...] = 1 << 30, 99
+            time.sleep(0.002)
+
+    threading.Timer(0.002, write).start()
+    return good
+
+
+@hostile("returns the batch's own arrays", None)
+def _aliases(batch: DraftBatch, good: Draft) -> Any:
+    return replace(good, num_draft=np.minimum(batch.max_num_draft, 2), stage=batch.max_num_draft)
+
+
+@hostile("returns strides that go backwards", None)
+def _backwards(batch: DraftBatch, good: Draft) -> Any:
+    token_ids = np.asfortranarray(good.token_ids[::-1])[::-1]
+    return replace(good, token_ids=token_ids, num_draft=np.repeat(good.num_draft, 3)[::3])
+
+
+@hostile("sleeps", HANGS)
+def _sleeps(batch: DraftBatch, good: Draft) -> Any:
+    time.sleep(HANG_S)
+    return good
+
+
+@hostile("counts for ever", HANGS)
+def _spins(batch: DraftBatch, good: Draft) -> Any:
+    end = time.monotonic() + HANG_S
+    while time.monotonic() < end:
+        pass
+    return good
+
+
+@hostile("raises a text that sleeps", HANGS)
+def _slow_text(batch: DraftBatch, good: Draft) -> Any:
+    raise SlowText
+
+
+@hostile("recurses", RAISED)
+def _recurses(batch: DraftBatch, good: Draft) -> Any:
+    return _recurses(batch, good)
+
+
+@hostile("draws from the global generators", None)
+def _draws(batch: DraftBatch, good: Draft) -> Any:
+    np.random.seed(0)
+    np.random.rand(5)
+    torch.manual_seed(0)
+    random.random()
+    return good
+
+
+@hostile("is a generator", NONSENSE)
+def _yields(batch: DraftBatch, good: Draft) -> Iterator[Any]:
+    yield good
+
+
+@hostile("compares the options with something of its own", None)
+def _compares(batch: DraftBatch, good: Draft) -> Any:
+    assert batch.options[0] == EqualsAll()
+    return good
+
+
+class HostileProposer:
+    """Good for `start` steps, then hostile as `act` is at every step."""
+
+    def __init__(self, act: Act, start: int = 0):
+        self.act, self.start, self.step = act, start, 0
+
+    def propose(self, batch: DraftBatch) -> Any:
+        self.step += 1
+        good = good_draft(batch)
+        return good if self.step <= self.start else self.act(batch, good)
+
+    def observe(self, feedback: Feedback) -> None: ...
+
+    def forget(self, request_ids: Any) -> None: ...
+
+
+def custom(options: dict[str, Any], context: Any) -> HostileProposer:
+    """What a method `custom` names; a test may give it another `act` later."""
+    return HostileProposer(HOSTILE[options["act"]][0], options.get("start", 3))

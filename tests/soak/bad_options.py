@@ -1,0 +1,61 @@
+"""Request options that nobody means well by: each costs its own request at most."""
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+NUMBERS = [-1, 0, 1, 64, 65, 2**31, 10**30, -(10**30), 0.5, 1e308, True, None]
+TEXTS = ["", "x", "\ud800", "abc \ud800 def", "\x00", "é" * 100, "prompt_lookup", "early_exit", "custom"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hostile:
+    """What stands in `vllm_xargs["specplugins"]`, and whether it must answer 400 (None: 400 or as without)."""
+
+    name: str
+    options: Any
+    refused: bool | None = True
+
+
+def known() -> list[Hostile]:
+    """The worst that are known: all of them once took the engine, or the drafts of all, down."""
+    return [
+        Hostile("a lone surrogate", '{"reference": "abc \\ud800 def"}'),
+        Hostile("1 MB of text", json.dumps({"reference": "def f(x): return x\n" * 55_000})),
+        Hostile("10 MB of text", json.dumps({"reference": "lorem ipsum dolor " * 580_000})),
+        Hostile("1 M token ids", json.dumps({"reference": [5, 6, 7, 8] * 250_000})),
+        Hostile("200,000 brackets", "[" * 200_000),
+        Hostile("200,000 objects", '{"a":' * 200_000),
+        Hostile("10,000 digits", '{"max_draft": ' + "9" * 10_000 + "}"),
+        Hostile("100,000 keys", "{" + ",".join(f'"k{index}":1' for index in range(100_000)) + "}", refused=None),
+        Hostile("no JSON", '{"enabled":'),
+        Hostile("a number", 7.5),
+        Hostile("a list", ["a", 1]),
+        Hostile("not finite", '{"max_draft": NaN}'),
+        Hostile("the same key twice", '{"max_draft": 1, "max_draft": -1}'),
+    ]
+
+
+def fuzzed(rng: random.Random) -> Hostile:
+    """JSON text of options, most of it broken somewhere."""
+    options = {key: _value(rng, 3) for key in rng.sample(KEYS, rng.randint(0, 4))}
+    text = json.dumps(options)
+    for _ in range(rng.choice((0, 0, 1, 3))):
+        place = rng.randrange(len(text) + 1)
+        text = text[:place] + rng.choice(("", "{", "]", '"', "\\u", "\x00", ",", "1e999")) + text[place + 1 :]
+    return Hostile("fuzzed", text, refused=None)
+
+
+KEYS = ["enabled", "max_draft", "max_context", "stages", "reference", "unknown", "", "__class__", "max-draft"]
+
+
+def _value(rng: random.Random, depth: int) -> Any:
+    kind = rng.randrange(4 if depth else 2)
+    if kind == 0:
+        return rng.choice(NUMBERS)
+    if kind == 1:
+        return rng.choice(TEXTS)
+    if kind == 2:
+        return [_value(rng, depth - 1) for _ in range(rng.randrange(4))]
+    return {rng.choice(KEYS): _value(rng, depth - 1) for _ in range(rng.randrange(3))}

@@ -1,0 +1,48 @@
+"""Resident memory over time: is it flat?"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from server import Server
+
+EVERY_S = 1.0
+MIB = 2**20
+
+
+@dataclass(slots=True)
+class Memory:
+    """Samples of one life of a server: seconds, bytes."""
+
+    seconds: list[float] = field(default_factory=list)
+    rss: list[int] = field(default_factory=list)
+
+    async def watch(self, server: Server) -> None:
+        """Samples until it is cancelled."""
+        while True:
+            self.seconds.append(time.monotonic())
+            self.rss.append(server.rss())
+            await asyncio.sleep(EVERY_S)
+
+    def slope(self) -> float:
+        """MiB a minute, by least squares over the second half: by then caches are filled.
+
+        >>> Memory([0.0, 30.0, 60.0, 90.0], [9 * MIB, 8 * MIB, 2 * MIB, 3 * MIB]).slope()
+        2.0
+        """
+        middle = len(self.rss) // 2
+        seconds, rss = np.array(self.seconds[middle:]), np.array(self.rss[middle:], float)
+        if len(rss) < 2:
+            return 0.0
+        return round(float(np.polyfit(seconds - seconds[0], rss, 1)[0] * 60 / MIB), 6)
+
+    def save(self, path: Path) -> None:
+        """As text, for a plot: seconds and MiB of each sample."""
+        rows = zip(self.seconds, self.rss, strict=True)
+        path.write_text("".join(f"{second - self.seconds[0]:.1f} {size / MIB:.2f}\n" for second, size in rows))
+
+    def last(self) -> float:
+        """MiB at the end."""
+        return self.rss[-1] / MIB if self.rss else 0.0

@@ -1,0 +1,40 @@
+"""The documentation against the code: pages that are generated, links, the size of the README."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def test_configuration_page_is_current(tmp_path: Path) -> None:
+    """Kills: a field that was added or changed without `python docs/configuration.py`."""
+    script = tmp_path / "configuration.py"
+    script.write_text((ROOT / "docs" / "configuration.py").read_text())
+    subprocess.run([sys.executable, str(script)], check=True)
+    written = script.with_suffix(".md").read_text()
+    assert (ROOT / "docs" / "configuration.md").read_text() == written, "run python docs/configuration.py"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "DESIGN.md", *PAGES], ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    """Kills: a link to a file or a heading that is not there."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{page.name} links to {target}"
+
+
+def test_readme_is_short() -> None:
+    """Kills: a README that grows into a manual."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

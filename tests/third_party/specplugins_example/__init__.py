@@ -1,0 +1,55 @@
+"""Another package's proposers, for the tests: drafts that repeat the last token."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_specplugins.config import ConfigError, check_fields, integer
+from vllm_specplugins.draft import Draft
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatConfig:
+    """`repeat`: how many times."""
+
+    times: int = integer(2, 1, 8)
+
+    def __post_init__(self):
+        check_fields(self, "repeat")
+        if self.times == 5:
+            raise ConfigError("repeat: times must not be 5.")
+
+
+class RepeatPlain:
+    """Takes options."""
+
+    protocol_version = 1
+
+    def __init__(self, options, context):
+        self._times = options.get("times", 2)
+
+    def propose(self, batch):
+        last = np.array([tokens[-1] for tokens in batch.token_ids], np.int32)
+        lengths = np.minimum(batch.max_num_draft, self._times).astype(np.int32)
+        return Draft(np.repeat(last[:, None], int(lengths.max(initial=0)), axis=1), lengths)
+
+    def observe(self, feedback):
+        pass
+
+    def forget(self, request_ids):
+        pass
+
+
+class Repeat(RepeatPlain):
+    """Has a configuration of its own."""
+
+    Config = RepeatConfig
+
+    def __init__(self, config, context):
+        self._times = config.times
+
+
+class Old(RepeatPlain):
+    """Was written for a protocol that is not this one."""
+
+    protocol_version = 0

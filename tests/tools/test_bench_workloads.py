@@ -1,0 +1,101 @@
+"""What `bench` asks: built-in text, and the user's files."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.tools.base_model import load_tokenizer
+from vllm_specplugins.tools.bench.data import read_workloads
+from vllm_specplugins.tools.bench.figures import repeated_share
+from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files
+from vllm_specplugins.tools.bench.methods import pick_methods
+from vllm_specplugins.tools.bench.workloads import BUILT_IN, make_workload
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Any:
+    return load_tokenizer(str(tiny_model))
+
+
+def write_lines(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in(name: str, tokenizer: Any) -> None:
+    """Kills: prompts that change from run to run, that are all the same, or longer than asked for."""
+    made = make_workload(name, tokenizer, 6, 128)
+    assert made == make_workload(name, tokenizer, 6, 128)
+    assert len({tuple(prompt) for prompt in made.prompts}) == 6
+    assert all(16 < len(prompt) <= 256 for prompt in made.prompts)
+    assert made.take(8)[6:] == made.prompts[:2]
+
+
+def test_text_is_held_out(tokenizer: Any) -> None:
+    """Kills: text that the demo model was trained on."""
+    held_out = "\n".join(text for source, text in library_files() if is_held_out(source))
+    [prompt] = make_workload("code", tokenizer, 1, 32).prompts
+    lines = tokenizer.decode(prompt, skip_special_tokens=True).splitlines()
+    assert all(line.strip() in held_out for line in lines[:-1])
+
+
+def test_edit_prompt() -> None:
+    """Kills: a task that names an identifier which is not in the code."""
+    prompts = [edit_prompt("def total(items):\n    return sum(items)\n", random.Random(seed)) for seed in range(20)]
+    assert all(prompt.endswith("# After:\n") for prompt in prompts)
+    assert any(prompt.startswith("# Rename `items` to `") for prompt in prompts)
+    assert any(prompt.startswith("# Repeat the code.") for prompt in prompts)
+
+
+def test_a_chat_template_is_used(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kills: messages of which the template sees only the last, special tokens added twice, no answer begun."""
+    file = write_lines(tmp_path / "my chat.jsonl", {"messages": [{"role": "user", "content": "Hi"}]})
+    [without] = read_workloads(file, tokenizer, 9)
+    assert without.name == "my chat"
+    assert tokenizer.decode(without.prompts[0], skip_special_tokens=True) == "User: Hi\n\nAssistant:"
+    template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    rows = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    [made] = read_workloads(write_lines(tmp_path / "b.jsonl", {"messages": rows}), tokenizer, 9)
+    assert tokenizer.decode(made.prompts[0]) == "[system] Be kind.[user] Hi>"
+
+
+def test_spec_bench(tokenizer: Any, tmp_path: Path) -> None:
+    """Kills: its tasks mixed, more prompts than asked for, a second turn asked without its first."""
+    rows = [{"question_id": n, "category": "writing", "turns": [f"First {n}", "Second"]} for n in range(3)]
+    rows += [{"question_id": 9, "category": "coding", "turns": ["Code"]}]
+    rows += [{"question_id": 240, "category": "rag", "turns": ["Find"], "reference": []}]
+    made = read_workloads(write_lines(tmp_path / "question.jsonl", *rows), tokenizer, 2)
+    assert [(workload.name, len(workload.prompts)) for workload in made] == [("mt_bench", 2), ("rag", 1)]
+    assert "First 1" in tokenizer.decode(made[0].prompts[1]) and "Second" not in tokenizer.decode(made[0].prompts[1])
+
+
+def test_prompts_and_bad_lines(tokenizer: Any, tmp_path: Path) -> None:
+    """Kills: token ids read as text; a line that is skipped without a word."""
+    file = write_lines(tmp_path / "a.jsonl", {"prompt": "x = 1"}, {"prompt": [5, 6, 7]})
+    [made] = read_workloads(file, tokenizer, 9)
+    assert made.prompts == [tokenizer("x = 1")["input_ids"], [5, 6, 7]]
+    with pytest.raises(ConfigError, match=r"line 2 of .* must hold \{\"prompt\""):
+        read_workloads(write_lines(file, {"prompt": "x"}, {"text": "y"}), tokenizer, 9)
+
+
+def test_repeated_share() -> None:
+    """Kills: an n-gram found in another output, the first occurrence counted, tokens before the eighth left out."""
+    assert repeated_share([list(range(10)), list(range(10))]) == 0
+    assert repeated_share([list(range(10)) * 2]) == (20 - 17) / 20
+    assert repeated_share([[1] * 18]) == (18 - 8) / 18
+
+
+def test_methods_by_name_and_value() -> None:
+    """Kills: no speculation left out, or twice; two values under one name."""
+    values = ['{"method":"ngram","num_speculative_tokens":3}', '{"method":"ngram","num_speculative_tokens":4}']
+    picked = pick_methods(["prompt_lookup,none", *values])
+    assert list(picked) == ["none", "prompt_lookup", "ngram", "ngram 2"] and picked["none"] is None
+    assert picked["ngram 2"] == {"method": "ngram", "num_speculative_tokens": 4}

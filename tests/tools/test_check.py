@@ -1,0 +1,173 @@
+"""`check`: good proposers pass the recorded engine, and each kind of bad one is told what it did."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_specplugins.__main__ import main
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
+from vllm_specplugins.methods import parse_config
+from vllm_specplugins.tools.check.run import check
+from vllm_specplugins.tools.check.trace import NEWCOMER, Trace, load
+
+
+class Oracle:
+    """Knows what the target says next, but for every fifth position; and holds the engine to its promises."""
+
+    trace: Trace = load()
+
+    def __init__(self, options: dict[str, Any], context: Any):
+        self._exact = options.get("exact", True)
+        self._drafted: dict[str, tuple[int, int]] = {}  # length of the history, of the draft
+        self._living: set[str] = set()
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        width = int(batch.max_num_draft.max(initial=0))
+        token_ids = np.zeros((batch.num_reqs, width), np.int32)
+        lengths = np.zeros(batch.num_reqs, np.int32)
+        for row, (request_id, history) in enumerate(zip(batch.request_ids, batch.token_ids, strict=True)):
+            self._living.add(request_id)
+            if request_id == NEWCOMER:
+                continue
+            whole = self.trace.histories[int(request_id.split("-")[1])]
+            assert (history == whole[: len(history)]).all()
+            rest = whole[len(history) : len(history) + batch.max_num_draft[row]]
+            lengths[row] = len(rest)
+            token_ids[row, : len(rest)] = rest
+            if not self._exact:
+                places = np.arange(len(history), len(history) + len(rest)) % 5 == 0
+                token_ids[row, : len(rest)][places] += 1
+            self._drafted[request_id] = (len(history), len(rest))
+        return Draft(token_ids, lengths)
+
+    def observe(self, feedback: Feedback) -> None:
+        for request_id, drafted, accepted in zip(
+            feedback.request_ids, feedback.num_draft, feedback.num_accepted, strict=True
+        ):
+            start, length = self._drafted.pop(request_id, (0, 0))
+            assert drafted == length
+            good = [place for place in range(start, start + length) if self._exact or place % 5]
+            assert accepted == next((i for i in range(length) if start + i not in good), length)
+
+    def forget(self, request_ids: Any) -> None:
+        for request_id in request_ids:
+            self._living.discard(request_id)
+            self._drafted.pop(request_id, None)
+
+
+class Faulty(Oracle):
+    """Does one thing wrong, now and then."""
+
+    def __init__(self, options: dict[str, Any], context: Any):
+        super().__init__(options, context)
+        self._fault, self._step = options["fault"], 0
+        self.kept: dict[str, int] = {}
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        self._step += 1
+        draft = super().propose(batch)
+        if self._fault == "keeps":
+            self.kept.update(dict.fromkeys(batch.request_ids, 1))
+        if self._step % 30:
+            return draft
+        match self._fault:
+            case "raises":
+                raise RuntimeError("planted")
+            case "writes":
+                batch.token_ids[0][0] = 1
+            case "too long":
+                return Draft(draft.token_ids, draft.num_draft + 9)
+            case "blames":
+                raise RequestFault(batch.request_ids[0], "its text")
+        return draft
+
+    def observe(self, feedback: Feedback) -> None:
+        """Its drafts of a step in which it fails are dropped."""
+
+
+class Nameless:
+    def __init__(self, options: Any, context: Any):
+        pass
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        return Draft.empty(batch.num_reqs)
+
+
+HERE = "tools_test_check"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a name without a dash or a path."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+
+
+def checked(name: str, **options: Any) -> Any:
+    return check(parse_config({"method": "custom", "proposer": f"{HERE}:{name}", "options": options}), load())
+
+
+def test_trace() -> None:
+    """What the shipped file promises. Kills: a trace without arrivals, preemptions or options."""
+    trace = load()
+    assert len({len(requests) for requests, _ in trace.steps}) > 3
+    last = {number: step for step, (requests, _) in enumerate(trace.steps) for number in requests}
+    preempted = [n for step, (_, gone) in enumerate(trace.steps) for n in gone if last[n] >= step]
+    assert preempted and {"max_draft": 2} in trace.options and {"enabled": False} in trace.options
+    assert all(len(history) > length for history, length in zip(trace.histories, trace.prompt_lengths, strict=True))
+
+
+def test_oracle() -> None:
+    """What the target says is accepted to the last token, and the feedback is right.
+
+    Kills: a draft compared one position off; a preempted request that loses a token or gets its old draft's feedback.
+    """
+    findings = checked("Oracle")
+    assert findings.violations == []
+    assert 0 < findings.accepted == findings.drafted
+    worse = checked("Oracle", exact=False)
+    assert worse.violations == []
+    assert 0 < worse.accepted < worse.drafted and worse.request_steps > findings.request_steps
+    # Every request ends with its recorded text: what is accepted and what is said makes up the outputs.
+    trace = load()
+    said = sum(len(history) for history in trace.histories) - sum(trace.prompt_lengths)
+    for found in (findings, worse):
+        assert 0 <= found.request_steps + found.accepted - said <= 2 * len(trace.histories)
+
+
+FAULTS = {
+    "raises": "It raised in 3 steps: RuntimeError: planted.",
+    "writes": "It raised in 3 steps: ValueError: assignment destination is read-only.",
+    "too long": "It returned nonsense in 3 steps: num_draft is outside of 0..max_num_draft.",
+    "blames": "It failed at a request's own options in ",
+    "keeps": "Its kept still holds 16 of 16 requests that it was told to forget.",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(fault: str) -> None:
+    findings = checked("Faulty", fault=fault)
+    assert findings.violations[0].startswith(FAULTS[fault])
+    assert len(findings.violations) == (1 if fault in ("keeps", "blames") else 2), "three faults switch it off"
+    assert all(sentence.endswith(".") and "\n" not in sentence for sentence in findings.violations)
+    assert findings.accepted > 0, "the other steps count"
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit codes, and one sentence each."""
+    assert main(["check", f"{HERE}:Oracle"]) == 0
+    assert "Nothing is violated." in capsys.readouterr().out
+    assert main(["check", f"{HERE}:Faulty", "--options", '{"fault":"raises"}']) == 1
+    assert "violated: It raised in 3 steps" in capsys.readouterr().out
+    assert main(["check", f"{HERE}:Nameless"]) == 1
+    assert "violated: It has no method 'observe'" in capsys.readouterr().out
+    for wrong, words in {
+        f"{HERE}:Faulty": "the proposer must be made by calling it with (options, context), which raised KeyError",
+        f"{HERE}:Nothing": "cannot be imported",
+        "nobody": "PROPOSER must be package.module:Class or a registered method (none), not 'nobody'",
+    }.items():
+        assert main(["check", wrong]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and words in error and error.count("\n") == 1

@@ -1,0 +1,92 @@
+"""`doctor`: says yes and no, in words and in exit codes, and starts no engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_specplugins.engine.measure.diagnosis import PROBLEM, diagnose
+
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
+THIRD_PARTY = Path(__file__).parents[1] / "third_party"
+EARLY = {"method": "early_exit", "exit_layer": 1}
+
+
+def doctor(*arguments: str, **environment: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, report and stderr of the command in a process of its own."""
+    command = [sys.executable, "-m", "vllm_specplugins", "doctor", "--json", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+
+
+def problems(report: dict[str, Any]) -> list[str]:
+    return [finding["value"] for finding in report["findings"] if finding["state"] == PROBLEM]
+
+
+def test_ready() -> None:
+    """A model that can be cut, with another package about: all facts are there, and nothing but JSON is printed."""
+    config = json.dumps({**EARLY, "num_speculative_tokens": 3})
+    status, report, error = doctor(
+        "--model", str(DEMO_MODEL), "--speculative-config", config, PYTHONPATH=str(THIRD_PARTY)
+    )
+    assert (status, error, problems(report)) == (0, "", [])
+    assert report["served"] and json.loads(report["ready"])["exit_layer"] == 1
+    found: dict[str, list[str]] = {}
+    for finding in report["findings"]:
+        found.setdefault(finding["name"], []).append(finding["value"])
+    assert {
+        "python",
+        "torch",
+        "vllm",
+        "vllm-specplugins",
+        "device",
+        "seams",
+        "patches that stay",
+        "kernels",
+    } <= found.keys()
+    assert found["runner"][0][:2] in ("V1", "V2") and found["scheduling"][0] in ("synchronous", "asynchronous")
+    assert "LlamaForCausalLM" in found["model"][0]
+    assert any("'eagle'" in value and "refused" in value for value in found["registered method"])
+    assert any(value.startswith("repeat (") for value in found["registered method"])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a field": ({"method": "prompt_lookup", "max_ngram": 99}, "max_ngram must be an integer from 1 to 16, not 99."),
+    "a method": ({"method": "prompt_lokup"}, "method must be one of prompt_lookup, early_exit, cascade, custom, or"),
+    "no method": ({}, "method must be one of"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_without_a_model(name: str) -> None:
+    raw, words = REFUSED[name]
+    [sentence] = [finding.value for finding in diagnose(raw, None) if finding.state == PROBLEM]
+    assert words in sentence
+
+
+def test_refused_with_a_model() -> None:
+    """An exit that the model does not have; and the plugin switched off. Kills: 0 for what would not be served."""
+    config = json.dumps({**EARLY, "exit_layer": 9})
+    arguments = ("--model", str(DEMO_MODEL), "--speculative-config", config)
+    status, report, error = doctor(*arguments, VLLM_SPECPLUGINS_DISABLE="1")
+    assert (status, error, report["served"]) == (1, "", False)
+    assert problems(report)[0] == "VLLM_SPECPLUGINS_DISABLE switches it off"
+    assert json.loads(report["ready"])["method"] == "prompt_lookup", "a ready value is one that is allowed"
+
+
+def test_wrong_question() -> None:
+    status, report, error = doctor("--speculative-config", "{")
+    assert (status, report) == (2, {})
+    assert error == "error: --speculative-config must be a JSON object, not '{'.\n"
+
+
+def test_plugins_that_vllm_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    sentences = [finding.value for finding in diagnose(None, None) if finding.state == PROBLEM]
+    assert sentences == ["VLLM_PLUGINS must hold specplugins, not 'another' alone"]

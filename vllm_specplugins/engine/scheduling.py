@@ -1,0 +1,59 @@
+"""Which methods of ours are scheduled asynchronously, as vLLM's own are, and which scheduler that takes.
+
+A method that reads tokens on the host waits for them in every step, and there a synchronous scheduler knows the true
+lengths of its drafts. One that reads none leaves the device busy while the next step is scheduled.
+"""
+
+import logging
+from typing import Any
+
+from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.methods import reads_history
+
+logger = logging.getLogger("vllm.specplugins")
+
+SCHEDULER = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
+
+
+def wanted_of_vllm(config: SpecConfig, asked: bool | None) -> bool | None:
+    """What vLLM is told: what the user said, else False or vLLM's own default (None)."""
+    return False if asked is None and reads_history(config) else asked
+
+
+def settle(vllm_config: Any, asked: bool | None) -> None:
+    """Puts our scheduler, where it is needed, into a finished configuration; says what was chosen, and why.
+
+    Raises:
+        ConfigError: the user asks for what our methods cannot run with.
+    """
+    scheduler, method = vllm_config.scheduler_config, vllm_config.speculative_config.plugin_config.method
+    if asked is None:
+        synchronous_for = _synchronous_for(vllm_config)
+        scheduler.async_scheduling = synchronous_for is None
+        logger.info(
+            "%s is scheduled %s.",
+            method,
+            f"synchronously, for {synchronous_for}" if synchronous_for else "asynchronously, as vLLM's own methods are",
+        )
+    if not scheduler.async_scheduling:
+        return
+    if not vllm_config.use_v2_model_runner:
+        raise ConfigError(f"{method}: async_scheduling must be false on Model Runner V1, not True.")
+    if scheduler.scheduler_cls is not None:
+        raise ConfigError(
+            f"{method}: scheduler_cls must be left alone with async_scheduling, not {scheduler.scheduler_cls!r}."
+        )
+    scheduler.scheduler_cls = SCHEDULER
+
+
+def _synchronous_for(vllm_config: Any) -> str | None:
+    """Why scheduling has to wait for the drafts; None if it need not."""
+    if vllm_config.speculative_config.reads_history:
+        return "it reads tokens on the host (--async-scheduling plans each draft's length from the last one)"
+    if not vllm_config.use_v2_model_runner:
+        return "Model Runner V1 plans with the drafts at hand"
+    if vllm_config.scheduler_config.scheduler_cls is not None:
+        return "scheduler_cls is set"
+    if not vllm_config.scheduler_config.async_scheduling:
+        return "vLLM does so with this configuration"
+    return None

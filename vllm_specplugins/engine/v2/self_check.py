@@ -1,0 +1,132 @@
+"""Model Runner V2: our kernels are checked on a device before they serve (kernels/self_check.py), and warmed.
+
+What differs from its reference, or does not compile, is left to vLLM: verification is then its own, which knows all
+parameters here, too; without our noise there are no drafts. Either way the server serves. VLLM_SPECPLUGINS_SELF_CHECK:
+"0" checks nothing, "only" prints what was found and ends the program before the engine starts.
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.v2.verify import FusedRejectionSampler
+from vllm_specplugins.engine.v2.warm_up import warm_up
+from vllm_specplugins.kernels.self_check import Finding, Shapes, check_device, problem_of
+
+logger = init_logger(__name__)
+VARIABLE, _VALUES = "VLLM_SPECPLUGINS_SELF_CHECK", ("0", "1", "only")
+
+
+def stop_if_only(vllm_config: Any) -> None:
+    """Ends the program where nothing but the check is wanted: 0 if all is well, else 1. In the front process.
+
+    Raises:
+        ConfigError: the variable has another value than it may.
+    """
+    if _value() != "only":
+        return
+    device = _device()
+    if device is None:
+        sys.stdout.write("self-check: a CPU runs the references, nothing to check\n")
+        sys.exit(0)
+    problems = 0
+    for finding in check_device(device, shapes_of(vllm_config)):
+        problems += bool(finding.problem)
+        sys.stdout.write(f"self-check: {finding.name}: {finding.problem or 'as its reference'}\n")
+    sys.exit(1 if problems else 0)
+
+
+@torch.inference_mode()
+def prepare(runner: Any, speculator: Any) -> None:
+    """Before vLLM's profile run, which uses the kernels: checks, replaces what fails, and warms the rest."""
+    if _device() is None:
+        return
+    findings = [] if _value() == "0" else list(check_device(runner.device, shapes_of(runner.vllm_config)))
+    _replace(findings, runner, speculator)
+    try:
+        warm_up(runner, speculator)
+        findings = []
+    except Exception as error:  # of a variant that the check did not meet
+        findings = [Finding("verification, warmed", problem_of(error))]
+    _replace(findings, runner, speculator)
+
+
+def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
+    """Does without what failed on any rank."""
+    failed = _agreed({_reported(finding) for finding in findings if finding.problem})
+    if failed & {"verification", "edits"}:
+        verify_as_vllm(runner)
+    if "noise" in failed:
+        stop_drafting(speculator)
+
+
+def shapes_of(vllm_config: Any) -> Shapes:
+    config, model_config = vllm_config.speculative_config, vllm_config.model_config
+    return Shapes(
+        vocab_size=model_config.get_vocab_size(),
+        dtype=model_config.head_dtype,
+        max_num_draft=vllm_config.num_speculative_tokens,
+        samples=config.draft_sample_method == "probabilistic",
+        block=config.plugin_config.common.rejection == "block",
+    )
+
+
+def verify_as_vllm(runner: Any) -> None:
+    """Undoes what verify.attach did; bias, penalties and the like are then vLLM's own processors'."""
+    if isinstance(runner.rejection_sampler, FusedRejectionSampler):
+        del runner.sampler.sample
+        runner.rejection_sampler = RejectionSampler(runner.sampler, runner.speculative_config, runner.device)
+
+
+def stop_drafting(speculator: Any) -> None:
+    """No drafts, whatever is asked; what the scheduler planned is token 0, of which its q is certain."""
+    speculator.barrier.counters.switched_off = True
+    speculator.draft_logits.fill_(-torch.inf)
+    speculator.draft_logits[..., 0] = 0.0
+    speculator.draft_tokens.zero_()
+
+    def propose(input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        speculator.report.tell(input_batch.req_ids, [[]] * input_batch.num_reqs)
+        drafts: torch.Tensor = speculator.draft_tokens[: input_batch.num_reqs]
+        return drafts
+
+    speculator.propose = propose
+    speculator.init_cudagraph_manager = lambda cudagraph_mode: None
+
+
+def _reported(finding: Finding) -> str:
+    """What a finding is about, after it was logged in one sentence."""
+    kind = finding.name.split(",")[0]
+    remedy = "drafting is switched off" if kind == "noise" else "verification is vLLM's own"
+    logger.warning("Self-check of %s: it %s; %s.", finding.name, finding.problem, remedy)
+    return kind
+
+
+def _agreed(failed: set[str]) -> set[str]:
+    """What failed on any rank: they must verify alike."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return failed
+    everybodys: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(everybodys, failed, group=group.cpu_group)
+    return set().union(*everybodys)
+
+
+def _value() -> str:
+    value = os.environ.get(VARIABLE, "1")
+    if value not in _VALUES:
+        raise ConfigError(f"{VARIABLE} must be {', '.join(_VALUES[:-1])} or {_VALUES[-1]}, not {value!r}.")
+    return value
+
+
+def _device() -> torch.device | None:
+    """What the kernels run on; None for a CPU, which runs the references."""
+    name = current_platform.device_type
+    return None if name == "cpu" else torch.device(name)

@@ -1,0 +1,90 @@
+"""What a proposer gets to see: data in which nothing can be written that anybody else reads.
+
+It keeps off code that writes where it should not, by mistake or on purpose. Code that digs for the owner of a buffer
+(`array.base.obj`, `gc`, `ctypes`) is in the same process as the engine, and nothing keeps it off.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array
+
+_IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+def view(array: Int32Array) -> Int32Array:
+    """The same memory, read-only for good: who sets `flags.writeable` gets a ValueError.
+
+    >>> view(np.arange(3)).flags.writeable = True
+    Traceback (most recent call last):
+    ValueError: cannot set WRITEABLE flag to True of this array
+    """
+    return np.asarray(array.data.toreadonly())
+
+
+def copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A copy of a small array of one dimension that nobody can write to."""
+    return np.frombuffer(array.tobytes(), array.dtype)
+
+
+def frozen(value: Any) -> Any:
+    """A copy of a client's value: tuples for lists, read-only dictionaries and arrays.
+
+    >>> frozen({"a": [1, {"b": {2}}]})
+    mappingproxy({'a': (1, mappingproxy({'b': frozenset({2})}))})
+    """
+    match value:
+        case Mapping():
+            return MappingProxyType({key: frozen(item) for key, item in value.items()})
+        case list() | tuple():
+            if _IMMUTABLE.issuperset(map(type, value)):  # as fast as a long list of ids deserves
+                return tuple(value)
+            return tuple(map(frozen, value))
+        case set() | frozenset():
+            return frozenset(value)
+        case bytearray():
+            return bytes(value)
+        case np.ndarray():
+            return view(np.array(value))
+    return value
+
+
+def for_proposer(batch: DraftBatch) -> DraftBatch:
+    """The batch that a proposer is handed in the place of the engine's own."""
+    return DraftBatch(
+        tuple(batch.request_ids),
+        tuple(map(view, batch.token_ids)),
+        copy(batch.max_num_draft),
+        tuple(map(_frozen_options, batch.options)),
+        batch.target,
+        batch.offer,
+    )
+
+
+def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -> DraftBatch:
+    """Some requests of a batch, for a proposer that runs on the host: it sees neither target nor offer."""
+    return DraftBatch(
+        tuple(batch.request_ids[row] for row in rows),
+        tuple(view(batch.token_ids[row]) for row in rows),
+        copy(max_num_draft),
+        tuple(_frozen_options(batch.options[row]) for row in rows),
+    )
+
+
+def feedback_for_proposer(feedback: Feedback) -> Feedback:
+    """The feedback that a proposer is handed in the place of the engine's own."""
+    return Feedback(
+        tuple(feedback.request_ids), copy(feedback.num_draft), copy(feedback.num_accepted), feedback.step_ms
+    )
+
+
+def _frozen_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Adapters freeze a request's options once."""
+    if type(options) is MappingProxyType:
+        return options
+    result: Mapping[str, Any] = frozen(options)
+    return result

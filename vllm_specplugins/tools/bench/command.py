@@ -1,0 +1,132 @@
+"""The command `bench`: starts an engine for each method, lets them take turns, and reports."""
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError
+from vllm_specplugins.engine.measure.serving import Machine, ServingEngine, Traffic
+from vllm_specplugins.tools.base_model import load_config, load_tokenizer
+from vllm_specplugins.tools.bench.data import read_workloads
+from vllm_specplugins.tools.bench.figures import Cell, Row, rows_of
+from vllm_specplugins.tools.bench.methods import Config, pick_methods
+from vllm_specplugins.tools.bench.plot import plot
+from vllm_specplugins.tools.bench.report import Report, show, write
+from vllm_specplugins.tools.bench.rounds import serve_rounds
+from vllm_specplugins.tools.bench.workloads import Workload, make_workload
+
+DEFAULT_WORKLOADS = ("code", "copy", "chat", "random")
+MEMORY_SHARE = 0.9  # of a GPU, for all engines together
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; prints its report, and returns 0, or 1 if speculation changed an output."""
+    configs = pick_methods(args.methods)
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path and not path.parent.is_dir():
+            raise ConfigError(f"{option} must be a file in a folder that is there, not {path}.")
+    workloads = pick_workloads(args)
+    arguments = engine_arguments(args, configs, workloads)
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        cells = [
+            (workload, Cell(workload.name, batch, temperature))
+            for temperature in args.temperature for workload in workloads for batch in args.batch
+        ]  # fmt: skip
+        task = progress.add_task("", total=len(configs) + len(cells) * (1 + args.rounds))
+
+        def advance(words: str | None = None) -> None:
+            progress.update(task, advance=words is None, description=words)
+
+        with engines_up(configs, arguments, advance) as (engines, machine):
+            rows: list[Row] = []
+            for workload, cell in cells:
+                advance(str(cell))
+                prompts = workload.take(max(args.prompts, cell.batch))
+                traffic = Traffic(
+                    prompts=prompts,
+                    temperature=cell.temperature,
+                    max_tokens=args.tokens,
+                    at_a_time=cell.batch,
+                    ignore_eos=args.ignore_eos,
+                )
+                rows += rows_of(cell, serve_rounds(engines, traffic, args.rounds, advance))
+    conditions = {"model": args.model, "rounds": args.rounds, "prompts": args.prompts, "tokens": args.tokens}
+    return report(args, Report(rows, configs, machine, {**conditions, "arguments": arguments}))
+
+
+def report(args: argparse.Namespace, found: Report) -> int:
+    """Prints and writes what was found; the exit status."""
+    show(found, Console())
+    if args.json:
+        write(found, args.json)
+    if args.plot:
+        plot(found.rows, f"{Path(args.model).name}, {found.machine.dtype}, {found.machine.device}", args.plot)
+    return 0 if found.is_lossless else 1
+
+
+def pick_workloads(args: argparse.Namespace) -> list[Workload]:
+    """The user's, and those built in that the user names; all of these without any data.
+
+    Raises:
+        ConfigError: see make_workload, read_workloads and load_tokenizer.
+    """
+    tokenizer = load_tokenizer(args.model)
+    count = max(args.prompts, *args.batch)
+    names: Sequence[str] = args.workloads or (() if args.data else DEFAULT_WORKLOADS)
+    made = [make_workload(name, tokenizer, count, args.prompt_tokens) for name in names]
+    return [*made, *(workload for file in args.data for workload in read_workloads(file, tokenizer, count))]
+
+
+def engine_arguments(
+    args: argparse.Namespace, configs: Mapping[str, Config | None], workloads: Sequence[Workload]
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that all engines share; the user's own come last.
+
+    Raises:
+        ConfigError: a prompt and its output do not fit into the model's context.
+    """
+    longest = max(len(prompt) for workload in workloads for prompt in workload.prompts)
+    context = getattr(load_config(args.model), "max_position_embeddings", None) or longest + args.tokens
+    if longest + args.tokens > context:
+        raise ConfigError(
+            f"--tokens must be at most {max(0, context - longest)} behind these prompts, not {args.tokens}."
+        )
+    return {
+        "model": args.model,
+        "max_model_len": min(context, longest + args.tokens + MAX_NUM_SPECULATIVE_TOKENS),
+        "max_num_seqs": max(args.batch),
+        "gpu_memory_utilization": round(MEMORY_SHARE / len(configs), 3),
+        **({"dtype": args.dtype} if args.dtype else {}),
+        **args.engine_args,
+    }
+
+
+@contextmanager
+def engines_up(
+    configs: Mapping[str, Config | None], arguments: Mapping[str, Any], advance: Callable[..., None]
+) -> Iterator[tuple[dict[str, ServingEngine], Machine]]:
+    """All engines, started one after the other, and what they run on.
+
+    Raises:
+        ConfigError: one that does not start; its log is kept.
+    """
+    logs = Path(tempfile.mkdtemp(prefix="specplugins-"))
+    with ExitStack() as stack:
+        engines: dict[str, ServingEngine] = {}
+        for number, (name, config) in enumerate(configs.items()):
+            advance(f"{name}: starting vLLM")
+            engine = ServingEngine(name, arguments, config, logs / f"engine-{number}.log")
+            engines[name] = stack.enter_context(engine)
+            machine = engine.wait()
+            advance()
+        yield engines, machine
+    shutil.rmtree(logs)

@@ -1,0 +1,178 @@
+"""From turns to figures: medians and ranges over rounds, each round against no speculation in the same round.
+
+A ratio is of tokens per second. Decoding alone, without the time to each request's first token, it is what a step
+emits over what a step costs: `ratio = tokens per step / step cost`, where no speculation has 1 for both.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from vllm_specplugins.engine.measure.serving import Turn
+
+NGRAM = 8  # tokens in a row that count as a repetition
+LOOPS = 0.5  # an output that repeats more of itself than this is called a loop
+NOISE = 0.02  # of a ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure of every round: its median and its range."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """The spread of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is served: a workload, how many requests at a time, and how hot."""
+
+    workload: str
+    batch: int
+    temperature: float
+
+    def __str__(self) -> str:
+        return f"{self.workload}, batch {self.batch}, T {self.temperature:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What a method did in a cell.
+
+    Args:
+        tokens_per_second: median over the rounds, prompts included.
+        ratio: of tokens per second to no speculation.
+        decoding: the same for decoding alone.
+        tokens_per_step: of a request, without the step of its first token: acceptance length.
+        step_cost: mean time of such a step, over that of no speculation.
+        step_ms: median over the rounds of that mean.
+        coverage: share of those steps that had a draft.
+        accepted: share of draft tokens that were right; None if there were none.
+        first_ms: to the first token, median.
+        gap_ms: from tokens to the next ones of the same request, median and 99th percentile.
+        repeats: share of output tokens that end an 8-gram which stood before in the same output.
+        num_outputs: in all rounds.
+        num_different: how many of them are not what no speculation said first; None where they are sampled.
+        num_faults: of our proposer.
+    """
+
+    cell: Cell
+    method: str
+    tokens_per_second: float
+    ratio: Spread
+    decoding: Spread
+    tokens_per_step: float
+    step_cost: Spread
+    step_ms: float
+    coverage: float
+    accepted: float | None
+    first_ms: float
+    gap_ms: tuple[float, float]
+    repeats: float
+    num_outputs: int
+    num_different: int | None
+    num_faults: int
+
+    @property
+    def loops(self) -> bool:
+        """Whether the outputs are mostly repetition."""
+        return self.repeats > LOOPS
+
+    @property
+    def beats_its_steps(self) -> bool:
+        """Whether decoding gained more than the tokens of a step explain."""
+        return self.decoding.median > self.tokens_per_step * (1 + NOISE)
+
+
+def rows_of(cell: Cell, turns: Mapping[str, Sequence[Turn]]) -> list[Row]:
+    """The rows of a cell.
+
+    Args:
+        turns: by method, no speculation first; of each, the round that warmed up and then the others.
+    """
+    plain = next(iter(turns.values()))
+    expected = [answer.token_ids for answer in plain[0].answers]
+    return [_row(cell, method, own[1:], plain[1:], expected) for method, own in turns.items()]
+
+
+def _row(cell: Cell, method: str, own: Sequence[Turn], plain: Sequence[Turn], expected: list[list[int]]) -> Row:
+    def against(figure: Callable[[Turn], float]) -> Spread:
+        return Spread.of([figure(turn) / figure(other) for turn, other in zip(own, plain, strict=True)])
+
+    answers = [answer for turn in own for answer in turn.answers]
+    gaps = [ms for answer in answers for ms in answer.step_ms] or [0.0]
+    num_steps = sum(map(_num_steps, own))
+    num_draft_tokens = sum(turn.num_draft_tokens for turn in own)
+    different = sum(a.token_ids != b for turn in own for a, b in zip(turn.answers, expected, strict=True))
+    return Row(
+        cell=cell,
+        method=method,
+        tokens_per_second=statistics.median(map(_speed, own)),
+        ratio=against(_speed),
+        decoding=against(lambda turn: _tokens_per_step(turn) / _step_ms(turn)),
+        tokens_per_step=_mean(sum(map(_num_decoded, own)), num_steps),
+        step_cost=against(_step_ms),
+        step_ms=statistics.median(map(_step_ms, own)),
+        coverage=_mean(sum(turn.num_drafts for turn in own), num_steps),
+        accepted=sum(turn.num_accepted_tokens for turn in own) / num_draft_tokens if num_draft_tokens else None,
+        first_ms=statistics.median(answer.first_ms for answer in answers),
+        gap_ms=(float(np.quantile(gaps, 0.5)), float(np.quantile(gaps, 0.99))),
+        repeats=repeated_share([answer.token_ids for answer in answers]),
+        num_outputs=len(answers),
+        num_different=None if cell.temperature else different,
+        num_faults=sum(turn.num_faults for turn in own),
+    )
+
+
+def _speed(turn: Turn) -> float:
+    """Tokens per second, prompts included."""
+    return sum(len(answer.token_ids) for answer in turn.answers) / turn.seconds
+
+
+def _num_steps(turn: Turn) -> int:
+    return sum(len(answer.step_ms) for answer in turn.answers)
+
+
+def _num_decoded(turn: Turn) -> int:
+    return sum(len(answer.token_ids) - answer.num_first for answer in turn.answers)
+
+
+def _tokens_per_step(turn: Turn) -> float:
+    return _mean(_num_decoded(turn), _num_steps(turn))
+
+
+def _step_ms(turn: Turn) -> float:
+    return _mean(sum(sum(answer.step_ms) for answer in turn.answers), _num_steps(turn))
+
+
+def _mean(total: float, count: int) -> float:
+    """1 where all outputs ended with their first token."""
+    return total / count if count else 1.0
+
+
+def repeated_share(outputs: Sequence[Sequence[int]], ngram: int = NGRAM) -> float:
+    """Share of all tokens that end an n-gram which stood before in the same output.
+
+    >>> repeated_share([[1, 2, 3, 1, 2, 3]], ngram=2)
+    0.3333333333333333
+    """
+    num_repeated = 0
+    for output in outputs:
+        seen: set[tuple[int, ...]] = set()
+        for end in range(ngram, len(output) + 1):
+            gram = tuple(output[end - ngram : end])
+            num_repeated += gram in seen
+            seen.add(gram)
+    return num_repeated / max(1, sum(map(len, outputs)))

@@ -1,0 +1,55 @@
+"""Engines that take turns: in each round every one serves the same traffic, and all get through it side by side."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from vllm_specplugins.engine.measure.serving import Traffic, Turn
+
+
+class Engine(Protocol):
+    """What serves traffic (engine/measure/serving.py)."""
+
+    def begin(self, traffic: Traffic) -> None:
+        """Hands over traffic, of which nothing is served yet."""
+        ...
+
+    def go_on(self) -> Turn | int:
+        """Serves for a slice of time: all of it, or how many tokens were made so far."""
+        ...
+
+
+def serve_rounds(
+    engines: Mapping[str, Engine], traffic: Traffic, num_rounds: int, advance: Callable[[], None]
+) -> dict[str, list[Turn]]:
+    """The turns of each engine, of a round that warms up and of `num_rounds` others.
+
+    Args:
+        engines: by method.
+        advance: called after each round.
+    """
+    turns: dict[str, list[Turn]] = {name: [] for name in engines}
+    names = list(engines)
+    for index in range(1 + num_rounds):
+        first = index % len(names)  # who goes first may matter
+        served = serve_round({name: engines[name] for name in names[first:] + names[:first]}, traffic)
+        for name in names:
+            turns[name].append(served[name])
+        advance()
+    return turns
+
+
+def serve_round(engines: Mapping[str, Engine], traffic: Traffic) -> dict[str, Turn]:
+    """One turn of each engine; whoever has made the fewest tokens goes on."""
+    turns: dict[str, Turn] = {}
+    num_tokens = dict.fromkeys(engines, 0)
+    for engine in engines.values():
+        engine.begin(traffic)
+    while num_tokens:
+        name = min(num_tokens, key=lambda name: num_tokens[name])
+        answer = engines[name].go_on()
+        if isinstance(answer, Turn):
+            turns[name] = answer
+            del num_tokens[name]
+        else:
+            num_tokens[name] = answer
+    return turns

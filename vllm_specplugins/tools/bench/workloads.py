@@ -1,0 +1,108 @@
+"""What the engines are asked: kinds of text that are on every machine. The user's own is in data.py."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files, snippets
+
+Make = Callable[[Any, int, random.Random], Iterator[list[int]]]
+QUESTIONS = (
+    "What does this function do, and what can go wrong in it?",
+    "Write a docstring for this code, with its arguments and what it returns.",
+    "Explain this code to a beginner, in a few sentences.",
+    "Name three tests that this code should pass, and why.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A kind of text: its name, and prompts of token ids."""
+
+    name: str
+    prompts: list[list[int]]
+
+    def take(self, count: int) -> list[list[int]]:
+        """So many prompts, from the start again where there are fewer."""
+        return [self.prompts[index % len(self.prompts)] for index in range(count)]
+
+
+def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Workload:
+    """A built-in workload, the same one each time on the same Python.
+
+    Args:
+        name: of BUILT_IN.
+        count: of the prompts.
+        num_tokens: of a prompt where that can be chosen, and half of what others have at most.
+
+    Raises:
+        ConfigError: no such workload, or too little text on this machine.
+    """
+    if name not in BUILT_IN:
+        raise ConfigError(f"--workloads must be of {', '.join(BUILT_IN)}, not {shown(name)}.")
+    made = BUILT_IN[name](tokenizer, num_tokens, random.Random(0))
+    prompts = [prompt for prompt, _ in zip(made, range(count), strict=False)]
+    if not prompts:
+        raise ConfigError(
+            f"--workloads: there is no text for {name} with prompts of {num_tokens} tokens on this machine."
+        )
+    return Workload(name, prompts)
+
+
+def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Token ids of a conversation whose next turn is the model's, by the tokenizer's template if it has one."""
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+    turns = [f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages]
+    ids = tokenizer("".join(turns) + "Assistant:")["input_ids"]
+    return ids
+
+
+def _code(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
+    """Beginnings of files, and of their longer functions and classes."""
+    for text in _texts(rng, 20, 200):
+        ids: list[int] = tokenizer(text)["input_ids"]
+        if len(ids) > num_tokens:
+            yield ids[:num_tokens]
+
+
+def _copy(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
+    """Edit tasks, most of whose answer stands in the prompt."""
+    for text in _texts(rng, 10, 60):
+        ids: list[int] = tokenizer(edit_prompt(text, rng))["input_ids"]
+        if len(ids) <= 2 * num_tokens:
+            yield ids
+
+
+def _chat(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
+    """Questions about some code."""
+    for text in _texts(rng, 5, 40):
+        content = f"{rng.choice(QUESTIONS)}\n\n```python\n{text}```"
+        ids = chat_prompt(tokenizer, [{"role": "user", "content": content}])
+        if len(ids) <= 2 * num_tokens:
+            yield ids
+
+
+def _random(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
+    """Tokens that mean nothing: what a lookup finds there is chance."""
+    special = set(tokenizer.all_special_ids)
+    usual = [token for token in range(len(tokenizer)) if token not in special]
+    while True:
+        yield rng.choices(usual, k=num_tokens)
+
+
+BUILT_IN: dict[str, Make] = {"code": _code, "copy": _copy, "chat": _chat, "random": _random}
+
+
+def _texts(rng: random.Random, min_lines: int, max_lines: int) -> Iterator[str]:
+    """Functions and classes of held-out files, one of each file in turn, until there are no more."""
+    files = [list(snippets(text, min_lines, max_lines)) for source, text in library_files() if is_held_out(source)]
+    for found in files:
+        rng.shuffle(found)
+    rng.shuffle(files)
+    while any(files):
+        yield from [found.pop() for found in files if found]

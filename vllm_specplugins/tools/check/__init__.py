@@ -1,0 +1,1 @@
+"""`check`: a proposer of the user's own against a recorded engine."""

@@ -1,0 +1,210 @@
+"""Runs a proposer through the recorded engine, behind the fault barrier, and tells what was wrong."""
+
+import argparse
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.draft import PROTOCOL_VERSION, Draft, DraftBatch, Feedback, Proposer, ProposerContext
+from vllm_specplugins.methods import build_proposer, import_object, parse_config, registered_methods
+from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.proposers.guard import CHARGED, MAX_FAULTS
+from vllm_specplugins.tools.check.trace import Replay, Trace, load, name_of
+
+METHODS_OF_A_PROPOSER = ("propose", "observe", "forget")
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a check found.
+
+    Args:
+        violations: of the protocol, a sentence each.
+        request_steps: steps of single requests.
+        drafts: how many of them verified a draft.
+        drafted: tokens verified.
+        accepted: how many of them the target said, too.
+        cost_us: [num_steps] of `propose`, by request.
+    """
+
+    violations: list[str] = field(default_factory=list)
+    request_steps: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    cost_us: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Timed:
+    """A proposer whose `propose` is timed, where it runs."""
+
+    proposer: Proposer
+    cost_us: list[float]
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        start = time.perf_counter()
+        draft = self.proposer.propose(batch)
+        self.cost_us.append((time.perf_counter() - start) * 1e6 / batch.num_reqs)
+        return draft
+
+    def observe(self, feedback: Feedback) -> None:
+        self.proposer.observe(feedback)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        self.proposer.forget(request_ids)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command `check`: 0 where nothing is violated, or else 1."""
+    config = parsed(args.proposer, args.options, args.time_budget_ms)
+    findings = check(config, load())
+    _print(args.proposer, findings)
+    return 1 if findings.violations else 0
+
+
+def parsed(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -> SpecConfig:
+    """The configuration of "package.module:Class", or of a registered method.
+
+    Raises:
+        ConfigError: there is no such thing, or it refuses its options.
+    """
+    common = {"time_budget_ms": time_budget_ms}
+    if ":" in proposer:
+        return parse_config({"method": "custom", "proposer": proposer, "options": dict(options), **common})
+    registered = registered_methods()
+    if proposer not in registered:
+        names = ", ".join(registered) or "none"
+        raise ConfigError(
+            f"check: PROPOSER must be package.module:Class or a registered method ({names}), not {proposer!r}."
+        )
+    found = import_object(registered[proposer].proposer, proposer)
+    own = dict(options) if hasattr(found, "Config") else {"options": dict(options)}
+    return parse_config({"method": proposer, **common, **own})
+
+
+def check(config: SpecConfig, trace: Trace) -> Findings:
+    """Runs the trace with the configured proposer.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    findings = Findings()
+    proposer = _built(config, trace)
+    missing = [name for name in METHODS_OF_A_PROPOSER if not callable(getattr(proposer, name, None))]
+    if missing:
+        findings.violations = [f"It has no method {name!r} (protocol {PROTOCOL_VERSION})." for name in missing]
+        return findings
+    timed = Timed(proposer, findings.cost_us)
+    barrier = FaultBarrier(timed, trace.vocab_size, trace.max_num_draft, config.common.time_budget_ms)
+    with _warnings() as words:
+        Replay(trace, barrier.propose, barrier.forget).run()
+    counters = barrier.counters
+    findings.request_steps, findings.drafts = counters.request_steps, counters.drafts
+    findings.drafted, findings.accepted = counters.drafted_tokens, counters.accepted_tokens
+    findings.violations = list(_faults(counters.faults, words))
+    if counters.times_switched_off:  # what is switched off is not told to forget, either
+        findings.violations.append(
+            f"It was switched off after {MAX_FAULTS} faults: an engine would have gone on without its drafts."
+        )
+    else:
+        findings.violations += _leftovers(proposer, trace)
+    return findings
+
+
+def _built(config: SpecConfig, trace: Trace) -> Proposer:
+    context = ProposerContext(
+        vocab_size=trace.vocab_size,
+        max_model_len=trace.max_model_len,
+        max_num_reqs=len(trace.histories),
+        max_num_draft=trace.max_num_draft,
+        tokenize=lambda text: [1 + code % (trace.vocab_size - 1) for code in text.encode()],
+        time_budget_ms=config.common.time_budget_ms,
+    )
+    try:
+        return build_proposer(config, context)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"check: the proposer must be made by calling it with (options, context), which raised "
+            f"{type(error).__name__}: {error}."
+        ) from error
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What the barrier has to say."""
+    words: list[str] = []
+    logger = logging.getLogger("vllm.specplugins")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
+    kept, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield words
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = kept
+
+
+def _faults(faults: Mapping[str, int], words: Sequence[str]) -> Iterator[str]:
+    """A sentence for each kind; the barrier says the cause of the first of its kind."""
+    for kind, count in faults.items():
+        said = next((line for line in words if line.startswith(f"The proposer {kind} (")), None)
+        cause = f": {said.split('(', 1)[1].split('); its drafts')[0].removeprefix('Nonsense: ')}" if said else ""
+        did = "failed at a request's own options" if kind == CHARGED else kind
+        yield f"It {did} in {count} step{'s' * (count > 1)}{cause}."
+
+
+def _leftovers(proposer: Proposer, trace: Trace) -> Iterator[str]:
+    """Requests that were forgotten and are still in a dictionary, a set or a list of the proposer's."""
+    gone = {name_of(number) for number in range(len(trace.histories))}
+    for name, value in getattr(proposer, "__dict__", {}).items():
+        if isinstance(value, dict | set | list | tuple) and (kept := _texts(value) & gone):
+            yield f"Its {name} still holds {len(kept)} of {len(gone)} requests that it was told to forget."
+
+
+def _texts(values: Iterable[Any]) -> set[str]:
+    return {value for value in values if isinstance(value, str)}
+
+
+def _print(name: str, findings: Findings) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(title=f"{name}, protocol {PROTOCOL_VERSION}", show_header=False)
+    for label, value in _rows(findings):
+        table.add_row(label, value)
+    if findings.request_steps:
+        console.print(table)
+    for sentence in findings.violations:
+        console.print(f"violated: {sentence}", markup=False)
+    if not findings.violations:
+        console.print("Nothing is violated.")
+
+
+def _rows(findings: Findings) -> list[tuple[str, str]]:
+    steps, share = max(1, findings.request_steps), _percent
+    cost = findings.cost_us or [0.0]
+    return [
+        ("steps of single requests", f"{findings.request_steps}"),
+        ("with a draft", share(findings.drafts, findings.request_steps)),
+        ("draft tokens accepted", f"{share(findings.accepted, findings.drafted)} of {findings.drafted}"),
+        ("tokens a step", f"{1 + findings.accepted / steps:.2f}"),
+        (
+            "us a request and step",
+            f"{np.median(cost):.1f} (median), {np.percentile(cost, 90):.1f} (90 % of steps are below)",
+        ),
+    ]
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "none"

@@ -1,0 +1,157 @@
+"""A recorded engine: what it served, and how a proposer's drafts would have fared.
+
+Requests arrive, are preempted, come back and end as they did when engine/measure/record.py looked on. How far each
+gets in a step is up to the drafts: what the target said next is known, and a draft is accepted as far as it says so.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array
+from vllm_specplugins.request_options import draft_limit
+
+NEWCOMER = "the-request-behind-all-others"
+SHIPPED = Path(__file__).with_name("trace.npz")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """See the module.
+
+    Args:
+        histories: of each request its prompt and all that the target said.
+        prompt_lengths: of each request.
+        steps: (requests that sampled a token, requests that were forgotten before), by number.
+        options: of each request.
+    """
+
+    histories: list[Int32Array]
+    prompt_lengths: list[int]
+    steps: list[tuple[list[int], list[int]]]
+    options: list[Mapping[str, Any]]
+    vocab_size: int
+    max_model_len: int
+    max_num_draft: int
+
+
+def load(path: Path = SHIPPED) -> Trace:
+    """The trace in a file."""
+    with np.load(path) as file:
+        ends = np.cumsum(file["lengths"])
+        histories = np.split(file["tokens"].astype(np.int32), ends[:-1])
+        batches = np.split(file["batches"].astype(int), np.cumsum(file["batch_sizes"].astype(int))[:-1])
+        gone = np.split(file["gone"].astype(int), np.cumsum(file["num_gone"].astype(int))[:-1])
+        vocab_size, max_model_len, max_num_draft, _ = file["limits"].tolist()
+        return Trace(
+            histories=histories,
+            prompt_lengths=file["prompt_lengths"].tolist(),
+            steps=[(batch.tolist(), forgotten.tolist()) for batch, forgotten in zip(batches, gone, strict=True)],
+            options=json.loads(str(file["options"])),
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            max_num_draft=max_num_draft,
+        )
+
+
+class Replay:
+    """One run through a trace.
+
+    Args:
+        trace: what to run through.
+        propose: a fault barrier's.
+        forget: a fault barrier's.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        propose: Callable[[DraftBatch, Feedback], Draft],
+        forget: Callable[[Sequence[str]], None],
+    ):
+        self._trace, self._propose, self._forget = trace, propose, forget
+        # What a request that arrives has: its prompt, and the token that its prefill gave.
+        self._lengths = [length + 1 for length in trace.prompt_lengths]
+        self._drafts: dict[int, list[int]] = {}  # to be verified
+        self._has_arrived: set[int] = set()
+        self._is_over: set[int] = set()
+
+    def run(self) -> None:
+        """All steps, and as many more as slow requests need."""
+        for requests, forgotten in self._steps():
+            self._forget_all(number for number in forgotten if number not in self._is_over)
+            running = [number for number in requests if number not in self._is_over]
+            if running:
+                self._step(running)
+        # What is to be forgotten, a barrier tells a proposer before it next proposes.
+        newcomer = replace(self._batch([0]), request_ids=[NEWCOMER])
+        self._propose(newcomer, _feedback([NEWCOMER], [0], [0]))
+
+    def _steps(self) -> Iterator[tuple[list[int], list[int]]]:
+        last = {number: step for step, (requests, _) in enumerate(self._trace.steps) for number in requests}
+        for step, (requests, forgotten) in enumerate(self._trace.steps):
+            # A request that the recorded drafts had brought further goes on until it is over.
+            late = [number for number, end in last.items() if end < step and number not in self._is_over]
+            yield (
+                list(dict.fromkeys([*requests, *late])),
+                [number for number in forgotten if last[number] >= step],
+            )
+        while late := [number for number in last if number not in self._is_over]:
+            yield late, []
+
+    def _step(self, running: list[int]) -> None:
+        """Verifies the last drafts of these requests, and has them drafted for."""
+        drafted, accepted = [], []
+        for number in running:
+            draft = self._drafts.pop(number, [])
+            drafted.append(len(draft))
+            accepted.append(self._verify(number, draft) if number in self._has_arrived else 0)
+        self._has_arrived.update(running)
+        batch = self._batch(running)
+        proposed = self._propose(batch, _feedback(batch.request_ids, drafted, accepted))
+        for number, tokens, count in zip(
+            running, proposed.token_ids.tolist(), proposed.num_draft.tolist(), strict=True
+        ):
+            self._drafts[number] = tokens[:count]
+        self._forget_all(number for number in running if self._lengths[number] >= len(self._trace.histories[number]))
+
+    def _verify(self, number: int, draft: Sequence[int]) -> int:
+        """How much of a draft the target says, too; it says one token more."""
+        history, length = self._trace.histories[number], self._lengths[number]
+        truth = history[length : length + len(draft)].tolist()
+        wrong = [index for index, (ours, its) in enumerate(zip(draft, truth, strict=False)) if ours != its]
+        accepted = wrong[0] if wrong else len(truth)
+        self._lengths[number] = min(length + accepted + 1, len(history))
+        return accepted
+
+    def _forget_all(self, numbers: Any) -> None:
+        for number in list(numbers):
+            self._drafts.pop(number, None)
+            self._forget([name_of(number)])
+            if self._lengths[number] >= len(self._trace.histories[number]):
+                self._is_over.add(number)
+
+    def _batch(self, running: Sequence[int]) -> DraftBatch:
+        trace = self._trace
+        limits = [
+            draft_limit(trace.options[number], self._lengths[number], trace.max_num_draft, trace.max_model_len)
+            for number in running
+        ]
+        return DraftBatch(
+            request_ids=[name_of(number) for number in running],
+            token_ids=[trace.histories[number][: self._lengths[number]].copy() for number in running],
+            max_num_draft=np.array(limits, np.int32),
+            options=[trace.options[number] for number in running],
+        )
+
+
+def name_of(number: int) -> str:
+    return f"request-{number}"
+
+
+def _feedback(request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> Feedback:
+    return Feedback(request_ids, np.array(drafted, np.int32), np.array(accepted, np.int32))
