@@ -89,6 +89,19 @@ def graphs(sizes: Iterable[int] = (1, 4, 8, 24, 40)) -> dict[str, Any]:
     return {"enforce_eager": False, "compilation_config": config}
 
 
+def shut_down(llm: Any) -> None:
+    """Ends an engine of this process, so that another one can start."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+    torch._dynamo.reset()
+    # vLLM 0.32 registers its CPU kernels again for every engine of a process, and dies of it (AttributeError
+    # in triton_utils/dispatcher.py) once xgrammar's module is loaded. Once is enough.
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Callable[..., Any]]:
     """engine(**arguments of LLM): the engine of these arguments; it replaces the last one if they differ."""
@@ -96,18 +109,9 @@ def engine() -> Iterator[Callable[..., Any]]:
 
     def stop() -> None:
         if alive:
-            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-            alive.pop("llm").llm_engine.engine_core.shutdown()
+            shut_down(alive.pop("llm"))
             alive.clear()
-            cleanup_dist_env_and_memory()
-            torch._dynamo.reset()
             gc.collect()
-            # vLLM 0.32 registers its CPU kernels again for every engine of a process, and dies of it (AttributeError
-            # in triton_utils/dispatcher.py) once xgrammar's module is loaded. Once is enough.
-            from vllm.platforms import current_platform
-
-            type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
     def start(speculative_config: dict[str, Any] | None = None, **arguments: Any) -> Any:
         from vllm import LLM
@@ -127,10 +131,13 @@ def engine() -> Iterator[Callable[..., Any]]:
             }
             if TAPES and not {"enforce_eager", "compilation_config"} & arguments.keys():
                 defaults |= graphs()
+            if INTERPRETED:  # a capture puts back what stood in the KV cache
+                defaults["num_gpu_blocks_override"] = 256
             llm = LLM(**{**defaults, **arguments}, speculative_config=speculative_config)
             alive.update(llm=llm, key=key)
         return alive["llm"]
 
+    start.stop = stop  # type: ignore[attr-defined]
     yield start
     stop()
 

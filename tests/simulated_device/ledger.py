@@ -60,9 +60,10 @@ class Ledger:
             self.new_specialisations.append(key)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """A part of a step: executing the model, or sampling; the latter ends it."""
+    def step(self, ends: bool = True) -> Iterator[None]:
+        """A step, or one of its parts: executing the model, and sampling, which ends it."""
         self.in_step, self.step_began = True, time.perf_counter()
+        self.serving.steps += ends
         try:
             yield
         finally:

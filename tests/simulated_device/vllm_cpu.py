@@ -32,7 +32,10 @@ def patch_asynchronous(patches: Patches) -> None:
 
 def patch_platform(patches: Patches) -> None:
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
+    assign = adaptive_verification._assign_draft_token_budget
+    patches.set(adaptive_verification, "_assign_draft_token_budget_compiled", assign)  # compiling it takes a minute
     patches.set(CpuPlatform, "support_static_graph_mode", classmethod(lambda cls: True))
     patches.set(CpuPlatform, "graph_pool_handle", classmethod(lambda cls: (0, 0)))
 
@@ -138,21 +141,23 @@ def patch_worker(patches: Patches, guard: Guard, warm_up: bool) -> None:
     from vllm.v1.worker.gpu.warmup import warmup_kernels
     from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
 
+    from vllm_specplugins.engine.worker import _WithProposer
+
     methods = {name: getattr(CPUWorker, name) for name in (*_STARTS, *_STEPS)}
 
-    def around(name: str) -> None:
-        method = methods[name]
-
-        def starting(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def starting(method: Any) -> Any:
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
             with guard.active():
                 return method(self, *args, **kwargs)
 
-        def serving(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with guard.active(), guard.ledger.step():
-                guard.ledger.now.steps += name == "sample_tokens"
+        return guarded
+
+    def serving(method: Any) -> Any:
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with guard.active(), guard.ledger.step(ends=method is methods["sample_tokens"]):
                 return method(self, *args, **kwargs)
 
-        patches.set(CPUWorker, name, serving if name in _STEPS else starting)
+        return guarded
 
     warm = CPUWorker.compile_or_warm_up_model
 
@@ -170,8 +175,9 @@ def patch_worker(patches: Patches, guard: Guard, warm_up: bool) -> None:
                 self.model_runner.capture_model()
         return times
 
-    for name in methods:
-        around(name)
+    for name, method in methods.items():
+        patches.set(CPUWorker, name, (serving if name in _STEPS else starting)(method))
+    patches.set(_WithProposer, "init_device", starting(_WithProposer.init_device))
     patches.set(CPUWorker, "compile_or_warm_up_model", compile_or_warm_up_model)
     init_device = CPUWorker.init_device
     patches.set(CPUWorker, "init_device", init_device_and_workspace)

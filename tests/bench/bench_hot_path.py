@@ -1,0 +1,136 @@
+"""What a decoding step costs the device and the host, counted on the simulated device (tests/simulated_device).
+
+    python tests/bench/bench_hot_path.py [--methods early_exit draft_model ...] [--batches 1 8 32]
+
+Medians over the steps of a generation behind its prompts, on Model Runner V2 with CUDA graphs for decoding, greedy,
+after the warm-up that vLLM's worker does on a GPU; "compiled" are the kinds of arguments of Triton kernels that were
+first met in the whole generation. Times are not measured. Exits with 1 if early_exit waits for the device or launches
+more outside of graphs than vLLM's own draft_model, or if anything is compiled while serving.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+os.environ["SPECPLUGINS_RUNNER"] = "v2"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
+
+from conftest import DEMO_MODEL, graphs, shut_down
+from simulated_device.device import Device, interpreted, simulated_device
+from simulated_device.ledger import Counts
+
+K = 3
+NUM_TOKENS = 24
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "draft_model": {"model": str(DEMO_MODEL)},
+    "early_exit": {"exit_layer": 1},
+    "early_exit, sampled": {"exit_layer": 1, "draft_sample_method": "probabilistic"},
+    "prompt_lookup": {},
+    "cascade": {"stages": [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]},
+}
+ASYNCHRONOUS = {"none", "draft_model", "early_exit", "early_exit, sampled"}
+COLUMNS = {
+    "launches": "launches",
+    "replays": "graphs",
+    "replayed_launches": "launches in graphs",
+    "synchronisations": "waits",
+    "bytes_to_host": "bytes to host",
+    "bytes_to_device": "bytes to device",
+}
+
+
+def start(method: str, max_batch: int) -> Any:
+    from vllm import LLM
+
+    width = 1 if method == "none" else K + 1
+    sizes = sorted({n * w for n in (1, 8, 32) if n <= max_batch for w in (1, width)})
+    own = {"method": method.split(",")[0], "num_speculative_tokens": K, **METHODS[method]}
+    return LLM(
+        model=str(DEMO_MODEL),
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=max_batch,
+        block_size=32,
+        num_gpu_blocks_override=256,
+        enable_prefix_caching=False,
+        async_scheduling=method in ASYNCHRONOUS,
+        speculative_config=None if method == "none" else own,
+        **graphs(sizes),
+    )
+
+
+def step_counts(llm: Any, device: Device, batch: int) -> list[Counts]:
+    """Of each step of one generation behind the prompts; the last ones, whose batch shrinks, left out."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    engine, serving = llm.llm_engine, device.ledger.serving
+    for request in range(batch):
+        prompt = [10 + (request + place) % 7 for place in range(12)]  # repeats itself: lookups find something
+        engine.add_request(f"{batch}-{request}", {"prompt_token_ids": prompt}, params)
+    steps, finished = [], False
+    while engine.has_unfinished_requests():
+        before = serving - Counts()
+        outputs = engine.step()
+        finished |= any(output.finished for output in outputs)
+        if (counts := serving - before).steps and not finished:
+            steps.append(counts)
+    return steps[2:]
+
+
+def measure(method: str, batches: list[int]) -> list[tuple[int, dict[str, float], int, Counter[str]]]:
+    """For each batch size: medians by column, kinds of arguments first met, places that waited."""
+    results = []
+    with simulated_device(is_cuda=True, warm_up=True) as device:
+        llm = start(method, max(batches))
+        for batch in batches:
+            device.ledger.new_specialisations.clear()
+            device.ledger.places.clear()
+            steps = step_counts(llm, device, batch)
+            medians = {
+                field.name: statistics.median(getattr(counts, field.name) / counts.steps for counts in steps)
+                for field in fields(Counts)
+            }
+            compiled = Counter(key[0] for key in device.ledger.new_specialisations)
+            results.append((batch, medians, compiled, Counter(device.ledger.places)))
+        shut_down(llm)
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    args = parser.parse_args()
+    rows: dict[tuple[str, int], dict[str, float]] = {}
+    notes, missed = [], []
+    with interpreted():
+        for method in args.methods:
+            for batch, medians, compiled, places in measure(method, args.batches):
+                rows[method, batch] = medians | {"compiled": compiled.total()}
+                notes += [f"{method}, {batch}: waits at {place}, {n} times" for place, n in places.items()]
+                notes += [f"{method}, {batch}: compiles {name}, {n} kinds" for name, n in compiled.items()]
+    print("| method | batch |", " | ".join([*COLUMNS.values(), "compiled"]), "|")
+    print("|---|---|" + "---|" * (len(COLUMNS) + 1))
+    for (method, batch), row in rows.items():
+        print(f"| {method} | {batch} |", " | ".join(f"{row[name]:g}" for name in (*COLUMNS, "compiled")), "|")
+        if method == "early_exit" and row["synchronisations"]:
+            missed.append(f"early_exit, {batch}: waits {row['synchronisations']:g} times a step, but must never.")
+        theirs = rows.get(("draft_model", batch))
+        if method == "early_exit" and theirs and row["launches"] > theirs["launches"]:
+            missed.append(f"early_exit, {batch}: launches {row['launches']:g}, vLLM's own {theirs['launches']:g}.")
+        if row["compiled"]:
+            missed.append(f"{method}, {batch}: compiles {row['compiled']:g} kernels while serving, but must none.")
+    print(*notes, *missed, sep="\n")
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""vLLM's engine on the simulated device: what is replayed says what eager steps say, and planted mistakes are seen."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import early_exit, generate, mixed_prompts
+from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, TAPES, graphs, spec_metrics
+
+if not INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from simulated_device.device import Device, simulated_device
+from simulated_device.guard import DeviceError
+from simulated_device.tape import CaptureError
+from vllm.config.compilation import CUDAGraphMode
+
+NUM_TOKENS = 13  # one from the prompt and three whole steps of K + 1
+K = 3
+DRAFT_MODEL = {"method": "draft_model", "model": str(DEMO_MODEL), "num_speculative_tokens": K}
+SIZES = (1, 4, 8, 16, 32)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return mixed_prompts(str(DEMO_MODEL), 9)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Any, prompts: Any) -> list[list[int]]:
+    """Of an eager engine without speculation."""
+    return generate(engine(enforce_eager=True), prompts, [8], max_tokens=NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def device(engine: Any, expected: Any) -> Iterator[Device]:
+    if TAPES:
+        pytest.skip("has a device of its own")
+    with simulated_device(is_cuda=True) as device:
+        yield device
+        engine.stop()
+
+
+def runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def replays(manager: Any) -> int:
+    return sum(graph.num_replays for graph in manager.graphs.values())
+
+
+def test_vllm_alone(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
+    """Kills: an operation that a tape forgets, a tensor that a replay reads where it no longer is."""
+    config = {**graphs((1, 4, 8))["compilation_config"], "cudagraph_mode": "FULL"}
+    llm = engine(enforce_eager=False, compilation_config=config)
+    with device.waits_forbidden():
+        assert generate(llm, prompts, [3, 6], max_tokens=NUM_TOKENS) == expected
+    assert replays(runner(llm).cudagraph_manager) >= 2 * (NUM_TOKENS - 1)
+
+
+def test_vllms_own_draft_model(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
+    """vLLM 0.32 has no graphs for drafting with it."""
+    llm = engine(DRAFT_MODEL, **graphs((4, 16)))
+    with device.waits_forbidden():
+        assert generate(llm, prompts, [3, 6], max_tokens=NUM_TOKENS) == expected
+    assert replays(runner(llm).cudagraph_manager) > 0
+
+
+def test_lengths_that_only_the_device_knows(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
+    """vLLM's adaptive verification: graphs of variable lengths, which it chooses on the device."""
+    llm = engine({**DRAFT_MODEL, "enable_adaptive_verification": True}, **graphs((4, 16)), async_scheduling=True)
+    manager, verified = runner(llm).adaptive_verification, []
+    manager.set_cost_curves([(1, 0.2), (8, 0.2)], [(n, 1 + 0.25 * n) for n in range(1, 4097)])  # for times measured
+    reallocate = manager.reallocate_drafts
+
+    def watched(*args: Any) -> Any:
+        result = reallocate(*args)
+        verified.append(set(result[0].diff().tolist()))
+        return result
+
+    manager.reallocate_drafts = watched
+    assert generate(llm, prompts[:3], [3], max_tokens=2 * NUM_TOKENS)[0][:NUM_TOKENS] == expected[0]
+    assert any(len(lengths) > 1 for lengths in verified)
+    assert replays(runner(llm).cudagraph_manager) > 0
+
+
+@pytest.fixture
+def all_layers(engine: Any, device: Device) -> Any:
+    return engine(early_exit(NUM_LAYERS, K), **graphs(SIZES))
+
+
+def drafts(llm: Any, prompts: Any, batch_size: int) -> tuple[list[list[int]], int, int]:
+    """Outputs, and how many tokens were drafted and accepted."""
+    before = spec_metrics(llm)
+    tokens = generate(llm, prompts, [batch_size], max_tokens=NUM_TOKENS)
+    after = spec_metrics(llm)
+    drafted, accepted = (int(after[name] - before[name]) for name in ("draft_tokens", "accepted_tokens"))
+    return tokens, drafted, accepted
+
+
+@pytest.mark.parametrize("batch_size", range(1, 9))
+def test_all_layers(device: Device, all_layers: Any, prompts: Any, expected: Any, batch_size: int) -> None:
+    """Every draft is accepted, by replays alone, without a wait; most batches have padding rows.
+
+    Kills: a buffer that a graph does not read where the step wrote it; rows of padding that write to a request's cache.
+    """
+    speculator = runner(all_layers).speculator
+    before, places = replays(speculator._graphs), device.ledger.places.total()
+    few = prompts[:batch_size]
+    with device.waits_forbidden():
+        tokens, drafted, accepted = drafts(all_layers, few, batch_size)
+    assert tokens == expected[:batch_size] and drafted == accepted == 9 * batch_size
+    assert replays(speculator._graphs) >= before + 3 and device.ledger.places.total() == places
+    stats = all_layers.collective_rpc("specplugins_stats")[0]
+    assert stats["faults"] == {} and stats["propose_ms"] == 0, "drafting eagerly takes time"
+
+
+def recapture(device: Device, speculator: Any) -> None:
+    """Records the drafting graphs anew."""
+    with device.guard.active(), torch.inference_mode():
+        speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+        speculator.capture()
+
+
+@pytest.fixture
+def planted(device: Device, all_layers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """planted(proposer method): the drafting graphs with another `EarlyExit.propose`; mended when the test is over."""
+    speculator = runner(all_layers).speculator
+    proposer = speculator.barrier.proposer
+    replaced = []
+
+    def plant(propose: Any) -> None:
+        original = type(proposer).propose
+        replaced.append(True)
+        monkeypatch.setattr(type(proposer), "propose", lambda self, batch: propose(self, batch, original))
+        recapture(device, speculator)
+
+    yield plant
+    monkeypatch.undo()
+    if replaced:
+        recapture(device, speculator)
+
+
+def test_a_buffer_that_moves(all_layers: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer that is allocated anew between capture and replay."""
+    speculator = runner(all_layers).speculator
+    monkeypatch.setattr(speculator, "_last_token_ids", speculator._last_token_ids.clone())
+    _, drafted, accepted = drafts(all_layers, prompts[:3], 3)
+    assert accepted < drafted / 2
+
+
+def test_a_padding_row_that_names_a_request(
+    all_layers: Any, prompts: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculator = runner(all_layers).speculator
+    copy_inputs = speculator._copy_request_inputs
+
+    def padded_with_the_first(num_reqs: int, *args: Any) -> None:
+        copy_inputs(num_reqs, *args)
+        speculator.idx_mapping[num_reqs:] = speculator.idx_mapping[0]
+
+    monkeypatch.setattr(speculator, "_copy_request_inputs", padded_with_the_first)
+    tokens, drafted, accepted = drafts(all_layers, prompts[:3], 3)
+    assert tokens != expected[:3] or accepted < drafted
+
+
+def test_a_branch_on_a_length(planted: Any, all_layers: Any, prompts: Any) -> None:
+    """Python that knows a length: the graph takes the branch of its capture for ever."""
+
+    def propose(self: Any, batch: Any, original: Any) -> Any:
+        lengths.append(batch.num_reqs)
+        if len(lengths) <= captures:  # while recording
+            batch.target.last_token_ids.zero_()
+        return original(self, batch)
+
+    lengths: list[int] = []
+    captures = 100
+    planted(propose)
+    captures = len(lengths)  # from now on the branch is not taken, says Python
+    _, drafted, accepted = drafts(all_layers, prompts[:3], 3)
+    assert len(lengths) == captures and accepted < drafted / 2
+
+
+def test_a_host_value_in_a_graph(planted: Any, all_layers: Any, prompts: Any) -> None:
+    def propose(self: Any, batch: Any, original: Any) -> Any:
+        batch.target.num_tokens.fill_(longest)  # right for as long as it is
+        return original(self, batch)
+
+    longest = 7
+    planted(propose)
+    longest = len(prompts[2]) + 1
+    _, drafted, accepted = drafts(all_layers, prompts[2:3], 1)
+    assert accepted < drafted / 2
+
+
+def test_a_hidden_item_in_a_graph(planted: Any) -> None:
+    with pytest.raises(CaptureError, match="reads from the device"):
+        planted(lambda self, batch, original: original(self, batch) if batch.target.num_tokens[0].item() else None)
+
+
+def test_a_hidden_item_in_a_step(
+    device: Device, all_layers: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line that waits is named."""
+    speculator = runner(all_layers).speculator
+    copy_inputs, seen = speculator._copy_request_inputs, []
+
+    def waiting(num_reqs: int, idx_mapping: torch.Tensor, *args: Any) -> None:
+        try:
+            seen.append(idx_mapping[0].item())
+        except DeviceError as error:
+            seen.append(str(error))
+        copy_inputs(num_reqs, idx_mapping, *args)
+
+    monkeypatch.setattr(speculator, "_copy_request_inputs", waiting)
+    with device.waits_forbidden():
+        drafts(all_layers, prompts[:1], 1)
+    assert seen and all("test_simulated_engines.py" in str(entry) for entry in seen)
+
+
+def test_a_copy_that_is_read_too_early(all_layers: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feedback whose event nobody waits for: the counters are nonsense. With the event they are vLLM's."""
+
+    def counted() -> np.ndarray:
+        drafts(all_layers, prompts[:2], 2)
+        stats = all_layers.collective_rpc("specplugins_stats")[0]
+        return np.array([stats["drafted_tokens"], stats["accepted_tokens"]])
+
+    before = counted()
+    assert (counted() - before <= 18).all()
+    feedback = runner(all_layers).speculator._feedback
+    with monkeypatch.context() as patch:
+        patch.setattr(feedback, "_arrived", type(feedback._arrived)())
+        patch.setattr(type(feedback._arrived), "synchronize", lambda self: None)
+        assert (counted() - before > 10**6).any()
+
+
+def test_all_layers_asynchronously(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
+    """The same with sampled drafts, q = p: all are accepted, one step or none is planned in vain."""
+    config = {**early_exit(NUM_LAYERS, K), "draft_sample_method": "probabilistic"}
+    llm = engine(config, **graphs(SIZES), async_scheduling=True)
+    with device.waits_forbidden():
+        assert generate(llm, prompts[:6], [6], max_tokens=NUM_TOKENS) == expected[:6]
+    before = spec_metrics(llm)
+    with device.waits_forbidden():
+        generate(llm, prompts[:6], [6], max_tokens=NUM_TOKENS, temperature=1.0)
+    after = spec_metrics(llm)
+    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    assert drafted >= 54 and accepted >= drafted - 6 * K
+    assert replays(runner(llm).speculator._graphs) > 0

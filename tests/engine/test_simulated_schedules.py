@@ -1,0 +1,115 @@
+"""Random schedules on the simulated device: arrivals, aborts, preemption and grammars, in any order."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cases import PROMPT_LOOKUP, STRESS, early_exit, mixed_prompts
+from conftest import DEMO_MODEL, INTERPRETED, TAPES, graphs, spec_metrics
+
+if not INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from simulated_device.device import Device, simulated_device
+from simulated_device.leaks import sizes
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+NUM_PROMPTS = 8
+MAX_TOKENS = 12
+MAX_STEPS = 400
+NUM_SCHEDULES = {"early_exit": 20, "prompt_lookup": 4, "cascade": 4}
+CONFIGS: dict[str, Any] = {
+    "early_exit": (early_exit(1), {"async_scheduling": True}),
+    "prompt_lookup": (PROMPT_LOOKUP, {}),
+    "cascade": (
+        {"method": "cascade", "num_speculative_tokens": 4, "stages": [PROMPT_LOOKUP, early_exit(1)]},
+        {},
+    ),
+}
+
+
+def params(grammar: bool, max_tokens: int) -> SamplingParams:
+    structured = StructuredOutputsParams(regex="[a-z ]{4,9}[0-9]{40}") if grammar else None
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        structured_outputs=structured,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return mixed_prompts(str(DEMO_MODEL), NUM_PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Any, prompts: Any) -> dict[tuple[int, bool], list[int]]:
+    """Of an eager engine without speculation, by prompt and grammar."""
+    llm = engine(enforce_eager=True)
+    cases = [(index, grammar) for grammar in (False, True) for index in range(NUM_PROMPTS)]
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompts[index]} for index, _ in cases],
+        [params(grammar, MAX_TOKENS) for _, grammar in cases],
+        use_tqdm=False,
+    )
+    return {case: list(output.outputs[0].token_ids) for case, output in zip(cases, outputs, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def device(engine: Any, expected: Any) -> Iterator[Device]:
+    if TAPES:
+        pytest.skip("has a device of its own")
+    with simulated_device(is_cuda=True) as device:
+        yield device
+        engine.stop()
+
+
+def play(llm: Any, prompts: Any, seed: int) -> dict[tuple[int, bool], list[list[int]]]:
+    """One schedule of some requests; outputs of those that were not aborted, by prompt and grammar."""
+    rng, engine = random.Random(seed), llm.llm_engine
+    arrivals = [(rng.randrange(15), rng.randrange(NUM_PROMPTS), rng.random() < 0.3) for _ in range(8)]
+    cases, outputs = {}, {}
+    for step in range(MAX_STEPS):
+        for place, (arrives, index, grammar) in enumerate(arrivals):
+            if arrives == step:
+                name = f"{seed}-{place}"
+                cases[name] = index, grammar
+                tokens = {"prompt_token_ids": prompts[index]}
+                engine.add_request(name, tokens, params(grammar, rng.randint(1, MAX_TOKENS)))
+        if cases and rng.random() < 0.08:
+            engine.abort_request([rng.choice(list(cases))])
+        for output in engine.step():
+            if output.finished and output.outputs[0].finish_reason == "length":
+                outputs.setdefault(cases[output.request_id], []).append(list(output.outputs[0].token_ids))
+        if step > 15 and not engine.has_unfinished_requests():
+            return outputs
+    raise AssertionError(f"schedule {seed} does not end")
+
+
+def kept(llm: Any) -> dict[str, int]:
+    """Sizes of all that is ours, behind a request that is the last one."""
+    llm.generate({"prompt_token_ids": [5, 6, 7]}, params(False, 3), use_tqdm=False)
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return sizes(runner.speculator, runner.draft_tokens_handler, runner.speculator.barrier, runner.rejection_sampler)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", CONFIGS)
+def test_random_schedules(engine: Any, device: Device, prompts: Any, expected: Any, method: str) -> None:
+    """Kills: a copy that is read too early, a graph that reads another's row, a request that is never forgotten."""
+    config, arguments = CONFIGS[method]
+    llm = engine(config, **STRESS, **graphs((1, 4, 8, 16, 40)), **arguments)
+    play(llm, prompts, seed=0)
+    before, started = kept(llm), spec_metrics(llm)["preemptions"]
+    for seed in range(1, NUM_SCHEDULES[method] + 1):
+        for (index, grammar), outputs in play(llm, prompts, seed).items():
+            for tokens in outputs:
+                assert tokens == expected[index, grammar][: len(tokens)], f"schedule {seed}, prompt {index}"
+    assert spec_metrics(llm)["preemptions"] > started
+    assert kept(llm) == before
+    stats = llm.collective_rpc("specplugins_stats")[0]
+    assert stats["faults"] == {} and 0 < stats["accepted_tokens"] <= stats["drafted_tokens"] < 10**6
