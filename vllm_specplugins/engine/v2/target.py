@@ -83,6 +83,11 @@ class TargetSpeculator(DraftModelSpeculator):
         if request_ids:
             self.barrier.forget(sorted(request_ids))
 
+    def settle(self) -> None:
+        """Counts what became of the last drafts, where no step follows for a while."""
+        if self._histories is None:
+            self.barrier.count(self._feedback.take())
+
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         self.first_layers = FirstLayers(target_model)
         return nn.Module()
@@ -196,6 +201,7 @@ class TargetSpeculator(DraftModelSpeculator):
             for group in groups:
                 group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
         self.barrier.count(feedback)
+        self.barrier.counters.add_drafts(num_reqs, np.full(num_reqs, self.num_speculative_steps, np.int32))
         self._graphs.run_fullgraph(batch)
         return [self.num_speculative_steps] * num_reqs
 
