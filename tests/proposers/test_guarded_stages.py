@@ -16,7 +16,7 @@ from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.cascade import Cascade
-from vllm_specplugins.proposers.guard import CHARGED, FIRST_PAUSE_S, HANGS, MAX_FAULTS, RAISED, SLOW
+from vllm_specplugins.proposers.guard import FIRST_PAUSE_S, HANGS, MAX_FAULTS, RAISED, SLOW
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile import HOSTILE, VOCAB_SIZE, HostileProposer, K
@@ -95,11 +95,11 @@ def test_a_stage_is_switched_off_and_on_alone(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_clients_reference_is_its_own_fault() -> None:
-    """Kills: a reference that a stage fails at and that costs others more than a step, or switches the stage off."""
+    """Kills: a reference that prompt_lookup fails at, and that costs others a draft or counts as the stage's fault."""
     barrier = barrier_of(cascade(LOOKUP))
-    assert step(barrier, ({}, {"reference": object()})) == [0, 0]
-    assert step(barrier, ({}, {"reference": object()})) == [3, 0]
-    assert barrier.totals().stages["0 prompt_lookup"].faults == {CHARGED: 1}
+    for _ in range(2):
+        assert step(barrier, ({}, {"reference": object()})) == [3, 0]
+    assert barrier.totals().stages["0 prompt_lookup"].faults == {}
 
 
 def test_other_ranks_are_told() -> None:
