@@ -234,8 +234,8 @@ class CommonConfig:
 
     Args:
         num_speculative_tokens: K, the most draft tokens a request gets in one step.
-        time_budget_ms: longest that a proposer that runs on the host may take for one step; one that takes
-            longer loses that step's drafts.
+        time_budget_ms: longest that a proposer that runs on the host, or a stage of a cascade, may take for one step;
+            one that takes longer loses that step's drafts.
         verification: "fused" verifies, and samples, with kernels/rejection: exact for every sampling parameter, and a
             seeded request's output depends on neither drafts nor batch; "vllm" leaves both to vLLM.
         rejection: "token" accepts draft tokens one by one, "block" looks at a whole draft before it decides, which

@@ -85,7 +85,7 @@ def main() -> int:
               speculative_config={"method": "cascade", "num_speculative_tokens": 1, "stages": stages})  # fmt: skip
     worker = llm.llm_engine.model_executor.driver_worker.worker
     runner, watch = worker.model_runner, Stopwatch()
-    worker._barrier.proposer = TimedLayers(layers, watch)
+    worker._barrier.guard.proposer = TimedLayers(layers, watch)
     forward = runner._model_forward
 
     def timed_forward(*positional: Any, **named: Any) -> Any:

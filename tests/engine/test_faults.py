@@ -13,7 +13,7 @@ from hostile import HANGS, HOSTILE, HostileProposer, K
 
 from vllm_specplugins.draft import Counters
 from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.guard import MAX_FAULTS
+from vllm_specplugins.proposers.switch import MAX_FAULTS
 
 PROMPTS = [[5, 6, 7, 8] * 5, list(range(30, 70)), [9] * 20]
 BUDGET_MS = 300

@@ -16,8 +16,8 @@ import torch
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
 from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.guard import (
-    CHARGED,
+from vllm_specplugins.proposers.guard import CHARGED
+from vllm_specplugins.proposers.switch import (
     FAULT_WINDOW,
     FIRST_PAUSE_S,
     FORGIVEN_AFTER_S,
@@ -375,6 +375,18 @@ def test_a_fault_that_is_not_the_clients_counts() -> None:
         step(barrier, batch(options=options))
     assert barrier.counters.faults == {CHARGED: 1, RAISED: MAX_FAULTS}
     assert barrier.counters.switched_off
+
+
+def test_one_request_is_blamed_once() -> None:
+    """Kills: a proposer that fails for ever, and puts it on a request that it is no longer asked for."""
+
+    def fail() -> Any:
+        raise RequestFault("a", "again")
+
+    barrier = guard(Scripted(fail))
+    for _ in range(MAX_FAULTS + 1):
+        step(barrier)
+    assert barrier.counters.faults == {CHARGED: 1, RAISED: MAX_FAULTS} and barrier.counters.switched_off
 
 
 @pytest.mark.parametrize("blamed", ["unknown", 5, None])

@@ -16,7 +16,8 @@ from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.cascade import Cascade
-from vllm_specplugins.proposers.guard import FIRST_PAUSE_S, HANGS, MAX_FAULTS, RAISED, SLOW
+from vllm_specplugins.proposers.guard import HANGS, RAISED, SLOW
+from vllm_specplugins.proposers.switch import FIRST_PAUSE_S, MAX_FAULTS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile import HOSTILE, VOCAB_SIZE, HostileProposer, K

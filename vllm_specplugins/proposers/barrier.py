@@ -13,8 +13,9 @@ import numpy as np
 
 from vllm_specplugins.draft import Counters, Draft, DraftBatch, Feedback, Proposer
 from vllm_specplugins.proposers.checks import checked_draft
-from vllm_specplugins.proposers.guard import Clock, Guard
+from vllm_specplugins.proposers.guard import Guard
 from vllm_specplugins.proposers.read_only import for_proposer, rows_of
+from vllm_specplugins.proposers.switch import Clock
 
 logger = logging.getLogger("vllm.specplugins")
 

@@ -31,9 +31,10 @@ from vllm_specplugins.proposers.drafters import (
 )
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE, Gate
-from vllm_specplugins.proposers.guard import Clock, Guard
+from vllm_specplugins.proposers.guard import Guard
 from vllm_specplugins.proposers.guarded import Guarded
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
+from vllm_specplugins.proposers.switch import Clock
 
 POLICIES: dict[str, Callable[[Drafter, Drafter], Drafter]] = {"first": First, "extend": Extend}
 
