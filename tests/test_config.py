@@ -1,8 +1,11 @@
 """Configurations: what is accepted, and that everything else is refused with one clear sentence."""
 
+import importlib
 import math
 import random
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +126,31 @@ def test_refused_with_a_sentence(config: dict[str, Any]) -> None:
         re.search("(proposer|stages) is missing|max_ngram", sentence)
     )
     assert re.search(r"must be|must run|must not|fields are|cannot be imported|is missing", sentence)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def broken(:", "(SyntaxError: invalid syntax"),
+        ("import sys; sys.exit(0)", "(SystemExit: 0)"),
+        ("raise RuntimeError('one\\ntwo')", "(RuntimeError: one two)"),
+        ("import not_installed_anywhere", "PYTHONPATH=. lets it be found in the current folder)"),
+        ("value = 1", "has no attribute 'Class')"),
+        ("Class = '/'", "must name a class, or a function that makes one, not '/'"),
+    ],
+)
+def test_broken_module_of_a_custom_proposer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    """One sentence, whatever the module does. Kills: what is no ImportError goes through; a value that is no class."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "a_custom_module", raising=False)
+    (tmp_path / "a_custom_module.py").write_text(source)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError) as error:
+        parse_config({"method": "custom", "proposer": "a_custom_module:Class"})
+    sentence = str(error.value)
+    assert said in sentence and sentence.endswith(".") and "\n" not in sentence and len(sentence) < 300
 
 
 def test_defaults() -> None:

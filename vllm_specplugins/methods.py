@@ -189,11 +189,9 @@ def import_object(path: str) -> Callable[..., Any]:
         found = getattr(import_module(module), name)
     except KeyboardInterrupt:
         raise
-    except ModuleNotFoundError as error:
-        hint = "; a console script has no current folder on its path: PYTHONPATH=. adds it"
-        raise ConfigError(f"custom: proposer {shown(path)} cannot be imported ({said(error)}{hint}).") from error
     except BaseException as error:  # whatever the module does, SystemExit included
-        cause = f"{type(error).__name__}: {said(error)}"
+        hint = "; PYTHONPATH=. lets it be found in the current folder" if isinstance(error, ModuleNotFoundError) else ""
+        cause = f"{type(error).__name__}: {said(error)}{hint}"
         raise ConfigError(f"custom: proposer {shown(path)} cannot be imported ({cause}).") from error
     if not callable(found):
         raise ConfigError(f"custom: proposer must name a class, or a function that makes one, not {shown(found)}.")

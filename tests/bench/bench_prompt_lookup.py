@@ -1,14 +1,17 @@
-"""Cost of a prompt-lookup step and of taking in a prompt, beside vLLM's own n-gram proposer in the same run.
+"""Cost of a prompt-lookup step, beside vLLM's own n-gram proposer in the same run, and of taking in long texts.
 
     python tests/bench/bench_prompt_lookup.py
 
-A step takes in 1 to 6 tokens of each request and drafts K for it. Both sides read the tokens from the
-engine's matrix and end in Python lists; the peer is measured in every eighth step, twice, and the second time
-counts. "cold" is ours after other data went through the caches, which slows Python itself, too. The text is
-Python's standard library, split into words. It refuses to report if the index's tests fail.
+A step takes in 1 to 6 tokens of each request and drafts K for it. Both sides are whole proposers, read the tokens from
+the engine's matrix and end in Python lists; the peer is measured in every eighth step, twice, and the second time
+counts. "cold" is ours after other data went through the caches, which slows Python itself, too. A burst is requests
+that all begin at once, beside as many that decode; what counts is the longest single call of the proposer, in time
+of its own thread: a machine that does other things interrupts it for longer. The text
+is Python's standard library, split into words. It refuses to report if the tests of index and proposer fail.
 """
 
 import argparse
+import hashlib
 import os
 import platform
 import re
@@ -24,12 +27,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from vllm_specplugins.config import PromptLookupConfig
+from vllm_specplugins.draft import DraftBatch, ProposerContext
+from vllm_specplugins.proposers.prompt_lookup import PromptLookup
 from vllm_specplugins.structures.ngram_index import NgramIndex
 
 MIN_NGRAM, MAX_NGRAM, K, MAX_NEW = 2, 8, 5, 6
 PEER_EVERY = 8
 EVICTION_BYTES = 64 << 20
-TESTS = Path(__file__).parents[1] / "structures" / "test_ngram_index.py"
+TESTS = [Path(__file__).parents[1] / name for name in ("structures", "proposers/test_prompt_lookup.py")]
+CONTEXT = ProposerContext(150_000, 1 << 20, 64, K, tokenize=lambda text: [])
 
 
 def code_text(num_tokens, vocab_size):
@@ -61,22 +68,62 @@ def make_peer(max_model_len, max_num_reqs):
     )
 
 
+def make_proposer():
+    return PromptLookup(PromptLookupConfig(min_ngram=MIN_NGRAM, max_ngram=MAX_NGRAM), CONTEXT)
+
+
+def take_in(proposer, histories, options=None):
+    """One step of requests "0", "1", ...; whether all is taken in."""
+    names = [str(number) for number in range(len(histories))]
+    limits = np.full(len(names), K, np.int32)
+    proposer.propose(DraftBatch(names, list(histories), limits, options or [{}] * len(names)))
+    waiting = [
+        request.index.num_left(text) for request, text in zip(proposer._requests.values(), histories, strict=True)
+    ]
+    return not any(waiting) and not any(
+        shared.reference.index.num_left(shared.reference.text) for shared in proposer._references.values()
+    )
+
+
+def time_burst(texts, num_decoding, references):
+    """ms of CPU of each call while the texts arrive at once beside requests that decode, and when all end."""
+    proposer = make_proposer()
+    decoding = [np.resize(texts[0], 2_000 + row) for row in range(num_decoding)]
+    while not take_in(proposer, decoding):
+        pass
+    options = [{}] * num_decoding + references
+    times, done = [], False
+    while not done:
+        start = time.thread_time()
+        done = take_in(proposer, [*decoding, *texts], options)
+        times.append((time.thread_time() - start) * 1e3)
+    start = time.thread_time()
+    proposer.forget([str(number) for number in range(len(decoding) + len(texts))])
+    return times, (time.thread_time() - start) * 1e3
+
+
 def time_steps(history_len, num_reqs, num_steps, vocab_size):
     """us per request and step, as lists: ours warm, ours with cold caches, the peer's warm."""
     row_len = history_len + num_steps * MAX_NEW
     token_ids = code_text(num_reqs * row_len, vocab_size).reshape(num_reqs, row_len)
     num_tokens = np.full(num_reqs, history_len, np.int32)
-    indexes = [NgramIndex(MIN_NGRAM, MAX_NGRAM) for _ in range(num_reqs)]
-    for row, index in zip(token_ids, indexes, strict=True):
-        index.extend(row[:history_len])
+    proposer = make_proposer()
+    request_ids, limits, options = (
+        [str(row) for row in range(num_reqs)],
+        np.full(num_reqs, K, np.int32),
+        [{}] * num_reqs,
+    )
+    while not take_in(proposer, [row[:history_len] for row in token_ids]):
+        pass
     peer = make_peer(row_len + K, num_reqs)
     sampled = [[0]] * num_reqs  # the peer only looks at which are empty
     unrelated = np.zeros(EVICTION_BYTES // 8)
     rng = np.random.default_rng(0)
 
     def ours():
-        for row, index, end in zip(token_ids, indexes, ends, strict=True):
-            index.step(row[index.num_tokens : end], K)[0].tolist()
+        histories = [row[:end] for row, end in zip(token_ids, ends, strict=True)]
+        draft = proposer.propose(DraftBatch(request_ids, histories, limits, options))
+        [tokens[:count] for tokens, count in zip(draft.token_ids.tolist(), draft.num_draft.tolist(), strict=True)]
 
     def theirs():
         peer.propose(K, sampled, num_tokens, token_ids)
@@ -107,21 +154,9 @@ def time_prompt(text, repeats):
     for _ in range(repeats):
         start = time.perf_counter()
         index = NgramIndex(MIN_NGRAM, MAX_NGRAM)
-        index.extend(text)
+        index.take_in(text)
         seconds.append(time.perf_counter() - start)
     return len(text) / np.median(seconds) / 1e6, index.num_bytes / len(text)
-
-
-def time_growth(text, repeats):
-    """Median ms of doubling the table, which a step does when it is full."""
-    seconds = []
-    for _ in range(repeats):
-        index = NgramIndex(MIN_NGRAM, MAX_NGRAM)
-        index.extend(text)
-        start = time.perf_counter()
-        index._grow_table(1)
-        seconds.append(time.perf_counter() - start)
-    return np.median(seconds) * 1e3
 
 
 def cpu_name():
@@ -156,8 +191,34 @@ def report_prompts(console, args):
                 rate, num_bytes = time_prompt(text, args.repeats)
                 table.add_row(name, f"{vocab_size:,}", f"{num_tokens:,}", f"{rate:.1f}", f"{num_bytes:.1f}")
     console.print(table)
-    growth_ms = time_growth(code_text(131_072, 150_000), args.repeats)
-    console.print(f"doubling the table of 131,072 tokens of code: {growth_ms:.2f} ms")
+
+
+def report_bursts(console, args):
+    table = Table(
+        title=f"long texts that arrive at once, beside {args.requests} requests that decode: ms of CPU a call"
+    )
+    for column in ("arrives", "steps", "median", "p99", "longest", "forgetting all"):
+        table.add_column(column, justify="left" if column == "arrives" else "right")
+    rng = np.random.default_rng(0)
+    code, noise = code_text(131_072, 150_000), rng.integers(0, 150_000, 131_072, dtype=np.int32)
+    twice = np.concatenate([noise[:65_536]] * 2)
+    short = code[:100]
+    for name, texts, references in (
+        ("1 prompt of code", [code], [{}]),
+        ("32 prompts of code", [code] * 32, [{}] * 32),
+        ("32 random prompts", [noise] * 32, [{}] * 32),
+        ("32 random prompts, said twice", [twice] * 32, [{}] * 32),
+        ("32 references", [short] * 32, [{"reference": np.roll(noise, row)} for row in range(32)]),
+        ("32 times one reference", [short] * 32, [{"reference": noise}] * 32),
+    ):
+        for options in references:  # as the front end sends them
+            if "reference" in options:
+                text = options["reference"].tobytes()
+                options["reference_digest"] = hashlib.blake2b(text, digest_size=16).digest()
+        times, forgetting_ms = time_burst(texts, args.requests, references)
+        cells = (np.median(times), np.quantile(times, 0.99), max(times), forgetting_ms)
+        table.add_row(f"{name}, 131,072 tokens", str(len(times)), *(f"{cell:.2f}" for cell in cells))
+    console.print(table)
 
 
 def main():
@@ -167,8 +228,8 @@ def main():
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
-    if subprocess.run([sys.executable, "-m", "pytest", "-q", str(TESTS)]).returncode:
-        sys.exit("The tests of the n-gram index fail: no report.")
+    if subprocess.run([sys.executable, "-m", "pytest", "-q", *map(str, TESTS)]).returncode:
+        sys.exit("The tests of index and proposer fail: no report.")
     peer_version = sys.modules["vllm"].__version__ if make_peer(64, 1) else "not importable"
     console = Console()
     console.print(
@@ -177,6 +238,7 @@ def main():
     console.print(f"numpy {np.__version__}, numba {numba.__version__}, vLLM {peer_version}")
     report_steps(console, args)
     report_prompts(console, args)
+    report_bursts(console, args)
 
 
 if __name__ == "__main__":

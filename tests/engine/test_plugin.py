@@ -120,21 +120,29 @@ print("OUT", sorted(changes(before, snapshot())))
 
 @ONCE
 def test_switched_off() -> None:
-    """VLLM_SPECPLUGINS_DISABLE=1: nothing at all is changed, and our names are unknown to vLLM."""
+    """VLLM_SPECPLUGINS_DISABLE=1: nothing is changed but that our names are refused, in a sentence of ours."""
     code = (
         IMPORT_EVERYTHING
         + """
 import vllm_specplugins
-vllm_specplugins.register()
-print("OUT", sorted(changes(before, snapshot())))
-try:
-    engine_config({"method": "prompt_lookup", "num_speculative_tokens": 3})
-except Exception as error:
-    print("OUT", type(error).__name__)
+vllm_specplugins.register(); vllm_specplugins.register()
+print("OUT", sorted(".".join(key) for key in changes(before, snapshot())))
+print("OUT", type(engine_config(dict(NGRAM)).speculative_config).__name__)
+for arguments in {"speculative_config": {"method": "prompt_lookup"}}, {"spec_method": "cascade"}:
+    try:
+        engine_config(**arguments)
+    except Exception as error:
+        print("OUT", type(error).__name__, error)
 """
     )
     done = python(code, VLLM_SPECPLUGINS_DISABLE="1")
-    assert results(done) == ["[]", "ValidationError"], done.stderr[-3000:]
+    sentence = "method must be one of vLLM's own while VLLM_SPECPLUGINS_DISABLE is set, not"
+    assert results(done) == [
+        "['vllm.engine.arg_utils.EngineArgs.create_engine_config']",
+        "SpeculativeConfig",
+        f"ConfigError speculative_config: {sentence} 'prompt_lookup'.",
+        f"ConfigError speculative_config: {sentence} 'cascade'.",
+    ], done.stderr[-3000:]
 
 
 def test_nothing_stays_swapped(engine: Any) -> None:
@@ -167,13 +175,25 @@ def test_flags() -> None:
     assert own.max_ngram == 5
     with pytest.raises(ConfigError, match="given twice"):
         engine_config({"method": "prompt_lookup", "num_speculative_tokens": 3}, spec_tokens=4)
+    with pytest.raises(ConfigError, match="max_ngram is given twice, as 'max-ngram' and as 'max_ngram'"):
+        engine_config({"method": "prompt_lookup", "max-ngram": 5, "max_ngram": 6})
 
 
-@pytest.mark.parametrize("method", ["promt_lookup", "", 5, ["prompt_lookup"]])
-def test_unknown_method(method: Any) -> None:
-    """The sentence lists both our names and vLLM's."""
-    with pytest.raises(ConfigError, match=r"method must be one of prompt_lookup, .*ngram.*, not "):
+@pytest.mark.parametrize(
+    "method, end",
+    [
+        ("promt_lookup", "not 'promt_lookup'; did you mean 'prompt_lookup'?"),
+        ("eagle33", "not 'eagle33'; did you mean 'eagle3'?"),
+        ("", "not ''."),
+        (5, "not 5."),
+        (["prompt_lookup"], "not ['prompt_lookup']; did you mean 'prompt_lookup'?"),
+    ],
+)
+def test_unknown_method(method: Any, end: str) -> None:
+    """The sentence lists our names, says where vLLM's stand, and is short. Kills: a nearest match of ours alone."""
+    with pytest.raises(ConfigError, match=r"method must be prompt_lookup, .* or one of vLLM's own ") as error:
         engine_config({"method": method, "num_speculative_tokens": 3})
+    assert str(error.value).endswith(end) and len(str(error.value)) <= 220
 
 
 def test_asynchronous_scheduling() -> None:

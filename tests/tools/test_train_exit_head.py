@@ -1,6 +1,8 @@
 """Training of exit heads on a tiny model."""
 
 import argparse
+import resource
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +169,66 @@ def test_schedule() -> None:
         assert all(0 < rate <= 1 for rate in rates) and rates[-1] <= 1 / steps + 1e-9
 
 
+def arguments(model: Path, data: list[Path], out: Path, steps: int) -> argparse.Namespace:
+    return argparse.Namespace(
+        model=str(model), data=data, out=out, exit_layer=1, rank=0, steps=steps, batch_tokens=64, row_tokens=64,
+        learning_rate=0.01, heldout=0.2, device="cpu", seed=0,
+    )  # fmt: skip
+
+
+def test_interrupted(
+    tiny_model: Path,
+    text_files: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ctrl-C in the middle of the third step: status 130 and a sentence; the head in the end is as if it had not come.
+
+    Kills: nothing saved before SAVE_SECONDS, a step that is cut in two, and a handler that stays.
+    """
+    assert train_exit_head.run(arguments(tiny_model, text_files, tmp_path / "whole", steps=6)) == 0
+    calls: list[int] = []
+
+    def interrupting(*args: Any) -> float:
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return distil(*args)
+
+    distil, before = train_exit_head.distil, signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(train_exit_head, "distil", interrupting)
+    args = arguments(tiny_model, text_files, tmp_path / "cut", steps=6)
+    capsys.readouterr()
+    assert train_exit_head.run(args) == 130
+    assert capsys.readouterr().err == (
+        f"Interrupted. The training is saved in {args.out}: the same command goes on from there.\n"
+    )
+    assert len(calls) == 3 and signal.getsignal(signal.SIGINT) is before
+    assert train_exit_head.run(args) == 0
+    assert len(calls) == 6
+    for name in (WEIGHTS_FILE, CONFIG_FILE):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_full_disk(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk. Kills: a traceback of torch's, and half a file left behind."""
+    train(base, rows, replace(SETTINGS, steps=1), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        for out in (tmp_path, tmp_path / "new"):
+            with pytest.raises(ConfigError, match=r"^--out must be a folder on a disk with room, not .* \(.+\)\.$"):
+                train_exit_head.save_whole(out, initial_head(base, SETTINGS).save)
+            with pytest.raises(ConfigError, match=r"^--out must be a folder on a disk with room, not .* \(.+\)\.$"):
+                train(base, rows, replace(SETTINGS, steps=1, seed=0), tmp_path / "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "new").iterdir()) == []
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
 def test_scores_only_what_was_not_trained_on(
     tiny_model: Path, text_files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,11 +246,7 @@ def test_scores_only_what_was_not_trained_on(
 
     monkeypatch.setattr(train_exit_head, "train", spying_train)
     monkeypatch.setattr(train_exit_head, "scores", spying_scores)
-    args = argparse.Namespace(
-        model=str(tiny_model), data=text_files, out=tmp_path, exit_layer=1, rank=0, steps=1, batch_tokens=64,
-        row_tokens=64, learning_rate=0.01, heldout=0.2, device="cpu", seed=0,
-    )  # fmt: skip
-    assert train_exit_head.run(args) == 0
+    assert train_exit_head.run(arguments(tiny_model, text_files, tmp_path, steps=1)) == 0
     trained, scored = ({tuple(row) for row in seen[name]} for name in ("trained", "scored"))
     assert not trained & scored
     assert len(scored) == round(0.2 * (len(trained) + len(scored)))

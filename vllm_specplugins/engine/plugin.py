@@ -4,6 +4,7 @@ Only two methods of `EngineArgs` are wrapped when the plugin is loaded; both han
 method of ours to vLLM unchanged. Everything else happens after such a call (the files seams.py list it).
 """
 
+import difflib
 import functools
 import logging
 import os
@@ -21,9 +22,7 @@ logger = logging.getLogger("vllm.specplugins")
 
 
 def install() -> None:
-    """Wraps EngineArgs, once per process; VLLM_SPECPLUGINS_DISABLE=1 leaves vLLM alone."""
-    if os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
-        return
+    """Wraps EngineArgs, once per process; VLLM_SPECPLUGINS_DISABLE=1 has it refuse our methods, and nothing else."""
     from vllm.engine.arg_utils import EngineArgs
 
     missing = [name for name in ("create_speculative_config", "create_engine_config") if not hasattr(EngineArgs, name)]
@@ -31,6 +30,9 @@ def install() -> None:
         logger.error("vllm-specplugins does not support this vLLM: EngineArgs.%s is missing.", missing[0])
         return
     if hasattr(EngineArgs.create_engine_config, "__wrapped__"):
+        return
+    if os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
+        EngineArgs.create_engine_config = _wrap_refusing(EngineArgs.create_engine_config)
         return
     EngineArgs.create_speculative_config = _wrap_speculative(EngineArgs.create_speculative_config)
     EngineArgs.create_engine_config = _wrap_engine(EngineArgs.create_engine_config)
@@ -40,20 +42,28 @@ def requested(args: Any) -> dict[str, Any] | None:
     """The `speculative_config` of some EngineArgs if it names a method of ours, --spec-* flags included.
 
     Raises:
-        ConfigError: neither we nor vLLM know the method, or a flag repeats a key.
+        ConfigError: neither we nor vLLM know the method, or a key is given twice.
     """
     raw = args.speculative_config
     if raw is not None and not isinstance(raw, Mapping):
         return None
     merged = {_field_name(key): value for key, value in (raw or {}).items()}
+    written: dict[Any, Any] = {}
+    for key in raw or {}:
+        if (other := written.setdefault(_field_name(key), key)) != key:
+            raise ConfigError(f"speculative_config: {_field_name(key)} is given twice, as {other!r} and as {key!r}.")
     flags = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
     given = {key: value for key, value in flags.items() if value is not None}
     method = given.get("method", merged.get("method"))
     if method is None or method in _vllm_methods():
         return None
     if not isinstance(method, str) or method not in METHODS:
-        known = ", ".join((*METHODS, *_vllm_methods()))
-        raise ConfigError(f"speculative_config: method must be one of {known}, not {shown(method)}.")
+        near = difflib.get_close_matches(str(method), [*METHODS, *map(str, _vllm_methods())], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ConfigError(
+            f"speculative_config: method must be {', '.join(METHODS)} or one of vLLM's own (SpeculativeMethod in "
+            f"vllm/config/speculative.py), not {shown(method)}{hint}"
+        )
     for key in given.keys() & merged.keys():
         raise ConfigError(f"speculative_config: {key} is given twice, in the dictionary and as a flag.")
     return {**merged, **given}
@@ -97,6 +107,22 @@ def _wrap_engine(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
                 return _without_speculation(original, self, *args, **kwargs)
             return _with_method(config, original, self, *args, **kwargs)
+
+    return create_engine_config
+
+
+def _wrap_refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raw = self.speculative_config
+        method = self.spec_method or (raw.get("method") if isinstance(raw, Mapping) else None)
+        if isinstance(method, str) and method in METHODS:
+            with sentence_instead_of_traceback():
+                raise ConfigError(
+                    f"speculative_config: method must be one of vLLM's own while VLLM_SPECPLUGINS_DISABLE is set, "
+                    f"not {method!r}."
+                )
+        return original(self, *args, **kwargs)
 
     return create_engine_config
 

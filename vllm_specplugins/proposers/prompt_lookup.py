@@ -22,7 +22,7 @@ from vllm_specplugins.structures.ngram_index import Allowance, NgramIndex, Refer
 logger = logging.getLogger("vllm.specplugins")
 
 # In looks into a table, as all work of an index; no clock, so that all ranks of a tensor-parallel group do the same.
-OWN_WORK = 128  # of each request in each step: a decoding one needs some twenty
+OWN_WORK = 64  # of each request in each step: a decoding one needs some twenty
 SHARED_WORK = 5_000  # of all in a step, for prompts and references: half a millisecond where caches are cold
 
 

@@ -1,6 +1,8 @@
 """The user's files: text as rows of token ids, and folders to write to. Knows nothing of models."""
 
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +63,21 @@ def make_folder(path: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"--out must be a folder that can be written, not {path} ({error.strerror}).") from error
     return path
+
+
+def save_whole(folder: Path, save: Callable[[Path], None]) -> None:
+    """Has `save` write files into a folder, all or none: they are written beside, and moved there when they are whole.
+
+    Raises:
+        ConfigError: the folder cannot be written, or the disk is full.
+    """
+    partial = make_folder(folder) / ".partial"
+    try:
+        save(make_folder(partial))
+        for file in sorted(partial.iterdir()):
+            os.replace(file, folder / file.name)
+    except (OSError, RuntimeError) as error:  # of torch where it cannot write on
+        cause = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise ConfigError(f"--out must be a folder on a disk with room, not {folder} ({cause}).") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

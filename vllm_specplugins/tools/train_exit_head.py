@@ -7,12 +7,13 @@ not been. T: tokens, H: hidden size, V: vocabulary, R: rank.
 
 import argparse
 import json
-import os
 import shlex
+import signal
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rich.table import Table
 from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_tokenizer, overlap
-from vllm_specplugins.tools.files import every_nth, make_folder, token_rows
+from vllm_specplugins.tools.files import every_nth, make_folder, save_whole, token_rows
 
 STATE_FILE = "training_state.pt"
 SAVE_SECONDS = 60.0
@@ -94,9 +95,17 @@ def run(args: argparse.Namespace) -> int:
     train_rows = [row for index, row in enumerate(rows) if index not in heldout]
     test_rows = [row for index, row in enumerate(rows) if index in heldout]
     try:
-        head = _train_with_progress(base, train_rows, settings, args.out)
+        with _interrupts() as interrupts:
+            head = _train_with_progress(base, train_rows, settings, args.out, lambda: bool(interrupts))
         test_rows = [test_rows[i] for i in every_nth(len(test_rows), MAX_SCORED_ROWS)]
         before, after = scores(base, test_rows, [Exit(settings.exit_layer), Exit(settings.exit_layer, head)])
+    except KeyboardInterrupt:
+        Console(stderr=True).print(
+            f"Interrupted. The training is saved in {args.out}: the same command goes on from there.",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return 130
     except torch.OutOfMemoryError:
         raise ConfigError("--batch-tokens and --row-tokens must be smaller: the GPU's memory is full.") from None
     _report(before, after, settings, args.out, sum(map(len, test_rows)))
@@ -118,6 +127,7 @@ def train(
     settings: Settings,
     out: Path,
     advance: Callable[[int, float], None] = lambda step, loss: None,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> ExitHead:
     """Trains a head and saves it in `out`, in the model's dtype; goes on where a run in `out` stopped.
 
@@ -127,9 +137,11 @@ def train(
         settings: see Settings.
         out: folder of the head and of the state of its training.
         advance: called after each step with the number of steps done and the loss, in nats a token.
+        interrupted: asked after each step; the run is saved and ends there if so.
 
     Raises:
-        ConfigError: `out` holds a run with other settings.
+        ConfigError: `out` holds a run with other settings, or cannot be written.
+        KeyboardInterrupt: the run was interrupted, and is saved.
     """
     head = initial_head(base, settings)
     parameters = {name: torch.nn.Parameter(tensor) for name, tensor in head.weights.items()}
@@ -144,12 +156,15 @@ def train(
         loss = distil(base, head, [rows[index] for index in picked])
         optimizer.step()
         optimizer.zero_grad()
-        if step + 1 == settings.steps or time.monotonic() - saved > SAVE_SECONDS:
+        ends = interrupted() or step + 1 == settings.steps
+        if ends or time.monotonic() - saved > SAVE_SECONDS:
             _save_state(out / STATE_FILE, settings, parameters, optimizer, step + 1)
             saved = time.monotonic()
         advance(step + 1, loss)
+        if ends and step + 1 < settings.steps:
+            raise KeyboardInterrupt
     weights = {name: tensor.detach().to(base.dtype) for name, tensor in parameters.items()}
-    ExitHead(head.config, weights).save(out)
+    save_whole(out, ExitHead(head.config, weights).save)
     # What is scored is what was saved.
     return ExitHead(head.config, {name: tensor.float() for name, tensor in weights.items()})
 
@@ -259,13 +274,29 @@ def _restore(state: dict[str, Any], parameters: dict[str, Any], optimizer: Any) 
 def _save_state(path: Path, settings: Settings, parameters: dict[str, Any], optimizer: Any, step: int) -> None:
     """Writes the state of a run; a reader finds the old one or the new one, never a part."""
     state = {"settings": asdict(settings), "step": step, "optimizer": optimizer.state_dict()}
-    make_folder(path.parent)
-    partial = path.with_suffix(".partial")
-    torch.save({**state, "weights": {name: tensor.data for name, tensor in parameters.items()}}, partial)
-    os.replace(partial, path)
+    state["weights"] = {name: tensor.data for name, tensor in parameters.items()}
+    save_whole(path.parent, lambda folder: torch.save(state, folder / path.name))
 
 
-def _train_with_progress(base: BaseModel, rows: Sequence[Sequence[int]], settings: Settings, out: Path) -> ExitHead:
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """The interrupts that come meanwhile: the first is noted, that a step may end; the next is as ever."""
+    found: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        found.append(number)
+        signal.signal(number, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _train_with_progress(
+    base: BaseModel, rows: Sequence[Sequence[int]], settings: Settings, out: Path, interrupted: Callable[[], bool]
+) -> ExitHead:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -274,7 +305,7 @@ def _train_with_progress(base: BaseModel, rows: Sequence[Sequence[int]], setting
         def advance(step: int, loss: float) -> None:
             progress.update(task, completed=step, description=f"training, loss {loss:.3f}")
 
-        return train(base, rows, settings, out, advance)
+        return train(base, rows, settings, out, advance, interrupted)
 
 
 def _report(before: Scores, after: Scores, settings: Settings, out: Path, num_tokens: int) -> None:

@@ -139,7 +139,12 @@ class _Adapter:
             self._barrier.forget(sorted(gone))
             for request_id in gone:
                 self._requests.pop(request_id, None)
-        return self._update_states(scheduler_output)
+        result = self._update_states(scheduler_output)
+        if self.verifier is not None:
+            # Our noise needs none of torch's generators. vLLM would wind back that of a seeded request in the middle of
+            # its prompt, which a CPU's generator cannot do: the server dies of it.
+            self._runner.input_batch.generators.clear()
+        return result
 
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)

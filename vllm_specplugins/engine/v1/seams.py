@@ -35,6 +35,14 @@ V1: tuple[Seam, ...] = (
         "custom_class proposers get events, or V1 is gone",
     ),
     Seam(
+        "v1/worker/gpu_input_batch.py",
+        "InputBatch.generators",
+        None,
+        "instance",
+        "a seeded request with a chunked prompt: torch's generators on CPUs have no offset to wind back",
+        remove_when="vLLM saves a generator's state, or V1 is gone",
+    ),
+    Seam(
         _V1,
         "GPUModelRunner.profile_run",
         names_of("self randomize_inputs"),
