@@ -4,8 +4,8 @@
 
 A real server with prompt_lookup streams to some clients. In turn, a few seconds each, another client does nothing
 ("quiet"); sends the worst options of a request that we know of, one after the other ("hostile"); sends requests of the
-same sizes that vLLM itself refuses, at the same place ("vLLM's own": what is lost here is lost without us). A gap is the time between two
-chunks that a client receives; phases are interleaved, and all gaps of an arm counted together.
+same sizes that vLLM itself refuses, at the same place ("vLLM's own": what is lost here is lost without us). A gap is
+the time between two chunks that a client receives; phases are interleaved, and all gaps of an arm counted together.
 """
 
 import argparse
