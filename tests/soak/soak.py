@@ -13,6 +13,8 @@ import asyncio
 import random
 import secrets
 import shutil
+import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -121,6 +123,8 @@ class Soak:
             await traffic.close()
             server.stop()
         say(f"{name}: {phase.seconds:.0f} s, {phase.counts['answered']} answers, {len(phase.problems)} problems")
+        for problem in phase.problems[:5]:
+            say(f"{name}: {problem}")
         return phase
 
     async def _drive(self, phase: Phase, server: Server, traffic: Traffic, num_kills: int) -> None:
@@ -217,6 +221,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6), help="of what comes when (random)")
     parser.add_argument("--method", action="append", choices=list(methods({})), help="repeatable; the first is killed")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the servers end, too
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     say(f"seed {args.seed}")

@@ -3,8 +3,12 @@
 import doctest
 import random
 from collections import Counter
+from pathlib import Path
 
+import chaos
 import memory
+import numpy as np
+import pytest
 import server
 import soak
 from asking import Choice
@@ -12,6 +16,8 @@ from catalogue import Case, catalogue
 from memory import MIB, Memory
 from report import Phase
 from traffic import Book
+
+from vllm_specplugins.draft import DraftBatch, ProposerContext
 
 
 def test_docstrings() -> None:
@@ -65,3 +71,21 @@ def test_what_must_not_be() -> None:
     book = Book()
     book.unstable = set("abcd")
     assert len(soak.problems_of([good], book)) == 1
+
+
+def test_every_misdeed_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two lives of two proposers. Kills: a deck that begins anew, cards that both hold, misdeeds in the calm."""
+    monkeypatch.setattr(chaos, "HOSTILE", {f"misdeed {i}": (lambda batch, good: None, None) for i in range(20)})
+    batch = DraftBatch(["a"], [np.array([5, 6, 5], np.int32)], np.array([2], np.int32), [{}])
+    context = ProposerContext(10, 100, 8, 4, tokenize=lambda text: [])
+    for _ in range(2):
+        for index in range(2):
+            options = {"seed": 0, "rate": 1.0, "folder": str(tmp_path), "index": index, "count": 2}
+            proposer = chaos.Chaos(options, context)
+            for _ in range(5):
+                proposer.propose(batch)
+            (tmp_path / "calm").touch()
+            assert proposer.propose(batch).token_ids.tolist() == [[6, 5]]
+            (tmp_path / "calm").unlink()
+    journals = [(tmp_path / f"journal.{index}").read_text().splitlines() for index in range(2)]
+    assert len(set(journals[0])) == len(set(journals[1])) == 10 and not set(journals[0]) & set(journals[1])
