@@ -167,6 +167,8 @@ class StageConfig:
 BUILT_IN_SETTINGS = (
     "attention_backend",
     "code_revision",
+    "disable_lookahead_block_hashes",  # from vLLM 0.33 on, as draft_lm_head_quantization
+    "draft_lm_head_quantization",
     "draft_load_config",
     "draft_tensor_parallel_size",
     "kv_cache_dtype",

@@ -9,6 +9,7 @@ called at another place or must be there. A new field with a default, or a new m
 it is. A class may say `protocol_version = 1`; one that says another version is refused before the engine starts.
 """
 
+from collections import Counter as Tally
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -251,7 +252,7 @@ class StageCounters:
         self.verified += 1
         if is_accepted:
             self.accepted += 1
-            add_to(self.accepted_at, [0] * position + [1])
+            count(self.accepted_at, position)
 
 
 def _troubles(counters: "StageCounters | Counters") -> str:
@@ -299,32 +300,35 @@ class Counters:
 
     def add(self, feedback: Feedback) -> None:
         """Counts one step's verification."""
-        self.request_steps += len(feedback.request_ids)
-        self.drafts += int(np.count_nonzero(feedback.num_draft))
-        self.drafted_tokens += int(feedback.num_draft.sum())
-        self.accepted_tokens += int(feedback.num_accepted.sum())
+        drafted, accepted = feedback.num_draft.tolist(), feedback.num_accepted.tolist()
+        self.request_steps += len(drafted)
+        self.drafts += len(drafted) - drafted.count(0)
+        self.drafted_tokens += sum(drafted)
+        self.accepted_tokens += sum(accepted)
         self.whole.verified, self.whole.accepted = self.drafted_tokens, self.accepted_tokens
-        if feedback.num_accepted.any():
-            reached = np.bincount(feedback.num_accepted)[::-1].cumsum()[::-1]
-            add_to(self.whole.accepted_at, reached[1:].tolist())
+        for num, requests in Tally(accepted).items():
+            for position in range(num):
+                count(self.whole.accepted_at, position, requests)
 
-    def add_drafts(self, num_asked: int, lengths: Int32Array) -> None:
+    def add_drafts(self, num_asked: int, num_draft: Int32Array) -> None:
         """Counts one step's drafts: requests that wanted one, and the length [num_reqs] that each got."""
+        lengths = num_draft.tolist()
         self.whole.asked += num_asked
-        self.whole.drafts += int(np.count_nonzero(lengths))
-        self.whole.drafted += int(lengths.sum())
+        self.whole.drafts += len(lengths) - lengths.count(0)
+        self.whole.drafted += sum(lengths)
         self.whole.kept = self.whole.drafted
-        add_to(self.draft_lengths, np.bincount(lengths).tolist())
+        for length, requests in Tally(lengths).items():
+            count(self.draft_lengths, length, requests)
 
 
-def add_to(totals: list[int], counts: Sequence[int]) -> None:
-    """Adds counts to totals, which grow where they are shorter.
+def count(totals: list[int], index: int, more: int = 1) -> None:
+    """Adds to an entry of a list, which grows to have it.
 
     >>> totals = [1]
-    >>> add_to(totals, [1, 2])
+    >>> count(totals, 2)
     >>> totals
-    [2, 2]
+    [1, 0, 1]
     """
-    totals.extend([0] * (len(counts) - len(totals)))
-    for index, count in enumerate(counts):
-        totals[index] += count
+    if index >= len(totals):
+        totals.extend([0] * (index + 1 - len(totals)))
+    totals[index] += more

@@ -28,13 +28,13 @@ from vllm_specplugins.tools.bench.workloads import make_workload
 ROOT = Path(__file__).resolve().parents[2]
 LOOKUP = {"method": "prompt_lookup", "num_speculative_tokens": 5}
 EXIT = {"method": "early_exit", "num_speculative_tokens": 3, "exit_layer": 2}
-ASYNC = {"async_scheduling": True}
+SYNC, ASYNC = {"async_scheduling": False}, {"async_scheduling": True}
 # name -> speculative_config, more arguments of the engine
 ARMS = {
     "none": (None, {}),
-    "prompt_lookup, sync": (LOOKUP, {}),
+    "prompt_lookup, sync": (LOOKUP, SYNC),
     "prompt_lookup, async": (LOOKUP, ASYNC),
-    "early_exit, sync": (EXIT, {}),
+    "early_exit, sync": (EXIT, SYNC),
     "early_exit, async": (EXIT, ASYNC),
 }
 

@@ -79,7 +79,7 @@ class Offers:
             return self._propose(batch, feedback)
         self.num_steps += 1
         for history, tokens, room in zip(batch.token_ids, batch.offer.token_ids, batch.max_num_draft, strict=True):
-            if room:
+            if room and len(tokens):  # vLLM 0.33 asks for none where nobody can use them
                 self.by_history[tuple(history.tolist())] = tokens[:room].tolist()
         return self._propose(batch, feedback)
 
@@ -168,6 +168,7 @@ def test_extended_and_gated(engine: Any, prompts: Any, expected: Any) -> None:
         ({"method": "eagle", "model": "/not/there"}, "/not/there"),
         ({"method": "mtp"}, "mtp"),
         ({**draft_model(), "quantization": 5}, "quantization"),
+        ({**draft_model(), "draft_lm_head_quantization": "fp8"}, "draft_lm_head_quantization"),
         ({**draft_model(), "draft_tensor_parallel_size": 3}, "draft_tensor_parallel_size"),
         ({**draft_model(), "draft_tensor_parallel_size": "x"}, "draft_tensor_parallel_size"),
     ],

@@ -1,10 +1,20 @@
-"""On a CUDA device, compiled: our methods on Model Runner V2 in float32, where outputs can be compared."""
+"""On a CUDA device, compiled: our methods on Model Runner V2, with CUDA graphs and without.
 
+In float32, where outputs can be compared token for token; in bfloat16, which FlashAttention needs, by what is accepted;
+at temperatures by distribution. The other tests of engines run there as well, with SPECPLUGINS_RUNNER=v2.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cases import PROMPT_LOOKUP, generate, mixed_prompts
-from conftest import DEMO_MODEL, RUNNER
+from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, spec_metrics
+from test_exit_sampling import ARGUMENTS, checkpoint, expected, p_value, sampled  # noqa: F401
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -12,14 +22,99 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(RUNNER != "v2", reason="V2 is where GPUs are"),
 ]
-EARLY_EXIT = {"method": "early_exit", "exit_layer": 2, "num_speculative_tokens": 3}
+EARLY_EXIT: dict[str, Any] = {"method": "early_exit", "exit_layer": 2, "num_speculative_tokens": 3}
 
 
-@pytest.mark.parametrize("config", [PROMPT_LOOKUP, EARLY_EXIT], ids=lambda config: config["method"])
+def cascade(policy: str, gate: str = "auto", method: str = "greedy") -> dict[str, Any]:
+    stages = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1, "draft_sample_method": method}]
+    return {"method": "cascade", "num_speculative_tokens": 3, "policy": policy, "gate": gate, "stages": stages}
+
+
+def faults(llm: Any) -> dict[str, int]:
+    return llm.collective_rpc("specplugins_stats")[0]["faults"]
+
+
+@pytest.mark.parametrize("config", [PROMPT_LOOKUP, EARLY_EXIT, cascade("verify")], ids=lambda config: config["method"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("eager", [True, False])
 def test_identity(engine: Any, config: Any, asynchronous: bool, eager: bool) -> None:
     prompts = mixed_prompts(str(DEMO_MODEL), 24)
-    expected = generate(engine(enforce_eager=eager), prompts, [8])
+    expected_tokens = generate(engine(enforce_eager=eager), prompts, [8])
     llm = engine(config, enforce_eager=eager, async_scheduling=asynchronous)
-    assert generate(llm, prompts, [8]) == expected
+    assert generate(llm, prompts, [8]) == expected_tokens
+    assert faults(llm) == {}
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("eager", [True, False])
+def test_all_layers_in_bfloat16(engine: Any, method: str, eager: bool) -> None:
+    """A draft by all layers is what the target says itself, but for ties that bfloat16 decides by the batch's shape.
+
+    Kills: a wrong position, slot, block table or length in the metadata of FlashAttention, updated in place or not.
+    """
+    config = {**EARLY_EXIT, "exit_layer": NUM_LAYERS, "draft_sample_method": method}
+    llm = engine(config, dtype="bfloat16", enforce_eager=eager)
+    before = spec_metrics(llm)
+    generate(llm, mixed_prompts(str(DEMO_MODEL), 24), [8, 1, 5], temperature=float(method != "greedy"))
+    after = spec_metrics(llm)
+    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    # What was planned behind the end of an output counts as drafted: up to K tokens a request.
+    assert drafted > 300 and accepted >= 0.95 * (drafted - 24 * EARLY_EXIT["num_speculative_tokens"])
+    assert faults(llm) == {}
+
+
+@pytest.mark.parametrize(("policy", "gate"), [("verify", "off"), ("first", "off"), ("extend", "auto")])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sampled_cascade(
+    engine: Any,
+    checkpoint: Path,  # noqa: F811
+    expected: np.ndarray,  # noqa: F811
+    policy: str,
+    gate: str,
+    asynchronous: bool,
+) -> None:
+    """Three tokens of a tiny vocabulary against their exact distribution, with drafts that are planned too long."""
+    config = cascade(policy, gate, "probabilistic")
+    llm = engine(config, model=str(checkpoint), async_scheduling=asynchronous, **ARGUMENTS)
+    assert p_value(sampled(llm), expected) > 1e-4
+    assert faults(llm) == {}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.parametrize("config", [PROMPT_LOOKUP, EARLY_EXIT, cascade("verify")], ids=lambda config: config["method"])
+def test_two_ranks(engine: Any, config: Any) -> None:
+    prompts = mixed_prompts(str(DEMO_MODEL), 16)
+    expected_tokens = generate(engine(tensor_parallel_size=2), prompts, [8])
+    llm = engine(config, tensor_parallel_size=2, enforce_eager=False)
+    assert generate(llm, prompts, [8]) == expected_tokens
+    assert faults(llm) == {}
+
+
+SAMPLED = cascade("verify", "off", "probabilistic")
+SYNC_CHECK = """
+import sys
+sys.path[:0] = [sys.argv[1], sys.argv[2]]
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[3], max_model_len=512, speculative_config=eval(sys.argv[4]))
+prompts = [{"prompt_token_ids": [5, 9, 4, 8, 5, 9, 4]}] * 4
+for temperature in (0.0, 1.0):
+    llm.generate(prompts, SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True), use_tqdm=False)
+"""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [PROMPT_LOOKUP, EARLY_EXIT, cascade("verify", "off", "probabilistic")],
+    ids=lambda config: config["method"],
+)
+def test_waits_are_announced(config: dict[str, Any]) -> None:
+    """VLLM_GPU_SYNC_CHECK=error, in a process of its own: vLLM reads it when it is imported."""
+    folders = [os.path.dirname(__file__), str(Path(__file__).parents[2] / "examples" / "demo")]
+    done = subprocess.run(
+        [sys.executable, "-c", SYNC_CHECK, *folders, str(DEMO_MODEL), repr(config)],
+        env={**os.environ, "VLLM_GPU_SYNC_CHECK": "error"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cases import generate, mixed_prompts
-from conftest import DEMO_MODEL, spec_metrics
+from conftest import DEMO_MODEL, RUNNER, spec_metrics
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.metrics.names import PREFIX, TABLE
@@ -18,6 +18,7 @@ STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}
 METHODS: dict[str, dict[str, Any]] = {
     "registered": {"method": "repeat", "times": 3},
     "first": {"method": "cascade", "policy": "first", "stages": STAGES},
+    "early_exit": {"method": "early_exit", "exit_layer": 1},
     "verify": {"method": "cascade", "policy": "verify", "gate": "off", "stages": STAGES},
 }
 FLAGS = ("spec_method", "spec_model", "spec_tokens")
@@ -62,14 +63,14 @@ def another_package() -> Iterator[None]:
     sys.path.remove(folder)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != ("early_exit" if RUNNER == "v1" else "verify")])
 def test_adds_up(engine: Any, name: str) -> None:
     """Histograms hold what their counters say, and every name is there."""
     config = METHODS[name] | {"num_speculative_tokens": 4}
     llm = engine(config)
     prompts = mixed_prompts(str(DEMO_MODEL), 4)
     generate(llm, prompts, [12])
-    generate(llm, prompts[:1], [2])  # the reports of the last step of the others come with these
+    llm.llm_engine.step()  # as a server does when nothing is left to do, and `LLM` with its next request
     found = ours(llm, config["method"])
     missing = {name for name, series in found.items() if not series}
     assert missing <= ({"faults"} if name == "first" else {"faults", "gate_lengths", "store_bytes"})
@@ -77,7 +78,7 @@ def test_adds_up(engine: Any, name: str) -> None:
     num_steps = found["step_draft_seconds"][()]
     assert 0 < max(found["draft_seconds"].values()) <= num_steps
     assert 0 < found["verification_seconds"][()] <= num_steps
-    assert 0 < found["request_acceptance_rate"][()] <= 5
+    assert 0 < found["request_acceptance_rate"][()] <= 4
     if "gate" not in config and config["method"] == "cascade":
         assert sum(found["gate_lengths"].values()) > 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, configuration, settings
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
 configuration.set_hypothesis_home_dir(Path(__file__).parents[2] / ".cache" / "hypothesis")
 settings.register_profile(
     "fuzz",

@@ -9,6 +9,7 @@ import numpy as np
 from server import Server
 
 EVERY_S = 1.0
+MIN_SECONDS = 30.0
 MIB = 2**20
 
 
@@ -26,16 +27,17 @@ class Memory:
             self.rss.append(server.rss())
             await asyncio.sleep(EVERY_S)
 
-    def slope(self) -> float:
-        """MiB a minute, by least squares over the second half: by then caches are filled.
+    def slope(self) -> float | None:
+        """MiB a minute, by least squares over the second half: by then caches are filled. None where that is too short
+        to tell.
 
         >>> Memory([0.0, 30.0, 60.0, 90.0], [9 * MIB, 8 * MIB, 2 * MIB, 3 * MIB]).slope()
         2.0
         """
         middle = len(self.rss) // 2
         seconds, rss = np.array(self.seconds[middle:]), np.array(self.rss[middle:], float)
-        if len(rss) < 2:
-            return 0.0
+        if len(rss) < 2 or seconds[-1] - seconds[0] < MIN_SECONDS:
+            return None
         return round(float(np.polyfit(seconds - seconds[0], rss, 1)[0] * 60 / MIB), 6)
 
     def save(self, path: Path) -> None:

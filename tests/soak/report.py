@@ -19,7 +19,7 @@ class Phase:
         starts: how often it was started, the first time included.
         calm_accepted: draft tokens accepted at the end, when nobody misbehaved.
         mib: resident at the end.
-        slope: MiB a minute over the second half of its last life.
+        slope: MiB a minute over the second half of its last life; None where it was too short to tell.
         tracebacks: in its log.
         faults: of the planted proposer, by name.
         problems: what must not be.
@@ -32,7 +32,7 @@ class Phase:
     seconds: float = 0.0
     calm_accepted: int = 0
     mib: float = 0.0
-    slope: float = 0.0
+    slope: float | None = None
     tracebacks: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -76,4 +76,5 @@ def _rows(phase: Phase) -> dict[str, str]:
         "tracebacks logged": phase.tracebacks,
     }
     rows = {name: f"{number:,}" for name, number in numbers.items()}
-    return rows | {"MiB at the end": f"{phase.mib:,.0f}", "MiB a minute": f"{phase.slope:+.2f}"}
+    slope = "too short" if phase.slope is None else f"{phase.slope:+.2f}"
+    return rows | {"MiB at the end": f"{phase.mib:,.0f}", "MiB a minute": slope}

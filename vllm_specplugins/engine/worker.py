@@ -70,10 +70,15 @@ class _WithProposer:
 
     def execute_model(self, scheduler_output: Any) -> Any:
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        is_idle = scheduler_output.total_num_scheduled_tokens == 0  # and perhaps so for hours
+        speculator: Any = getattr(self.model_runner, "speculator", None)
+        if is_idle and hasattr(speculator, "settle"):
+            speculator.settle()
         if scheduler_output.finished_req_ids:
             self._reporter.forget(scheduler_output.finished_req_ids)
-        # With nothing to run there is an output, and perhaps no other one for hours.
-        return output if output is None or not self._reports else self._reporter.attach(output, is_last=True)
+        if output is None or not is_idle or not self._reports:
+            return output
+        return self._reporter.attach(output, is_last=True)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]

@@ -13,8 +13,6 @@ class Acceptance:
 
     def add(self, feedback: Feedback) -> None:
         """Counts one step's verification."""
-        if not feedback.num_draft.any():
-            return
         fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
         for request_id, num_draft, num_accepted in fates:
             if num_draft:

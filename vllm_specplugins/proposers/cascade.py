@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_specplugins.config import CascadeConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters, add_to
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters, count
 from vllm_specplugins.proposers.built_in import BuiltIn, Offered
 from vllm_specplugins.proposers.drafters import (
     Allowed,
@@ -77,8 +77,9 @@ class Gated:
             index, name = self.rival
             rivals = [index if allows(options, name) else None for options in batch.options]
         lengths = self.gate.lengths(batch.request_ids, self.index, confidences, most, rivals)
-        chosen = [length for length, limit in zip(lengths, most, strict=True) if limit]
-        add_to(self.counters.gate_lengths, np.bincount(np.array(chosen, np.int32)).tolist())
+        for length, limit in zip(lengths, most, strict=True):
+            if limit:
+                count(self.counters.gate_lengths, length)
         return lengths
 
 

@@ -5,6 +5,7 @@ Each has vLLM's labels `model_name` and `engine`, `method`, and its own. A stage
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 PREFIX = "vllm:specplugins_"  # vLLM's own prefix: its `get_metrics()` and its clean-up go by that
 LABELS = ("model_name", "engine", "method")
@@ -71,6 +72,7 @@ REPORT = "specplugins"  # what a report is called in the dictionary that vLLM ca
 SEPARATOR = "\t"  # between a metric's name and the values of its own labels, in a report's keys
 
 
+@cache
 def key(name: str, *labels: object) -> str:
     """What a report calls one series.
 

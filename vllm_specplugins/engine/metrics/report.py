@@ -19,7 +19,7 @@ from vllm_specplugins.engine.metrics.clock import LONGEST_LIST, DeviceClock
 from vllm_specplugins.engine.metrics.names import REPORT, key
 from vllm_specplugins.proposers.barrier import FaultBarrier
 
-SHARE = 0.01  # of the time is spent on reports, at the most
+SHARE = 0.005  # of the time is spent on reports, at the most
 _FIELDS = {
     "asked": "asked",
     "drafts": "drafts",
@@ -57,7 +57,6 @@ class Reporter:
         self._sent: dict[str, float] = {}
         self._ms: dict[str, float] = {}  # of drafting, by series, up to the last step
         self._observed: dict[str, list[float]] = {}  # of histograms, since the last report
-        self._keys: dict[str, tuple[str, ...]] = {}  # by stage
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Notes how well requests that finished were guessed."""
@@ -124,8 +123,7 @@ class Reporter:
         totals: dict[str, float] = {}
         health: dict[str, Any] = {}
         for stage, own in self._stages(counters).items():
-            keys = self._keys.get(stage) or self._keys.setdefault(stage, tuple(key(name, stage) for name in _FIELDS))
-            totals.update(zip(keys, _values_of(own), strict=True))
+            totals.update(zip([key(name, stage) for name in _FIELDS], _values_of(own), strict=True))
             for name, attribute in _LISTS.items():
                 for index, count in enumerate(getattr(own, attribute)):
                     totals[key(name, stage, index)] = count

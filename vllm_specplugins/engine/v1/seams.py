@@ -132,7 +132,8 @@ V1: tuple[Seam, ...] = (
         "read",
         "thinking budgets, V1",
     ),
-    *verifies("v1/sample/sampler.py", "Sampler", "logprobs_mode compute_logprobs", "read", "logprobs, V1"),
+    *verifies("v1/sample/sampler.py", "Sampler", "logprobs_mode", "read", "logprobs, V1"),
+    verifies_by("v1/sample/sampler.py", "Sampler.compute_logprobs", "logits", "read", "logprobs, V1"),
     verifies_by("v1/sample/sampler.py", "Sampler.greedy_sample", "logits", "read", "its kernel for CPUs, V1"),
     verifies_by(
         "v1/sample/sampler.py",

@@ -83,8 +83,6 @@ class Verifier:
         """vLLM's signature; `logits` [N, V]."""
         input_batch = self._runner.input_batch
         metadata = input_batch.sampling_metadata
-        # Noise is ours. vLLM would rewind the generators of prompts that come in pieces, which a CPU's cannot do.
-        input_batch.generators.clear()
         if spec_decode_metadata is None:
             drafts: tuple[list[int], list[int]] = [0] * input_batch.num_reqs, []
         else:

@@ -25,6 +25,11 @@ class LateFeedback:
         self._arrived.record()
         return feedback
 
+    def take(self) -> Feedback:
+        """What has not been told yet, where no step follows for a while."""
+        feedback, self._counts = self._read(), None
+        return feedback
+
     def _read(self) -> Feedback:
         if self._counts is None:
             return self._none

@@ -7,7 +7,9 @@ _PROCESSORS = "v1/worker/gpu/sample/logits_processor/interface.py"
 _ARRAYS = "arrays of the operation that edits logits, V2"
 V2: tuple[Seam, ...] = (
     Seam(_V2, "init_model_state", None, "swap", "ModelState.custom_sampler is the way to samplers of one's own"),
-    Seam(_V2, "GPUModelRunner.load_model", None, "instance", "makes the model state"),
+    Seam(
+        _V2, "GPUModelRunner.load_model", names_of("self load_dummy_weights model"), "instance", "makes the model state"
+    ),
     verifies_by(
         "v1/worker/gpu/model_states/interface.py",
         "ModelState.custom_sampler",
@@ -230,7 +232,13 @@ V2: tuple[Seam, ...] = (
         "read",
         "attention metadata for the target's layers, V2",
     ),
-    Seam("v1/worker/gpu/attn_utils.py", "build_slot_mappings_by_layer", None, "read", "where a token's KV goes, V2"),
+    Seam(
+        "v1/worker/gpu/attn_utils.py",
+        "build_slot_mappings_by_layer",
+        names_of("slot_mappings kv_cache_config"),
+        "read",
+        "where a token's KV goes, V2",
+    ),
     Seam(
         "v1/worker/gpu/spec_decode/speculator.py",
         "DraftModelSpeculator.load_model",

@@ -93,6 +93,11 @@ class TargetSpeculator(DraftModelSpeculator):
         if request_ids:
             self.barrier.forget(sorted(request_ids))
 
+    def settle(self) -> None:
+        """Counts what became of the last drafts, where no step follows for a while."""
+        if self._histories is None:
+            self.barrier.count(self._feedback.take())
+
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         self.first_layers = FirstLayers(target_model)
         return nn.Module()
@@ -214,6 +219,7 @@ class TargetSpeculator(DraftModelSpeculator):
         if most == 0 or self._replays(num_reqs):
             self.barrier.count(feedback)
             num_draft = [most] * num_reqs
+            self.barrier.counters.add_drafts(num_reqs, np.array(num_draft, np.int32))
         else:
             num_draft = self._draft_eagerly(input_batch, feedback)
         return self._limited([min(num, most) for num in num_draft], input_batch)

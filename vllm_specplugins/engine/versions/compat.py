@@ -1,6 +1,7 @@
 """The version contract: every name of vLLM that we replace, override or read, in lists that can be checked.
 
-The lists stand in versions/seams.py, v1/seams.py and v2/seams.py. The check reads vLLM's source and imports nothing of
+The lists stand in seams.py (functions, and all that we replace) and members.py (of objects), in versions/, v1/ and v2/;
+a test holds them against all that our sources use. The check reads vLLM's source and imports nothing of
 it, so it serves an installed vLLM as well as an unpacked wheel of another version.
 """
 
@@ -10,13 +11,16 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from vllm_specplugins.engine.v1.members import V1_MEMBERS
 from vllm_specplugins.engine.v1.seams import V1
+from vllm_specplugins.engine.v2.members import V2_MEMBERS
 from vllm_specplugins.engine.v2.seams import V2
+from vllm_specplugins.engine.versions.members import COMMON_MEMBERS
 from vllm_specplugins.engine.versions.seam import Seam
 from vllm_specplugins.engine.versions.seams import COMMON
 
 SUPPORTED = ">=0.32,<0.34"
-SEAMS: tuple[Seam, ...] = (*COMMON, *V1, *V2)
+SEAMS: tuple[Seam, ...] = (*COMMON, *COMMON_MEMBERS, *V1, *V1_MEMBERS, *V2, *V2_MEMBERS)
 
 
 @cache

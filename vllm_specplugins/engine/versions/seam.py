@@ -1,5 +1,6 @@
 """What a record of the version contract is, and short ways to write the usual ones."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,3 +49,10 @@ def verifies_by(file: str, name: str, parameters: str, kind: str, why: str) -> S
     """A function that verification touches."""
     end = "vLLM verifies with every sampling parameter"
     return Seam(file, name, names_of(parameters), kind, why, PARAMETERS, end)
+
+
+def members_of(file: str, owner: str, members: str, why: str, kind: str = "read") -> Iterator[Seam]:
+    """Members of a class, or names of a module where `owner` is empty; functions are written `name(self, argument)`."""
+    for name, bracket, parameters in re.findall(r"(\w+)(\(([^)]*)\))?", members):
+        names = names_of(parameters.replace(",", " ")) if bracket else None
+        yield Seam(file, f"{owner}.{name}" if owner else name, names, kind, why)

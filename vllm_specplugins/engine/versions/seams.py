@@ -176,7 +176,16 @@ COMMON: tuple[Seam, ...] = (
         CUSTOM_CLASS,
         "V1 is gone",
     ),
-    Seam("forward_context.py", "set_forward_context", None, "read", "the context in which attention layers run"),
+    Seam(
+        "forward_context.py",
+        "set_forward_context",
+        names_of(
+            "attn_metadata vllm_config num_tokens num_tokens_across_dp cudagraph_runtime_mode batch_descriptor "
+            "ubatch_slices slot_mapping skip_compiled is_padding"
+        ),
+        "read",
+        "the context in which attention layers run",
+    ),
     Seam("config/vllm.py", "set_current_vllm_config", names_of("vllm_config check_compile prefix"), "read", "compiles"),
     Seam("compilation/backends.py", "set_model_tag", names_of("tag is_encoder"), "read", "a cut body's own code"),
     Seam(
@@ -202,7 +211,16 @@ COMMON: tuple[Seam, ...] = (
         "the gates of all ranks go by rank 0's times",
     ),
     Seam("exceptions.py", "VLLMValidationError", None, "read", "what the front end answers 400 to"),
-    Seam("v1/engine/llm_engine.py", "LLMEngine.add_request", None, "read", "calibrate times single steps"),
+    Seam(
+        "v1/engine/llm_engine.py",
+        "LLMEngine.add_request",
+        names_of(
+            "self request_id prompt params arrival_time lora_request tokenization_kwargs trace_headers priority "
+            "session_id prompt_text kv_hints"
+        ),
+        "read",
+        "calibrate times single steps",
+    ),
     Seam("v1/engine/llm_engine.py", "LLMEngine.step", names_of("self"), "read", "calibrate times single steps"),
     Seam(
         "v1/engine/llm_engine.py",

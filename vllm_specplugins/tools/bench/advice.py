@@ -62,7 +62,7 @@ def _cheap_steps(rows: Sequence[Row]) -> Iterator[str]:
         if row.beats_its_steps:
             proven = row.step_cost.high < 1
             cause = (
-                "in every round, as what it does around the model is faster than what vLLM does without it"
+                "in every round: the model does no less in them, so what is around it is cheaper, as sampling"
                 if proven
                 else "but not in every round: the machine was busy with something else, so do not believe it"
             )

@@ -27,7 +27,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     for axes, temperature in zip(panels, temperatures, strict=True):
         _panel(axes, [row for row in rows if row.cell.temperature == temperature and row.method != NONE])
         axes.set_title(f"temperature {temperature:g}", fontsize=12)
-    panels[0].legend(fontsize=10, loc="upper right", ncols=3)
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=10, loc="outside lower center", ncols=6)
     try:
         figure.savefig(path, dpi=DPI)
     except (OSError, ValueError) as error:
@@ -57,9 +57,9 @@ def _panel(axes: Any, rows: Sequence[Row]) -> None:
     axes.axhline(1, color="0.4", lw=1, ls="--", label="no speculation")
     axes.set_xticks(range(len(cells)), [_name(cell) for cell in cells], fontsize=11)
     axes.set_ylabel("speed, of no speculation", fontsize=11)
-    axes.margins(y=0.2)
+    axes.margins(y=0.1)
     axes.grid(axis="y", alpha=0.3)
 
 
 def _name(cell: Cell) -> str:
-    return f"{cell.workload}\n{cell.batch} at a time"
+    return f"{cell.workload}\nbatch {cell.batch}"

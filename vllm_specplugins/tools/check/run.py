@@ -14,7 +14,8 @@ from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.draft import PROTOCOL_VERSION, Draft, DraftBatch, Feedback, Proposer, ProposerContext
 from vllm_specplugins.methods import build_proposer, import_object, parse_config, registered_methods
 from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.guard import CHARGED, MAX_FAULTS
+from vllm_specplugins.proposers.guard import CHARGED
+from vllm_specplugins.proposers.switch import MAX_FAULTS
 from vllm_specplugins.tools.check.trace import Replay, Trace, load, name_of
 
 METHODS_OF_A_PROPOSER = ("propose", "observe", "forget")

@@ -1,0 +1,144 @@
+"""What we need of the objects of Model Runner V2, beside the functions in seams.py. See compat.py."""
+
+from vllm_specplugins.engine.versions.seam import Seam, members_of
+
+V2_MEMBERS: tuple[Seam, ...] = (
+    *members_of(
+        "v1/worker/gpu/model_runner.py",
+        "GPUModelRunner",
+        "speculator speculative_config device vllm_config",
+        "the runner's own view of the configuration, V2",
+    ),
+    *members_of(
+        "v1/worker/gpu/input_batch.py",
+        "InputBatch",
+        "req_ids num_reqs num_tokens query_start_loc seq_lens seq_lens_cpu_upper_bound",
+        "rows of the batch, V2",
+    ),
+    *members_of(
+        "v1/worker/gpu/input_batch.py",
+        "InputBuffers",
+        "input_ids positions query_start_loc seq_lens",
+        "inputs of the target's layers, where a graph finds them",
+        kind="instance",
+    ),
+    *members_of(
+        "v1/worker/gpu/block_table.py",
+        "BlockTables",
+        "input_block_tables compute_slot_mappings(self, idx_mapping, query_start_loc, positions, num_tokens_padded, "
+        "out)",
+        "where a token's KV goes, V2",
+    ),
+    *members_of(
+        "v1/worker/utils.py",
+        "AttentionGroup",
+        "kv_cache_group_id map_to_kernel_block_table(self, block_table, ubatch_idx)",
+        "block tables of a graph",
+    ),
+    *members_of(
+        "v1/kv_cache_interface.py",
+        "KVCacheConfig",
+        "kv_cache_groups",
+        "the target's layers, V2",
+    ),
+    *members_of(
+        "config/compilation.py",
+        "CUDAGraphMode",
+        "NONE FULL FULL_DECODE_ONLY decode_mode(self)",
+        "whether drafting is recorded",
+    ),
+    *members_of(
+        "forward_context.py",
+        "",
+        "BatchDescriptor",
+        "the context in which attention layers run, V2",
+    ),
+    *members_of(
+        "utils/gpu_sync_debug.py",
+        "",
+        "gpu_sync_allowed(first_only)",
+        "says where a wait for the device is meant",
+    ),
+    *members_of(
+        "v1/worker/gpu/cudagraph_utils.py",
+        "BatchExecutionDescriptor",
+        "cg_mode num_tokens num_reqs uniform_token_count",
+        "which graph fits a batch",
+    ),
+    *members_of(
+        "v1/worker/gpu/cudagraph_utils.py",
+        "CudaGraphManager",
+        "__init__(self, vllm_config, device, cudagraph_mode, decode_query_len, lora_capture_cases, varlen_decode, "
+        "ubatch_runner) run_fullgraph(self, desc)",
+        "one CUDA graph for a whole draft",
+    ),
+    *members_of(
+        "v1/worker/gpu/spec_decode/speculator.py",
+        "BaseSpeculator",
+        "init_cudagraph_manager(self, cudagraph_mode) capture(self)",
+        "the interface of V2's speculators",
+        kind="override",
+    ),
+    *members_of(
+        "v1/worker/gpu/spec_decode/speculator.py",
+        "DraftModelSpeculator",
+        "__init__(self, vllm_config, device) _configure_decode_metadata_update(self)",
+        "a draft model without layers of its own",
+        kind="override",
+    ),
+    *members_of(
+        "v1/worker/gpu/spec_decode/speculator.py",
+        "DraftModelSpeculator",
+        "attn_groups block_tables device draft_attn_layer_names draft_max_seq_len draft_tokens dtype hidden_size "
+        "idx_mapping input_buffers kv_cache_config max_model_len max_num_reqs max_num_tokens model_state "
+        "num_speculative_steps supports_decode_metadata_update vllm_config",
+        "what a draft model's speculator keeps",
+        kind="instance",
+    ),
+    *members_of(
+        "v1/worker/gpu/sample/states.py",
+        "",
+        "NO_LOGPROBS",
+        "logprobs, V2",
+    ),
+    *members_of(
+        "config/model.py",
+        "",
+        "PROCESSED_LOGPROBS_MODES",
+        "logprobs, V2",
+    ),
+    *members_of(
+        "v1/worker/gpu/spec_decode/rejection_sampler.py",
+        "RejectionSampler",
+        "__init__(self, sampler, spec_config, device, watermark_key) enable_adaptive_verification "
+        "num_speculative_steps sampler",
+        "our operation verifies, V2",
+        kind="instance",
+    ),
+    *members_of(
+        "v1/worker/gpu/model_states/interface.py",
+        "ModelState",
+        "add_request(self, req_index, new_req_data)",
+        "who needs more than the operation does, V2",
+    ),
+    *members_of(
+        "v1/worker/gpu/sample/logits_processor/interface.py",
+        "LogitsProcessor",
+        "add_request(self, req_idx, sampling_params) apply(self, logits, ctx)",
+        "processors of the user's own, V2",
+        kind="instance",
+    ),
+    *members_of(
+        "v1/worker/gpu/sample/thinking_budget.py",
+        "ThinkingBudgetState",
+        "add_request(self, req_idx, sampling_params) apply(self, logits, ctx)",
+        "thinking budgets, V2",
+        kind="instance",
+    ),
+    *members_of(
+        "v1/worker/gpu/sample/logprob.py",
+        "LogprobTokenIdsState",
+        "add_request(self, req_idx, sampling_params)",
+        "logprobs, V2",
+    ),
+)
