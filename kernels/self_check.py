@@ -76,7 +76,7 @@ def _verifies(
 
 
 def _edits(shapes: Shapes, device: torch.device, seed: int) -> bool:
-    batch = _batch(shapes, False, False, seed, num_reqs=6)
+    batch = _batch(shapes, False, False, seed, num_reqs=4)
     # Grammars are vLLM's own to apply on V2.
     arguments = (*batch[:5], make_edits(batch, seed=seed)._replace(grammar=None), batch.max_num_draft)
     operation: Callable[..., Any] = adjust
@@ -94,8 +94,9 @@ def _draws(shapes: Shapes, device: torch.device, seed: int) -> bool:
     return bool((ours == gumbel_sample(*drawn_for, "reference")).all())
 
 
-def _batch(shapes: Shapes, dense: bool, truncated: bool, seed: int, num_reqs: int = 9) -> Batch:
-    num_draft = [shapes.max_num_draft, 0, max(shapes.max_num_draft - 1, 0)] * (num_reqs // 3)
+def _batch(shapes: Shapes, dense: bool, truncated: bool, seed: int, num_reqs: int = 12) -> Batch:
+    most = shapes.max_num_draft
+    num_draft = [most, most - 1, most, 0] * (num_reqs // 4)
     return make_spiky(num_draft, shapes.vocab_size, shapes.dtype, dense, seed, truncated)
 
 

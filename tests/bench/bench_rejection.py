@@ -257,7 +257,7 @@ def main():
     if args.print_bytes:
         print_bytes()
         return
-    tests = sorted(map(str, KERNEL_TESTS.glob("test_rejection*.py")))
+    tests = [*map(str, sorted(KERNEL_TESTS.glob("test_rejection*.py"))), str(KERNEL_TESTS / "test_compiled.py")]
     if subprocess.run([sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", *tests]).returncode:
         sys.exit("The tests of verification fail: no report.")
     console = Console()

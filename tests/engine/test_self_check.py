@@ -48,6 +48,33 @@ def parameters() -> list[Any]:
     return [SamplingParams(max_tokens=4, ignore_eos=True, **values) for values in asked]
 
 
+def test_only(on_a_device: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The program ends with what was found. Kills: an exit code that says nothing; a check beside an engine start."""
+    import torch
+    from vllm_specplugins.kernels.self_check import Finding, Shapes
+
+    from vllm_specplugins.config import ConfigError
+    from vllm_specplugins.engine.v2 import self_check
+
+    monkeypatch.setattr(self_check, "shapes_of", lambda _: Shapes(300, torch.float32, 1, samples=False, block=False))
+    monkeypatch.setenv(self_check.VARIABLE, "1")
+    self_check.stop_if_only(None)
+    monkeypatch.setenv(self_check.VARIABLE, "only")
+    for problem, code in (("", 0), ("differs from its reference", 1)):
+        found = [Finding("verification", problem), Finding("edits", "")]
+        monkeypatch.setattr(self_check, "check_device", lambda *_, found=found: iter(found))
+        with pytest.raises(SystemExit) as ended:
+            self_check.stop_if_only(None)
+        assert ended.value.code == code and len(capsys.readouterr().out.splitlines()) == 2
+    monkeypatch.setattr(self_check, "_device", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        self_check.stop_if_only(None)
+    assert ended.value.code == 0 and "a CPU" in capsys.readouterr().out
+    monkeypatch.setenv(self_check.VARIABLE, "yes")
+    with pytest.raises(ConfigError, match="must be 0, 1 or only, not 'yes'"):
+        self_check.stop_if_only(None)
+
+
 def test_warm(engine: Any, on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What serving launches was launched before. Kills: a variant that is left out; one that a batch size adds."""
     from launch_keys import recorded
@@ -83,7 +110,7 @@ def test_falls_back(engine: Any, on_a_device: None, failing: str, monkeypatch: p
     outputs = [tuple(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, greedy, use_tqdm=False)]
     biased = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logit_bias={11: 100.0}, min_p=0.1)
     assert llm.generate(PROMPTS[:1], biased, use_tqdm=False)[0].outputs[0].token_ids == [11] * 4
-    drafted = llm.collective_rpc("specplugins_stats")[0]["num_draft"]
+    drafted = llm.collective_rpc("specplugins_stats")[0]["drafted_tokens"]
     assert (drafted > 0) == (failing == "verification")
     plain = engine(None, max_num_seqs=3)
     assert outputs == [tuple(o.outputs[0].token_ids) for o in plain.generate(PROMPTS, greedy, use_tqdm=False)]

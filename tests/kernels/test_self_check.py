@@ -26,7 +26,7 @@ PLANTED = {
     "accept: swapped": ("rejection/result/fused.py", "(tl.int32) == tokens", "(tl.int32) != tokens", _ONE_HOT),
     "scan: groups": ("rejection/scan/fused.py", "maximum, mask=groups < num_groups", "maximum, mask=groups < 1", _CUT),
     "truncation: top-k": ("rejection/truncation/fused.py", "(given & 1) != 0", "(given & 8) != 0", _CUT),
-    "truncation: a tie": ("rejection/truncation/fused.py", "found < target", "found <= target", _CUT),
+    "truncation: top-p": ("rejection/truncation/fused.py", "top_p * total, tl", "total, tl", _CUT),
     "dense: q": ("rejection/dense/fused.py", "p_draft / q_draft, 0.0)", "p_draft, 0.0)", _DENSE),
     "dense: swapped": ("rejection/dense/fused.py", "steps * 0) < ratios", "steps * 0) > ratios", _DENSE),
     "race: residual": ("rejection/race/fused.py", "ratio * weights - q", "ratio * weights + q", _DENSE),

@@ -27,7 +27,7 @@ def warm_up(runner: Any, speculator: Any, max_num_reqs: int | None = None) -> No
     logits = runner.model.compute_logits(hidden_states)
     if isinstance(runner.rejection_sampler, FusedRejectionSampler):
         _verify(runner.rejection_sampler, logits, speculator.draft_logits, num_reqs, num_draft)
-    if speculator.draft_logits is not None:
+    if speculator.draft_logits is not None and not speculator.barrier.counters.switched_off:
         rows = torch.zeros(num_reqs, dtype=torch.int64, device=device)
         for drafted in (logits[:num_reqs], logits[:num_reqs].contiguous()):  # a trained head's have no padding
             gumbel_sample(drafted, torch.ones(num_reqs, device=device), rows, rows)
