@@ -59,7 +59,7 @@ class PromptLookup:
 
     def num_bytes(self) -> int:
         """Memory of all indexes."""
-        return sum(index.num_bytes for index in self._indexes.values())
+        return sum(index.num_bytes for index in list(self._indexes.values()))  # it may be asked from another thread
 
     def _index(self, batch: DraftBatch, row: int) -> NgramIndex:
         """The index of a request, begun anew where the history is not the one that it holds."""
