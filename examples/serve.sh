@@ -58,8 +58,10 @@ print(json.dumps({"model": "demo", "prompt": prompt, "max_tokens": 96, "temperat
 ' | fetch "$url/v1/completions" --header 'Content-Type: application/json' --data @- |
     "$venv/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["choices"][0]["text"])'
 
-echo "What the server counted (metrics of vLLM):"
+echo "What the server counted (metrics of vLLM and ours; examples/grafana.json shows them):"
+sleep 1 # the last step's come when the engine has fallen idle
 fetch "$url/metrics" | grep -E '^vllm:(spec_decode_num_(drafts|draft_tokens|accepted_tokens)|generation_tokens)_total'
+fetch "$url/metrics" | grep -E '^vllm:specplugins_[a-z_]+(_total|_sum|_count|off|bytes)\{' | grep -v position
 
 if [[ ${1:-} == --keep ]]; then
     trap - EXIT

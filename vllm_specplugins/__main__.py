@@ -122,7 +122,8 @@ def parser() -> Parser:
 
 def _train_exit_head(subparsers: Any) -> None:
     words = "train a norm and a head for an early layer, so that it drafts more like the whole model"
-    command = subparsers.add_parser("train-exit-head", help=words, description=f"Will {words}.")
+    example = "Example: python -m vllm_specplugins train-exit-head MODEL --exit-layer 8 --data corpus/*.txt --out HEAD"
+    command = subparsers.add_parser("train-exit-head", help=words, description=f"Will {words}.", epilog=example)
     _common(command)
     add = command.add_argument
     add("--exit-layer", type=whole(1, 10_000), required=True, metavar="E", help="how many layers run before the head")
@@ -139,7 +140,8 @@ def _train_exit_head(subparsers: Any) -> None:
 
 def _calibrate(subparsers: Any) -> None:
     words = "find the exit layer and the number of draft tokens that serve a model fastest"
-    command = subparsers.add_parser("calibrate", help=words, description=f"Will {words}.")
+    example = "Example: python -m vllm_specplugins calibrate MODEL --data corpus/*.txt --out REPORT"
+    command = subparsers.add_parser("calibrate", help=words, description=f"Will {words}.", epilog=example)
     _common(command)
     add = command.add_argument
     add("--out", type=Path, metavar="DIR", help="folder for calibration.json, a plot and the engines' logs")
@@ -158,7 +160,8 @@ def _calibrate(subparsers: Any) -> None:
 
 def _verify_lossless(subparsers: Any) -> None:
     words = "hold what real engines sample, with and without speculation, against its exact distribution"
-    command = subparsers.add_parser("verify-lossless", help=words, description=f"Will {words}.")
+    example = "Example: python -m vllm_specplugins verify-lossless --method prompt_lookup early_exit"
+    command = subparsers.add_parser("verify-lossless", help=words, description=f"Will {words}.", epilog=example)
     add = command.add_argument
     add("--method", nargs="+", metavar="METHOD", help="names, or values of --speculative-config (default: all of ours)")
     add("--samples", type=whole(100, 10_000_000), default=4000, metavar="N", help="of each cell (default: 4000)")

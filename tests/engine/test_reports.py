@@ -109,6 +109,17 @@ def test_when_a_report_is_due() -> None:
     assert shared.ec_connector_output is None
 
 
+def test_a_report_that_fails() -> None:
+    """It is the last one. Kills: an engine that dies of its metrics."""
+    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=1000)
+    reporter = Reporter(barrier, "custom", torch.device("cpu"))
+    step(barrier, ["a"], [3], [0], [0])
+    barrier.counters.draft_lengths = None  # type: ignore[assignment]
+    for _ in range(2):
+        same = output()
+        assert reporter.attach(same, is_last=True) is same and same.ec_connector_output is None
+
+
 def test_dashboard() -> None:
     """The dashboard asks for names that exist, and for all of them."""
     exported = {}

@@ -5,6 +5,7 @@ front end's socket as they are. Where such a connector is configured, that way i
 """
 
 import copy
+import logging
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ from vllm_specplugins.draft import Counters, StageCounters
 from vllm_specplugins.engine.metrics.clock import LONGEST_LIST, DeviceClock
 from vllm_specplugins.engine.metrics.names import REPORT, key
 from vllm_specplugins.proposers.barrier import FaultBarrier
+
+logger = logging.getLogger("vllm.specplugins")
 
 SHARE = 0.005  # of the time is spent on reports, at the most
 _FIELDS = {
@@ -54,6 +57,7 @@ class Reporter:
         self._method = method
         self._clock = clock
         self._not_before = 0.0
+        self._has_failed = False
         self._sent: dict[str, float] = {}
         self._ms: dict[str, float] = {}  # of drafting, by series, up to the last step
         self._observed: dict[str, list[float]] = {}  # of histograms, since the last report
@@ -68,12 +72,22 @@ class Reporter:
         self._report(self._barrier.totals())
 
     def attach(self, output: Any, is_last: bool = False) -> Any:
-        """A step's output with a report, where one is due.
+        """A step's output with a report, where one is due; nothing that goes wrong here reaches a request.
 
         Args:
             output: ModelRunnerOutput, or what holds one that arrives later. It may be one that all steps share.
             is_last: whether no step may follow for a while.
         """
+        if self._has_failed:
+            return output
+        try:
+            return self._attached(output, is_last)
+        except Exception:
+            self._has_failed = True
+            logger.exception("Our metrics are not reported any more; requests go on.")
+            return output
+
+    def _attached(self, output: Any, is_last: bool) -> Any:
         start = self._clock()
         counters = self._barrier.totals()
         self._time_step(counters)
