@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "request_options": {"config"},
     "methods": {"config", "draft", "proposers"},
     "kernels": set(),
-    "tools": {"config", "draft", "proposers", "kernels", "engine"},
+    "tools": {"config", "draft", "methods", "proposers", "kernels", "engine"},
     "__main__": {"config", "tools"},
     "__init__": {"config", "engine"},
 }
