@@ -133,6 +133,24 @@ def test_more_than_its_steps(tiny_model: Path, engines: Any, monkeypatch: Any, c
     assert "in every round" in output
 
 
+def test_a_busy_machine(tiny_model: Path, engines: Any, monkeypatch: Any, capsys: Any) -> None:
+    """Kills: a method that is preferred to one that may be as fast; wide ranges without a word."""
+    methods = ["--methods", "ngram,prompt_lookup"]
+    assert run(tiny_model, *methods) == 0
+    output = capsys.readouterr().out
+    assert "the ranges do not tell it from prompt_lookup." in output and "Ranges are wide" not in output
+    original = engines._turn
+
+    def turn(self: MadeUpEngine) -> Turn:
+        served = original(self)
+        busy = self._name == "ngram" and self._round == 3
+        return Turn(2 * served.seconds, served.answers) if busy else served
+
+    monkeypatch.setattr(engines, "_turn", turn)
+    assert run(tiny_model, *methods) == 0
+    assert "Ranges are wide" in capsys.readouterr().out
+
+
 def test_all_cells(tiny_model: Path, engines: Any, tmp_path: Path, capsys: Any) -> None:
     """Kills: a cell that is left out, or served with too few requests for its batch."""
     options = ["--workloads", "code,random", "--batch", "1,4", "--temperature", "0,1", "--rounds", "1"]

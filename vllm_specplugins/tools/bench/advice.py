@@ -10,6 +10,7 @@ from vllm_specplugins.tools.bench.methods import NONE, Config
 
 PAYS = 1.03  # a gain that is worth a configuration
 LOSES = 0.97
+WIDE = 0.3  # of a range over its median; a quiet machine stays below 0.1
 
 
 def advice(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> str:
@@ -26,7 +27,15 @@ def advice(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> str:
         words += f" in the mean, {low.ratio.median:.2f}x ({low.cell}) to {high.ratio.median:.2f}x ({high.cell})"
         if low.ratio.median < LOSES:
             words += _safer(by_method, low)
+    if rivals := [name for name, own in by_method.items() if name != best and _overlap(by_method[best], own)]:
+        words += f"; the ranges do not tell it from {' and '.join(rivals)}"
     return f"{words}.\n--speculative-config {shlex.quote(json.dumps(configs[best]))}"
+
+
+def _overlap(rows: Sequence[Row], others: Sequence[Row]) -> bool:
+    """Whether two methods may be as fast as each other in all cells."""
+    pairs = zip(rows, others, strict=True)
+    return all(own.ratio.low <= other.ratio.high and other.ratio.low <= own.ratio.high for own, other in pairs)
 
 
 def _safer(by_method: Mapping[str, Sequence[Row]], low: Row) -> str:
@@ -41,6 +50,8 @@ def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
     """What a reader should know before believing the figures."""
     if any(row.beats_its_steps for row in rows):
         yield from _cheap_steps(rows)
+    if any(row.ratio.high - row.ratio.low > WIDE * row.ratio.median for row in rows):
+        yield "Ranges are wide: something else kept the machine busy. Repeat when it is idle."
     looping = list(dict.fromkeys(str(row.cell) for row in rows if row.method == NONE and row.loops))
     if looping:
         yield (
