@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 NUM_PROMPTS = 8
 MAX_TOKENS = 12
 MAX_STEPS = 400
-NUM_SCHEDULES = {"early_exit": 3, "prompt_lookup": 2, "cascade": 2}
+NUM_SCHEDULES = {"early_exit": 20, "prompt_lookup": 4, "cascade": 4}
 CONFIGS: dict[str, Any] = {
     "early_exit": (early_exit(1), {"async_scheduling": True}),
     "prompt_lookup": (PROMPT_LOOKUP, {}),
