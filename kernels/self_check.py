@@ -1,8 +1,7 @@
 """Whether the kernels do on this device what their references say: small inputs of the shapes to come.
 
 For a device on which nothing was ever run: a driver, a compiler or a card may be at odds with what was compiled. The
-references run on the CPU. A difference counts if other inputs differ, too: a near tie, closer than float32 can tell,
-may go either way once.
+references run on the CPU. One request of all may differ: a near tie, closer than float32 can tell, may go either way.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,8 +53,8 @@ def check_device(device: torch.device, shapes: Shapes, only: str | None = None) 
             yield Finding(name, _problem(ours, device))
 
 
-def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device, int], bool]]]:
-    """Names, and whether an operation does the same on the device with the inputs of a seed."""
+def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device, int], int]]]:
+    """Names, and of how many requests an operation does something else on the device, with the inputs of a seed."""
     operation = block_rejection_sample if shapes.block else rejection_sample
     for dense in [False, True] if shapes.samples else [False]:
         for truncated in (False, True):
@@ -68,30 +67,30 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device, int],
 
 def _verifies(
     shapes: Shapes, operation: Callable[..., Any], dense: bool, truncated: bool, device: torch.device, seed: int
-) -> bool:
+) -> int:
     batch = _batch(shapes, dense, truncated, seed)
     expected = operation(*batch, implementation="reference")
     ours = operation(*_moved(batch, device), implementation="fused")
-    return all(torch.equal(one.cpu(), other) for one, other in zip(ours, expected, strict=True))
+    return int(((ours[0].cpu() != expected[0]).any(1) | (ours[1].cpu() != expected[1])).sum())
 
 
-def _edits(shapes: Shapes, device: torch.device, seed: int) -> bool:
+def _edits(shapes: Shapes, device: torch.device, seed: int) -> int:
     batch = _batch(shapes, False, False, seed, num_reqs=4)
     # Grammars are vLLM's own to apply on V2.
     arguments = (*batch[:5], make_edits(batch, seed=seed)._replace(grammar=None), batch.max_num_draft)
     operation: Callable[..., Any] = adjust
     expected = operation(*arguments, implementation="reference")
     ours = operation(*_moved(arguments, device), implementation="fused").cpu()
-    return bool(torch.isclose(ours, expected, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True).all())
+    return int((~torch.isclose(ours, expected, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)).sum())
 
 
-def _draws(shapes: Shapes, device: torch.device, seed: int) -> bool:
+def _draws(shapes: Shapes, device: torch.device, seed: int) -> int:
     batch = _batch(shapes, False, False, seed)
     rows = batch.idx_mapping.repeat_interleave(batch.cu_num_logits.diff())
     drawn_for = batch.target_logits, batch.sampling.temperature[rows], batch.sampling.seeds[rows], batch.positions
     logits, temperature, seeds, positions = _moved(drawn_for, device)
     ours = gumbel_sample(logits, temperature, seeds, positions, "fused").cpu()
-    return bool((ours == gumbel_sample(*drawn_for, "reference")).all())
+    return int((ours != gumbel_sample(*drawn_for, "reference")).sum())
 
 
 def _batch(shapes: Shapes, dense: bool, truncated: bool, seed: int, num_reqs: int = 12) -> Batch:
@@ -112,9 +111,9 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _problem(is_same: Callable[[torch.device, int], bool], device: torch.device) -> str:
+def _problem(differing: Callable[[torch.device, int], int], device: torch.device) -> str:
     try:
-        if not any(is_same(device, seed) for seed in _SEEDS):
+        if sum(differing(device, seed) for seed in _SEEDS) > 1:
             return "differs from its reference"
     except Exception as error:
         return problem_of(error)
