@@ -158,7 +158,7 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "v1/metrics/reader.py",
         "Metric",
-        "name",
+        "name labels",
         "engines that the tools measure",
     ),
     *members_of(
