@@ -11,8 +11,9 @@ import importlib
 import multiprocessing
 import re
 import types
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -24,17 +25,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import prometheus_client
 import torch
 from pydantic import ValidationError
+from torch import distributed
 
 from vllm_specplugins.engine.versions import compat
 
-LOGGER = "vllm.specplugins"
+NO_MODULES = ("vllm.specplugins", "vllm.general_plugins")  # a logger, a group of entry points
 PACKAGE = Path(__file__).parents[2] / "vllm_specplugins"
 ENGINE = PACKAGE / "engine"
 
 # The name of a variable or an attribute, as it ends -> classes of vLLM whose objects it stands for.
 RECEIVERS: dict[str, str] = {
+    "SamplingParams": "SamplingParams",
     "_config": "SpeculativeConfig",
     "_graphs": "SpeculatorCudaGraphManager CudaGraphManager",
     "_llm": "LLM",
@@ -52,7 +56,13 @@ RECEIVERS: dict[str, str] = {
     "_bias": "LogitBiasState",
     "_target": "LlamaForCausalLM",
     "common": "CommonAttentionMetadata",
-    "config": "VllmConfig",
+    "carrier": "ModelRunnerOutput",
+    "current_platform": "Platform",
+    "engine": "LLMEngine",
+    "envs": "",
+    "RequestOutputKind": "RequestOutputKind",
+    "scheduler_stats": "SchedulerStats",
+    "config": "VllmConfig ModelConfig",
     "metric": "Counter",
     "outputs[]": "RequestOutput",
     "request": "Request CachedRequestState",
@@ -77,7 +87,8 @@ RECEIVERS: dict[str, str] = {
     "llm_engine": "LLMEngine",
     "logitsprocs": "LogitsProcessors",
     "metadata": "SamplingMetadata",
-    "model": "ModelConfig",
+    "mine": "SamplingParams",
+    "model": "ModelConfig LlamaForCausalLM",
     "model_config": "ModelConfig",
     "model_runner": "GPUModelRunner",
     "models": "_ModelRegistry",
@@ -92,7 +103,7 @@ RECEIVERS: dict[str, str] = {
     "rejection_sampler": "",  # the module
     "req_states": "RequestState LogitsProcRequestState",
     "runner": "GPUModelRunner",
-    "sampler": "Sampler",
+    "sampler": "Sampler RejectionSampler",
     "sampling_metadata": "SamplingMetadata",
     "sampling_params": "SamplingParams",
     "sampling_states": "SamplingStates",
@@ -103,7 +114,7 @@ RECEIVERS: dict[str, str] = {
     "speculative_config": "SpeculativeConfig",
     "speculator": "DraftModelSpeculator",
     "states": "SamplingStates",
-    "theirs": "SpeculativeConfig BaseSpeculator",
+    "theirs": "SpeculativeConfig DraftModelSpeculator PrometheusStatLogger SpecDecodingProm",
     "thinking_budget_state": "ThinkingBudgetState",
     "vllm_config": "VllmConfig",
     "vllm_config_module": "",
@@ -127,7 +138,21 @@ _OF_PYTHON = (
         torch.cuda,
         torch.cuda.Event,
     ),
-    *(np.ufunc, np.random, np.random.Generator, ValidationError, namedtuple("A", ""), ast.keyword, ast.stmt, ast.Store),
+    *(
+        Future,
+        deque,
+        distributed,
+        prometheus_client.Gauge,
+        prometheus_client.Counter,
+        np.ufunc,
+        np.random,
+        np.random.Generator,
+        ValidationError,
+        namedtuple("A", ""),
+        ast.keyword,
+        ast.stmt,
+        ast.Store,
+    ),
     *(
         torch.cuda,
         torch.cuda.Event,
@@ -166,7 +191,7 @@ def uses_in(path: Path, module: ast.Module, known: set[str]) -> Iterator[Use]:
                 for alias in node.names:
                     if not _is_module(f"{source}.{alias.name}"):
                         yield Use(where, f"from {source} import {alias.name}", (alias.name,))
-            case ast.Constant(value=str(text)) if re.fullmatch(r"vllm(\.\w+)+", text) and text != LOGGER:
+            case ast.Constant(value=str(text)) if re.fullmatch(r"vllm(\.\w+)+", text) and text not in NO_MODULES:
                 if not _is_module(text) and _is_module(text.rpartition(".")[0]):
                     yield Use(where, text, (text.rpartition(".")[2],))
             case ast.ClassDef():
@@ -263,7 +288,7 @@ def _ours() -> frozenset[str]:
     for path in (*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "kernels").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                     names.add(name)
                 case ast.AnnAssign(target=ast.Name(id=name)):
                     names.add(name)

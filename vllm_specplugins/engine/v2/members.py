@@ -141,4 +141,5 @@ V2_MEMBERS: tuple[Seam, ...] = (
         "add_request(self, req_idx, sampling_params)",
         "logprobs, V2",
     ),
+    *members_of("v1/worker/gpu/model_runner.py", "GPUModelRunner", "model max_num_reqs", "warm-up and self-check"),
 )

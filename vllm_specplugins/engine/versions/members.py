@@ -158,7 +158,7 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "v1/metrics/reader.py",
         "Metric",
-        "name",
+        "name labels",
         "engines that the tools measure",
     ),
     *members_of(
@@ -174,4 +174,23 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
         "vLLM fits the context to its memory after the proposer was made",
         kind="override",
     ),
+    *members_of("triton_utils/__init__.py", "", "HAS_TRITON", "which runner there can be"),
+    *members_of("envs.py", "", "VLLM_USE_V2_MODEL_RUNNER", "which runner is asked for"),
+    *members_of(
+        "config/vllm.py", "VllmConfig", "_get_v2_model_runner_unsupported_features(self)", "which runner there can be"
+    ),
+    *members_of("entrypoints/llm.py", "LLM", "model_config get_tokenizer(self)", "engines that the tools measure"),
+    *members_of("platforms/__init__.py", "", "current_platform", "which device there is"),
+    *members_of(
+        "platforms/interface.py", "Platform", "is_cpu(self) get_device_name(cls, device_id)", "which device there is"
+    ),
+    *members_of("logger.py", "", "init_logger(name)", "sentences that every process says once"),
+    *members_of("sampling_params.py", "RequestOutputKind", "DELTA", "engines that the tools measure"),
+    *members_of(
+        "v1/engine/llm_engine.py",
+        "LLMEngine",
+        "vllm_config get_num_unfinished_requests(self)",
+        "engines that the tools measure",
+    ),
+    *members_of("outputs.py", "RequestOutput", "request_id", "engines that the tools measure"),
 )
