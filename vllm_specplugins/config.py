@@ -4,6 +4,7 @@ Knows nothing of vLLM. Everything that it refuses, it refuses with one sentence 
 and what is allowed.
 """
 
+import difflib
 import reprlib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -201,8 +202,12 @@ class BuiltInConfig:
         """
         for key in raw:
             if key != "model" and key not in BUILT_IN_SETTINGS:
-                allowed = ", ".join(("model", *BUILT_IN_SETTINGS))
-                raise ConfigError(f"cascade: stages[{index}]: {shown(key)} is not a field; the fields are {allowed}.")
+                near = difflib.get_close_matches(str(key), ("model", *BUILT_IN_SETTINGS), 1)
+                nearest = f", like {near[0]}" if near else ""
+                raise ConfigError(
+                    f"cascade: stages[{index}]: {shown(key)} is not a field; the fields are model and settings of "
+                    f"vLLM's that docs/configuration.md lists{nearest}."
+                )
         model = raw.get("model")
         if not (isinstance(model, str) and model) and (model is not None or method != "mtp"):
             raise ConfigError(

@@ -18,7 +18,6 @@ from vllm_specplugins.proposers.guard import CHARGED
 from vllm_specplugins.proposers.switch import MAX_FAULTS
 from vllm_specplugins.tools.check.trace import Replay, Trace, load, name_of
 
-METHODS_OF_A_PROPOSER = ("propose", "observe", "forget")
 
 
 @dataclass(slots=True)
@@ -98,10 +97,6 @@ def check(config: SpecConfig, trace: Trace) -> Findings:
     """
     findings = Findings()
     proposer = _built(config, trace)
-    missing = [name for name in METHODS_OF_A_PROPOSER if not callable(getattr(proposer, name, None))]
-    if missing:
-        findings.violations = [f"It has no method {name!r} (protocol {PROTOCOL_VERSION})." for name in missing]
-        return findings
     timed = Timed(proposer, findings.cost_us)
     barrier = FaultBarrier(timed, trace.vocab_size, trace.max_num_draft, config.common.time_budget_ms)
     with _warnings() as words:
@@ -128,15 +123,7 @@ def _built(config: SpecConfig, trace: Trace) -> Proposer:
         tokenize=lambda text: [1 + code % (trace.vocab_size - 1) for code in text.encode()],
         time_budget_ms=config.common.time_budget_ms,
     )
-    try:
-        return build_proposer(config, context)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"check: the proposer must be made by calling it with (options, context), which raised "
-            f"{type(error).__name__}: {error}."
-        ) from error
+    return build_proposer(config, context)
 
 
 @contextmanager
