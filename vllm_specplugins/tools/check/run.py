@@ -19,7 +19,6 @@ from vllm_specplugins.proposers.switch import MAX_FAULTS
 from vllm_specplugins.tools.check.trace import Replay, Trace, load, name_of
 
 
-
 @dataclass(slots=True)
 class Findings:
     """What a check found.
