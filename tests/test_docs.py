@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_specplugins.engine.metrics.names import PREFIX, TABLE
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
@@ -38,3 +40,11 @@ def test_links(page: Path) -> None:
 def test_readme_is_short() -> None:
     """Kills: a README that grows into a manual."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_metrics_are_documented() -> None:
+    """Kills: a metric that was added, renamed or dropped without the operating guide."""
+    guide = (ROOT / "docs" / "operating.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| (counter|gauge|histogram) ", guide, re.MULTILINE)
+    exported = [(metric.exported_name.removeprefix(PREFIX), metric.kind) for metric in TABLE]
+    assert listed == exported
