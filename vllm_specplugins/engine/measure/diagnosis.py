@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -190,42 +190,13 @@ def _kernels() -> Finding:
 
     if not torch.cuda.is_available():
         return Finding("kernels", "no GPU: the reference verifies, and its compiled loops on a CPU; nothing to check")
-    try:
-        differing = _differing_kernels()
-    except Exception as error:  # of a compiler or a driver
-        return Finding("kernels", f"the fused kernels fail here ({type(error).__name__}: {error})", PROBLEM)
+    from vllm_specplugins.kernels.self_check import Shapes, check_device
+
+    shapes = Shapes(vocab_size=32_000, dtype=torch.bfloat16, max_num_draft=5, samples=True, block=False)
+    differing = [f"{name}: {problem}" for name, problem in check_device(torch.device("cuda"), shapes) if problem]
     if differing:
-        return Finding("kernels", f"the fused kernels differ from their reference: {', '.join(differing)}", PROBLEM)
-    return Finding("kernels", "the fused kernels agree with their reference on this device")
-
-
-def _differing_kernels() -> list[str]:
-    """Kinds of batches for which they do."""
-    import torch
-
-    from vllm_specplugins.kernels.rejection import rejection_sample
-    from vllm_specplugins.kernels.rejection.testing import make_batch
-
-    kinds: dict[str, Callable[[], Any]] = {
-        "one-hot q": lambda: make_batch([0, 1, 4, 2], 1000),
-        "dense q": lambda: make_batch([4, 0, 3], 1000, dense=True),
-        "top-k": lambda: make_batch([2, 4], 1000, top_k=torch.full((4,), 20, dtype=torch.int32)),
-    }
-    differing = []
-    for kind, make in kinds.items():
-        batch = [_on_gpu(part) for part in make()]
-        results = [rejection_sample(*batch, implementation=name)[0] for name in ("reference", "fused")]
-        if not torch.equal(*results):
-            differing.append(kind)
-    return differing
-
-
-def _on_gpu(part: Any) -> Any:
-    from vllm_specplugins.kernels.rejection import Sampling
-
-    if isinstance(part, Sampling):
-        return Sampling(*(_on_gpu(own) for own in vars(part).values()))
-    return part.cuda() if hasattr(part, "cuda") else part
+        return Finding("kernels", f"fused kernels are not as their references here ({'; '.join(differing)})", PROBLEM)
+    return Finding("kernels", "the fused kernels agree with their references on this device")
 
 
 def _preloads() -> Iterator[Finding]:
