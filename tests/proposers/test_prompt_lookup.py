@@ -182,3 +182,18 @@ def test_continued_drafts() -> None:
     assert proposer.continue_draft(now, 0, [3, 4, 9], 9)[0].tolist() == [1, 2, 3, 4, 9, 1, 2, 3, 4]
     assert proposer.continue_draft(now, 0, [50, 51], 2)[0].tolist() == []
     assert proposer.continue_draft(now, 0, [50, 51, 8, 50, 51], 2)[0].tolist() == []
+
+
+def test_a_reference_is_not_kept_waiting() -> None:
+    """Requests that come and go all the time share a reference that is longer than what any of them waits for.
+
+    Kills: a rest that counts as a whole, however many wait for it; then there is never a draft.
+    """
+    rng, proposer = np.random.default_rng(1), lookup()
+    reference = [*rng.integers(0, 100, 400).tolist(), 60, 50, 60]
+    found = []
+    for wave in range(4):
+        requests = {f"{wave} {row}": [*rng.integers(0, 100, 120).tolist(), 60, 50] for row in range(128)}
+        found += drafts(proposer, requests, reference=reference)
+        proposer.forget([f"{wave} {row}" for row in range(128) if row or wave == 3])
+    assert sum(map(bool, found)) > 100

@@ -93,12 +93,13 @@ class PromptLookup:
         return self._allowance.num_bytes
 
     def _take_in(self, batch: DraftBatch) -> None:
-        """Once a step: each request's new tokens, and of longer texts as much as goes, the shortest rest first."""
+        """Once a step: each request's new tokens, and of longer texts as much as goes, the shortest rest first; a
+        reference is as short as its share for each of its users, or those who come and go would keep it waiting."""
         if batch.token_ids is self._taken_in:
             return
         self._taken_in = batch.token_ids
         self._allowance.work = SHARED_WORK + OWN_WORK * batch.num_reqs
-        behind = []
+        behind: list[tuple[float, int, NgramIndex, Int32Array]] = []
         for row, limit in enumerate(batch.max_num_draft.tolist()):
             request_id, history = batch.request_ids[row], batch.token_ids[row]
             if limit == 0 or request_id in self._failed:
@@ -108,9 +109,10 @@ class PromptLookup:
                 if not request.index.take_in(history, OWN_WORK):
                     behind.append((request.index.num_left(history), row, request.index, history))
                 if request.digest is not None:
-                    other = self._references[request.digest].reference
+                    shared = self._references[request.digest]
+                    other = shared.reference
                     if left := other.index.num_left(other.text):
-                        behind.append((left, row, other.index, other.text))
+                        behind.append((left / shared.num_users, row, other.index, other.text))
             except Exception as error:
                 self._fail(request_id, error)
         for _, row, index, text in sorted(behind, key=lambda item: item[:2]):

@@ -5,6 +5,7 @@ so they are safe in several API servers, each of which gets the reports of some 
 """
 
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
 from vllm_specplugins.engine.metrics.names import BY_NAME, LABELS, PREFIX, REPORT, SEPARATOR, TABLE, Metric, key
+
+logger = logging.getLogger("vllm.specplugins")
 
 _PER_STAGE = [metric.name for metric in TABLE if metric.labels == ("stage",) and metric.name != "store_bytes"]
 _PER_LENGTH = {"accepted_tokens_by_position": 0, "gate_lengths": 1}  # how many more lengths than draft tokens there are
@@ -30,12 +33,21 @@ class Exporter:
         self._metrics = {metric.name: _made(metric, theirs) for metric in TABLE}
         self._labels = {index: [*values, config.method] for index, values in theirs.per_engine_labelvalues.items()}
         self._series: dict[tuple[int, str], Any] = {}
+        self._has_failed = False
         for engine in self._labels:
             for series in _known_series(config):
                 self._of(engine, series)
 
     def record(self, report: Mapping[str, Any], engine: int) -> None:
-        """Adds a worker's report."""
+        """Adds a worker's report. What it cannot show, it logs once: a request must not fail of it."""
+        try:
+            self._add(report, engine)
+        except Exception:
+            if not self._has_failed:
+                logger.exception("A report of the metrics cannot be shown; requests go on.")
+            self._has_failed = True
+
+    def _add(self, report: Mapping[str, Any], engine: int) -> None:
         for series, value in report.items():
             shown, kind = self._of(engine, series)
             if kind == "counter":

@@ -153,7 +153,8 @@ class Reporter:
             totals[key("times_switched_off", stage)] = state.times_switched_off
             gauges[key("switched_off", stage)] = float(state.switched_off)
         report: dict[str, Any] = {
-            series: total - self._sent.get(series, 0)
+            # A total that is smaller than before began anew, as in a barrier that took another's place.
+            series: total - sent if total > (sent := self._sent.get(series, 0)) else total
             for series, total in totals.items()
             if total != self._sent.get(series, 0)
         }

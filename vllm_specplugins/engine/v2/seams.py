@@ -258,7 +258,7 @@ V2: tuple[Seam, ...] = (
         "read",
         "how many logits are verified at once",
     ),
-    Seam("config/model.py", "ModelConfig.head_dtype", None, "read", "the type of logits"),
+    Seam("config/model.py", "ModelConfig.head_dtype", names_of("self"), "read", "the type of logits"),
     Seam("config/model.py", "ModelConfig.get_hidden_size", names_of("self"), "read", "dummy logits of a model's head"),
     Seam("platforms/interface.py", "Platform.device_type", None, "read", "whether there is a device to check"),
     Seam("distributed/parallel_state.py", "GroupCoordinator.cpu_group", None, "read", "all ranks verify alike"),

@@ -234,7 +234,10 @@ COMMON: tuple[Seam, ...] = (
     Seam(
         "v1/metrics/loggers.py",
         "StatLoggerManager.__init__",
-        None,
+        names_of(
+            "self vllm_config engine_idxs custom_stat_loggers enable_default_loggers aggregate_engine_logging "
+            "client_count"
+        ),
         "patch",
         "our metrics beside vLLM's",
         remove_when=METRICS,
@@ -257,10 +260,20 @@ COMMON: tuple[Seam, ...] = (
     *_for_metrics("v1/outputs.py", "ECConnectorOutput", "ec_connector_stats", "carries our report to the scheduler"),
     *_for_metrics("distributed/ec_transfer/ec_connector/metrics.py", "ECConnectorStats", "data", "carries our report"),
     *_for_metrics("config/vllm.py", "VllmConfig", "ec_transfer_config", "whether that way is taken"),
-    *_for_metrics(
-        "v1/worker/gpu_worker.py",
-        "Worker",
-        "load_model execute_model sample_tokens compile_or_warm_up_model",
-        "where a step's report is made",
+    *(
+        Seam(
+            "v1/worker/gpu_worker.py",
+            f"Worker.{name}",
+            names_of(parameters),
+            "override",
+            "where a step's report is made",
+            remove_when=METRICS,
+        )
+        for name, parameters in {
+            "load_model": "self load_dummy_weights",
+            "execute_model": "self scheduler_output",
+            "sample_tokens": "self grammar_output",
+            "compile_or_warm_up_model": "self",
+        }.items()
     ),
 )
