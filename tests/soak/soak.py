@@ -29,7 +29,7 @@ from traffic import Book, Traffic
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "soak"
 MIN_PREEMPTIONS = 200
-MAX_EXTRA_SLOPE = 10.0  # MiB a minute beyond that of the server without speculation
+MAX_EXTRA_MIB = 32.0  # more than the server without speculation grows in as long: what filling caches may differ by
 CALM_SECONDS = 60.0  # until drafts are accepted again
 PLAIN_SHARE = 0.8  # of the time that a method gets
 KILL_AFTER = 0.4  # of a phase
@@ -147,7 +147,7 @@ class Soak:
             for task in (running, polling):
                 task.cancel()
         memory.save(FOLDER / f"{phase.name.replace(' ', '_')}.rss")
-        phase.mib, phase.slope = memory.last(), memory.slope()
+        phase.mib, phase.slope, phase.judged_minutes = memory.last(), memory.slope(), memory.judged_minutes()
         await self._check_end(phase, server, traffic)
 
     async def _start(self, phase: Phase, server: Server) -> None:
@@ -206,7 +206,8 @@ def problems_of(phases: list[Phase], book: Book) -> list[str]:
     if len(book.unstable) > 3:
         found.append(f"without speculation {len(book.unstable)} requests were answered in more than one way")
     for phase in phases[1:]:
-        if phase.slope is not None and phase.slope - max(0.0, phases[0].slope or 0.0) > MAX_EXTRA_SLOPE:
+        extra = (phase.slope or 0.0) - max(0.0, phases[0].slope or 0.0)
+        if extra * phase.judged_minutes > MAX_EXTRA_MIB:
             found.append(f"{phase.name}: memory grows by {phase.slope:.2f} MiB a minute")
     return found
 
