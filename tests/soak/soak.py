@@ -32,6 +32,7 @@ MIN_PREEMPTIONS = 200
 MAX_EXTRA_MIB = 32.0  # more than the server without speculation grows in as long: what filling caches may differ by
 CALM_SECONDS = 60.0  # until drafts are accepted again
 PLAIN_SHARE = 0.8  # of the time that a method gets
+MIN_LOAD_SECONDS = 5.0
 KILL_AFTER = 0.4  # of a phase
 
 
@@ -81,7 +82,7 @@ class Clock:
         """Seconds of load of the next phase."""
         left = self._end - time.monotonic() - self._starts_left * self._start_seconds
         share = self._shares.pop(0)
-        return max(5.0, left * share / (share + sum(self._shares)))
+        return max(MIN_LOAD_SECONDS, left * share / (share + sum(self._shares)))
 
 
 class Soak:
@@ -129,8 +130,9 @@ class Soak:
 
     async def _drive(self, phase: Phase, server: Server, traffic: Traffic, num_kills: int) -> None:
         await self._start(phase, server)
-        share = self._clock.next_share()
+        share, began = self._clock.next_share(), time.monotonic()
         await traffic.enter_references()
+        share = max(MIN_LOAD_SECONDS, share - (time.monotonic() - began))
         polling = asyncio.create_task(_poll(server))
         running = asyncio.create_task(traffic.run())
         try:
