@@ -33,6 +33,7 @@ MAX_EXTRA_MIB = 32.0  # more than the server without speculation grows in as lon
 CALM_SECONDS = 60.0  # until drafts are accepted again
 PLAIN_SHARE = 0.8  # of the time that a method gets
 MIN_LOAD_SECONDS = 5.0
+GRACE_SECONDS = 75.0  # for the last answers, before what is left of them counts as lost
 KILL_AFTER = 0.4  # of a phase
 
 
@@ -78,6 +79,10 @@ class Clock:
         """Whether another server cannot even start."""
         return time.monotonic() + self._start_seconds > self._end
 
+    def seconds_to_the_last(self) -> float:
+        """Until everything ends, whatever is still to come."""
+        return max(0.0, self._end + GRACE_SECONDS - time.monotonic())
+
     def next_share(self) -> float:
         """Seconds of load of the next phase."""
         left = self._end - time.monotonic() - self._starts_left * self._start_seconds
@@ -113,7 +118,10 @@ class Soak:
             journal.unlink()
         self._calm.touch()
         try:
-            await self._drive(phase, server, traffic, num_kills)
+            async with asyncio.timeout(self._clock.seconds_to_the_last()):
+                await self._drive(phase, server, traffic, num_kills)
+        except TimeoutError:
+            phase.problems.append(f"time is over, and {traffic.in_flight} requests are not answered")
         except Exception as error:
             phase.problems.append(f"{type(error).__name__}: {error}")
         finally:
@@ -202,6 +210,8 @@ async def _poll(server: Server) -> None:
 def problems_of(phases: list[Phase], book: Book) -> list[str]:
     """All of them, with those that only the phases together show."""
     found = [f"{phase.name}: {problem}" for phase in phases for problem in phase.problems]
+    if len(phases) < 2:
+        found.append("no method was served: there was no time")
     preemptions = sum(phase.totals["num_preemptions"] for phase in phases)
     if preemptions < MIN_PREEMPTIONS:
         found.append(f"{preemptions} preemptions; at least {MIN_PREEMPTIONS} are wanted")

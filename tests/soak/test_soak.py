@@ -63,14 +63,15 @@ def test_a_leak_is_seen() -> None:
 
 
 def test_what_must_not_be() -> None:
-    """Kills: a phase's problem, few preemptions or an unstable reference that is passed over."""
-    good = Phase("ours", totals=Counter(num_preemptions=200))
-    assert soak.problems_of([good], Book()) == []
-    assert len(soak.problems_of([Phase("ours", totals=Counter(num_preemptions=199))], Book())) == 1
-    assert soak.problems_of([Phase("ours", totals=good.totals, problems=["lost"])], Book()) == ["ours: lost"]
+    """Kills: a phase's problem, few preemptions, an unstable reference or a run without a method that is passed over."""
+    plain, ours = Phase("", totals=Counter(num_preemptions=150)), Phase("ours", totals=Counter(num_preemptions=50))
+    assert soak.problems_of([plain, ours], Book()) == []
+    assert len(soak.problems_of([plain, Phase("ours", totals=Counter(num_preemptions=49))], Book())) == 1
+    assert soak.problems_of([plain, Phase("ours", totals=ours.totals, problems=["lost"])], Book()) == ["ours: lost"]
+    assert len(soak.problems_of([Phase("", totals=Counter(num_preemptions=200))], Book())) == 1
     book = Book()
     book.unstable = set("abcd")
-    assert len(soak.problems_of([good], book)) == 1
+    assert len(soak.problems_of([plain, ours], book)) == 1
 
 
 def test_every_misdeed_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
