@@ -30,7 +30,7 @@ from traffic import Book, Traffic
 FOLDER = Path(__file__).parents[2] / ".cache" / "soak"
 MIN_PREEMPTIONS = 200
 MAX_EXTRA_MIB = 32.0  # more than the server without speculation grows in as long: what filling caches may differ by
-CALM_SECONDS = 60.0  # until drafts are accepted again
+CALM_SECONDS = 60.0  # until drafts are accepted again, and requests that were aborted are gone
 PLAIN_SHARE = 0.8  # of the time that a method gets
 MIN_LOAD_SECONDS = 5.0
 GRACE_SECONDS = 75.0  # for the last answers, before what is left of them counts as lost
@@ -182,17 +182,18 @@ class Soak:
 
     async def _check_end(self, phase: Phase, server: Server, traffic: Traffic) -> None:
         """Nothing is left over of any request, and drafts are accepted."""
-        for name, value in (await server.poll()).items():
-            if value > 0.001:
-                phase.problems.append(f"{name} is {value:g} when nobody asks")
+        await server.poll()
         before, began = server.totals["spec_decode_num_accepted_tokens"], time.monotonic()
-        if phase.name != PLAIN:
-            while phase.calm_accepted == 0 and time.monotonic() - began < CALM_SECONDS:
-                await traffic.calm()
-                await server.poll()
-                phase.calm_accepted = server.totals["spec_decode_num_accepted_tokens"] - before
-            if phase.calm_accepted == 0:
-                phase.problems.append("speculation is off at the end")
+        while True:
+            await traffic.calm()  # vLLM writes its gauges as it steps
+            left = [f"{name} is {value:g} when nobody asks" for name, value in (await server.poll()).items() if value]
+            phase.calm_accepted = server.totals["spec_decode_num_accepted_tokens"] - before
+            if phase.name != PLAIN and phase.calm_accepted == 0:
+                left.append("speculation is off at the end")
+            if not left or time.monotonic() - began > CALM_SECONDS:
+                break
+            await asyncio.sleep(1)
+        phase.problems += left
         if not await server.healthy():
             phase.problems.append("the server is not well at the end")
 

@@ -63,7 +63,7 @@ def test_a_leak_is_seen() -> None:
 
 
 def test_what_must_not_be() -> None:
-    """Kills: a phase's problem, few preemptions, an unstable reference or a run without a method that is passed over."""
+    """Kills: a phase's problem, few preemptions, unstable references or a run without a method that are passed over."""
     plain, ours = Phase("", totals=Counter(num_preemptions=150)), Phase("ours", totals=Counter(num_preemptions=50))
     assert soak.problems_of([plain, ours], Book()) == []
     assert len(soak.problems_of([plain, Phase("ours", totals=Counter(num_preemptions=49))], Book())) == 1
