@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parents[2] / ".cache" / "soak"
 MIN_PREEMPTIONS = 200
 MAX_EXTRA_MIB = 32.0  # more than the server without speculation grows in as long: what filling caches may differ by
 CALM_SECONDS = 60.0  # until drafts are accepted again, and requests that were aborted are gone
-PLAIN_SHARE = 0.8  # of the time that a method gets
+PLAIN_SHARE = 1.2  # of the time that a method gets
 MIN_LOAD_SECONDS = 5.0
 GRACE_SECONDS = 75.0  # for the last answers, before what is left of them counts as lost
 KILL_AFTER = 0.4  # of a phase
@@ -219,8 +219,9 @@ def problems_of(phases: list[Phase], book: Book) -> list[str]:
     if len(book.unstable) > 3:
         found.append(f"without speculation {len(book.unstable)} requests were answered in more than one way")
     for phase in phases[1:]:
-        extra = (phase.slope or 0.0) - max(0.0, phases[0].slope or 0.0)
-        if extra * phase.judged_minutes > MAX_EXTRA_MIB:
+        if phase.slope is None or phases[0].slope is None:
+            continue
+        if (phase.slope - max(0.0, phases[0].slope)) * phase.judged_minutes > MAX_EXTRA_MIB:
             found.append(f"{phase.name}: memory grows by {phase.slope:.2f} MiB a minute")
     return found
 
