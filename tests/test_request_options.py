@@ -128,7 +128,7 @@ def test_what_travels() -> None:
     arrived = received(found)
     assert arrived["reference"].tolist() == [1, 2, 99] and arrived["max_draft"] == 2
     assert not arrived["reference"].flags.writeable
-    assert resolved({"reference": []}, None, limits(CUSTOM)) == {}
+    assert resolved({"reference": [], "reference_digest": "mine"}, None, limits(CUSTOM)) == {}
 
 
 @pytest.mark.parametrize(

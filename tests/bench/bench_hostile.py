@@ -4,8 +4,8 @@
 
 A real server with prompt_lookup streams to some clients. In turn, a few seconds each, another client does nothing
 ("quiet"); sends the worst options of a request that we know of, one after the other ("hostile"); sends requests of the
-same sizes that vLLM itself refuses ("vLLM's own": what is lost here is lost without us). A gap is the time between two
-chunks that a client receives; phases are interleaved, and all gaps of an arm counted together.
+same sizes that vLLM itself refuses, at the same place ("vLLM's own": what is lost here is lost without us). A gap is
+the time between two chunks that a client receives; phases are interleaved, and all gaps of an arm counted together.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def attack(port, arm, is_on, is_over, answers):
     if arm == "hostile":
         bodies = [{**common, "vllm_xargs": {"specplugins": payload}} for payload in PAYLOADS]
     else:
-        bodies = [{**common, "temperature": -1.0, "vllm_xargs": {"other": payload}} for payload in PAYLOADS]
+        bodies = [{**common, "stop_token_ids": [1 << 30], "vllm_xargs": {"other": payload}} for payload in PAYLOADS]
     encoded = [json.dumps(body).encode() for body in bodies]
     for body in itertools.cycle(encoded):
         while not is_on.wait(0.2):

@@ -110,8 +110,14 @@ def test_long_texts_wait_and_others_do_not() -> None:
     """
     proposer, at_once = lookup(), lookup()
     short = [1, 2, 3, 4, 9, 1, 2]
-    requests = {"long": [*LONG, 1, 2], "short": short, "shorter": [*LONG[:9000], 1, 2], "referring": [7, *LONG[50:53]]}
-    options: list[dict[str, Any]] = [{}, {}, {}, {"reference": LONG}]
+    requests = {
+        "long": [*LONG, 1, 2],
+        "short": short,
+        "shorter": [*LONG[:9000], 1, 2],
+        "referring": [7, 60, 50, 60, 50],
+    }
+    reference = [60, 50, 60, 50, 1, *LONG, 60, 50, 60, 50, 2]  # its end decides
+    options: list[dict[str, Any]] = [{}, {}, {}, {"reference": reference}]
 
     def step(proposer: PromptLookup) -> list[list[int]]:
         histories = [np.array(tokens, np.int32) for tokens in requests.values()]
