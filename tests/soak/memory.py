@@ -28,17 +28,22 @@ class Memory:
             await asyncio.sleep(EVERY_S)
 
     def slope(self) -> float | None:
-        """MiB a minute, by least squares over the second half: by then caches are filled. None where that is too short
-        to tell.
+        """MiB a minute, by least squares over the second half: by then most caches are filled. None where that is too
+        short to tell.
 
         >>> Memory([0.0, 30.0, 60.0, 90.0], [9 * MIB, 8 * MIB, 2 * MIB, 3 * MIB]).slope()
         2.0
         """
+        if self.judged_minutes() * 60 < MIN_SECONDS:
+            return None
         middle = len(self.rss) // 2
         seconds, rss = np.array(self.seconds[middle:]), np.array(self.rss[middle:], float)
-        if len(rss) < 2 or seconds[-1] - seconds[0] < MIN_SECONDS:
-            return None
         return round(float(np.polyfit(seconds - seconds[0], rss, 1)[0] * 60 / MIB), 6)
+
+    def judged_minutes(self) -> float:
+        """How long the second half was."""
+        judged = self.seconds[len(self.seconds) // 2 :]
+        return (judged[-1] - judged[0]) / 60 if judged else 0.0
 
     def save(self, path: Path) -> None:
         """As text, for a plot: seconds and MiB of each sample."""

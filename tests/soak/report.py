@@ -20,6 +20,7 @@ class Phase:
         calm_accepted: draft tokens accepted at the end, when nobody misbehaved.
         mib: resident at the end.
         slope: MiB a minute over the second half of its last life; None where it was too short to tell.
+        judged_minutes: how long that was.
         tracebacks: in its log.
         faults: of the planted proposer, by name.
         problems: what must not be.
@@ -33,6 +34,7 @@ class Phase:
     calm_accepted: int = 0
     mib: float = 0.0
     slope: float | None = None
+    judged_minutes: float = 0.0
     tracebacks: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)

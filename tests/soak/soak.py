@@ -29,9 +29,11 @@ from traffic import Book, Traffic
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "soak"
 MIN_PREEMPTIONS = 200
-MAX_EXTRA_SLOPE = 10.0  # MiB a minute beyond that of the server without speculation
-CALM_SECONDS = 60.0  # until drafts are accepted again
-PLAIN_SHARE = 0.8  # of the time that a method gets
+MAX_EXTRA_MIB = 32.0  # more than the server without speculation grows in as long: what filling caches may differ by
+CALM_SECONDS = 60.0  # until drafts are accepted again, and requests that were aborted are gone
+PLAIN_SHARE = 1.2  # of the time that a method gets
+MIN_LOAD_SECONDS = 5.0
+GRACE_SECONDS = 75.0  # for the last answers, before what is left of them counts as lost
 KILL_AFTER = 0.4  # of a phase
 
 
@@ -77,11 +79,15 @@ class Clock:
         """Whether another server cannot even start."""
         return time.monotonic() + self._start_seconds > self._end
 
+    def seconds_to_the_last(self) -> float:
+        """Until everything ends, whatever is still to come."""
+        return max(0.0, self._end + GRACE_SECONDS - time.monotonic())
+
     def next_share(self) -> float:
         """Seconds of load of the next phase."""
         left = self._end - time.monotonic() - self._starts_left * self._start_seconds
         share = self._shares.pop(0)
-        return max(5.0, left * share / (share + sum(self._shares)))
+        return max(MIN_LOAD_SECONDS, left * share / (share + sum(self._shares)))
 
 
 class Soak:
@@ -112,7 +118,10 @@ class Soak:
             journal.unlink()
         self._calm.touch()
         try:
-            await self._drive(phase, server, traffic, num_kills)
+            async with asyncio.timeout(self._clock.seconds_to_the_last()):
+                await self._drive(phase, server, traffic, num_kills)
+        except TimeoutError:
+            phase.problems.append(f"time is over, and {traffic.in_flight} requests are not answered")
         except Exception as error:
             phase.problems.append(f"{type(error).__name__}: {error}")
         finally:
@@ -129,8 +138,9 @@ class Soak:
 
     async def _drive(self, phase: Phase, server: Server, traffic: Traffic, num_kills: int) -> None:
         await self._start(phase, server)
-        share = self._clock.next_share()
+        share, began = self._clock.next_share(), time.monotonic()
         await traffic.enter_references()
+        share = max(MIN_LOAD_SECONDS, share - (time.monotonic() - began))
         polling = asyncio.create_task(_poll(server))
         running = asyncio.create_task(traffic.run())
         try:
@@ -147,7 +157,7 @@ class Soak:
             for task in (running, polling):
                 task.cancel()
         memory.save(FOLDER / f"{phase.name.replace(' ', '_')}.rss")
-        phase.mib, phase.slope = memory.last(), memory.slope()
+        phase.mib, phase.slope, phase.judged_minutes = memory.last(), memory.slope(), memory.judged_minutes()
         await self._check_end(phase, server, traffic)
 
     async def _start(self, phase: Phase, server: Server) -> None:
@@ -172,17 +182,18 @@ class Soak:
 
     async def _check_end(self, phase: Phase, server: Server, traffic: Traffic) -> None:
         """Nothing is left over of any request, and drafts are accepted."""
-        for name, value in (await server.poll()).items():
-            if value > 0.001:
-                phase.problems.append(f"{name} is {value:g} when nobody asks")
+        await server.poll()
         before, began = server.totals["spec_decode_num_accepted_tokens"], time.monotonic()
-        if phase.name != PLAIN:
-            while phase.calm_accepted == 0 and time.monotonic() - began < CALM_SECONDS:
-                await traffic.calm()
-                await server.poll()
-                phase.calm_accepted = server.totals["spec_decode_num_accepted_tokens"] - before
-            if phase.calm_accepted == 0:
-                phase.problems.append("speculation is off at the end")
+        while True:
+            await traffic.calm()  # vLLM writes its gauges as it steps
+            left = [f"{name} is {value:g} when nobody asks" for name, value in (await server.poll()).items() if value]
+            phase.calm_accepted = server.totals["spec_decode_num_accepted_tokens"] - before
+            if phase.name != PLAIN and phase.calm_accepted == 0:
+                left.append("speculation is off at the end")
+            if not left or time.monotonic() - began > CALM_SECONDS:
+                break
+            await asyncio.sleep(1)
+        phase.problems += left
         if not await server.healthy():
             phase.problems.append("the server is not well at the end")
 
@@ -200,13 +211,17 @@ async def _poll(server: Server) -> None:
 def problems_of(phases: list[Phase], book: Book) -> list[str]:
     """All of them, with those that only the phases together show."""
     found = [f"{phase.name}: {problem}" for phase in phases for problem in phase.problems]
+    if len(phases) < 2:
+        found.append("no method was served: there was no time")
     preemptions = sum(phase.totals["num_preemptions"] for phase in phases)
     if preemptions < MIN_PREEMPTIONS:
         found.append(f"{preemptions} preemptions; at least {MIN_PREEMPTIONS} are wanted")
     if len(book.unstable) > 3:
         found.append(f"without speculation {len(book.unstable)} requests were answered in more than one way")
     for phase in phases[1:]:
-        if phase.slope is not None and phase.slope - max(0.0, phases[0].slope or 0.0) > MAX_EXTRA_SLOPE:
+        if phase.slope is None or phases[0].slope is None:
+            continue
+        if (phase.slope - max(0.0, phases[0].slope)) * phase.judged_minutes > MAX_EXTRA_MIB:
             found.append(f"{phase.name}: memory grows by {phase.slope:.2f} MiB a minute")
     return found
 

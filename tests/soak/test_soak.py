@@ -51,26 +51,27 @@ def test_a_leak_is_seen() -> None:
     """Growth by 20 MiB a minute in noise of 5 MiB, behind a faster start. Kills: the first half counted in."""
     rng = random.Random(0)
     for leak, seen in ((0, False), (20, True)):
-        memory = Memory([float(second) for second in range(180)])
+        memory = Memory([float(second) for second in range(240)])
         memory.rss = [
-            int(MIB * (1000 + min(second, 60) * 5 + leak * second / 60 + rng.uniform(0, 5))) for second in range(180)
+            int(MIB * (min(second, 60) * 5 + leak * second / 60 + rng.uniform(0, 5))) for second in range(240)
         ]
-        slope = memory.slope()
-        assert slope is not None
-        phases = [Phase("plain", slope=1.0, totals=Counter(num_preemptions=200)), Phase("ours", slope=slope)]
-        assert bool(soak.problems_of(phases, Book())) == seen
-    assert Memory([0.0, 1.0], [1, 2]).slope() is None
+        slope, minutes = memory.slope(), memory.judged_minutes()
+        assert slope is not None and 1.9 < minutes < 2
+        ours = Phase("ours", slope=slope, judged_minutes=minutes)
+        assert bool(soak.problems_of([Phase("", slope=1, totals=Counter(num_preemptions=200)), ours], Book())) == seen
+    assert Memory([0.0, 1.0], [1, 2]).slope() is None is Memory().slope()
 
 
 def test_what_must_not_be() -> None:
-    """Kills: a phase's problem, few preemptions or an unstable reference that is passed over."""
-    good = Phase("ours", totals=Counter(num_preemptions=200))
-    assert soak.problems_of([good], Book()) == []
-    assert len(soak.problems_of([Phase("ours", totals=Counter(num_preemptions=199))], Book())) == 1
-    assert soak.problems_of([Phase("ours", totals=good.totals, problems=["lost"])], Book()) == ["ours: lost"]
+    """Kills: a phase's problem, few preemptions, unstable references or a run without a method that are passed over."""
+    plain, ours = Phase("", totals=Counter(num_preemptions=150)), Phase("ours", totals=Counter(num_preemptions=50))
+    assert soak.problems_of([plain, ours], Book()) == []
+    assert len(soak.problems_of([plain, Phase("ours", totals=Counter(num_preemptions=49))], Book())) == 1
+    assert soak.problems_of([plain, Phase("ours", totals=ours.totals, problems=["lost"])], Book()) == ["ours: lost"]
+    assert len(soak.problems_of([Phase("", totals=Counter(num_preemptions=200))], Book())) == 1
     book = Book()
     book.unstable = set("abcd")
-    assert len(soak.problems_of([good], book)) == 1
+    assert len(soak.problems_of([plain, ours], book)) == 1
 
 
 def test_every_misdeed_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
