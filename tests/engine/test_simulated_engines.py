@@ -231,7 +231,7 @@ def test_a_copy_that_is_read_too_early(all_layers: Any, prompts: Any, monkeypatc
         return np.array([stats["drafted_tokens"], stats["accepted_tokens"]])
 
     before = counted()
-    assert (counted() - before <= 18).all()
+    assert (counted() - before <= 18 + 2 * K).all(), "the drafts, and a step in vain for each request"
     feedback = runner(all_layers).speculator._feedback
     with monkeypatch.context() as patch:
         patch.setattr(feedback, "_arrived", type(feedback._arrived)())
