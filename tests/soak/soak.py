@@ -29,6 +29,8 @@ from traffic import Book, Traffic
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "soak"
 MIN_PREEMPTIONS = 200
+MIN_JUDGED_MINUTES = 3.0  # of a slope: until then the server without speculation grows by 70 MiB a minute, too
+MAX_MORE_MIB = 512.0  # than that server has at the end, in a run that is too short for slopes
 MAX_EXTRA_MIB = 32.0  # more than the server without speculation grows in as long: what filling caches may differ by
 CALM_SECONDS = 60.0  # until drafts are accepted again, and requests that were aborted are gone
 PLAIN_SHARE = 1.2  # of the time that a method gets
@@ -219,11 +221,22 @@ def problems_of(phases: list[Phase], book: Book) -> list[str]:
     if len(book.unstable) > 3:
         found.append(f"without speculation {len(book.unstable)} requests were answered in more than one way")
     for phase in phases[1:]:
-        if phase.slope is None or phases[0].slope is None:
-            continue
-        if (phase.slope - max(0.0, phases[0].slope)) * phase.judged_minutes > MAX_EXTRA_MIB:
-            found.append(f"{phase.name}: memory grows by {phase.slope:.2f} MiB a minute")
+        found += memory_problems(phase, phases[0])
     return found
+
+
+def memory_problems(phase: Phase, plain: Phase) -> list[str]:
+    """Beside the server without speculation: in a long run by what memory grows, in a short one by what it has."""
+    if (
+        phase.slope is None
+        or plain.slope is None
+        or min(phase.judged_minutes, plain.judged_minutes) < MIN_JUDGED_MINUTES
+    ):
+        more = phase.mib - plain.mib
+        return [f"{phase.name}: {more:.0f} MiB more at the end"] if more > MAX_MORE_MIB else []
+    if (phase.slope - max(0.0, plain.slope)) * phase.judged_minutes > MAX_EXTRA_MIB:
+        return [f"{phase.name}: memory grows by {phase.slope:.2f} MiB a minute"]
+    return []
 
 
 def say(words: str) -> None:

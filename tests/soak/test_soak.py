@@ -51,14 +51,17 @@ def test_a_leak_is_seen() -> None:
     """Growth by 20 MiB a minute in noise of 5 MiB, behind a faster start. Kills: the first half counted in."""
     rng = random.Random(0)
     for leak, seen in ((0, False), (20, True)):
-        memory = Memory([float(second) for second in range(240)])
+        memory = Memory([float(second) for second in range(480)])
         memory.rss = [
-            int(MIB * (min(second, 60) * 5 + leak * second / 60 + rng.uniform(0, 5))) for second in range(240)
+            int(MIB * (min(second, 60) * 5 + leak * second / 60 + rng.uniform(0, 5))) for second in range(480)
         ]
         slope, minutes = memory.slope(), memory.judged_minutes()
-        assert slope is not None and 1.9 < minutes < 2
+        assert slope is not None and 3.9 < minutes < 4
         ours = Phase("ours", slope=slope, judged_minutes=minutes)
-        assert bool(soak.problems_of([Phase("", slope=1, totals=Counter(num_preemptions=200)), ours], Book())) == seen
+        plain = Phase("", slope=1, judged_minutes=4, totals=Counter(num_preemptions=200))
+        assert bool(soak.problems_of([plain, ours], Book())) == seen
+    assert soak.memory_problems(Phase("ours", slope=99, judged_minutes=1, mib=600), Phase("", mib=100)) == []
+    assert soak.memory_problems(Phase("ours", slope=0, judged_minutes=1, mib=700), Phase("", mib=100)) != []
     assert Memory([0.0, 1.0], [1, 2]).slope() is None is Memory().slope()
 
 
