@@ -4,7 +4,8 @@
 
 A server without speculation answers each of a list of requests first; then servers with methods of ours are asked the
 same, under bursts, aborts, hostile options, a proposer full of faults, a cache that is far too small, and SIGKILL. No
-request may be lost, no token wrong, no server dead; memory must be flat (a run that is too short to tell a slope compares what is there at the end), and speculation on at the end. Ends by the
+request may be lost, no token wrong, no server dead; memory must be flat (a short run
+compares what is there at the end, since it cannot tell a slope), and speculation on at the end. Ends by the
 clock, and with status 1 if there is a problem. Logs stay in .cache/soak.
 """
 
