@@ -73,30 +73,31 @@ def make_proposer():
 
 
 def take_in(proposer, histories, options=None):
-    """One step of requests "0", "1", ...; whether all is taken in."""
+    """One step of requests "0", "1", ...; whether all is taken in, and ms of CPU of the call."""
     names = [str(number) for number in range(len(histories))]
     limits = np.full(len(names), K, np.int32)
-    proposer.propose(DraftBatch(names, list(histories), limits, options or [{}] * len(names)))
+    batch = DraftBatch(names, list(histories), limits, options or [{}] * len(names))
+    start = time.thread_time()
+    proposer.propose(batch)
+    ms = (time.thread_time() - start) * 1e3
     waiting = [
         request.index.num_left(text) for request, text in zip(proposer._requests.values(), histories, strict=True)
     ]
-    return not any(waiting) and not any(
-        shared.reference.index.num_left(shared.reference.text) for shared in proposer._references.values()
-    )
+    waiting += [shared.reference.index.num_left(shared.reference.text) for shared in proposer._references.values()]
+    return not any(waiting), ms
 
 
 def time_burst(texts, num_decoding, references):
     """ms of CPU of each call while the texts arrive at once beside requests that decode, and when all end."""
     proposer = make_proposer()
     decoding = [np.resize(texts[0], 2_000 + row) for row in range(num_decoding)]
-    while not take_in(proposer, decoding):
+    while not take_in(proposer, decoding)[0]:
         pass
     options = [{}] * num_decoding + references
     times, done = [], False
     while not done:
-        start = time.thread_time()
-        done = take_in(proposer, [*decoding, *texts], options)
-        times.append((time.thread_time() - start) * 1e3)
+        done, ms = take_in(proposer, [*decoding, *texts], options)
+        times.append(ms)
     start = time.thread_time()
     proposer.forget([str(number) for number in range(len(decoding) + len(texts))])
     return times, (time.thread_time() - start) * 1e3
@@ -113,7 +114,7 @@ def time_steps(history_len, num_reqs, num_steps, vocab_size):
         np.full(num_reqs, K, np.int32),
         [{}] * num_reqs,
     )
-    while not take_in(proposer, [row[:history_len] for row in token_ids]):
+    while not take_in(proposer, [row[:history_len] for row in token_ids])[0]:
         pass
     peer = make_peer(row_len + K, num_reqs)
     sampled = [[0]] * num_reqs  # the peer only looks at which are empty

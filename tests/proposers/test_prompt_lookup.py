@@ -9,6 +9,9 @@ from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.proposers import prompt_lookup
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
+from vllm_specplugins.structures import ngram_index
+from vllm_specplugins.structures.allowance import ASKING, OWN_MEMORY_FROM, Allowance
+from vllm_specplugins.structures.ngram_table import BLOCK, CLEARING, MOVED_PER_WORK, NEXT, NUM_CLEARED, NUM_MOVED
 
 CONTEXT = ProposerContext(
     vocab_size=100,
@@ -136,6 +139,72 @@ def test_long_texts_wait_and_others_do_not() -> None:
         assert all(found[row] == expected[row] for found in steps[first[row] :])
 
 
+def count_work(patch: pytest.MonkeyPatch) -> list[int]:
+    """Work that indexes do from now on, counted by what it changes: tokens entered, slots cleared and moved, tables
+    asked of the system for."""
+    done: list[int] = []
+    enter, move, make = ngram_index.enter_text, ngram_index.move, Allowance.make_table
+
+    def entering(text: Any, table: Any, state: Any, work: int) -> Any:
+        before = int(state[NEXT])
+        result = enter(text, table, state, work)
+        done.append(int(state[NEXT]) - before)
+        return result
+
+    def moving(table: Any, larger: Any, state: Any, work: int) -> Any:
+        cleared, moved = state[[NUM_CLEARED, NUM_MOVED]].tolist()
+        result = move(table, larger, state, work)
+        done.append((int(state[NUM_CLEARED]) - cleared) * CLEARING // BLOCK)
+        done.append(np.count_nonzero(table[moved : state[NUM_MOVED]]) // MOVED_PER_WORK)
+        return result
+
+    def making(self: Allowance, num_slots: int) -> Any:
+        done.append(ASKING if 8 * num_slots >= OWN_MEMORY_FROM else 0)
+        return make(self, num_slots)
+
+    patch.setattr(ngram_index, "enter_text", entering)
+    patch.setattr(ngram_index, "move", moving)
+    patch.setattr(Allowance, "make_table", making)
+    return done
+
+
+def test_every_call_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that a call does, and bytes that it frees, while long texts come, one of them said twice, and go at once.
+
+    Kills: clearing, moving or asking for tables that costs nothing, work of its own for each long prompt beside the
+    shared, what others leave of theirs added to it, a forget that frees all, and one that nothing is freed after.
+    """
+    rng, shared, freed = np.random.default_rng(0), 1500, 1 << 18
+    monkeypatch.setattr(prompt_lookup, "SHARED_WORK", shared)
+    monkeypatch.setattr(prompt_lookup, "FREED_BYTES", freed)
+    proposer, done = lookup(), count_work(monkeypatch)
+    texts = [rng.integers(0, 1 << 30, 20_000).tolist() for _ in range(8)]
+    texts[0][10_000:] = texts[0][:10_000]
+    requests = {str(row): text for row, text in enumerate([*texts[:4], *([[1, 2, 3]] * 40)])}
+    options = [{}] * 40 + [{"reference": np.array(text, np.int32)} for text in texts[4:]]
+    names, limits, histories = list(requests), np.full(44, 4, np.int32), batch(requests).token_ids
+
+    def step() -> int:
+        done.clear()
+        before = proposer.num_bytes()
+        proposer.propose(DraftBatch(names, list(histories), limits, options))
+        assert before - proposer.num_bytes() <= freed
+        return sum(done)
+
+    spent = [step()]
+    while spent[-1]:
+        spent.append(step())
+    assert max(spent) <= shared + 40 * 2 + 34, "more than it may, 2 tokens of each short one, and the last look"
+    assert sum(spent) > 8 * 20_000 and len(spent) < 250
+    held = proposer.num_bytes()
+    proposer.forget(names)
+    assert held - freed - 48 * 1000 <= proposer.num_bytes() < held, "small ones go at once"
+    names, histories, limits, options = ["new"], histories[-1:], limits[:1], options[:1]
+    for _ in range(held // freed + 10):
+        step()
+    assert proposer.num_bytes() < 1000
+
+
 def test_full_memory() -> None:
     """A request whose index finds no room is not drafted for, gives back what it held, and holds up nobody.
 
@@ -146,7 +215,9 @@ def test_full_memory() -> None:
     for _ in range(200):
         found = drafts(proposer, requests)
         held = [request.index.num_bytes for request in proposer._requests.values()]
-        assert sum(held) == proposer._allowance.num_bytes <= 1 << 20
+        allowance = proposer._allowance
+        assert sum(held) == allowance.num_bytes - allowance.num_dropped_bytes
+        assert allowance.num_bytes <= 1 << 20
     ready = [name for name, draft in zip(requests, found, strict=True) if draft]
     assert ready == list(proposer._requests) and 0 < len(ready) < 8
     proposer.forget(ready)

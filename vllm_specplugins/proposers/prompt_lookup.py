@@ -17,13 +17,15 @@ import numpy as np
 
 from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
-from vllm_specplugins.structures.ngram_index import Allowance, NgramIndex, Reference
+from vllm_specplugins.structures.allowance import Allowance
+from vllm_specplugins.structures.ngram_index import NgramIndex, Reference
 
 logger = logging.getLogger("vllm.specplugins")
 
 # In looks into a table, as all work of an index; no clock, so that all ranks of a tensor-parallel group do the same.
-OWN_WORK = 64  # of each request in each step: a decoding one needs some twenty
-SHARED_WORK = 5_000  # of all in a step, for prompts and references: half a millisecond where caches are cold
+OWN_WORK = 64  # of each request that is no more tokens behind, in each step: a decoding one needs some twenty
+SHARED_WORK = 5_000  # of all in a step, for prompts and references: 0.3 ms, 1.1 where caches are cold
+FREED_BYTES = 1 << 21  # of tables that are over, in each step, and with each request that ends
 
 
 @dataclass(slots=True)
@@ -82,14 +84,15 @@ class PromptLookup:
         """Nothing to learn: the accepted tokens come with the next batch's histories."""
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Frees the indexes of these requests."""
+        """Drops the indexes of these requests; what is large is freed over the next steps."""
         self._taken_in = None
         for request_id in request_ids:
             self._drop(request_id)
             self._failed.discard(request_id)
+        self._allowance.free(FREED_BYTES)
 
     def num_bytes(self) -> int:
-        """Memory of all indexes."""
+        """Memory of all indexes, with what is still to be freed."""
         return self._allowance.num_bytes
 
     def _take_in(self, batch: DraftBatch) -> None:
@@ -98,7 +101,8 @@ class PromptLookup:
         if batch.token_ids is self._taken_in:
             return
         self._taken_in = batch.token_ids
-        self._allowance.work = SHARED_WORK + OWN_WORK * batch.num_reqs
+        self._allowance.free(FREED_BYTES)
+        self._allowance.work = OWN_WORK * batch.num_reqs
         behind: list[tuple[float, int, NgramIndex, Int32Array]] = []
         for row, limit in enumerate(batch.max_num_draft.tolist()):
             request_id, history = batch.request_ids[row], batch.token_ids[row]
@@ -106,8 +110,9 @@ class PromptLookup:
                 continue
             try:
                 request = self._request(request_id, history, batch.options[row])
-                if not request.index.take_in(history, OWN_WORK):
-                    behind.append((request.index.num_left(history), row, request.index, history))
+                left = request.index.num_left(history)
+                if left > OWN_WORK or not request.index.take_in(history, OWN_WORK):
+                    behind.append((left, row, request.index, history))
                 if request.digest is not None:
                     shared = self._references[request.digest]
                     other = shared.reference
@@ -115,6 +120,7 @@ class PromptLookup:
                         behind.append((left / shared.num_users, row, other.index, other.text))
             except Exception as error:
                 self._fail(request_id, error)
+        self._allowance.work = SHARED_WORK  # what requests did not need of their own is not for others
         for _, row, index, text in sorted(behind, key=lambda item: item[:2]):
             try:
                 index.take_in(text)
