@@ -77,11 +77,14 @@ class Sampling:
 
     Args:
         temperature: [num_reqs] float32, 0 is greedy.
-        seeds: [num_reqs] int64, a request's own for as long as it lives.
+        seeds: [num_reqs] int64, of noise that the drafts of this step are drawn with and verification is not.
+        verified: `kernels.rejection.Sampling` of the requests, [num_reqs] each: all that verification draws with, its
+            noise included; None where the engine's own verification draws otherwise.
     """
 
     temperature: Any
     seeds: Any
+    verified: Any = None
 
 
 class PagedForward(Protocol):

@@ -190,7 +190,8 @@ class _Adapter:
         target = None
         if self._target is not None and rows:
             seeds = [request.seed for request in requests]
-            target = self._target.of(rows, num_tokens, seeds, hidden_states, common_attn_metadata)
+            verified = None if self.verifier is None else self.verifier.sampling(sampling_metadata)
+            target = self._target.of(rows, num_tokens, seeds, hidden_states, common_attn_metadata, verified)
         offer = None
         if self._built_in is not None:
             step = (

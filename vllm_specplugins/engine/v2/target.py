@@ -6,6 +6,7 @@ Where the attention backends can update their metadata in place, a whole draft i
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -30,6 +31,8 @@ from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.paged import PagedForward
 from vllm_specplugins.engine.v2.report import DraftReport, warms_up
 from vllm_specplugins.engine.verify import draft_seeds
+from vllm_specplugins.kernels.rejection import Sampling as Verified
+from vllm_specplugins.methods import is_coupled
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.request_options import Options, draft_limit
 
@@ -46,6 +49,7 @@ class TargetSpeculator(DraftModelSpeculator):
     draft_logits: torch.Tensor | None
     barrier: FaultBarrier  # set by runner.attach
     offer: DeviceOffer | None = None  # of a cascade's stage that is built into vLLM
+    sampling_states: Callable[[], Any]  # those of the runner's sampler; set by runner.attach
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
@@ -65,6 +69,10 @@ class TargetSpeculator(DraftModelSpeculator):
         self._last_hidden_states = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
         self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._verified: Verified | None = None
+        if is_coupled(vllm_config.speculative_config.plugin_config):
+            limits = (torch.zeros(rows, dtype=torch.int32, device=device), *torch.zeros(2, rows, device=device))
+            self._verified = Verified(self._temperature, torch.zeros_like(self._seeds), *limits)
         if self.draft_logits is not None:
             # A graph's padding rows are request -1: one row more takes what is drafted for them.
             shape, dtype = (rows + 1, *self.draft_logits.shape[1:]), self.draft_logits.dtype
@@ -181,6 +189,10 @@ class TargetSpeculator(DraftModelSpeculator):
         self._last_hidden_states[:num_reqs].copy_(last_hidden_states[last_rows])
         self._temperature[:num_reqs].copy_(temperature[requests])
         self._seeds[:num_reqs].copy_(draft_seeds(seeds[requests], self._num_tokens[:num_reqs], self._rejection))
+        if self._verified is not None:
+            states = self.sampling_states()
+            for name in ("seeds", "top_k", "top_p", "min_p"):
+                getattr(self._verified, name)[:num_reqs].copy_(getattr(states, name).gpu[requests])
 
         if self._histories is not None:
             with gpu_sync_allowed():
@@ -318,7 +330,9 @@ class TargetSpeculator(DraftModelSpeculator):
             last_token_ids=self._last_token_ids[rows],
             num_tokens=self._num_tokens[rows],
             last_hidden_states=self._last_hidden_states[rows],
-            sampling=Sampling(self._temperature[rows], self._seeds[rows]),
+            sampling=Sampling(
+                self._temperature[rows], self._seeds[rows], None if self._verified is None else self._verified.at(rows)
+            ),
         )
         max_num_draft = np.full(len(request_ids), self.num_speculative_steps, np.int32)
         return DraftBatch(request_ids, (), max_num_draft, [{}] * len(request_ids), target)
