@@ -46,7 +46,7 @@ class EarlyExit:
         token_ids = last.new_empty(batch.num_reqs, width, dtype=torch.int32)
         logits = None
         for step in range(width):
-            last, step_logits = self._choose(target, last, positions)
+            last, step_logits = self._choose(target, last, positions, token_ids[:, :step])
             token_ids[:, step] = last
             if step_logits is not None:
                 if logits is None:
@@ -72,17 +72,24 @@ class EarlyExit:
         return self._choose(target, torch.from_numpy(token_ids).to(device), positions)
 
     def _choose(
-        self, target: Target, token_ids: torch.Tensor, positions: torch.Tensor
+        self, target: Target, token_ids: torch.Tensor, positions: torch.Tensor, begun: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What follows each token: ids and, if it is drawn by itself, logits. Of shape [num_reqs] or [num_reqs, T]."""
+        """What follows each token: ids and, if it is drawn by itself, logits. Of shape [num_reqs] or [num_reqs, T].
+
+        `begun` [num_reqs, T]: what was drafted before; None: nobody edits the logits.
+        """
         hidden_states = target.forward.hidden_states(self._exit_layer, token_ids, positions, normed=self._head is None)
-        flat = hidden_states.view(-1, hidden_states.shape[-1])
-        if self._method == "greedy":
-            chosen = target.forward.argmax(flat) if self._head is None else self._head.logits(flat).argmax(dim=-1)
-            return chosen.view(token_ids.shape), None
+        flat, places = hidden_states.view(-1, hidden_states.shape[-1]), positions.reshape(-1) + 1
+        edits = target.edit is not None and begun is not None
+        if self._method == "greedy" and self._head is None and not edits:
+            return target.forward.argmax(flat).view(token_ids.shape), None
         logits = (target.forward if self._head is None else self._head).logits(flat)
-        sampling, places = target.sampling, positions.reshape(-1) + 1  # of what is drawn
+        if target.edit is not None and begun is not None:
+            logits = target.edit(logits, begun, places).to(logits.dtype)
+        if self._method == "greedy":
+            return logits.argmax(dim=-1).view(token_ids.shape), None
         rows = torch.arange(len(token_ids), device=logits.device).repeat_interleave(len(flat) // len(token_ids))
+        sampling = target.sampling
         if self._method == "coupled":
             return coupled_sample(logits, places, sampling.verified.at(rows)).view(token_ids.shape), None
         chosen = gumbel_sample(logits, sampling.temperature[rows], sampling.seeds[rows], places)

@@ -23,18 +23,11 @@ class TargetV1:
         self._rejection = runner.speculative_config.plugin_config.common.rejection
 
     def of(
-        self,
-        rows: list[int],
-        num_tokens: Any,
-        seeds: Sequence[int],
-        hidden_states: torch.Tensor,
-        common: Any,
-        verified: Any = None,
+        self, rows: list[int], num_tokens: Any, seeds: Sequence[int], hidden_states: torch.Tensor, common: Any
     ) -> Target:
         """The target for the requests in these rows of the runner's batch, [num_reqs] tokens long each.
 
-        `common` is the step's CommonAttentionMetadata, `hidden_states` [num_tokens_of_the_step, hidden_size],
-        `verified` what the rows of the batch are verified with.
+        `common` is the step's CommonAttentionMetadata, `hidden_states` [num_tokens_of_the_step, hidden_size].
         """
         input_batch, device = self._runner.input_batch, hidden_states.device
         lengths = torch.from_numpy(num_tokens.astype(np.int64))
@@ -48,9 +41,7 @@ class TargetV1:
             num_tokens=lengths.to(device),
             last_hidden_states=hidden_states[(starts + lengths - 2 - computed).to(device)],
             sampling=Sampling(
-                temperature.to(device),
-                draft_seeds(torch.tensor(seeds), lengths, self._rejection).to(device),
-                None if verified is None else verified.at(rows),
+                temperature.to(device), draft_seeds(torch.tensor(seeds), lengths, self._rejection).to(device)
             ),
         )
 

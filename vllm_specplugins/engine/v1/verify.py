@@ -18,7 +18,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, MinPLogitsProcessor
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.engine.v1.edits import custom, edit
+from vllm_specplugins.engine.v1.edits import custom, edit, edit_of_drafts
 from vllm_specplugins.engine.v1.rows import Rows
 from vllm_specplugins.engine.verify import OPERATIONS
 from vllm_specplugins.kernels.rejection import Sampling, load
@@ -78,6 +78,11 @@ class Verifier:
             if row in processor.req_info:
                 return False
         return True
+
+    def edit_of_drafts(self, metadata: Any, rows: list[int]) -> Any:
+        """`draft.Target.edit` for these rows of the batch."""
+        runner = self._runner
+        return edit_of_drafts(metadata, runner.input_batch, rows, runner.model_config.get_vocab_size(), runner.device)
 
     def sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         """vLLM's signature; `logits` [N, V]."""

@@ -49,7 +49,7 @@ class TargetSpeculator(DraftModelSpeculator):
     draft_logits: torch.Tensor | None
     barrier: FaultBarrier  # set by runner.attach
     offer: DeviceOffer | None = None  # of a cascade's stage that is built into vLLM
-    sampling_states: Callable[[], Any]  # those of the runner's sampler; set by runner.attach
+    rejection_sampler: Callable[[], Any]  # the runner's; set by runner.attach
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
@@ -190,7 +190,7 @@ class TargetSpeculator(DraftModelSpeculator):
         self._temperature[:num_reqs].copy_(temperature[requests])
         self._seeds[:num_reqs].copy_(draft_seeds(seeds[requests], self._num_tokens[:num_reqs], self._rejection))
         if self._verified is not None:
-            states = self.sampling_states()
+            states = self.rejection_sampler().sampler.sampling_states
             for name in ("seeds", "top_k", "top_p", "min_p"):
                 getattr(self._verified, name)[:num_reqs].copy_(getattr(states, name).gpu[requests])
 
@@ -228,12 +228,13 @@ class TargetSpeculator(DraftModelSpeculator):
     def _draft_for_all(self, input_batch: Any, feedback: Feedback, most: int) -> list[int]:
         """Without a look at any token; the drafts' lengths."""
         num_reqs = input_batch.num_reqs
-        if most == 0 or self._replays(num_reqs):
+        edit = self._edit_of(input_batch)
+        if most == 0 or (edit is None and self._replays(num_reqs)):
             self.barrier.count(feedback)
             num_draft = [most] * num_reqs
             self.barrier.counters.add_drafts(num_reqs, np.array(num_draft, np.int32))
         else:
-            num_draft = self._draft_eagerly(input_batch, feedback)
+            num_draft = self._draft_eagerly(input_batch, feedback, edit)
         return self._limited([min(num, most) for num in num_draft], input_batch)
 
     def _limited(self, num_draft: list[int], input_batch: Any) -> list[int]:
@@ -264,10 +265,17 @@ class TargetSpeculator(DraftModelSpeculator):
         self._graphs.run_fullgraph(batch)
         return True
 
-    def _draft_eagerly(self, input_batch: Any, feedback: Feedback) -> list[int]:
+    def _edit_of(self, input_batch: Any) -> Any:
+        """`draft.Target.edit`: rare, so that graphs do without and a step that needs it is drafted for eagerly."""
+        editor = getattr(self.rejection_sampler(), "editor", None)  # vLLM's own has none
+        if editor is None:
+            return None
+        return editor.edit_of_drafts(self.idx_mapping[: input_batch.num_reqs], input_batch.idx_mapping_np)
+
+    def _draft_eagerly(self, input_batch: Any, feedback: Feedback, edit: Any) -> list[int]:
         num_reqs = input_batch.num_reqs
         forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
-        batch = self._batch(input_batch.req_ids, forward)
+        batch = self._batch(input_batch.req_ids, forward, edit)
         draft = self.barrier.propose(batch, feedback)
         self._keep(draft)
         lengths: list[int] = draft.num_draft.tolist()
@@ -289,7 +297,7 @@ class TargetSpeculator(DraftModelSpeculator):
             max_num_draft[row] = draft_limit(request.options, request.num_tokens, most, self._most_tokens)
         forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
         batch = replace(
-            self._batch(input_batch.req_ids, forward),
+            self._batch(input_batch.req_ids, forward, self._edit_of(input_batch)),
             token_ids=token_ids,
             options=options,
             max_num_draft=max_num_draft,
@@ -323,7 +331,7 @@ class TargetSpeculator(DraftModelSpeculator):
         forward = PagedForward(self, num_reqs, num_tokens, attn_metadata, slot_mappings)
         self._keep(self.barrier.proposer.propose(self._batch([""] * num_reqs, forward)))
 
-    def _batch(self, request_ids: list[str], forward: PagedForward) -> DraftBatch:
+    def _batch(self, request_ids: list[str], forward: PagedForward, edit: Any = None) -> DraftBatch:
         rows = slice(len(request_ids))
         target = Target(
             forward=forward,
@@ -333,6 +341,7 @@ class TargetSpeculator(DraftModelSpeculator):
             sampling=Sampling(
                 self._temperature[rows], self._seeds[rows], None if self._verified is None else self._verified.at(rows)
             ),
+            edit=edit,
         )
         max_num_draft = np.full(len(request_ids), self.num_speculative_steps, np.int32)
         return DraftBatch(request_ids, (), max_num_draft, [{}] * len(request_ids), target)
