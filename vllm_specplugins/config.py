@@ -123,12 +123,14 @@ class EarlyExitConfig:
     Args:
         exit_layer: how many layers draft, from the first one on; at most as many as the target has.
         draft_sample_method: "greedy" drafts the likeliest token (q is one-hot); "probabilistic" samples from the
-            exit at the request's temperature, and is accepted more often where that is high.
+            exit at the request's temperature, and is accepted more often where that is high; "coupled" lets the exit
+            run the race that verification will run, with the same noise and the request's temperature, top-k, top-p
+            and min-p: nearly as often accepted, q is one-hot, and a seeded request says the same whatever is drafted.
         exit_head: folder of a trained head (see proposers/exit_head.py); None is the target's own norm and head.
     """
 
     exit_layer: int = integer(1, 1, 10_000)
-    draft_sample_method: str = choice("greedy", "probabilistic")
+    draft_sample_method: str = choice("greedy", "probabilistic", "coupled")
     exit_head: str | None = optional_text()
 
     def __post_init__(self) -> None:

@@ -77,11 +77,14 @@ class Sampling:
 
     Args:
         temperature: [num_reqs] float32, 0 is greedy.
-        seeds: [num_reqs] int64, a request's own for as long as it lives.
+        seeds: [num_reqs] int64, of noise that the drafts of this step are drawn with and verification is not.
+        verified: `kernels.rejection.Sampling` of the requests, [num_reqs] each: all that verification draws with, its
+            noise included; None where the engine's own verification draws otherwise.
     """
 
     temperature: Any
     seeds: Any
+    verified: Any = None
 
 
 class PagedForward(Protocol):
@@ -120,6 +123,9 @@ class Target:
         num_tokens: [num_reqs] int64, length of each request with that token.
         last_hidden_states: [num_reqs, hidden_size], from which the newest token was sampled.
         sampling: temperatures and seeds.
+        edit: (logits [num_reqs, vocab_size], drafts [num_reqs, T], positions [num_reqs]) to the logits as verification
+            will edit them behind these T drafts (bias, penalties, forbidden tokens), for the tokens at these positions;
+            None where no request asks for that.
     """
 
     forward: PagedForward
@@ -127,6 +133,7 @@ class Target:
     num_tokens: Any
     last_hidden_states: Any
     sampling: Sampling
+    edit: Callable[[Any, Any, Any], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,11 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
         import_object(config.own.proposer)
     if isinstance(config.own, CascadeConfig):
         _check_stages(config.own)
+    if is_coupled(config) and config.common.verification != "fused":
+        raise ConfigError(
+            f"{config.method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
+            f"{config.common.verification!r}, whose noise nobody else knows, not 'coupled'."
+        )
     return config
 
 
@@ -108,11 +113,13 @@ def _check_stages(config: CascadeConfig) -> None:
             f"cascade: stages must not hold more than one proposer built into vLLM, like {' and '.join(built_in)}."
         )
     samples = any(
-        isinstance(stage.own, EarlyExitConfig) and stage.own.draft_sample_method != "greedy" for stage in config.stages
+        isinstance(stage.own, EarlyExitConfig) and stage.own.draft_sample_method == "probabilistic"
+        for stage in config.stages
     )
     if built_in and samples:
         raise ConfigError(
-            f"cascade: draft_sample_method must be 'greedy' in all stages beside {built_in[0]}, not 'probabilistic'."
+            f"cascade: draft_sample_method must be 'greedy' or 'coupled' in all stages beside {built_in[0]}, not "
+            f"'probabilistic'."
         )
 
 
@@ -157,6 +164,11 @@ def early_exits(config: SpecConfig) -> list[EarlyExitConfig]:
     """The configurations of all exits in a method."""
     parts = [config.own, *(stage.own for stage in getattr(config.own, "stages", ()))]
     return [part for part in parts if isinstance(part, EarlyExitConfig)]
+
+
+def is_coupled(config: SpecConfig) -> bool:
+    """Whether any exit of a method drafts with the noise of verification."""
+    return any(part.draft_sample_method == "coupled" for part in early_exits(config))
 
 
 def _names(config: SpecConfig) -> list[str]:

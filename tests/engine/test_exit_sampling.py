@@ -84,7 +84,7 @@ def early_exit(method: str) -> dict[str, Any]:
     return {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 2, "draft_sample_method": method}
 
 
-@pytest.fixture(params=["probabilistic"] if INTERPRETED else ["greedy", "probabilistic", "block"])
+@pytest.fixture(params=["probabilistic"] if INTERPRETED else ["greedy", "probabilistic", "coupled", "block"])
 def drafting(request: pytest.FixtureRequest, engine: Any, checkpoint: Path) -> Iterator[Any]:
     config = early_exit(request.param)
     if request.param == "block":
@@ -194,3 +194,55 @@ def test_seeds(engine: Any, checkpoint: Path) -> None:
     alone = run([])
     assert run([]) == alone
     assert run(others) == alone
+
+
+EDITS: list[dict[str, Any]] = [
+    {"logit_bias": {2: 4.0, 7: -3.0, 9: 2.5}},
+    {"allowed_token_ids": [0, 2, 3, 5, 6, 8]},
+    {"min_tokens": 9, "stop_token_ids": [0, 6, 7], "temperature": 1.9},
+    {"repetition_penalty": 1.9, "presence_penalty": 1.8, "frequency_penalty": 1.6},
+    {"repetition_penalty": 1.9, "logit_bias": {2: 4.0, 7: -3.0}, "min_p": 0.1, "temperature": 0.8},
+]
+
+
+@pytest.mark.parametrize("method", ["coupled", "greedy"])
+def test_all_layers_are_always_right(method: str, engine: Any, checkpoint: Path) -> None:
+    """An exit of all layers drafts what verification says, under every parameter: at any temperature, if it draws with
+    the noise of verification. And what a seeded request says does not depend on drafts.
+
+    Kills: noise of another position or seed; a limit or an edit that drafting leaves out, or takes from another row;
+    penalties that do not count the drafts before, or count what the step has said twice.
+    """
+    from vllm import SamplingParams
+
+    llm = engine({**early_exit(method), "exit_layer": 2}, model=str(checkpoint), **ARGUMENTS)
+    limits = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 1.9, "top_k": 7}]
+    asked = [*limits, *EDITS]
+    if method == "greedy":
+        asked = [{**own, "temperature": 0.0} for own in asked]
+
+    def run(**options: Any) -> list[list[int]]:
+        params = [
+            SamplingParams(
+                max_tokens=13,
+                seed=seed,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"specplugins": options},
+                **own,
+            )
+            for seed, own in enumerate(asked)
+        ]
+        for own in params[-2:]:
+            own._bad_words_token_ids = [[5], [3, 7], [7, 3], [1, 1], [2, 2], [2, 9, 2]]
+        results = llm.generate([{"prompt_token_ids": PROMPT}] * len(params), params, use_tqdm=False)
+        return [list(result.outputs[0].token_ids) for result in results]
+
+    before = spec_metrics(llm)
+    drafted = run()
+    after = spec_metrics(llm)
+    num_drafted, num_accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    # Each says its first token undrafted and then three a step; stop tokens end some early.
+    assert num_drafted >= len(asked) * 5
+    assert num_accepted == num_drafted
+    assert drafted == run(max_draft=0)

@@ -72,6 +72,22 @@ def test_oracle(vocab_size: int) -> None:
     assert 0 < num_forbidden < ours.numel() or vocab_size == 1
 
 
+def only_last(batch: Batch, edits: Edits, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Edited logits of the requests' last rows: of all rows, and of these alone."""
+    last = batch.cu_num_logits[1:].long() - 1
+    whole = adjust(*map(to_device, (*batch[:5], edits, batch.max_num_draft)), implementation)
+    alone = batch.target_logits[last], *batch[1:5], edits._replace(grammar=edits.grammar[last]), batch.max_num_draft
+    found = adjust(*map(to_device, alone), implementation, only_last=True)
+    return whole.cpu()[last], found.cpu()
+
+
+def test_only_last() -> None:
+    """As a drafter asks, behind drafts of its own. Kills: the first row's drafts, positions or words."""
+    batch = make_batch([3, 0, 4, 1, 2, 2], 37, agreement=0.3)
+    expected, found = only_last(batch, make_edits(batch), "reference")
+    assert torch.equal(found, expected)
+
+
 def test_each_alone_and_none() -> None:
     """A field that is None does nothing; the input stays. Kills: an edit in place; a field that needs another."""
     batch = make_batch([2, 1, 0, 3] * 3, 37)
@@ -136,6 +152,14 @@ def test_equals_reference(vocab_size: int, dtype: torch.dtype) -> None:
     """Ragged, everything at once. Kills: a list that overtakes another; a tile's edge; a state beyond its list."""
     batch = make_batch([3, 0, 4, 1, 2, 2], vocab_size, dtype=dtype, agreement=0.3)
     assert_same(batch, make_edits(batch, seed=1))
+
+
+@needs_triton
+def test_only_last_equals_all_rows() -> None:
+    """Kills: logits of another row than the request's last."""
+    batch = make_batch([3, 0, 4, 1, 2, 2], 300, agreement=0.3)
+    expected, found = only_last(batch, make_edits(batch), "fused")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @needs_triton

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from vllm_specplugins.kernels.rejection import rejection_sample
+from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
 from vllm_specplugins.kernels.rejection.block import block_rejection_sample
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"token": rejection_sample, "block": block_rejection_sample}
@@ -21,3 +22,19 @@ def draft_seeds(seeds: torch.Tensor, num_tokens: torch.Tensor, rejection: str) -
     (tensor([7]), tensor([7]))
     """
     return seeds + num_tokens * _STEP if rejection == "block" else seeds
+
+
+def edit_drafted(
+    idx_mapping: torch.Tensor,  # [num_reqs]
+    edits: Edits,
+    logits: torch.Tensor,  # [num_reqs, vocab_size]
+    drafts: torch.Tensor,  # [num_reqs, T]
+    positions: torch.Tensor,  # [num_reqs]
+) -> torch.Tensor:
+    """`draft.Target.edit`, float32, for requests of these states: what verification does to the row behind T drafts."""
+    num_reqs, num_drafts = drafts.shape
+    starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=logits.device) * (num_drafts + 1)
+    fed = torch.nn.functional.pad(drafts, (1, 0)).flatten()
+    places = (positions[:, None] + torch.arange(-num_drafts, 1, device=logits.device)).flatten()
+    edited: torch.Tensor = adjust(logits, starts, fed, places, idx_mapping, edits, num_drafts, only_last=True)
+    return edited

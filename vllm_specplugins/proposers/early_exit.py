@@ -14,6 +14,7 @@ import torch
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, Target
 from vllm_specplugins.kernels.gumbel import gumbel_sample
+from vllm_specplugins.kernels.rejection.coupled import coupled_sample
 from vllm_specplugins.proposers.exit_head import ExitHead
 
 
@@ -26,7 +27,7 @@ class EarlyExit:
 
     def __init__(self, config: EarlyExitConfig, context: ProposerContext):
         self._exit_layer = config.exit_layer
-        self._samples = config.draft_sample_method == "probabilistic"
+        self._method = config.draft_sample_method
         self.fit(context.max_model_len)
         self._head = None
         if config.exit_head is not None:
@@ -45,7 +46,7 @@ class EarlyExit:
         token_ids = last.new_empty(batch.num_reqs, width, dtype=torch.int32)
         logits = None
         for step in range(width):
-            last, step_logits = self._choose(target, last, positions)
+            last, step_logits = self._choose(target, last, positions, token_ids[:, :step])
             token_ids[:, step] = last
             if step_logits is not None:
                 if logits is None:
@@ -62,8 +63,8 @@ class EarlyExit:
             firsts: [num_reqs] int64 on the host: a request's first token stands so far past its newest one.
 
         Returns:
-            token ids [num_reqs, T] and, if the exit samples, logits [num_reqs, T, vocab_size]. Each is the one
-            that `propose` would draft behind the same tokens.
+            token ids [num_reqs, T] and, if the exit is "probabilistic", logits [num_reqs, T, vocab_size]. Each is the
+            one that `propose` would draft behind the same tokens.
         """
         device, length = target.num_tokens.device, token_ids.shape[1]
         offsets = torch.from_numpy(firsts[:, None] + np.arange(length)).to(device)
@@ -71,23 +72,27 @@ class EarlyExit:
         return self._choose(target, torch.from_numpy(token_ids).to(device), positions)
 
     def _choose(
-        self, target: Target, token_ids: torch.Tensor, positions: torch.Tensor
+        self, target: Target, token_ids: torch.Tensor, positions: torch.Tensor, begun: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What follows each token: ids and, if the exit samples, logits. All of shape [num_reqs] or [num_reqs, T]."""
+        """What follows each token: ids and, if it is drawn by itself, logits. Of shape [num_reqs] or [num_reqs, T].
+
+        `begun` [num_reqs, T]: what was drafted before; None: nobody edits the logits.
+        """
         hidden_states = target.forward.hidden_states(self._exit_layer, token_ids, positions, normed=self._head is None)
-        flat = hidden_states.view(-1, hidden_states.shape[-1])
-        if not self._samples:
-            chosen = target.forward.argmax(flat) if self._head is None else self._head.logits(flat).argmax(dim=-1)
-            return chosen.view(token_ids.shape), None
+        flat, places = hidden_states.view(-1, hidden_states.shape[-1]), positions.reshape(-1) + 1
+        edits = target.edit is not None and begun is not None
+        if self._method == "greedy" and self._head is None and not edits:
+            return target.forward.argmax(flat).view(token_ids.shape), None
         logits = (target.forward if self._head is None else self._head).logits(flat)
-        repeats = len(flat) // len(target.num_tokens)
+        if target.edit is not None and begun is not None:
+            logits = target.edit(logits, begun, places).to(logits.dtype)
+        if self._method == "greedy":
+            return logits.argmax(dim=-1).view(token_ids.shape), None
+        rows = torch.arange(len(token_ids), device=logits.device).repeat_interleave(len(flat) // len(token_ids))
         sampling = target.sampling
-        chosen = gumbel_sample(
-            logits,
-            sampling.temperature.repeat_interleave(repeats),
-            sampling.seeds.repeat_interleave(repeats),
-            positions.reshape(-1) + 1,
-        )
+        if self._method == "coupled":
+            return coupled_sample(logits, places, sampling.verified.at(rows)).view(token_ids.shape), None
+        chosen = gumbel_sample(logits, sampling.temperature[rows], sampling.seeds[rows], places)
         return chosen.view(token_ids.shape), logits.view(*token_ids.shape, -1)
 
     def observe(self, feedback: Feedback) -> None:

@@ -84,7 +84,7 @@ class Edits(NamedTuple):
 
 
 def adjust(
-    # [num_logits, vocab_size] bfloat16, float16 or float32
+    # [num_logits, vocab_size] bfloat16, float16 or float32; [num_reqs, vocab_size] of each request's last row alone
     logits: Any,
     # [num_reqs + 1], [num_logits], [num_logits], [num_reqs]: as for rejection_sample
     cu_num_logits: Any,
@@ -94,10 +94,13 @@ def adjust(
     edits: Edits,
     max_num_draft: int,
     implementation: str | None = None,
+    *,
+    only_last: bool = False,
 ) -> Any:
-    """Edited logits [num_logits, vocab_size] float32; a row counts the drafts before it as emitted.
+    """Edited logits float32 of the shape of `logits`; a row counts the drafts before it as emitted.
 
     Args:
+        only_last: there are logits of the requests' last rows alone, as while a draft is made.
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
 
     Raises:
@@ -111,4 +114,5 @@ def adjust(
             [0.0000, 0.0000, 0.5000]])
     """
     module = import_module(f".{implementation_of(logits, implementation)}", __name__)
-    return module.adjust(logits, cu_num_logits, draft_token_ids, positions, idx_mapping, edits, max_num_draft)
+    arguments = cu_num_logits, draft_token_ids, positions, idx_mapping, edits, max_num_draft
+    return module.adjust(logits, *arguments, only_last)

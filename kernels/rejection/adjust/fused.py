@@ -145,20 +145,27 @@ def _adjust_kernel(
     grammar,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ONLY_LAST: tl.constexpr,
 ):
     """Edits a tile of a row."""
     tile, step, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
+    end = tl.load(layout.cu_num_logits + request + 1)
+    if ONLY_LAST:
+        step = end - begin.to(tl.int32) - 1
     row = begin + step
-    if row >= tl.load(layout.cu_num_logits + request + 1):
+    if row >= end:
         return
+    place = row  # of its logits
+    if ONLY_LAST:
+        place = request.to(tl.int64)
     state = tl.load(layout.idx_mapping + request).to(tl.int64)
     position = tl.load(layout.positions + row)
     words = tile * WORDS + tl.arange(0, WORDS)
     offsets = words[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside, num_words = offsets < target.vocab_size, tl.cdiv(target.vocab_size, 32)
-    logits = tl.load(target.logits + row * target.stride + offsets, mask=inside, other=0.0).to(tl.float32)
-    result_ptr += row * target.vocab_size
+    logits = tl.load(target.logits + place * target.stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    result_ptr += place * target.vocab_size
 
     allowed, bias, min_tokens, bad_words = lists
     num_allowed, num_biases, num_bad = _length(allowed, state), _length(bias, state), _length(bad_words, state)
@@ -177,7 +184,7 @@ def _adjust_kernel(
         drafts = layout.draft_token_ids + begin + 1
         logits = _penalized(logits, penalties, state, drafts, step, offsets, words, num_words, inside)
     if grammar is not None:
-        logits = tl.where(_bits(grammar[0] + row * grammar[1], words, num_words) != 0, logits, float("-inf"))
+        logits = tl.where(_bits(grammar[0] + place * grammar[1], words, num_words) != 0, logits, float("-inf"))
     tl.store(result_ptr + offsets, logits, mask=inside)
 
 
@@ -194,14 +201,16 @@ def adjust(
     idx_mapping: torch.Tensor,  # [num_reqs]
     edits: Edits,
     max_num_draft: int,
+    only_last: bool = False,
 ) -> torch.Tensor:
     """See the front door."""
     target, layout = target_of(logits), layout_of(cu_num_logits, draft_token_ids, positions, idx_mapping)
     result = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
     lists = edits.allowed, edits.bias, edits.min_tokens, edits.bad_words
     grammar = None if edits.grammar is None else (edits.grammar,)
-    _adjust_kernel[triton.cdiv(target.vocab_size, TILE_SIZE), max_num_draft + 1, len(idx_mapping)](
+    num_rows = 1 if only_last else max_num_draft + 1
+    _adjust_kernel[triton.cdiv(target.vocab_size, TILE_SIZE), num_rows, len(idx_mapping)](
         result, target, layout, tuple(map(_with_strides, lists)), _with_strides(edits.penalties),
-        _with_strides(grammar), WORDS=TILE_SIZE // 32, BLOCK=_BLOCK_SIZE, num_warps=_NUM_WARPS,
+        _with_strides(grammar), WORDS=TILE_SIZE // 32, BLOCK=_BLOCK_SIZE, ONLY_LAST=only_last, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return result

@@ -15,20 +15,22 @@ def adjust(
     idx_mapping: torch.Tensor,  # [num_reqs]
     edits: Edits,
     max_num_draft: int,
+    only_last: bool = False,
 ) -> torch.Tensor:
     """See the front door."""
     result = logits.to(torch.float32, copy=True)
     bounds = cu_num_logits.tolist()
     for request, state in enumerate(idx_mapping.tolist()):
         rows = slice(bounds[request], bounds[request + 1])
-        _adjust_request(result[rows], draft_token_ids[rows][1:].long(), positions[rows], state, edits)
+        own = result[request : request + 1] if only_last else result[rows]
+        _adjust_request(own, draft_token_ids[rows][1:].long(), positions[rows], state, edits)
     if edits.grammar is not None:
         result.masked_fill_(~unpack(edits.grammar, logits.shape[-1]), -torch.inf)
     return result
 
 
 def _adjust_request(
-    logits: torch.Tensor,  # [K + 1, V] float32, edited in place
+    logits: torch.Tensor,  # the last of [K + 1, V] float32, edited in place
     drafts: torch.Tensor,  # [K] int64, -1 is no token
     positions: torch.Tensor,  # [K + 1]
     state: int,
@@ -44,7 +46,7 @@ def _adjust_request(
         logits.fill_(-torch.inf)
         logits[:, token_ids] = kept
     if edits.min_tokens is not None and len(token_ids := _listed(edits.min_tokens, state)):
-        early = (positions < edits.min_tokens.min_positions[state]).nonzero()
+        early = (positions[len(positions) - len(logits) :] < edits.min_tokens.min_positions[state]).nonzero()
         logits[early, token_ids] = -torch.inf
     if edits.bad_words is not None:
         _forbid_words(logits, drafts, positions, state, edits.bad_words)
@@ -75,6 +77,7 @@ def _penalize(logits: torch.Tensor, drafts: torch.Tensor, state: int, penalties:
     counts = penalties.output_counts[state].index_select(0, token_ids)
     if len(drafts):  # a row counts those that are fed up to it; the first has none
         counts = counts + torch.nn.functional.pad(drafts[:, None] == token_ids, (0, 0, 1, 0)).cumsum(0)
+        counts = counts[len(counts) - len(logits) :]
     scale = torch.where((counts > 0) | prompt[token_ids], repetition, 1.0)
     columns = logits.index_select(1, token_ids)
     columns *= torch.where(columns > 0, 1 / scale, scale)  # as vLLM's samplers, to the last bit
@@ -97,7 +100,7 @@ def _forbid_words(
     said = bad_words.history[state, begin:end].tolist() + drafts.tolist()
     for first, last in words:
         *prefix, token = bad_words.token_ids[state, first:last].tolist()
-        for step, row in enumerate(logits):
+        for step, row in enumerate(logits, start=len(positions) - len(logits)):
             length = end - begin + step
             if prefix == said[max(length - len(prefix), 0) : length]:
                 row[token] = -torch.inf

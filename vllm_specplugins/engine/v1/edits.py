@@ -13,6 +13,7 @@ import torch
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 
 from vllm_specplugins.engine.v1.rows import Rows
+from vllm_specplugins.engine.verify import edit_drafted
 from vllm_specplugins.kernels.rejection.adjust import BadWords, Bias, Edits, MinTokens, Penalties, adjust
 
 _OWN = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
@@ -48,6 +49,24 @@ def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> t
         holder.update_state(metadata.output_token_ids, None)
         edited = _on_last_rows(edited, rows, lambda last: holder.apply_to_logits(last, False, None))
     return edited
+
+
+def edit_of_drafts(metadata: Any, input_batch: Any, rows: list[int], vocab_size: int, device: Any) -> Any:
+    """`draft.Target.edit` for these rows of the batch; None where there is nothing to do.
+
+    What is left to vLLM's own processors is not foreseen: a thinking budget, a logits processor of the user's own.
+    """
+    edits, allowed = _edits(metadata, input_batch, vocab_size), metadata.allowed_token_ids_mask
+    if edits == Edits() and allowed is None:
+        return None
+    states = torch.tensor(rows, device=device)
+    edits = Edits(*(_on_device(field, device) for field in edits))
+
+    def edit_drafts(logits: torch.Tensor, drafts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        edited = edit_drafted(states, edits, logits, drafts, positions)
+        return edited if allowed is None else edited.masked_fill_(allowed[states], -torch.inf)
+
+    return edit_drafts
 
 
 def _restores(processor: Any) -> bool:

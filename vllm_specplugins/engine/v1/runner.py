@@ -7,7 +7,7 @@ replaced, on that one runner, by one that sees all that the step knows.
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -191,6 +191,13 @@ class _Adapter:
         if self._target is not None and rows:
             seeds = [request.seed for request in requests]
             target = self._target.of(rows, num_tokens, seeds, hidden_states, common_attn_metadata)
+            if self.verifier is not None:
+                verified = self.verifier.sampling(sampling_metadata).at(rows)
+                target = replace(
+                    target,
+                    sampling=replace(target.sampling, verified=verified),
+                    edit=self.verifier.edit_of_drafts(sampling_metadata, rows),
+                )
         offer = None
         if self._built_in is not None:
             step = (

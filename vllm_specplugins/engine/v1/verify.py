@@ -18,7 +18,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, MinPLogitsProcessor
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.engine.v1.edits import custom, edit
+from vllm_specplugins.engine.v1.edits import custom, edit, edit_of_drafts
 from vllm_specplugins.engine.v1.rows import Rows
 from vllm_specplugins.engine.verify import OPERATIONS
 from vllm_specplugins.kernels.rejection import Sampling, load
@@ -79,6 +79,11 @@ class Verifier:
                 return False
         return True
 
+    def edit_of_drafts(self, metadata: Any, rows: list[int]) -> Any:
+        """`draft.Target.edit` for these rows of the batch."""
+        runner = self._runner
+        return edit_of_drafts(metadata, runner.input_batch, rows, runner.model_config.get_vocab_size(), runner.device)
+
     def sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         """vLLM's signature; `logits` [N, V]."""
         input_batch = self._runner.input_batch
@@ -95,7 +100,7 @@ class Verifier:
         if metadata.all_greedy and logits.device.type == "cpu":
             sampled = _greedy(self._runner.sampler.greedy_sample(edited.float()), rows)
             return self._output(sampled, logits if keeps_raw else edited, None, metadata, rows)
-        sampling = self._sampling(metadata, logits.device)
+        sampling = self.sampling(metadata)
         if not metadata.all_greedy and any(custom(metadata.logitsprocs.argmax_invariant)):
             edited, sampling = _scale(edited, metadata, sampling)
         max_num_draft = max(rows.num_draft)
@@ -109,14 +114,14 @@ class Verifier:
     ) -> SamplerOutput:
         logprobs = None
         if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
-            sampling = sampling or self._sampling(metadata, logits.device)
+            sampling = sampling or self.sampling(metadata)
             logprobs = self._logprobs(logits, sampling, sampled, metadata, rows)
         return SamplerOutput(sampled_token_ids=sampled.to(torch.int32), logprobs_tensors=logprobs)
 
-    def _sampling(self, metadata: Any, device: torch.device) -> Sampling:
+    def sampling(self, metadata: Any) -> Sampling:
         """The requests' parameters, [B] each."""
         input_batch = self._runner.input_batch
-        num_reqs = input_batch.num_reqs
+        num_reqs, device = input_batch.num_reqs, self._runner.device
         if metadata.all_greedy:
             return Sampling(
                 torch.zeros(num_reqs, device=device), torch.zeros(num_reqs, dtype=torch.int64, device=device)

@@ -1,5 +1,6 @@
 """Model Runner V2: all that vLLM does to the logits before the temperature, its own processors in one launch."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
+from vllm_specplugins.engine.verify import edit_drafted
 from vllm_specplugins.kernels.rejection.adjust import Allowed, BadWords, Bias, Edits, MinTokens, Penalties, adjust
 
 _OWN = (LogitBiasState, PenaltiesState, BadWordsState)
@@ -68,6 +70,15 @@ class LogitsEditor:
             edited = processor.apply(edited, context)
         self._sampler.thinking_budget_state.apply(edited, context)
         return edited
+
+    def edit_of_drafts(self, idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray) -> Any:
+        """`draft.Target.edit` for these request states; None where no request asks for edits.
+
+        What other processors do, and a thinking budget, is not foreseen.
+        """
+        if not self._is_edited[idx_mapping_np].any():
+            return None
+        return partial(edit_drafted, idx_mapping, self.edits())
 
     def edits(self) -> Edits:
         """The arrays as they are at this step; always all, so that there is one kernel to compile."""

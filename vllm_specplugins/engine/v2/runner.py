@@ -74,6 +74,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     runner.add_requests, runner.finish_requests, runner.sample_tokens = add, finish, sample
     runner.draft_tokens_handler = speculator.report
     if isinstance(speculator, TargetSpeculator):
+        speculator.rejection_sampler = lambda: runner.rejection_sampler
         runner.profile_run = both(runner.profile_run, speculator.compile_exits)
     if runner.speculative_config.plugin_config.common.verification == "fused":
         verify.attach(runner)

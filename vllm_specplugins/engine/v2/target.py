@@ -6,6 +6,7 @@ Where the attention backends can update their metadata in place, a whole draft i
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -30,6 +31,8 @@ from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.paged import PagedForward
 from vllm_specplugins.engine.v2.report import DraftReport, warms_up
 from vllm_specplugins.engine.verify import draft_seeds
+from vllm_specplugins.kernels.rejection import Sampling as Verified
+from vllm_specplugins.methods import is_coupled
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.request_options import Options, draft_limit
 
@@ -46,6 +49,7 @@ class TargetSpeculator(DraftModelSpeculator):
     draft_logits: torch.Tensor | None
     barrier: FaultBarrier  # set by runner.attach
     offer: DeviceOffer | None = None  # of a cascade's stage that is built into vLLM
+    rejection_sampler: Callable[[], Any]  # the runner's; set by runner.attach
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
@@ -65,6 +69,10 @@ class TargetSpeculator(DraftModelSpeculator):
         self._last_hidden_states = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
         self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._verified: Verified | None = None
+        if is_coupled(vllm_config.speculative_config.plugin_config):
+            limits = (torch.zeros(rows, dtype=torch.int32, device=device), *torch.zeros(2, rows, device=device))
+            self._verified = Verified(self._temperature, torch.zeros_like(self._seeds), *limits)
         if self.draft_logits is not None:
             # A graph's padding rows are request -1: one row more takes what is drafted for them.
             shape, dtype = (rows + 1, *self.draft_logits.shape[1:]), self.draft_logits.dtype
@@ -181,6 +189,10 @@ class TargetSpeculator(DraftModelSpeculator):
         self._last_hidden_states[:num_reqs].copy_(last_hidden_states[last_rows])
         self._temperature[:num_reqs].copy_(temperature[requests])
         self._seeds[:num_reqs].copy_(draft_seeds(seeds[requests], self._num_tokens[:num_reqs], self._rejection))
+        if self._verified is not None:
+            states = self.rejection_sampler().sampler.sampling_states
+            for name in ("seeds", "top_k", "top_p", "min_p"):
+                getattr(self._verified, name)[:num_reqs].copy_(getattr(states, name).gpu[requests])
 
         if self._histories is not None:
             with gpu_sync_allowed():
@@ -216,12 +228,13 @@ class TargetSpeculator(DraftModelSpeculator):
     def _draft_for_all(self, input_batch: Any, feedback: Feedback, most: int) -> list[int]:
         """Without a look at any token; the drafts' lengths."""
         num_reqs = input_batch.num_reqs
-        if most == 0 or self._replays(num_reqs):
+        edit = self._edit_of(input_batch)
+        if most == 0 or (edit is None and self._replays(num_reqs)):
             self.barrier.count(feedback)
             num_draft = [most] * num_reqs
             self.barrier.counters.add_drafts(num_reqs, np.array(num_draft, np.int32))
         else:
-            num_draft = self._draft_eagerly(input_batch, feedback)
+            num_draft = self._draft_eagerly(input_batch, feedback, edit)
         return self._limited([min(num, most) for num in num_draft], input_batch)
 
     def _limited(self, num_draft: list[int], input_batch: Any) -> list[int]:
@@ -252,10 +265,17 @@ class TargetSpeculator(DraftModelSpeculator):
         self._graphs.run_fullgraph(batch)
         return True
 
-    def _draft_eagerly(self, input_batch: Any, feedback: Feedback) -> list[int]:
+    def _edit_of(self, input_batch: Any) -> Any:
+        """`draft.Target.edit`: rare, so that graphs do without and a step that needs it is drafted for eagerly."""
+        editor = getattr(self.rejection_sampler(), "editor", None)  # vLLM's own has none
+        if editor is None:
+            return None
+        return editor.edit_of_drafts(self.idx_mapping[: input_batch.num_reqs], input_batch.idx_mapping_np)
+
+    def _draft_eagerly(self, input_batch: Any, feedback: Feedback, edit: Any) -> list[int]:
         num_reqs = input_batch.num_reqs
         forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
-        batch = self._batch(input_batch.req_ids, forward)
+        batch = self._batch(input_batch.req_ids, forward, edit)
         draft = self.barrier.propose(batch, feedback)
         self._keep(draft)
         lengths: list[int] = draft.num_draft.tolist()
@@ -277,7 +297,7 @@ class TargetSpeculator(DraftModelSpeculator):
             max_num_draft[row] = draft_limit(request.options, request.num_tokens, most, self._most_tokens)
         forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
         batch = replace(
-            self._batch(input_batch.req_ids, forward),
+            self._batch(input_batch.req_ids, forward, self._edit_of(input_batch)),
             token_ids=token_ids,
             options=options,
             max_num_draft=max_num_draft,
@@ -311,14 +331,17 @@ class TargetSpeculator(DraftModelSpeculator):
         forward = PagedForward(self, num_reqs, num_tokens, attn_metadata, slot_mappings)
         self._keep(self.barrier.proposer.propose(self._batch([""] * num_reqs, forward)))
 
-    def _batch(self, request_ids: list[str], forward: PagedForward) -> DraftBatch:
+    def _batch(self, request_ids: list[str], forward: PagedForward, edit: Any = None) -> DraftBatch:
         rows = slice(len(request_ids))
         target = Target(
             forward=forward,
             last_token_ids=self._last_token_ids[rows],
             num_tokens=self._num_tokens[rows],
             last_hidden_states=self._last_hidden_states[rows],
-            sampling=Sampling(self._temperature[rows], self._seeds[rows]),
+            sampling=Sampling(
+                self._temperature[rows], self._seeds[rows], None if self._verified is None else self._verified.at(rows)
+            ),
+            edit=edit,
         )
         max_num_draft = np.full(len(request_ids), self.num_speculative_steps, np.int32)
         return DraftBatch(request_ids, (), max_num_draft, [{}] * len(request_ids), target)

@@ -25,6 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {**_LOOKUP, **_DRAFTS},
     "early_exit": {**_EXIT, **_DRAFTS},
     "early_exit-probabilistic": {**_SAMPLED_EXIT, **_DRAFTS},
+    "early_exit-coupled": {**_EXIT, "draft_sample_method": "coupled", **_DRAFTS},
     "cascade-verify": {**_CASCADE, "stages": [_LOOKUP, _SAMPLED_EXIT], "policy": "verify", **_DRAFTS},
     "cascade-first": {**_CASCADE, "stages": [{**_LOOKUP, "min_ngram": 2}, _SAMPLED_EXIT], "policy": "first", **_DRAFTS},
     "cascade-extend": {**_CASCADE, "stages": [_LOOKUP, _EXIT], "policy": "extend", **_DRAFTS},
