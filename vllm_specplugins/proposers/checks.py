@@ -46,9 +46,10 @@ def checked_draft(
     else:
         _check_tensor("token_ids", token_ids, device, ("int32",), (num_reqs, None))
     num_draft = _copied("num_draft", num_draft, np.int32, 1, num_reqs)
-    if (num_draft < 0).any() or (num_draft > np.minimum(max_num_draft, token_ids.shape[1])).any():
+    if (num_draft.view(np.uint32) > np.minimum(max_num_draft, token_ids.shape[1])).any():  # as such, -1 is too many
         raise Nonsense("num_draft is outside of 0..max_num_draft")
-    if type(token_ids) is np.ndarray:  # a tensor's are an argmax over the vocabulary
+    if type(token_ids) is np.ndarray and token_ids.view(np.uint32).max(initial=0) >= vocab_size:
+        # a tensor's are an argmax over the vocabulary; past the end of a draft anything may stand
         used = token_ids[np.arange(token_ids.shape[1]) < num_draft[:, None]]
         if used.size and not 0 <= used.min() <= used.max() < vocab_size:
             raise Nonsense(f"a token id outside of 0..{vocab_size - 1}")

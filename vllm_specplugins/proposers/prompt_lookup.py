@@ -26,6 +26,7 @@ logger = logging.getLogger("vllm.specplugins")
 OWN_WORK = 64  # of each request that is no more tokens behind, in each step: a decoding one needs some twenty
 SHARED_WORK = 5_000  # of all in a step, for prompts and references: 0.3 ms, 1.1 where caches are cold
 FREED_BYTES = 1 << 21  # of tables that are over, in each step, and with each request that ends
+NOTHING: tuple[Int32Array, int] = np.empty(0, np.int32), 0
 
 
 @dataclass(slots=True)
@@ -104,12 +105,14 @@ class PromptLookup:
         self._allowance.free(FREED_BYTES)
         self._allowance.work = OWN_WORK * batch.num_reqs
         behind: list[tuple[float, int, NgramIndex, Int32Array]] = []
-        for row, limit in enumerate(batch.max_num_draft.tolist()):
-            request_id, history = batch.request_ids[row], batch.token_ids[row]
+        rows = zip(batch.request_ids, batch.token_ids, batch.options, batch.max_num_draft.tolist(), strict=True)
+        for row, (request_id, history, options, limit) in enumerate(rows):
             if limit == 0 or request_id in self._failed:
                 continue
             try:
-                request = self._request(request_id, history, batch.options[row])
+                request = self._requests.get(request_id)
+                if request is None or not request.index.continues(history):
+                    request = self._begin(request_id, options)
                 left = request.index.num_left(history)
                 if left > OWN_WORK or not request.index.take_in(history, OWN_WORK):
                     behind.append((left, row, request.index, history))
@@ -131,23 +134,20 @@ class PromptLookup:
         self, batch: DraftBatch, row: int, begun: Sequence[int], max_tokens: int, out: Int32Array | None
     ) -> tuple[Int32Array, int]:
         request, history = self._requests.get(batch.request_ids[row]), batch.token_ids[row]
-        nothing: tuple[Int32Array, int] = np.empty(0, np.int32), 0
         if request is None or max_tokens == 0 or request.index.num_left(history):
-            return nothing
+            return NOTHING
         other = None
         if request.digest is not None:
             other = self._references[request.digest].reference
             if other.index.num_left(other.text):
-                return nothing
+                return NOTHING
         return request.index.draft(history, max_tokens, out, begun, other)
 
-    def _request(self, request_id: str, history: Int32Array, options: Mapping[str, Any]) -> _Request:
-        """What is kept of a request, begun anew where the history is not the one that was shown."""
-        request = self._requests.get(request_id)
-        if request is None or not request.index.continues(history):
-            self._drop(request_id)
-            digest = self._shared(options) if options else None
-            request = self._requests[request_id] = _Request(self._index(), digest)
+    def _begin(self, request_id: str, options: Mapping[str, Any]) -> _Request:
+        """A request that is new, or begins anew: its history is not the one that was shown."""
+        self._drop(request_id)
+        digest = self._shared(options) if options else None
+        request = self._requests[request_id] = _Request(self._index(), digest)
         return request
 
     def _shared(self, options: Mapping[str, Any]) -> bytes | None:

@@ -53,11 +53,15 @@ def frozen(value: Any) -> Any:
     return value
 
 
+class Views(tuple[Int32Array, ...]):
+    """Arrays that `view` made, or slices of such: adapters that bring these spare a step a view of each request."""
+
+
 def for_proposer(batch: DraftBatch) -> DraftBatch:
     """The batch that a proposer is handed in the place of the engine's own."""
     return DraftBatch(
         tuple(batch.request_ids),
-        tuple(map(view, batch.token_ids)),
+        _views(batch.token_ids),
         copy(batch.max_num_draft),
         tuple(map(_frozen_options, batch.options)),
         batch.target,
@@ -67,9 +71,10 @@ def for_proposer(batch: DraftBatch) -> DraftBatch:
 
 def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -> DraftBatch:
     """Some requests of a batch, for a proposer that runs on the host: it sees neither target nor offer."""
+    token_ids = _views(batch.token_ids)
     return DraftBatch(
         tuple(batch.request_ids[row] for row in rows),
-        tuple(view(batch.token_ids[row]) for row in rows),
+        Views(token_ids[row] for row in rows),
         copy(max_num_draft),
         tuple(_frozen_options(batch.options[row]) for row in rows),
     )
@@ -80,6 +85,10 @@ def feedback_for_proposer(feedback: Feedback) -> Feedback:
     return Feedback(
         tuple(feedback.request_ids), copy(feedback.num_draft), copy(feedback.num_accepted), feedback.step_ms
     )
+
+
+def _views(token_ids: Sequence[Int32Array]) -> Views:
+    return token_ids if type(token_ids) is Views else Views(map(view, token_ids))
 
 
 def _frozen_options(options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,12 +20,12 @@ from vllm_specplugins.structures.ngram_table import (
     ID_IS_NEGATIVE,
     IS_DONE,
     LARGEST_N,
-    NEXT,
     NUM_CLEARED,
     NUM_MOVED,
     NUM_SLOTS_USED,
     enter_text,
     find_draft,
+    find_match,
     move,
 )
 
@@ -58,7 +58,8 @@ class NgramIndex:
         self._larger: Int64Array | None = None  # while the table's slots are moved into it
         multiplier = secrets.randbits(63) | 1  # secret: nobody can write a prompt whose n-grams collide
         self._state = np.array([0, 0, min_ngram, max_ngram, multiplier, 0, 0], np.int64)
-        self._num_tokens, self._last_token = 0, -1
+        self._num_tokens, self._last_token = 0, -1  # of the text that was shown last
+        self._num_entered = 0  # of its tokens
         self._allowance.num_bytes += self.num_bytes
 
     @property
@@ -79,13 +80,13 @@ class NgramIndex:
     def continues(self, text: Int32Array) -> bool:
         """Whether a text still begins with the one that was last shown, judged by its length and last token."""
         held = self._num_tokens
-        return held == 0 or (held <= len(text) and bool(text[held - 1] == self._last_token))
+        return held == 0 or (held <= len(text) and text.item(held - 1) == self._last_token)
 
     # text: [num_tokens] int32, contiguous
     def num_left(self, text: Int32Array) -> int:
         """How much is left to be taken in: 0, or about as many tokens."""
-        left = len(text) - 1 - int(self._state[NEXT])
-        return max(left, 0 if self._larger is None else 1)
+        left = len(text) - 1 - self._num_entered
+        return left if left > 0 else int(self._larger is not None)
 
     # text: [num_tokens] int32, contiguous
     def take_in(self, text: Int32Array, most: int | None = None) -> bool:
@@ -94,14 +95,16 @@ class NgramIndex:
         It waits for a larger table while the work left is less than making it takes, or dropped ones are in its place.
         ValueError if an id is negative, MemoryError if the allowance has no room for a larger table.
         """
-        granted = self._allowance.work if most is None else min(most, self._allowance.work)
+        granted = self._allowance.work
+        if most is not None and most < granted:
+            granted = most
         work = granted
-        self._num_tokens, self._last_token = len(text), int(text[-1]) if len(text) else -1
+        self._num_tokens, self._last_token = len(text), text.item(-1) if len(text) else -1
         while work > 0:
             if self._larger is not None:
                 work = self._move_on(self._larger, work)
                 continue
-            why, work = enter_text(text, self._table, self._state, work)
+            why, work, self._num_entered = enter_text(text, self._table, self._state, work)
             if why == ID_IS_NEGATIVE:
                 raise ValueError(f"text holds the id {np.min(text)}; ids must be >= 0.")
             if why == IS_DONE:
@@ -143,19 +146,14 @@ class NgramIndex:
         if max_tokens == 0:
             return out[:0], 0
         ending = np.array([*text[-LARGEST_N:], *begun], np.int32) if len(begun) else text
-        other = NOTHING if reference is None else reference
-        count, match_length = find_draft(
-            text,
-            self._table,
-            self._state,
-            other.text,
-            other.index._table,
-            other.index._state,
-            ending,
-            len(begun),
-            max_tokens,
-            out,
-        )
+        count, match_length = find_draft(text, self._table, self._state, ending, len(begun), max_tokens, out)
+        if reference is not None:
+            other = reference.index
+            place, length = find_match(reference.text, other._table, other._state, ending, len(text) + len(begun))
+            if length > match_length:
+                tokens = reference.text[place + 1 : place + 1 + max_tokens]
+                count, match_length = len(tokens), length
+                out[:count] = tokens
         return out[:count], match_length
 
     def _begin_to_grow(self, num_left: int, work: int) -> int:
@@ -191,6 +189,3 @@ class Reference:
 
     text: Int32Array
     index: NgramIndex
-
-
-NOTHING = Reference(np.empty(0, np.int32), NgramIndex(1, 1))

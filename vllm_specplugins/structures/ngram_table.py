@@ -113,22 +113,23 @@ def _enter(text: Int32Array, table: Int64Array, state: Int64Array, last: int) ->
     return num_looks
 
 
-@compiled(types.UniTuple(types.int64, 2)(text_type, table_type, table_type, types.int64))
-def enter_text(text: Int32Array, table: Int64Array, state: Int64Array, work: int) -> tuple[int, int]:
-    """Enter text[:-1] as far as this much work goes; why it ended, and the work that is left, which may be below 0.
+@compiled(types.UniTuple(types.int64, 3)(text_type, table_type, table_type, types.int64))
+def enter_text(text: Int32Array, table: Int64Array, state: Int64Array, work: int) -> tuple[int, int, int]:
+    """Enter text[:-1] as far as this much work goes; why it ended, the work that is left, which may be below 0, and how
+    many tokens are entered.
 
     An n-gram is entered when the token after it exists: it cannot find itself, and each match goes on.
     """
     if state[NEXT] == 0 and text.size > 0 and text[0] < 0:
-        return ID_IS_NEGATIVE, work
+        return ID_IS_NEGATIVE, work, state[NEXT]
     while state[NEXT] < text.size - 1 and work > 0:
         if text[state[NEXT] + 1] < 0:
-            return ID_IS_NEGATIVE, work
+            return ID_IS_NEGATIVE, work, state[NEXT]
         if state[NUM_SLOTS_USED] > table.size * 3 // 4 - LARGEST_N:  # a token takes at most one slot per n
-            return TABLE_IS_FULL, work
+            return TABLE_IS_FULL, work, state[NEXT]
         work -= _enter(text, table, state, state[NEXT])
         state[NEXT] += 1
-    return IS_DONE, work
+    return IS_DONE, work, state[NEXT]
 
 
 @compiled(types.int64(table_type, table_type, table_type, types.int64))
@@ -184,38 +185,34 @@ def _longest_match(
     return match, match_length
 
 
+@compiled(types.UniTuple(types.int64, 2)(text_type, table_type, table_type, text_type, types.int64))
+def find_match(
+    text: Int32Array, table: Int64Array, state: Int64Array, ending: Int32Array, num_tokens: int
+) -> tuple[int, int]:
+    """The same, to be called from outside."""
+    return _longest_match(text, table, state, ending, num_tokens)
+
+
 @compiled(
     types.UniTuple(types.int64, 2)(
-        *(text_type, table_type, table_type),
-        *(text_type, table_type, table_type),
-        *(text_type, types.int64, types.int64, types.int32[::1]),
+        *(text_type, table_type, table_type, text_type, types.int64, types.int64, types.int32[::1])
     )
 )
 def find_draft(
-    history: Int32Array,
+    text: Int32Array,
     table: Int64Array,
     state: Int64Array,
-    reference: Int32Array,
-    reference_table: Int64Array,
-    reference_state: Int64Array,
     ending: Int32Array,
     num_begun: int,
     max_tokens: int,
     out: Int32Array,
 ) -> tuple[int, int]:
-    """Draft into `out` behind history and a begun draft, which `ending` ends; number of tokens, and match length."""
-    end = history.size + num_begun
-    match, match_length = _longest_match(history, table, state, ending, end)
-    if reference.size > 0:
-        there, length = _longest_match(reference, reference_table, reference_state, ending, end)
-        if length > match_length:
-            max_tokens = min(max_tokens, reference.size - 1 - there)
-            for i in range(max_tokens):
-                out[i] = reference[there + 1 + i]
-            return max_tokens, length
+    """Draft into `out` behind text and a begun draft, which `ending` ends; number of tokens, and match length."""
+    end = text.size + num_begun
+    match, match_length = _longest_match(text, table, state, ending, end)
     if match_length == 0:
         return 0, 0
     for i in range(max_tokens):  # the copy may overlap itself, as in LZ77
         place = match + 1 + i % (end - 1 - match)
-        out[i] = history[place] if place < history.size else ending[place - end + ending.size]
+        out[i] = text[place] if place < text.size else ending[place - end + ending.size]
     return max_tokens, match_length

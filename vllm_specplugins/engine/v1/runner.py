@@ -26,7 +26,7 @@ from vllm_specplugins.engine.v1.built_in import BuiltInDrafter
 from vllm_specplugins.engine.v1.target import TargetV1
 from vllm_specplugins.engine.v1.verify import Verifier
 from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.read_only import frozen
+from vllm_specplugins.proposers.read_only import Views, frozen, view
 from vllm_specplugins.request_options import draft_limit
 
 
@@ -216,9 +216,10 @@ class _Adapter:
                 partial(self._built_in.offer, rows, scheduler_output, sampled_token_ids, *step),
                 is_timed=not takes_in_prompts,
             )
+        tokens = view(input_batch.token_ids_cpu)
         batch = DraftBatch(
             request_ids=request_ids,
-            token_ids=[input_batch.token_ids_cpu[row, :n] for row, n in zip(rows, num_tokens, strict=True)],
+            token_ids=Views(tokens[row, :n] for row, n in zip(rows, num_tokens, strict=True)),
             max_num_draft=np.array(limits, np.int32),
             options=[request.options for request in requests],
             target=target,

@@ -13,7 +13,7 @@ import torch
 
 from vllm_specplugins.draft import Int32Array
 from vllm_specplugins.engine.options import request_options
-from vllm_specplugins.proposers.read_only import frozen
+from vllm_specplugins.proposers.read_only import frozen, view
 
 
 @dataclass(slots=True)
@@ -21,12 +21,13 @@ class Request:
     """A request's history and options."""
 
     buffer: Int32Array  # [max_model_len]
+    shown: Int32Array  # the same, read-only
     num_tokens: int
     options: Any
 
     @property
     def token_ids(self) -> Int32Array:
-        return self.buffer[: self.num_tokens]
+        return self.shown[: self.num_tokens]
 
 
 class Histories:
@@ -47,7 +48,7 @@ class Histories:
             buffer = np.empty(self._max_model_len, np.int32)
             buffer[: len(new.prefill_token_ids)] = new.prefill_token_ids
             options = frozen(request_options(new.sampling_params))
-            self._requests[new.req_id] = Request(buffer, len(new.prefill_token_ids), options)
+            self._requests[new.req_id] = Request(buffer, view(buffer), len(new.prefill_token_ids), options)
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""

@@ -25,6 +25,7 @@ from vllm_specplugins.engine.v2.report import REPORT, DraftReport, warms_up
 from vllm_specplugins.engine.v2.self_check import prepare
 from vllm_specplugins.engine.v2.target import TargetSpeculator
 from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.proposers.read_only import Views
 from vllm_specplugins.request_options import draft_limit
 
 
@@ -164,7 +165,7 @@ class HostSpeculator(BaseSpeculator):
         ]
         batch = DraftBatch(
             request_ids=request_ids,
-            token_ids=[request.token_ids for request in requests],
+            token_ids=Views(request.token_ids for request in requests),
             max_num_draft=np.array(limits, np.int32),
             options=[request.options for request in requests],
             offer=None if self.offer is None else self.offer.of(rows),

@@ -34,9 +34,10 @@ from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.kernels.rejection import Sampling as Verified
 from vllm_specplugins.methods import is_coupled
 from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.proposers.read_only import Views, view
 from vllm_specplugins.request_options import Options, draft_limit
 
-_NO_TOKENS = np.zeros(1, np.int32)  # of a row that wants no draft
+_NO_TOKENS = view(np.zeros(1, np.int32))  # of a row that wants no draft
 
 
 class TargetSpeculator(DraftModelSpeculator):
@@ -298,7 +299,7 @@ class TargetSpeculator(DraftModelSpeculator):
         forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
         batch = replace(
             self._batch(input_batch.req_ids, forward, self._edit_of(input_batch)),
-            token_ids=token_ids,
+            token_ids=Views(token_ids),
             options=options,
             max_num_draft=max_num_draft,
             offer=None if self.offer is None else self.offer.of(range(num_reqs)),
