@@ -60,6 +60,19 @@ def test_asynchronous_plan_follows_the_record(engine: Any) -> None:
     assert repeating["accepted_tokens"] >= 8
 
 
+@pytest.mark.skipif(RUNNER == "v2", reason="of V1: see test_dummy_runs for V2")
+def test_max_model_len_sinks(engine: Any) -> None:
+    """vLLM fits it to the memory after the proposer was made. Kills: an end of drafting that is vLLM's from then on:
+    near it V1 drafts zeros for the whole batch."""
+    llm = engine(PROMPT_LOOKUP)
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    long, num_drafts = runner.max_model_len, PROMPT_LOOKUP["num_speculative_tokens"]
+    for length in (long - 8, long):
+        llm.collective_rpc("update_max_model_len", args=(length,))
+        assert runner.max_model_len == length
+        assert runner.effective_drafter_max_model_len == length + num_drafts + 1
+
+
 def test_reference(engine: Any) -> None:
     """`extra_args["specplugins"]["reference"]`: the output itself, given as a prediction, is drafted from."""
     llm = engine(PROMPT_LOOKUP)

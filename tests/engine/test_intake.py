@@ -14,10 +14,12 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_specplugins.engine.line import Line
 from vllm_specplugins.engine.options import Intake, request_options
+from vllm_specplugins.engine.own_checks import MOST_LEFT_BEHIND
 from vllm_specplugins.methods import parse_config
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
 MAX_MODEL_LEN = 4096
+GO_ON = threading.Event()  # of checks that hang
 
 
 class Choosy:
@@ -25,6 +27,8 @@ class Choosy:
 
     @staticmethod
     def check_options(options: Mapping[str, Any]) -> None:
+        if "hang" in options:
+            assert GO_ON.wait(30)
         if "crash" in options:
             raise SystemExit(options["crash"])
         if "reference" in options and options["reference"].tolist() == [1, 2, 3]:
@@ -139,6 +143,37 @@ def test_custom_check_options(tokenizer: Any) -> None:
     cascade = Intake(Configured(method="cascade", policy="first", stages=stages), Sizes(), tokenizer)
     with pytest.raises(VLLMValidationError, match="depth must be an integer"):
         cascade.resolved(params({"depth": None}))
+
+
+def test_check_options_that_hangs() -> None:
+    """It costs its own request the budget, and a 400, and the event loop nothing; of such checks only so many are left
+    behind, until they return. Kills: a check in the event loop's thread, one that is waited for, threads without end.
+    """
+    intake = Intake(Configured(method="custom", proposer="test_intake:Choosy", time_budget_ms=200), Sizes(), None)
+    good, hanging = params({"depth": 3}), params({"hang": 1})
+    GO_ON.clear()
+
+    async def clients() -> list[Any]:
+        waiting = [asyncio.create_task(intake.resolved_beside(hanging)) for _ in range(MOST_LEFT_BEHIND + 1)]
+        await asyncio.sleep(0.01)
+        assert request_options(await intake.resolved_beside(good))["depth"] == 3
+        assert not any(task.done() for task in waiting)
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    refused = "specplugins: the proposer refuses the options: "
+    errors = asyncio.run(clients())
+    assert {str(error) for error in errors} == {f"{refused}its check_options did not return within 200 ms."}
+    assert all(isinstance(error, VLLMValidationError) for error in errors)
+    with pytest.raises(VLLMValidationError, match="8 earlier checks of its check_options have not returned yet"):
+        intake.resolved(good)
+    GO_ON.set()
+    for check in intake._checks._left_behind:
+        check.result(30)
+    assert request_options(intake.resolved(good))["depth"] == 3
+    GO_ON.clear()
+    with pytest.raises(VLLMValidationError, match="did not return within 200 ms"):
+        intake.resolved(hanging)
+    GO_ON.set()
 
 
 def test_texts_without_a_tokenizer() -> None:

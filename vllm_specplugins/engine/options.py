@@ -12,12 +12,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config import ConfigError, said
 from vllm_specplugins.engine.line import Line
+from vllm_specplugins.engine.own_checks import OwnChecks
 from vllm_specplugins.methods import option_checks
 from vllm_specplugins.request_options import REFERENCE, Limits, Options, check_options, read_options, received, resolved
-
-OWN_MESSAGE = 200  # characters that are shown of what a proposer of the user's own says about an option
 
 
 class Resolved(dict[str, Any]):
@@ -44,7 +43,7 @@ class Intake:
         config = speculative_config.plugin_config
         self._limits = Limits(config, model_config.get_vocab_size(), model_config.max_model_len)
         self._wants_reference = bool({"prompt_lookup", "custom"} & set(self._limits.stages))
-        self._checks = option_checks(config)
+        self._checks = OwnChecks(option_checks(config), config.common.time_budget_ms)
         self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
         self._line: Line | None = None
 
@@ -58,10 +57,17 @@ class Intake:
             return params
         options = self._read(params)
         text = options.get(REFERENCE)
-        return self._with(params, options, self._tokenize(text) if isinstance(text, str) else None)
+        found = self._resolve(options, self._tokenize(text) if isinstance(text, str) else None)
+        check = self._checks.begin(_shown(found))
+        try:
+            refusal = check.result(self._checks.budget_s)
+        except TimeoutError:
+            refusal = self._checks.leave_behind(check)
+        return _with(params, found, refusal)
 
     async def resolved_beside(self, params: SamplingParams) -> SamplingParams:
-        """The same; a text is tokenised beside the event loop, which streams to other clients, too."""
+        """The same; texts are tokenised, and proposers of the user's own asked, beside the event loop, which streams to
+        other clients, too."""
         if not _is_raw(params):
             return params
         options = self._read(params)
@@ -70,7 +76,13 @@ class Intake:
             if self._line is None:
                 self._line = Line()
             token_ids = await asyncio.wrap_future(self._line.submit(len(text), lambda: self._tokenize(text)))
-        return self._with(params, options, token_ids)
+        found = self._resolve(options, token_ids)
+        check = self._checks.begin(_shown(found))
+        try:
+            refusal = await asyncio.wait_for(asyncio.wrap_future(check), self._checks.budget_s)
+        except TimeoutError:
+            refusal = self._checks.leave_behind(check)
+        return _with(params, found, refusal)
 
     def _read(self, params: SamplingParams) -> Options:
         try:
@@ -88,36 +100,33 @@ class Intake:
         try:
             token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:
-            raise VLLMValidationError(f"specplugins: reference cannot be tokenised ({_brief(error)}).") from None
+            raise VLLMValidationError(f"specplugins: reference cannot be tokenised ({said(error)}).") from None
         return token_ids
 
-    def _with(self, params: SamplingParams, options: Options, token_ids: list[int] | None) -> SamplingParams:
+    def _resolve(self, options: Options, token_ids: list[int] | None) -> dict[str, Any]:
         try:
-            found = resolved(options, token_ids, self._limits)
+            return resolved(options, token_ids, self._limits)
         except ConfigError as error:
             raise VLLMValidationError(str(error)) from None
-        for check in self._checks:
-            try:
-                check(MappingProxyType(dict(received(found))))
-            except (Exception, SystemExit) as error:
-                raise VLLMValidationError(f"specplugins: the proposer refuses the options: {_brief(error)}") from None
-        mine = copy.copy(params)  # the caller may use them for other requests
-        mine.extra_args = {**params.extra_args, "specplugins": Resolved(found)}
-        return mine
+
+
+def _shown(found: Mapping[str, Any]) -> Options:
+    """Resolved options as a proposer's check sees them."""
+    return MappingProxyType(dict(received(found)))
+
+
+def _with(params: SamplingParams, found: Mapping[str, Any], refusal: str | None) -> SamplingParams:
+    """The parameters with resolved options, unless a proposer refuses these."""
+    if refusal is not None:
+        raise VLLMValidationError(f"specplugins: the proposer refuses the options: {refusal}.")
+    mine = copy.copy(params)  # the caller may use them for other requests
+    mine.extra_args = {**params.extra_args, "specplugins": Resolved(found)}
+    return mine
 
 
 def _is_raw(params: Any) -> bool:
     options = isinstance(params, SamplingParams) and (params.extra_args or {}).get("specplugins")
     return options not in (None, False) and not isinstance(options, Resolved)
-
-
-def _brief(error: BaseException) -> str:
-    """What an error says, or its type where it cannot; a client's text in it can be sent back."""
-    try:
-        words = " ".join(str(error).split()) or type(error).__name__
-    except Exception:
-        words = type(error).__name__
-    return words[:OWN_MESSAGE].encode(errors="backslashreplace").decode()
 
 
 def check_requests() -> None:

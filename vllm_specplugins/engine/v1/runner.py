@@ -68,13 +68,19 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     runner.propose_draft_token_ids = adapter.propose_draft_token_ids
     runner._update_states = adapter.update_states
     runner.profile_run = both(runner.profile_run, adapter.compile_exits)
-    # V1 drafts zeros for the whole batch when one request nears this; we shorten that request's draft instead.
-    runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
+    draft_to_the_end(runner)
+    runner.update_max_model_len = both(runner.update_max_model_len, lambda max_model_len: draft_to_the_end(runner))
     if runner.speculative_config.plugin_config.common.verification == "fused":
         adapter.verifier = Verifier(runner, adapter.seed)
         runner._sample = adapter.verifier.sample
     elif runner.device.type == "cpu":
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def draft_to_the_end(runner: Any) -> None:
+    """V1 drafts zeros for the whole batch when one request nears this length, which sinks where memory is short
+    (`--max-model-len auto`); we shorten that request's draft instead."""
+    runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
 
 
 def expand_batch_to_tokens(

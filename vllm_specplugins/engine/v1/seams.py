@@ -51,6 +51,15 @@ V1: tuple[Seam, ...] = (
     ),
     Seam(
         _V1,
+        "GPUModelRunner.update_max_model_len",
+        names_of("self max_model_len"),
+        "instance",
+        "the end of drafting, which it sets, is set behind it once more",
+        CUSTOM_CLASS,
+        "V1 leaves that to the proposer, or V1 is gone",
+    ),
+    Seam(
+        _V1,
         "GPUModelRunner.effective_drafter_max_model_len",
         None,
         "instance",
