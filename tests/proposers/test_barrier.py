@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.guard import CHARGED
+from vllm_specplugins.proposers.read_only import Views, for_proposer, rows_of, view
 from vllm_specplugins.proposers.switch import (
     FAULT_WINDOW,
     FIRST_PAUSE_S,
@@ -397,6 +399,24 @@ def test_only_requests_of_the_batch_can_be_blamed(blamed: Any) -> None:
     barrier = guard(Scripted(fail))
     step(barrier)
     assert barrier.counters.faults == {RAISED: 1} and not barrier.guard._set_aside
+
+
+def test_histories_of_adapters() -> None:
+    """Slices of one view are handed on as they are, and neither they nor what is below can be written to.
+
+    Kills: a view of each at each step; slices of an array that can be written to; rows mixed up.
+    """
+    matrix = np.arange(12, dtype=np.int32).reshape(3, 4)
+    tokens = view(matrix)
+    given = for_proposer(replace(batch("a", "b"), token_ids=Views(tokens[row, :3] for row in (2, 0))))
+    assert given.token_ids is for_proposer(given).token_ids
+    assert [history.tolist() for history in given.token_ids] == [[8, 9, 10], [0, 1, 2]]
+    chosen = rows_of(given, [1], given.max_num_draft[1:])
+    assert [history.tolist() for history in chosen.token_ids] == [[0, 1, 2]] and type(chosen.token_ids) is Views
+    own = for_proposer(batch("a")).token_ids[0]
+    for array in (*given.token_ids, *chosen.token_ids, given.token_ids[0].base, own):
+        with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+            array.flags.writeable = True
 
 
 def test_options_are_frozen() -> None:
