@@ -180,7 +180,8 @@ def test_built_in_stage() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_frozen(name: str) -> None:
-    needed = {"custom": {"proposer": "json:loads"}, "cascade": {"stages": [{"method": "early_exit"}] * 2}}
+    stages = [{"method": "early_exit"}] * 2
+    needed = {"custom": {"proposer": "json:loads"}, "cascade": {"stages": stages}, "medusa": {"heads": "folder"}}
     raw = {"method": name, **needed.get(name, {})}
     config = parse_config(raw)
     with pytest.raises(AttributeError):

@@ -138,6 +138,23 @@ class EarlyExitConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaConfig:
+    """`medusa`: trained heads on the target's last hidden state draft a token each, in one pass and without layers.
+
+    Args:
+        heads: folder of the heads, in the format of FasterDecoding or of vLLM; as many as num_speculative_tokens, at
+            least. (A dictionary with `model` in its place asks for vLLM's own method, where that still exists.)
+        draft_sample_method: as of `early_exit`.
+    """
+
+    heads: str = text()
+    draft_sample_method: str = choice("greedy", "probabilistic", "coupled")
+
+    def __post_init__(self) -> None:
+        check_fields(self, "medusa")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CascadeConfig:
     """`cascade`: a proposer that holds proposers.
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_specplugins.config import (
     BuiltInConfig,
@@ -12,6 +12,7 @@ from vllm_specplugins.config import (
     ConfigError,
     CustomConfig,
     EarlyExitConfig,
+    MedusaConfig,
     PromptLookupConfig,
     RegisteredConfig,
     SpecConfig,
@@ -23,6 +24,8 @@ from vllm_specplugins.draft import PROTOCOL_VERSION, Proposer, ProposerContext
 from vllm_specplugins.proposers.guard import shown as shown_error
 from vllm_specplugins.registered import Registered, usable
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -30,19 +33,28 @@ class Method:
 
     The proposer is called with (own configuration, ProposerContext). None: the configuration names it.
     A method that runs the target gets `DraftBatch.target`, and K slots of the KV cache past the last token; one that
-    reads histories gets `DraftBatch.token_ids`.
+    reads histories gets `DraftBatch.token_ids`. Where vLLM has a method of the same name, ours is the one whose
+    dictionary has `own_field`.
     """
 
     config: type
     proposer: str | None
     runs_target: bool = False
     reads_history: bool = True
+    own_field: str | None = None
 
 
 METHODS: Mapping[str, Method] = {
     "prompt_lookup": Method(PromptLookupConfig, "vllm_specplugins.proposers.prompt_lookup:PromptLookup"),
     "early_exit": Method(
         EarlyExitConfig, "vllm_specplugins.proposers.early_exit:EarlyExit", runs_target=True, reads_history=False
+    ),
+    "medusa": Method(
+        MedusaConfig,
+        "vllm_specplugins.proposers.medusa:Medusa",
+        runs_target=True,
+        reads_history=False,
+        own_field="heads",
     ),
     "cascade": Method(CascadeConfig, "vllm_specplugins.proposers.cascade:Cascade"),
     "custom": Method(CustomConfig, None),
@@ -76,7 +88,7 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
         import_object(config.own.proposer)
     if isinstance(config.own, CascadeConfig):
         _check_stages(config.own)
-    if is_coupled(config) and config.common.verification != "fused":
+    if "coupled" in sample_methods(config) and config.common.verification != "fused":
         raise ConfigError(
             f"{config.method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
             f"{config.common.verification!r}, whose noise nobody else knows, not 'coupled'."
@@ -112,10 +124,7 @@ def _check_stages(config: CascadeConfig) -> None:
         raise ConfigError(
             f"cascade: stages must not hold more than one proposer built into vLLM, like {' and '.join(built_in)}."
         )
-    samples = any(
-        isinstance(stage.own, EarlyExitConfig) and stage.own.draft_sample_method == "probabilistic"
-        for stage in config.stages
-    )
+    samples = any(getattr(stage.own, "draft_sample_method", None) == "probabilistic" for stage in config.stages)
     if built_in and samples:
         raise ConfigError(
             f"cascade: draft_sample_method must be 'greedy' or 'coupled' in all stages beside {built_in[0]}, not "
@@ -124,7 +133,7 @@ def _check_stages(config: CascadeConfig) -> None:
 
 
 def _parse_stage(index: int, raw: Any) -> StageConfig:
-    names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name != "cascade"]
+    names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name not in ("cascade", "medusa")]
     if not isinstance(raw, dict) or raw.get("method") not in names:
         found = shown(raw.get("method")) if isinstance(raw, dict) else shown(raw)
         allowed = f"a dictionary whose method is one of {', '.join(names)}"
@@ -160,15 +169,16 @@ def built_in_stage(config: SpecConfig) -> StageConfig | None:
     return next((stage for stage in stages if isinstance(stage.own, BuiltInConfig)), None)
 
 
-def early_exits(config: SpecConfig) -> list[EarlyExitConfig]:
-    """The configurations of all exits in a method."""
-    parts = [config.own, *(stage.own for stage in getattr(config.own, "stages", ()))]
-    return [part for part in parts if isinstance(part, EarlyExitConfig)]
+def parts(config: SpecConfig, kind: type[T]) -> list[T]:
+    """The configurations of one kind in a method: its own, or those of its stages."""
+    found = [config.own, *(stage.own for stage in getattr(config.own, "stages", ()))]
+    return [part for part in found if isinstance(part, kind)]
 
 
-def is_coupled(config: SpecConfig) -> bool:
-    """Whether any exit of a method drafts with the noise of verification."""
-    return any(part.draft_sample_method == "coupled" for part in early_exits(config))
+def sample_methods(config: SpecConfig) -> set[str]:
+    """How the drafts of a method's model proposers are drawn."""
+    exits, heads = parts(config, EarlyExitConfig), parts(config, MedusaConfig)
+    return {part.draft_sample_method for part in exits} | {part.draft_sample_method for part in heads}
 
 
 def _names(config: SpecConfig) -> list[str]:

@@ -61,7 +61,7 @@ def requested(args: Any) -> dict[str, Any] | None:
     found = registrations((*METHODS, *vllm_methods()))
     for refusal in filter(None, (registered.refusal for registered in found)):
         logger.error("vllm-specplugins: %s", refusal)
-    if method in vllm_methods():
+    if method in vllm_methods() and not (method in METHODS and METHODS[method].own_field in merged):
         return None
     names = (*METHODS, *(registered.name for registered in found if registered.refusal is None))
     if not isinstance(method, str) or method not in names:
@@ -85,6 +85,11 @@ def vllm_methods() -> tuple[Any, ...]:
     from vllm.config.speculative import SpeculativeMethod
 
     return get_args(SpeculativeMethod)
+
+
+def name_in_vllm(method: str) -> str:
+    """What vLLM is told that a method of ours is called: nothing that it would serve itself."""
+    return f"specplugins_{method}" if method in vllm_methods() else method
 
 
 def _wrap_speculative(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +129,7 @@ def _wrap_refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         raw = self.speculative_config
         method = self.spec_method or (raw.get("method") if isinstance(raw, Mapping) else None)
-        if isinstance(method, str) and method in METHODS:
+        if isinstance(method, str) and method in METHODS and method not in vllm_methods():
             with sentence_instead_of_traceback():
                 raise ConfigError(
                     f"speculative_config: method must be one of vLLM's own while VLLM_SPECPLUGINS_DISABLE is set, "
@@ -152,7 +157,7 @@ def _with_method(config: SpecConfig, original: Callable[..., Any], engine_args: 
 
     asked = engine_args.async_scheduling
     asynchronous = scheduling.wanted_of_vllm(config, asked)
-    known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), config.method)]  # type: ignore[valid-type]
+    known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), name_in_vllm(config.method))]  # type: ignore[valid-type]
     with (
         _replaced(engine_args, {"_specplugins_config": config, "async_scheduling": asynchronous}),
         _replaced(vllm_config_module, {"NgramGPUTypes": known_names}),

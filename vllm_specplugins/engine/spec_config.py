@@ -10,12 +10,13 @@ from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 
-from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig, StageConfig
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, MedusaConfig, SpecConfig, StageConfig
 from vllm_specplugins.engine import scheduling
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
+from vllm_specplugins.engine.plugin import name_in_vllm
 from vllm_specplugins.engine.target.model_source import may_be_cut, uncuttable
-from vllm_specplugins.methods import built_in_stage, early_exits, reads_history, runs_target
+from vllm_specplugins.methods import built_in_stage, parts, reads_history, runs_target, sample_methods
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -91,10 +92,9 @@ def build(
     stage = built_in_stage(config)
     if stage is not None:
         return _build_with(stage, common)
-    samples = [part.draft_sample_method for part in early_exits(config)]
     return PluginSpeculativeConfig(
-        method=config.method,
-        draft_sample_method="probabilistic" if "probabilistic" in samples else "greedy",
+        method=name_in_vllm(config.method),
+        draft_sample_method="probabilistic" if "probabilistic" in sample_methods(config) else "greedy",
         **common,
     )
 
@@ -172,11 +172,23 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     for kind, found in kinds.items():
         if found:
             raise ConfigError(f"{method}: model must be a text-only decoder with attention in every layer, not {kind}.")
+    for heads in parts(config, MedusaConfig):
+        from vllm_specplugins.proposers.medusa_heads import check_medusa
+
+        check_medusa(
+            heads.heads,
+            num_heads=config.common.num_speculative_tokens,
+            hidden_size=model.get_hidden_size(),
+            vocab_size=model.get_vocab_size(),
+        )
+    exits = parts(config, EarlyExitConfig)
+    if not exits:
+        return
     registered = model.registry.models.get(model.architecture)
     module = getattr(registered, "module_name", "")  # of a class of the user's own there is none
     if not may_be_cut(module):
         raise uncuttable(method, model.architecture)
-    for exit_config in early_exits(config):
+    for exit_config in exits:
         _check_exit(exit_config, model)
 
 

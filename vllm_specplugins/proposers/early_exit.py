@@ -13,8 +13,7 @@ import torch
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, Target
-from vllm_specplugins.kernels.gumbel import gumbel_sample
-from vllm_specplugins.kernels.rejection.coupled import coupled_sample
+from vllm_specplugins.proposers.draft_sampler import DraftSampler
 from vllm_specplugins.proposers.exit_head import ExitHead
 
 
@@ -27,7 +26,7 @@ class EarlyExit:
 
     def __init__(self, config: EarlyExitConfig, context: ProposerContext):
         self._exit_layer = config.exit_layer
-        self._method = config.draft_sample_method
+        self._sampler = DraftSampler(config.draft_sample_method)
         self.fit(context.max_model_len)
         self._head = None
         if config.exit_head is not None:
@@ -79,21 +78,12 @@ class EarlyExit:
         `begun` [num_reqs, T]: what was drafted before; None: nobody edits the logits.
         """
         hidden_states = target.forward.hidden_states(self._exit_layer, token_ids, positions, normed=self._head is None)
-        flat, places = hidden_states.view(-1, hidden_states.shape[-1]), positions.reshape(-1) + 1
-        edits = target.edit is not None and begun is not None
-        if self._method == "greedy" and self._head is None and not edits:
+        flat = hidden_states.view(-1, hidden_states.shape[-1])
+        if self._sampler.is_greedy and self._head is None and (target.edit is None or begun is None):
             return target.forward.argmax(flat).view(token_ids.shape), None
         logits = (target.forward if self._head is None else self._head).logits(flat)
-        if target.edit is not None and begun is not None:
-            logits = target.edit(logits, begun, places).to(logits.dtype)
-        if self._method == "greedy":
-            return logits.argmax(dim=-1).view(token_ids.shape), None
-        rows = torch.arange(len(token_ids), device=logits.device).repeat_interleave(len(flat) // len(token_ids))
-        sampling = target.sampling
-        if self._method == "coupled":
-            return coupled_sample(logits, places, sampling.verified.at(rows)).view(token_ids.shape), None
-        chosen = gumbel_sample(logits, sampling.temperature[rows], sampling.seeds[rows], places)
-        return chosen.view(token_ids.shape), logits.view(*token_ids.shape, -1)
+        chosen, q_logits = self._sampler.choose(target, logits, positions.reshape(-1) + 1, begun)
+        return chosen.view(token_ids.shape), None if q_logits is None else q_logits.view(*token_ids.shape, -1)
 
     def observe(self, feedback: Feedback) -> None:
         """Nothing to learn."""

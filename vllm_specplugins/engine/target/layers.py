@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_specplugins.config import SpecConfig
+from vllm_specplugins.config import EarlyExitConfig, SpecConfig
 from vllm_specplugins.engine.plugin import sentence_instead_of_traceback
 from vllm_specplugins.engine.target.compiled import compile_cut, compiles
 from vllm_specplugins.engine.target.model_source import PARTS, uncuttable
-from vllm_specplugins.methods import early_exits
+from vllm_specplugins.methods import parts
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -24,9 +24,9 @@ class FirstLayers:
     and the attention layers with their KV pages.
     """
 
-    def __init__(self, target: nn.Module):
+    def __init__(self, target: nn.Module, config: SpecConfig):
         body: Any = getattr(target, "model", None)
-        if not all(hasattr(body, name) for name in PARTS):
+        if parts(config, EarlyExitConfig) and not all(hasattr(body, name) for name in PARTS):
             refusal = uncuttable("early_exit", type(target).__name__)
             logger.error("%s", refusal)  # what an engine's process raises, vLLM wraps in tracebacks
             with sentence_instead_of_traceback():
@@ -48,9 +48,9 @@ class FirstLayers:
 
     def compile(self, config: SpecConfig) -> None:
         """Compiles what the exits of a method run, if vLLM compiles the target; before the first request."""
-        if not compiles(self._body):
+        exits = {(part.exit_layer, part.exit_head is None) for part in parts(config, EarlyExitConfig)}
+        if not exits or not compiles(self._body):
             return
-        exits = {(part.exit_layer, part.exit_head is None) for part in early_exits(config)}
         for end_layer, normed in sorted(exits - self._compiled):
             self._compiled.add((end_layer, normed))
             tag = f"exit_{end_layer}" + ("" if normed else "_unnormed")

@@ -131,7 +131,8 @@ class _Adapter:
     def load_model(self, target: Any) -> None:
         """Prepares a model proposer's view of the target."""
         if self._runner.speculative_config.runs_target:
-            self._target = TargetV1(self._runner, FirstLayers(target))
+            first_layers = FirstLayers(target, self._runner.speculative_config.plugin_config)
+            self._target = TargetV1(self._runner, first_layers)
 
     def compile_exits(self, randomize_inputs: bool = False) -> None:
         """Behind vLLM's own compilation of the target, and with its signature."""

@@ -32,7 +32,7 @@ from vllm_specplugins.engine.v2.paged import PagedForward
 from vllm_specplugins.engine.v2.report import DraftReport, warms_up
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.kernels.rejection import Sampling as Verified
-from vllm_specplugins.methods import is_coupled
+from vllm_specplugins.methods import sample_methods
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.read_only import Views, view
 from vllm_specplugins.request_options import Options, draft_limit
@@ -71,7 +71,7 @@ class TargetSpeculator(DraftModelSpeculator):
         self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self._verified: Verified | None = None
-        if is_coupled(vllm_config.speculative_config.plugin_config):
+        if "coupled" in sample_methods(vllm_config.speculative_config.plugin_config):
             limits = (torch.zeros(rows, dtype=torch.int32, device=device), *torch.zeros(2, rows, device=device))
             self._verified = Verified(self._temperature, torch.zeros_like(self._seeds), *limits)
         if self.draft_logits is not None:
@@ -108,7 +108,7 @@ class TargetSpeculator(DraftModelSpeculator):
             self.barrier.count(self._feedback.take())
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        self.first_layers = FirstLayers(target_model)
+        self.first_layers = FirstLayers(target_model, self.vllm_config.speculative_config.plugin_config)
         return nn.Module()
 
     def compile_exits(self, randomize_inputs: bool = False) -> None:

@@ -1,0 +1,84 @@
+"""Medusa in the engine: heads that change nothing, with the target's own head, draft what the target has just said."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import RUNNER, spec_metrics
+from safetensors.torch import save_file
+from test_exit_sampling import ARGUMENTS, EDITS, PROMPT
+from test_exit_sampling import checkpoint as checkpoint
+
+HIDDEN, K = 64, 3
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("heads")
+    tensors = {f"blocks.{head}.layers.0.weight": torch.zeros(HIDDEN, HIDDEN) for head in range(K)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def config_of(heads: Path, method: str) -> dict[str, Any]:
+    return {"method": "medusa", "heads": str(heads), "num_speculative_tokens": K, "draft_sample_method": method}
+
+
+@pytest.mark.parametrize("method", ["greedy", "coupled"])
+def test_heads_that_repeat(
+    method: str, engine: Any, checkpoint: Path, heads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At temperature 0 each draft is the newest token, again and again; the output is that without drafts, seeded
+    samples, penalties and forbidden tokens included.
+
+    Kills: hidden states of another row, or of a rejected draft; a head that is not the target's.
+    """
+    from vllm import SamplingParams
+
+    from vllm_specplugins.proposers.medusa import Medusa
+
+    drafts = []
+    propose = Medusa.propose
+
+    def recorded(self: Medusa, batch: Any) -> Any:
+        draft = propose(self, batch)
+        drafts.append((batch.target.last_token_ids.clone(), batch.target.sampling.temperature.clone(), draft.token_ids))
+        return draft
+
+    monkeypatch.setattr(Medusa, "propose", recorded)
+    llm = engine(config_of(heads, method), model=str(checkpoint), **ARGUMENTS)
+    asked = [{"temperature": 0.0}] * 3 + [{}, {"top_p": 0.7}, *EDITS]
+
+    def run(**options: Any) -> list[list[int]]:
+        params = [
+            SamplingParams(
+                **{"max_tokens": 13, "ignore_eos": True, "seed": seed, "detokenize": False} | own,
+                extra_args={"specplugins": options},
+            )
+            for seed, own in enumerate(asked)
+        ]
+        prompts = [{"prompt_token_ids": PROMPT[: 3 + index % 4]} for index in range(len(params))]
+        return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params, use_tqdm=False)]
+
+    before = spec_metrics(llm)
+    drafts.clear()  # of dummy runs
+    drafted = run()
+    accepted = spec_metrics(llm)["accepted_tokens"] - before["accepted_tokens"]
+    greedy = [
+        own == [token] * K
+        for newest, heat, token_ids in drafts
+        for token, temperature, own in zip(newest.tolist(), heat.tolist(), token_ids.tolist(), strict=True)
+        if temperature == 0
+    ]
+    assert len(greedy) >= 3 * 12 // (K + 1)
+    assert all(greedy)
+    assert accepted > 0
+    assert drafted == run(max_draft=0)
+    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="refused in the front end, whatever runs")
+def test_refused_at_start(engine: Any, checkpoint: Path, heads: Path) -> None:
+    with pytest.raises(ValueError, match="a head for each of the 4 num_speculative_tokens, not one with 3"):
+        engine({**config_of(heads, "greedy"), "num_speculative_tokens": 4}, model=str(checkpoint), **ARGUMENTS)

@@ -1,0 +1,185 @@
+"""Medusa heads: published formats, what they compute, what is refused."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm_specplugins.kernels.rejection import Sampling as Verified
+from vllm_specplugins.kernels.rejection.coupled import coupled_sample
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.draft import DraftBatch, ProposerContext, Sampling, Target
+from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.proposers.medusa_heads import MedusaHeads, check_medusa
+
+NUM_HEADS, NUM_LAYERS, HIDDEN, VOCAB = 3, 2, 8, 11
+Tensors = dict[str, torch.Tensor]
+
+
+def make_tensors(num_tokens: int = VOCAB) -> Tensors:
+    """In FasterDecoding's names."""
+    rng = torch.Generator().manual_seed(1)
+    tensors = {}
+    for head in range(NUM_HEADS):
+        for layer in range(NUM_LAYERS):
+            tensors[f"{head}.{layer}.linear.weight"] = torch.randn(HIDDEN, HIDDEN, generator=rng)
+            tensors[f"{head}.{layer}.linear.bias"] = torch.randn(HIDDEN, generator=rng)
+        tensors[f"{head}.{NUM_LAYERS}.weight"] = torch.randn(num_tokens, HIDDEN, generator=rng)
+    return tensors
+
+
+def renamed(tensors: Tensors) -> Tensors:
+    """In vLLM's names."""
+    return {
+        re.sub(r"(\d+)\.(\d+)\.weight", r"lm_heads.\1.weight", name)
+        if "linear" not in name
+        else re.sub(r"(\d+)\.(\d+)\.linear", r"blocks.\1.layers.\2", name): tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def expected_logits(states: torch.Tensor, tensors: Tensors, head: int) -> torch.Tensor:
+    for layer in range(NUM_LAYERS):
+        block = f"{head}.{layer}.linear"
+        bias = tensors.get(f"{block}.bias", torch.zeros(HIDDEN))
+        states = states + torch.nn.functional.silu(states @ tensors[f"{block}.weight"].T + bias)
+    return states @ tensors[f"{head}.{NUM_LAYERS}.weight"].T
+
+
+def never(hidden_states: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("the heads have heads of their own")
+
+
+@pytest.mark.parametrize(
+    "file, names",
+    [
+        ("medusa_lm_head.pt", lambda tensors: tensors),
+        ("medusa_lm_head.safetensors", lambda tensors: {f"medusa_heads.{k}": v for k, v in tensors.items()}),
+        ("model.safetensors", renamed),
+        ("pytorch_model.bin", renamed),
+        ("model.safetensors", lambda tensors: renamed({k: v for k, v in tensors.items() if "bias" not in k})),
+    ],
+)
+@pytest.mark.parametrize("num_draft", [1, 3])
+def test_published_formats(file: str, names: Any, num_draft: int, tmp_path: Path) -> None:
+    """Kills: heads in another order; a transposed weight; an activation before the sum; a bias of another head."""
+    tensors = make_tensors()
+    stored = names(tensors)
+    if file.endswith(".safetensors"):
+        save_file(stored, tmp_path / file)
+    else:
+        torch.save(stored, tmp_path / file)
+    check_medusa(tmp_path, num_heads=NUM_HEADS, hidden_size=HIDDEN, vocab_size=VOCAB)
+    states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2))
+    if not any("bias" in name for name in stored):
+        tensors = {name: tensor for name, tensor in tensors.items() if "bias" not in name}
+    found = MedusaHeads.load(tmp_path, NUM_HEADS, VOCAB).logits(states, num_draft, never)
+    for head in range(num_draft):
+        torch.testing.assert_close(found[head], expected_logits(states, tensors, head))
+
+
+def test_part_of_a_vocabulary(tmp_path: Path) -> None:
+    """Kills: a token map that is taken for a range; tokens that the heads do not know at 0."""
+    tensors, token_map = make_tensors(5), torch.tensor([9, 0, 3, 4, 7])
+    save_file(renamed(tensors) | {"token_map": token_map}, tmp_path / "model.safetensors")
+    states = torch.randn(2, HIDDEN)
+    found = MedusaHeads.load(tmp_path, NUM_HEADS, VOCAB).logits(states, 1, never)[0]
+    torch.testing.assert_close(found[:, token_map], expected_logits(states, tensors, 0))
+    assert found.isneginf().sum(dim=1).tolist() == [VOCAB - 5] * 2
+
+
+def test_shared_and_borrowed_heads(tmp_path: Path) -> None:
+    """One head for all, and the target's own where there is none."""
+    layers = {name: tensor for name, tensor in renamed(make_tensors()).items() if "lm_heads" not in name}
+    shared, states = torch.randn(VOCAB, HIDDEN), torch.randn(4, HIDDEN)
+    save_file(layers | {"lm_head.weight": shared}, tmp_path / "model.safetensors")
+    expected = MedusaHeads.load(tmp_path, NUM_HEADS, VOCAB).logits(states, 3, never)
+    save_file(layers, tmp_path / "model.safetensors")
+    borrowed = MedusaHeads.load(tmp_path, NUM_HEADS, VOCAB).logits(states, 3, lambda rows: rows @ shared.T)
+    torch.testing.assert_close(borrowed, expected)
+
+
+def without(*names: str) -> Any:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def changed(name: str, tensor: torch.Tensor) -> Any:
+    return lambda tensors: tensors | {name: tensor}
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (without("1.0.linear.weight"), "weights of head 1 layer 0"),
+        (without("2.2.weight"), "weights of head 2"),
+        (without(*(f"2.{layer}.linear.{kind}" for layer in range(2) for kind in ("weight", "bias"))), "one with 2"),
+        (changed("1.0.linear.weight", torch.zeros(4, 4)), "one shape"),
+        (changed("1.0.linear.weight", torch.zeros(8)), "2 dimensions"),
+        (changed("1.0.linear.bias", torch.zeros(4)), "one shape"),
+        (changed("0.2.weight", torch.zeros(VOCAB, 4)), "one shape"),
+        (changed("token_map", torch.full((VOCAB,), VOCAB)), "token_map"),
+        (changed("token_map", torch.zeros(VOCAB + 1)), "token_map"),
+        (lambda tensors: {"nothing": torch.zeros(1)}, "one with 0"),
+        (lambda tensors: [tensors], "something else"),
+    ],
+)
+def test_refused(damage: Any, words: str, tmp_path: Path) -> None:
+    """One sentence each."""
+    torch.save(damage(make_tensors()), tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ConfigError, match=words) as error:
+        check_medusa(tmp_path, num_heads=NUM_HEADS, hidden_size=HIDDEN, vocab_size=VOCAB)
+    assert str(error.value).startswith("medusa: heads must be ") and "\n" not in str(error.value)
+
+
+def test_refused_files(tmp_path: Path) -> None:
+    """A pickle that would run code, damaged files, another model's heads, no file."""
+    arguments: Any = {"num_heads": NUM_HEADS, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+    with pytest.raises(ConfigError, match="one without"):
+        check_medusa(tmp_path, **arguments)
+    for name, content in (("medusa_lm_head.pt", b"\x80\x04rubbish"), ("model.safetensors", b"{" * 40)):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            check_medusa(tmp_path, **arguments)
+    save_file(make_tensors(), tmp_path / "model.safetensors")
+    for size in ({"hidden_size": HIDDEN + 1}, {"vocab_size": VOCAB - 1}, {"num_heads": NUM_HEADS + 1}):
+        with pytest.raises(ConfigError):
+            check_medusa(tmp_path, **arguments | size)
+    torch.save({"0.0.linear.weight": SimpleNamespace()}, tmp_path / "medusa_lm_head.pt")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check_medusa(tmp_path, **arguments)
+
+
+@pytest.mark.parametrize("method", ["greedy", "coupled", "probabilistic"])
+def test_drafts(method: str, tmp_path: Path) -> None:
+    """Token k of head k, drawn for the place where it will stand. Kills: heads or positions off by one."""
+    tensors = make_tensors()
+    save_file(tensors, tmp_path / "model.safetensors")
+    raw = {"method": "medusa", "heads": str(tmp_path), "num_speculative_tokens": 3, "draft_sample_method": method}
+    proposer = build_proposer(parse_config(raw), ProposerContext(VOCAB, 64, 8, 3, lambda text: []))
+    num_reqs, states = 4, torch.randn(4, HIDDEN)
+    heat, seeds, lengths = torch.tensor([0.0, 0.7, 1.0, 1.5]), torch.arange(4) * 31, torch.tensor([3, 9, 20, 5])
+    verified = Verified(heat, seeds)
+    forward: Any = SimpleNamespace(logits=never)
+    target = Target(forward, torch.zeros(4, dtype=torch.int32), lengths, states, Sampling(heat, seeds, verified))
+    wanted = np.array([3, 0, 2, 3], np.int32)
+    draft = proposer.propose(DraftBatch(list("abcd"), (), wanted, [{}] * num_reqs, target))
+    assert draft.num_draft.tolist() == wanted.tolist() and draft.token_ids.shape == (4, 3)
+    assert (draft.logits is None) == (method != "probabilistic")
+    for head in range(3):
+        logits = expected_logits(states, tensors, head)
+        if method == "greedy":
+            assert torch.equal(draft.token_ids[:, head].long(), logits.argmax(-1))
+        elif method == "coupled":
+            assert torch.equal(draft.token_ids[:, head].long(), coupled_sample(logits, lengths + head, verified))
+        else:
+            torch.testing.assert_close(draft.logits[:, head], logits)
+    found, scores = proposer.candidates(target, 3, 2)  # type: ignore[attr-defined]
+    expected = expected_logits(states, tensors, 1).log_softmax(-1).topk(2)
+    assert torch.equal(found[:, 1], expected.indices)
+    torch.testing.assert_close(scores[:, 1], expected.values)

@@ -1,0 +1,38 @@
+"""How a model proposer turns logits into draft tokens: the three values of `draft_sample_method`.
+
+"greedy" takes the likeliest token. "probabilistic" draws with noise of its own, at the request's temperature: its
+logits are q. "coupled" draws with the noise of verification, under the request's temperature, top-k, top-p and min-p:
+q is one-hot (kernels/rejection/coupled.py). N: rows, num_reqs of them times T.
+"""
+
+import torch
+
+from vllm_specplugins.draft import Target
+from vllm_specplugins.kernels.gumbel import gumbel_sample
+from vllm_specplugins.kernels.rejection.coupled import coupled_sample
+
+
+class DraftSampler:
+    """Waits for nothing and branches on nothing that is on the device."""
+
+    def __init__(self, method: str):
+        self.is_greedy = method == "greedy"
+        self._is_coupled = method == "coupled"
+
+    def choose(
+        self,
+        target: Target,
+        logits: torch.Tensor,  # [N, V]
+        positions: torch.Tensor,  # [N] int64, of what is chosen
+        drafts: torch.Tensor | None = None,  # [num_reqs, T] what was drafted before; None: nobody edits the logits
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Token ids [N] and, if they are drawn with noise of their own, the logits [N, V] that they are drawn from."""
+        if target.edit is not None and drafts is not None:
+            logits = target.edit(logits, drafts, positions).to(logits.dtype)
+        if self.is_greedy:
+            return logits.argmax(dim=-1), None
+        sampling, num_reqs = target.sampling, len(target.num_tokens)
+        rows = torch.arange(num_reqs, device=logits.device).repeat_interleave(len(logits) // num_reqs)
+        if self._is_coupled:
+            return coupled_sample(logits, positions, sampling.verified.at(rows)), None
+        return gumbel_sample(logits, sampling.temperature[rows], sampling.seeds[rows], positions), logits

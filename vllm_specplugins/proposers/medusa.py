@@ -1,0 +1,62 @@
+"""Medusa: heads on the target's last hidden state draft the next K tokens in one pass, and no layer runs.
+
+Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads". Its chain at
+temperature 0 is blockwise parallel decoding (Stern et al. 2018, "Blockwise Parallel Decoding for Deep Autoregressive
+Models"): head k guesses what stands k + 2 tokens behind the state, whatever the tokens between are. K:
+num_speculative_tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_specplugins.config import MedusaConfig
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, Target
+from vllm_specplugins.proposers.draft_sampler import DraftSampler
+from vllm_specplugins.proposers.medusa_heads import MedusaHeads
+
+
+class Medusa:
+    """Stateless. `propose` waits for nothing, so an adapter may record it in a CUDA graph."""
+
+    def __init__(self, config: MedusaConfig, context: ProposerContext):
+        self._heads = MedusaHeads.load(
+            config.heads, context.max_num_draft, context.vocab_size, context.device, context.dtype or torch.float32
+        )
+        self._sampler = DraftSampler(config.draft_sample_method)
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """A token of each head; a request near the end of its context gets fewer."""
+        target = batch.target
+        assert target is not None
+        width = int(batch.max_num_draft.max(initial=0))
+        token_ids = target.last_token_ids.new_empty(batch.num_reqs, width, dtype=torch.int32)
+        if width == 0:
+            return Draft(token_ids, batch.max_num_draft)
+        logits = self._logits(target, width)
+        q_logits = None
+        for step, own in enumerate(logits):
+            token_ids[:, step], q_logits = self._sampler.choose(
+                target, own, target.num_tokens + step, token_ids[:, :step]
+            )
+            if q_logits is not None:
+                own.copy_(q_logits)
+        return Draft(token_ids, batch.max_num_draft, logits=None if q_logits is None else logits.transpose(0, 1))
+
+    def candidates(self, target: Target, num_draft: int, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest tokens of each head and their log-probabilities, [num_reqs, num_draft, num_candidates] each.
+
+        What a tree of drafts would be made of; a chain takes the first of each.
+        """
+        logprobs = self._logits(target, num_draft).float().log_softmax(-1).transpose(0, 1)
+        scores, token_ids = logprobs.topk(num_candidates)
+        return token_ids, scores
+
+    def _logits(self, target: Target, num_draft: int) -> torch.Tensor:
+        return self._heads.logits(target.last_hidden_states, num_draft, target.forward.logits)
+
+    def observe(self, feedback: Feedback) -> None:
+        """Nothing to learn."""
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Nothing to forget."""
