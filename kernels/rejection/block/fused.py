@@ -16,7 +16,7 @@ from ..noise.fused import stream_key
 from ..noise.reference import BLOCK
 from ..reference import GROUP_SIZE
 from ..result.fused import is_last
-from ..scan.fused import TILE_SIZE, load_logits, scale_of, scan
+from ..scan.fused import TILE_SIZE, load_logits, load_request, scale_of, scan
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -56,10 +56,7 @@ def _keep_kernel(
     """Sums up a tile of a row; the last tile of a request keeps drafts and draws."""
     tile, step, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_tiles, width = tl.num_programs(0), tl.num_programs(1) + 1
-    begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
-    num_rows = (tl.load(layout.cu_num_logits + request + 1) - begin).to(tl.int32)
-    state = tl.load(layout.idx_mapping + request).to(tl.int64)
-    temperature = tl.load(parameters.temperature + state)
+    begin, num_rows, state, temperature = load_request(layout, parameters, request)
     first = request * width
     if (step < num_rows - 1) & (temperature > 0.0):
         joint = 1.0
@@ -73,7 +70,8 @@ def _keep_kernel(
     # A request without drafts still has a token to draw.
     num_programs = tl.where(num_rows > 0, num_tiles * tl.maximum(num_rows - 1, 1), 0)
     if is_last(scanned.arrivals + request, step * num_tiles + tile, num_programs):
-        seed, tiles = tl.load(parameters.seeds + state), tl.arange(0, TILES)
+        tiles = tl.arange(0, TILES)
+        seed = tl.load(parameters.seeds + state)
         key = stream_key(seed, tl.load(layout.positions + begin, mask=num_rows > 0, other=0), _BLOCK)
         num_accepted, joint, ratio = 0, 1.0, 1.0
         for i in range(1, num_rows):
@@ -89,8 +87,8 @@ def _keep_kernel(
             num_accepted = tl.where(is_kept, i, num_accepted)
             ratio = tl.where(is_kept, joint, ratio)
         write_accepted(
-            result, num_accepted, ratio, weighed, scanned, target, drafts, layout, request, state, seed, temperature,
-            num_groups, width, WIDTH, GROUPS, GROUP_SIZE,
+            result, num_accepted, ratio, weighed, scanned, target, drafts, layout, parameters, request, num_groups,
+            width, WIDTH, GROUPS, GROUP_SIZE,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from ..noise.fused import stream_key
 from ..noise.reference import ACCEPT
 from ..race.fused import first_of_largest, race
 from ..result.fused import is_last, write_result
-from ..scan.fused import Scan, load_logits, load_scan, scale_of
+from ..scan.fused import Scan, load_logits, load_request, load_scan, scale_of
 from ..truncation.fused import constants, load_kept
 
 _ACCEPT = tl.constexpr(ACCEPT)
@@ -38,12 +38,11 @@ class Weighed(NamedTuple):
 
 @triton.jit
 def write_accepted(
-    result, num_accepted, ratio, weighed, scanned, target, drafts, layout, request, state, seed, temperature,
-    num_groups, width, WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    result, num_accepted, ratio, weighed, scanned, target, drafts, layout, parameters, request, num_groups, width,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Writes the accepted drafts of a request, and the token behind: of max(ratio * p - q, 0), or the bonus token."""
-    begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
-    num_rows = (tl.load(layout.cu_num_logits + request + 1) - begin).to(tl.int32)
+    begin, num_rows, state, temperature = load_request(layout, parameters, request)
     last = 0
     if num_rows > 0:
         place, row_ptr = request * width + num_accepted, target.logits + (begin + num_accepted) * target.stride
@@ -61,7 +60,7 @@ def write_accepted(
                 tl.load(weighed.draft_maximum + place, mask=recovers, other=0.0),
                 tl.load(weighed.draft_total + place, mask=recovers, other=1.0),
             )
-            position = tl.load(layout.positions + begin + num_accepted)
+            seed, position = tl.load(parameters.seeds + state), tl.load(layout.positions + begin + num_accepted)
             last = race(p, q, scale, ratio, seed, position, maxima, totals, GROUPS, GROUP_SIZE)
     steps = tl.arange(0, WIDTH)
     tokens = tl.load(layout.draft_token_ids + begin + 1 + steps, mask=steps < num_accepted, other=-1)
@@ -87,6 +86,19 @@ def _draft_ratio(
     return tl.where(known & (p_draft > 0.0), p_draft / q_draft, 0.0)
 
 
+@triton.jit
+def _num_accepted(weighed, layout, parameters, request, width, WIDTH: tl.constexpr):
+    """How many drafts of a request are accepted, one by one."""
+    begin, num_rows, state, _temperature = load_request(layout, parameters, request)
+    steps = tl.arange(0, WIDTH)
+    is_draft = steps < num_rows - 1
+    ratios = tl.load(weighed.ratio + request * width + steps, mask=is_draft, other=0.0)
+    positions = tl.load(layout.positions + begin + steps, mask=is_draft, other=0)
+    key = stream_key(tl.load(parameters.seeds + state), positions, _ACCEPT)
+    accepted = uniform(key, steps * 0) < ratios
+    return tl.min(tl.where(accepted & is_draft, WIDTH, steps), axis=0)
+
+
 @triton.jit(do_not_specialize=["given"])
 def _weigh_kernel(
     # Result, or None: only weigh
@@ -109,10 +121,7 @@ def _weigh_kernel(
 ):
     """Weighs the draft of a row; the last row of a request to be weighed accepts and draws."""
     step, request, width = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
-    num_rows = (tl.load(layout.cu_num_logits + request + 1) - begin).to(tl.int32)
-    state = tl.load(layout.idx_mapping + request).to(tl.int64)
-    temperature = tl.load(parameters.temperature + state)
+    begin, num_rows, state, temperature = load_request(layout, parameters, request)
     scale = scale_of(temperature)
     place, slot = request * width + step, (request * (2 * width - 1) + step).to(tl.int64)
     if step < num_rows:
@@ -138,16 +147,10 @@ def _weigh_kernel(
                 )
         tl.store(weighed.ratio + place, ratio)
     if result is not None and is_last(scanned.arrivals + request, step, num_rows):
-        steps = tl.arange(0, WIDTH)
-        is_draft = steps < num_rows - 1
-        ratios = tl.load(weighed.ratio + request * width + steps, mask=is_draft, other=0.0)
-        positions = tl.load(layout.positions + begin + steps, mask=is_draft, other=0)
-        seed = tl.load(parameters.seeds + state)
-        accepted = uniform(stream_key(seed, positions, _ACCEPT), steps * 0) < ratios
-        num_accepted = tl.min(tl.where(accepted & is_draft, WIDTH, steps), axis=0)
+        num_accepted = _num_accepted(weighed, layout, parameters, request, width, WIDTH)
         write_accepted(
-            result, num_accepted, 1.0, weighed, scanned, target, drafts, layout, request, state, seed, temperature,
-            num_groups, width, WIDTH, GROUPS, GROUP_SIZE,
+            result, num_accepted, 1.0, weighed, scanned, target, drafts, layout, parameters, request, num_groups, width,
+            WIDTH, GROUPS, GROUP_SIZE,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The scan in Triton, and how kernels read logits and what a scan left."""
+"""The scan in Triton, and how kernels read requests, logits and what a scan left."""
 
 from typing import NamedTuple
 
@@ -23,6 +23,15 @@ class Scan(NamedTuple):
     total: torch.Tensor
     # [num_reqs] int32, all 0: for the programs of the next launch to count themselves
     arrivals: torch.Tensor
+
+
+@triton.jit
+def load_request(layout, parameters, request):
+    """First row and number of rows of a request, its state and its temperature."""
+    begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
+    num_rows = (tl.load(layout.cu_num_logits + request + 1) - begin).to(tl.int32)
+    state = tl.load(layout.idx_mapping + request).to(tl.int64)
+    return begin, num_rows, state, tl.load(parameters.temperature + state)
 
 
 @triton.jit
@@ -66,15 +75,13 @@ def _scan_kernel(
     tile, place, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if (tile == 0) & (place == 0):
         tl.store(scanned.arrivals + request, 0)
-    begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
-    end = tl.load(layout.cu_num_logits + request + 1)
+    begin, num_rows, state, temperature = load_request(layout, parameters, request)
     is_draft = place >= width
     # A draft's first row stands beside the request's first, and there is one less.
     step = tl.where(is_draft, place - width, place)
-    if begin + step + is_draft.to(tl.int32) >= end:
+    if step + is_draft.to(tl.int32) >= num_rows:
         return
-    state = tl.load(layout.idx_mapping + request).to(tl.int64)
-    scale = scale_of(tl.load(parameters.temperature + state))
+    scale = scale_of(temperature)
     groups = tile * GROUPS + tl.arange(0, GROUPS)
     offsets = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
     if drafts is not None and is_draft:

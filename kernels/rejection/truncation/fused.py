@@ -15,7 +15,7 @@ from ..arguments import Layout, Parameters, Result, Target, padded_width
 from ..race.fused import first_of_largest, race
 from ..reference import GROUP_SIZE
 from ..result.fused import is_last, write_drawn
-from ..scan.fused import Scan, load_logits, load_scan, scale_of
+from ..scan.fused import Scan, load_logits, load_request, load_scan, scale_of
 
 _CHUNK_GROUPS = 16
 # Lower bits of the float32 that logits of a type never use.
@@ -202,11 +202,8 @@ def _draw_kept_kernel(
 ):
     """Draws the token of a row; the last row of a request to be drawn compares them with the drafts."""
     step, request, width = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    begin = tl.load(layout.cu_num_logits + request).to(tl.int64)
-    num_rows = (tl.load(layout.cu_num_logits + request + 1) - begin).to(tl.int32)
+    begin, num_rows, state, temperature = load_request(layout, parameters, request)
     if step < num_rows:
-        state = tl.load(layout.idx_mapping + request).to(tl.int64)
-        temperature = tl.load(parameters.temperature + state)
         scale = scale_of(temperature)
         row_ptr, slot = target.logits + (begin + step) * target.stride, (request * width + step).to(tl.int64)
         if temperature == 0.0:
