@@ -4,6 +4,7 @@ Temperature, top-k, top-p and min-p are the operation's; where no request of a b
 the model made them. What comes before the temperature is v2/edits.py's.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,10 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _
 from vllm_specplugins.engine.v2.edits import LogitsEditor
 from vllm_specplugins.engine.verify import OPERATIONS
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
+
+# Of a step, in the order of vLLM's apply_sampling_params: expanded_idx_mapping, idx_mapping, idx_mapping_np, pos,
+# input_ids, expanded_local_pos, seq_lens_upper_bound_np.
+_Batch = tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]
 
 
 def attach(runner: Any) -> None:
@@ -72,23 +77,38 @@ class FusedRejectionSampler(RejectionSampler):
             states.min_p.gpu if (min_p != 0.0).any() else None,
         )
 
-    def _processed(self, logits: torch.Tensor, edited: torch.Tensor, context: LogitsContext) -> torch.Tensor:
+    def _processed(self, logits: torch.Tensor, edited: torch.Tensor, batch: _Batch) -> torch.Tensor:
         """What vLLM's samplers hand on beside the tokens, for logprobs: after all parameters if that is asked for."""
-        sampler = self.sampler
-        asked = sampler.get_logprobs_dims(context.idx_mapping_np) is not None
+        sampler, idx_mapping_np = self.sampler, batch[2]
+        asked = sampler.get_logprobs_dims(idx_mapping_np) is not None
         if not sampler.return_sampling_mask and not (asked and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES):
             return edited
-        processed: torch.Tensor = sampler.apply_sampling_params(
-            logits,
-            context.expanded_idx_mapping,
-            context.idx_mapping,
-            context.idx_mapping_np,
-            context.pos,
-            context.input_ids,
-            context.expanded_local_pos,
-            context.seq_lens_upper_bound_np,
-        )
+        processed: torch.Tensor = sampler.apply_sampling_params(logits, *batch)
         return processed
+
+    def _run(
+        self,
+        operation: Callable[..., Any],
+        logits: torch.Tensor,  # [num_logits, vocab_size]
+        layout: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],  # as for rejection_sample
+        batch: _Batch,
+        max_num_draft: int,
+        draft_logits: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Processed logits, and what the operation makes of the edited ones."""
+        expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens = batch
+        context = LogitsContext(
+            expanded_idx_mapping=expanded_idx_mapping,
+            idx_mapping=idx_mapping,
+            idx_mapping_np=idx_mapping_np,
+            expanded_local_pos=expanded_local_pos,
+            input_ids=input_ids,
+            pos=pos,
+            seq_lens_upper_bound_np=seq_lens,
+        )
+        edited = self.editor.edit(logits, layout, max_num_draft, context)
+        sampled, num_sampled = operation(edited, *layout, self._sampling(idx_mapping_np), max_num_draft, draft_logits)
+        return self._processed(logits, edited, batch), sampled, num_sampled
 
     def _sample(
         self,
@@ -103,20 +123,14 @@ class FusedRejectionSampler(RejectionSampler):
         return_logprobs: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """vLLM's signature; every row is a request that nothing was drafted for."""
-        context = LogitsContext(
-            expanded_idx_mapping=expanded_idx_mapping,
-            idx_mapping=idx_mapping,
-            idx_mapping_np=idx_mapping_np,
-            expanded_local_pos=expanded_local_pos,
-            input_ids=input_ids,
-            pos=pos,
-            seq_lens_upper_bound_np=seq_lens_upper_bound_np,
-        )
+        batch = (
+            expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )  # fmt: skip
         rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
         layout = rows, input_ids, pos + 1, expanded_idx_mapping
-        edited = self.editor.edit(logits, layout, 0, context)
-        sampled, _ = rejection_sample(edited, *layout, self._sampling(idx_mapping_np), 0)
-        return sampled[:, 0], self._processed(logits, edited, context)
+        processed, sampled, _ = self._run(rejection_sample, logits, layout, batch, 0)
+        return sampled[:, 0], processed
 
     def _verify(
         self,
@@ -134,21 +148,12 @@ class FusedRejectionSampler(RejectionSampler):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """vLLM's signature."""
         self._idx_mapping_np, self._expanded_idx_mapping = idx_mapping_np, expanded_idx_mapping
-        context = LogitsContext(
-            expanded_idx_mapping=expanded_idx_mapping,
-            idx_mapping=idx_mapping,
-            idx_mapping_np=idx_mapping_np,
-            expanded_local_pos=expanded_local_pos,
-            input_ids=draft_sampled,
-            pos=pos,
-            seq_lens_upper_bound_np=seq_lens_upper_bound_np,
-        )
+        batch = (
+            expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )  # fmt: skip
         layout = cu_num_logits, verify_draft_sampled, pos + 1, idx_mapping
-        edited = self.editor.edit(logits, layout, self.num_speculative_steps, context)
-        sampled, num_sampled = self.operation(
-            edited, *layout, self._sampling(idx_mapping_np), self.num_speculative_steps, draft_logits
-        )
-        return self._processed(logits, edited, context), sampled, num_sampled
+        return self._run(self.operation, logits, layout, batch, self.num_speculative_steps, draft_logits)
 
     def _get_logprobs_tensors(
         self,
