@@ -18,7 +18,7 @@ from .rejection.block import block_rejection_sample
 from .rejection.spikes import make_spiky
 from .rejection.testing import Batch
 
-_SEEDS = (1, 2)
+_SEED = 1
 # Sums are rounded otherwise where a multiplication and an addition are one instruction.
 _TOLERANCE = 1e-5
 
@@ -34,6 +34,19 @@ class Shapes(NamedTuple):
     samples: bool
     # Whether whole drafts are verified at once
     block: bool
+
+
+class Requests(NamedTuple):
+    """Of a check: a reference takes some 0.4 ms a row of 128 k tokens on a core, and all checks less than a second."""
+
+    # of requests with as many drafts as can be
+    num_long_rows: int
+    # numbers of drafts of the others: what follows one that is rejected does not matter
+    short: list[int]
+
+
+_ONE_HOT, _SAMPLED, _BLOCKS = Requests(12, [1, 0, 0, 0] * 9), Requests(12, [2, 1, 1, 1] * 6), Requests(72, [1, 0])
+_EDITED, _DRAWN = Requests(18, [1, 0] * 3), Requests(0, [0] * 16)
 
 
 class Finding(NamedTuple):
@@ -53,8 +66,8 @@ def check_device(device: torch.device, shapes: Shapes, only: str | None = None) 
             yield Finding(name, _problem(ours, device))
 
 
-def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device, int], int]]]:
-    """Names, and of how many requests an operation does something else on the device, with the inputs of a seed."""
+def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device], int]]]:
+    """Names, and of how many requests an operation does something else on the device."""
     operation = block_rejection_sample if shapes.block else rejection_sample
     for dense in [False, True] if shapes.samples else [False]:
         for truncated in (False, True):
@@ -65,38 +78,41 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device, int],
         yield "noise", partial(_draws, shapes)
 
 
-def _verifies(
-    shapes: Shapes, operation: Callable[..., Any], dense: bool, truncated: bool, device: torch.device, seed: int
-) -> int:
-    batch = _batch(shapes, dense, truncated, seed)
+def _verifies(shapes: Shapes, operation: Callable[..., Any], dense: bool, truncated: bool, device: torch.device) -> int:
+    blocks = operation is block_rejection_sample
+    batch = _batch(shapes, _BLOCKS if blocks else _SAMPLED if dense else _ONE_HOT, dense, truncated)
     expected = operation(*batch, implementation="reference")
     ours = operation(*_moved(batch, device), implementation="fused")
     return int(((ours[0].cpu() != expected[0]).any(1) | (ours[1].cpu() != expected[1])).sum())
 
 
-def _edits(shapes: Shapes, device: torch.device, seed: int) -> int:
-    batch = _batch(shapes, False, False, seed, num_reqs=4)
+def _edits(shapes: Shapes, device: torch.device) -> int:
+    batch = _batch(shapes, _EDITED)
     # Grammars are vLLM's own to apply on V2.
-    arguments = (*batch[:5], make_edits(batch, seed=seed)._replace(grammar=None), batch.max_num_draft)
+    edits = make_edits(batch)._replace(grammar=None)
+    assert edits.bad_words is not None
+    said = edits.bad_words.history.flatten()
+    drafts = said[torch.arange(len(batch.draft_token_ids)) % len(said)]
+    arguments = (*batch._replace(draft_token_ids=drafts)[:5], edits, batch.max_num_draft)
     operation: Callable[..., Any] = adjust
     expected = operation(*arguments, implementation="reference")
     ours = operation(*_moved(arguments, device), implementation="fused").cpu()
     return int((~torch.isclose(ours, expected, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)).sum())
 
 
-def _draws(shapes: Shapes, device: torch.device, seed: int) -> int:
-    batch = _batch(shapes, False, False, seed)
+def _draws(shapes: Shapes, device: torch.device) -> int:
+    batch = _batch(shapes, _DRAWN)
     rows = batch.idx_mapping.repeat_interleave(batch.cu_num_logits.diff())
     drawn_for = batch.target_logits, batch.sampling.temperature[rows], batch.sampling.seeds[rows], batch.positions
-    logits, temperature, seeds, positions = _moved(drawn_for, device)
-    ours = gumbel_sample(logits, temperature, seeds, positions, "fused").cpu()
-    return int((ours != gumbel_sample(*drawn_for, "reference")).sum())
+    operation: Callable[..., Any] = gumbel_sample
+    ours = operation(*_moved(drawn_for, device), implementation="fused").cpu()
+    return int((ours != operation(*drawn_for, implementation="reference")).sum())
 
 
-def _batch(shapes: Shapes, dense: bool, truncated: bool, seed: int, num_reqs: int = 12) -> Batch:
+def _batch(shapes: Shapes, requests: Requests, dense: bool = False, truncated: bool = False) -> Batch:
     most = shapes.max_num_draft
-    num_draft = [most, most - 1, most, 0] * (num_reqs // 4)
-    return make_spiky(num_draft, shapes.vocab_size, shapes.dtype, dense, seed, truncated)
+    num_long = max(1, requests.num_long_rows // (most + 1))
+    return make_spiky([most] * num_long + requests.short, shapes.vocab_size, shapes.dtype, dense, _SEED, truncated)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -111,9 +127,9 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _problem(differing: Callable[[torch.device, int], int], device: torch.device) -> str:
+def _problem(differing: Callable[[torch.device], int], device: torch.device) -> str:
     try:
-        if sum(differing(device, seed) for seed in _SEEDS) > 1:
+        if differing(device) > 1:
             return "differs from its reference"
     except Exception as error:
         return problem_of(error)

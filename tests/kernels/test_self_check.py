@@ -4,9 +4,11 @@ Planted in the source of a copy of the kernels, which Triton's interpreter runs 
 """
 
 import importlib
+import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,28 +18,111 @@ from vllm_specplugins import kernels
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import INTERPRETED, RUNS, needs_triton, run_interpreted
 
-# File, what stands there, what is planted, the check that must find it.
-_ONE_HOT, _CUT, _DENSE = "verification", "verification, truncated", "verification, sampled drafts"
-PLANTED = {
-    "draw: another stream": ("rejection/fused.py", "seed, position, _TOKEN)", "seed, position, _GROUP)", _ONE_HOT),
-    "draw: mask": ("rejection/fused.py", "offsets < target.vocab_size", "offsets < target.vocab_size - 1", _ONE_HOT),
-    "draw: row": ("rejection/fused.py", "layout.positions + row", "layout.positions + request", _ONE_HOT),
-    "accept: tiles": ("rejection/fused.py", "[None, :] < num_tiles)", "[None, :] < num_tiles - 1)", _ONE_HOT),
-    "accept: swapped": ("rejection/result/fused.py", "(tl.int32) == tokens", "(tl.int32) != tokens", _ONE_HOT),
-    "scan: groups": ("rejection/scan/fused.py", "maximum, mask=groups < num_groups", "maximum, mask=groups < 1", _CUT),
-    "truncation: top-k": ("rejection/truncation/fused.py", "(given & 1) != 0", "(given & 8) != 0", _CUT),
-    "dense: q": ("rejection/dense/fused.py", "p_draft / q_draft, 0.0)", "p_draft, 0.0)", _DENSE),
-    "dense: swapped": ("rejection/dense/fused.py", "steps * 0) < ratios", "steps * 0) > ratios", _DENSE),
-    "edits: a penalty": ("rejection/adjust/fused.py", "logits -= presence * is_said", "logits -= 0.0", "edits"),
-    "edits: drafts": ("rejection/adjust/fused.py", "draft in range(num_drafts)", "draft in range(0)", "edits"),
-    "edits: a tile": ("rejection/adjust/fused.py", "(tile + 1) * TILE, v", "(tile + 1) * TILE - 1, v", "edits"),
-    "noise: position": ("gumbel/fused.py", "^ position.to(tl.uint64))", "^ row.to(tl.uint64))", "noise"),
-    "noise: constant": ("gumbel/fused.py", "0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB", "noise"),
-    "noise: mask": ("gumbel/fused.py", "inside = tokens < vocab_size", "inside = tokens < vocab_size - 1", "noise"),
-    "noise: tiles": ("gumbel/fused.py", "mask=tiles < num_tiles", "mask=tiles < num_tiles - 1", "noise"),
+# What of `Shapes` is of vocab_size and block, beside the check that must find it. A tile of a draw is of 8192 tokens,
+# of edits and noise 2048; 2100 tokens are 9 groups.
+_DRAW = "verification", 8300, False
+_CUT, _DENSE = ("verification, truncated", 2100, False), ("verification, sampled drafts", 2100, False)
+_DENSE_CUT, _BLOCK = ("verification, sampled drafts, truncated", 2100, False), (_DENSE[0], 2100, True)
+_SOUND_BLOCKS = "vllm_specplugins.kernels", 2100, True, _DENSE[0]
+_EDITS, _NOISE = ("edits", 2100, False), ("noise", 2100, False)
+# By the kernels' files: what it is, what stands there, what is planted, who must find it.
+PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
+    "rejection/fused.py": [
+        ("another stream", "seed, position, _TOKEN)", "seed, position, _GROUP)", _DRAW),
+        ("mask", "offsets < target.vocab_size", "offsets < target.vocab_size - 1", _DRAW),
+        ("row", "layout.positions + row", "layout.positions + request", _DRAW),
+        ("temperature", "LOG2_E / temperature", "LOG2_E", _DRAW),
+        ("tiles", "[None, :] < num_tiles)", "[None, :] < num_tiles - 1)", _DRAW),
+        ("rates of tiles", "rates * tl.exp2(maxima - maximum)", "rates", _DRAW),
+    ],
+    "rejection/result/fused.py": [
+        ("swapped", "(tl.int32) == tokens", "(tl.int32) != tokens", _DRAW),
+        ("one too few", "tl.min(rejected, axis=0) + 1, num_rows", "tl.min(rejected, axis=0), num_rows", _DRAW),
+        ("first of all", "== num_programs - 1", "== 0", _DENSE),
+    ],
+    "rejection/scan/fused.py": [
+        ("groups", "maximum, mask=groups < num_groups", "maximum, mask=groups < 1", _CUT),
+        ("scale", "[:, None]) * scale)", "[:, None]) * (0.2 * scale))", _CUT),
+        ("a draft's row", "+ step * drafts.step_stride", "+ 0 * drafts.step_stride", _DENSE),
+    ],
+    "rejection/truncation/fused.py": [
+        ("top-k", "(given & 1) != 0", "(given & 8) != 0", _CUT),
+        ("one more", "top_k.to(tl.float32), floor", "top_k.to(tl.float32) + 1.0, floor", _CUT),
+        (
+            "top-p",
+            "row_ptr, groups_ptr, num_candidates, vocab_size, top_p * total,",
+            "row_ptr, groups_ptr, num_candidates, vocab_size, top_p,",
+            _CUT,
+        ),
+        ("top-p's share", "top_p * total, tl.maximum", "top_p * tl.sum(totals, axis=0), tl.maximum", _CUT),
+        ("top-p's bound", "top_p * total * 1.001", "top_p * total * 0.3", _CUT),
+        ("min-p", "tl.log2(min_p) / scale", "tl.log2(min_p)", _CUT),
+        (
+            "weight kept",
+            "return maxima, totals, maximum, tl.maximum(total, 1.0), limit",
+            "return maxima, totals, maximum, tl.maximum(total * 8.0, 1.0), limit",
+            _DENSE_CUT,
+        ),
+    ],
+    "rejection/dense/fused.py": [
+        ("q", "p_draft / q_draft, 0.0)", "p_draft, 0.0)", _DENSE),
+        ("swapped", "steps * 0) < ratios", "steps * 0) > ratios", _DENSE),
+        ("nothing recovered", "tl.where(recovers, drafts.vocab_size, 0)", "tl.where(recovers, 0, 0)", _DENSE),
+        ("position", "layout.positions + begin + num_accepted", "layout.positions + begin", _DENSE),
+        ("noise", "layout.positions + begin + steps", "layout.positions + begin + steps * 0", _DENSE),
+        ("cut", "tl.where(logit >= limit, tl.exp2", "tl.where(logit == logit, tl.exp2", _DENSE_CUT),
+    ],
+    "rejection/race/fused.py": [
+        ("p + q", "ratio * weights - q_weights", "ratio * weights + q_weights", _DENSE),
+        ("p", "ratio * weights - q_weights", "ratio * weights", _DENSE),
+        ("another stream", "_RECOVERED_TOKEN, _TOKEN).to", "_TOKEN, _TOKEN).to", _DENSE),
+        ("a group's noise", "axis=0) / exponential(key, group)", "axis=0)", _DENSE),
+        ("likeliest", "logits == largest", "logits <= largest", _DENSE),
+        ("limit", "tl.where(logits >= limit,", "tl.where(logits == logits,", _CUT),
+    ],
+    "rejection/block/fused.py": [
+        ("denominator", "rest / (rest + 1.0 - joint)", "rest / (rest + 1.0)", _BLOCK),
+        ("residual", "joint * p - q", "p - q", _BLOCK),
+        ("p + q", "joint * p - q", "joint * p + q", _BLOCK),
+        (
+            "joint ratio",
+            "tl.minimum(joint * tl.load(weighed.ratio + first + i - 1), 1.0)",
+            "joint * tl.load(weighed.ratio + first + i - 1)",
+            _BLOCK,
+        ),
+        ("last draft", "rest + 1.0 - joint), joint)", "rest + 1.0 - joint), 1.0)", _BLOCK),
+        ("numbers", "0, tl.int64) + i)", "0, tl.int64) + 1)", _BLOCK),
+        ("recovered", "num_accepted, ratio, weighed", "num_accepted, 0.0, weighed", _BLOCK),
+        ("tiles", "mask=tiles < num_rests", "mask=tiles < num_rests - 1", _BLOCK),
+    ],
+    "rejection/noise/fused.py": [
+        ("streams", "stream << _STREAM_SHIFT", "stream << (_STREAM_SHIFT - 1)", _DENSE),
+        ("seed", "splitmix64(splitmix64(seed.to(tl.uint64)) ^", "splitmix64(seed.to(tl.uint64) ^", _DRAW),
+    ],
+    "gumbel/fused.py": [
+        ("position", "^ position.to(tl.uint64))", "^ row.to(tl.uint64))", _NOISE),
+        ("constant", "0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB", _NOISE),
+        ("mask", "inside = tokens < vocab_size", "inside = tokens < vocab_size - 1", _NOISE),
+        ("tiles", "mask=tiles < num_tiles", "mask=tiles < num_tiles - 1", _NOISE),
+        ("temperature", "scores / temperature", "scores * temperature", _NOISE),
+        ("sign", "- tl.log(exponential", "+ tl.log(exponential", _NOISE),
+        ("numbers", "state + 0x9E3779B97F4A7C15", "state", _NOISE),
+    ],
+    "rejection/adjust/fused.py": [
+        ("presence", "logits -= presence * is_said", "logits -= 0.0", _EDITS),
+        ("frequency", "frequency * counts", "frequency * is_said", _EDITS),
+        ("a prompt", "is_said | (prompt != 0)", "is_said", _EDITS),
+        ("drafts", "draft in range(num_drafts)", "draft in range(0)", _EDITS),
+        ("a tile", "(tile + 1) * TILE, v", "(tile + 1) * TILE - 1, v", _EDITS),
+        ("allowed", "num_allowed > 0, float", "num_allowed < 0, float", _EDITS),
+        ("bias", "bias[2] + state * bias[4]", "bias[2]", _EDITS),
+        ("minimum", "position < tl.load(min_tokens[2]", "position <= tl.load(min_tokens[2]", _EDITS),
+        ("long lists", "range(0, num_tokens, BLOCK)", "range(0, tl.minimum(num_tokens, BLOCK), BLOCK)", _EDITS),
+        ("words", "expected == said", "expected != said", _EDITS),
+        ("words in prompts", "place >= prompt_length", "place >= 0", _EDITS),
+        ("words in drafts", "drafts_ptr + 1 - back", "drafts_ptr", _EDITS),
+    ],
 }
-# Two tiles of the kernels for edits and noise, in 9 groups; of those that draw a tile is 8192.
-VOCAB_SIZE, SEVERAL_TILES = 2100, 8300
 
 
 @pytest.mark.skipif(RUNS, reason="is that process")
@@ -55,21 +140,33 @@ def problems(package: str, vocab_size: int, block: bool, only: str | None = None
 @needs_triton
 def test_sound() -> None:
     """Kills: a check that finds fault with what is right, or leaves one out."""
-    found = problems("vllm_specplugins.kernels", VOCAB_SIZE, block=True)
-    assert not any(found.values()), found
+    found = problems("vllm_specplugins.kernels", 2100, block=False)
     assert len(found) == 6
+    found |= {f"block, {name}": problem for name, problem in problems(*_SOUND_BLOCKS).items()}
+    assert len(found) == 7 and not any(found.values()), found
+
+
+def planted() -> list[Any]:
+    """An error of each file; all with SPECPLUGINS_PLANTED=1, which takes some minutes."""
+    everything = os.environ.get("SPECPLUGINS_PLANTED") == "1"
+    return [
+        pytest.param(file, *error, id=f"{file}: {error[0]}")
+        for file, errors in PLANTED.items()
+        for error in (errors if everything else errors[:1])
+    ]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the interpreter's process")
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("file", "name", "old", "new", "shapes"), planted())
+def test_planted(
+    file: str, name: str, old: str, new: str, shapes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kills: inputs that do not reach what they are to check."""
-    file, old, new, check = PLANTED[name]
-    package = tmp_path / ("planted_" + "".join(filter(str.isalpha, name)))
+    check, vocab_size, block = shapes
+    package = tmp_path / ("planted_" + "".join(filter(str.isalpha, file + name)))
     shutil.copytree(Path(kernels.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     source = (package / file).read_text()
     assert source.count(old) >= 1, "the planted error has no place"
     (package / file).write_text(source.replace(old, new))
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = problems(package.name, SEVERAL_TILES if check == _ONE_HOT else VOCAB_SIZE, False, check)
-    assert found == {check: "differs from its reference"}
+    assert problems(package.name, vocab_size, block, check) == {check: "differs from its reference"}
