@@ -39,12 +39,14 @@ def runner_of(llm: Any) -> Any:
 
 
 def parameters() -> list[Any]:
-    """What requests ask for: each limit alone and with others, edits, seeds, temperature 0."""
+    """What requests ask for: each limit alone and with others, edits, seeds, logprobs, a grammar, temperature 0."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     limits = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "min_p": 0.05}, {"logit_bias": {3: 2.0}}]
     asked = [{"temperature": 0.8, "seed": 3, **limit} for limit in limits]
-    asked += [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}]
+    asked += [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}, {"logprobs": 2}]
+    asked += [{"structured_outputs": StructuredOutputsParams(regex="[a-f ]{40}"), "min_p": 0.01}]
     return [SamplingParams(max_tokens=4, ignore_eos=True, **values) for values in asked]
 
 
@@ -76,17 +78,21 @@ def test_only(on_a_device: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_warm(engine: Any, on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What serving launches was launched before. Kills: a variant that is left out; one that a batch size adds."""
+    """What serving launches was launched before. Kills: a variant that is left out; one that a batch size adds.
+
+    In bfloat16 and with block verification, where variants are most; test_warm_up.py has the others.
+    """
     from launch_keys import recorded
 
     monkeypatch.setenv("VLLM_SPECPLUGINS_SELF_CHECK", "0")
     with recorded("vllm_specplugins.kernels") as warmed:
-        llm = engine(CONFIG, max_num_seqs=2)
+        llm = engine({**CONFIG, "rejection": "block"}, max_num_seqs=3, dtype="bfloat16")
     with recorded("vllm_specplugins.kernels") as served:
         for chosen in parameters():
             llm.generate(PROMPTS[:1], chosen, use_tqdm=False)
-        llm.generate(PROMPTS, parameters()[:2], use_tqdm=False)
-    assert {name for name, _ in served} >= {"_draw_kept_kernel", "_weigh_kernel", "_adjust_kernel", "_best_kernel"}
+        llm.generate([*PROMPTS, *PROMPTS[:1]], parameters()[-3:], use_tqdm=False)
+    kernels = "_draw_kernel", "_draw_kept_kernel", "_weigh_kernel", "_keep_kernel", "_adjust_kernel", "_best_kernel"
+    assert {name for name, _ in served} >= set(kernels)
     assert served <= warmed, sorted(served - warmed)
 
 

@@ -25,8 +25,11 @@ def _binder(kernel: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def recorded(of: str) -> Iterator[set[Key]]:
-    """Keys of the launches of kernels whose module's name begins so. In the interpreter they run, else nothing does."""
+def recorded(of: str, runs: bool = True) -> Iterator[set[Key]]:
+    """Keys of the launches of kernels whose module's name begins so; others, and these too if wanted, run.
+
+    Nothing runs but in the interpreter.
+    """
     from triton import knobs
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
@@ -37,6 +40,8 @@ def recorded(of: str) -> Iterator[set[Key]]:
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if self.fn.__module__.startswith(of):
             keys.add(launch_key(self, args, kwargs))
+            if not runs:
+                return None
         return run(self, *args, grid=grid, warmup=warmup, **kwargs) if kind is InterpretedFunction else None
 
     kind.run = record

@@ -1,0 +1,154 @@
+"""The warm-up's launches are all that serving makes, over a grid of what requests ask for; none of them is run.
+
+vLLM's sampler and its states are real; what the model would be is a stand-in with logits of its types and strides.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import RUNNER
+
+pytestmark = pytest.mark.skipif(RUNNER == "v1", reason="of V2")
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+KERNELS = "vllm_specplugins.kernels"
+MAX_NUM_REQS, NUM_DRAFT = 17, 5
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What serves so: prompt_lookup, cascades, greedy exits; exits that sample; those with block verification.
+KINDS = ("one-hot", "sampled", "block")
+# Rows of vLLM's heads are padded to 64; edited ones, and drafts, are not.
+VOCAB_SIZES = (128_256, 151_937)
+
+
+@pytest.fixture(autouse=True)
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of our operations are launches, as on a GPU."""
+    from vllm_specplugins.kernels import gumbel, rejection
+    from vllm_specplugins.kernels.rejection import adjust, block
+
+    for module in (gumbel, rejection, adjust, block):
+        monkeypatch.setattr(module, "implementation_of", lambda logits, wanted, *on_cpu: "fused")
+
+
+def asked() -> list[Any]:
+    """Of requests: limits, with edits and without; every kind of edit; logprobs, a grammar, temperature 0."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    limits = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9, "min_p": 0.05}]
+    edits: list[dict[str, Any]] = [
+        {},
+        {"logit_bias": {3: 2.0}},
+        {"allowed_token_ids": [5, 6, 7]},
+        {"repetition_penalty": 1.2},
+        {"frequency_penalty": 0.3, "presence_penalty": -0.2},
+        {"min_tokens": 4, "stop_token_ids": [9]},
+    ]
+    params = [SamplingParams(seed=1, **limit, **edit) for limit, edit in itertools.product(limits, edits[:2])]
+    params += [SamplingParams(**edit) for edit in edits[2:]]
+    words = SamplingParams()
+    words._bad_words_token_ids = [[5, 6], [7]]
+    grammar = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    return [*params, words, grammar, SamplingParams(temperature=0.0), SamplingParams(logprobs=3)]
+
+
+def make_server(kind: str, dtype: torch.dtype, vocab_size: int) -> tuple[Any, Any]:
+    """A runner and its speculator: as much of them as the warm-up and a step's sampling look at."""
+    import vllm.v1.worker.cpu.shm  # noqa: F401  (buffers without pinned memory)
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from vllm_specplugins.engine.v2.verify import FusedRejectionSampler
+
+    device = torch.device("cpu")
+    states = RequestState(MAX_NUM_REQS, 64, 64, NUM_DRAFT, vocab_size, device)
+    sampler = Sampler(SimpleNamespace(reasoning_config=None), MAX_NUM_REQS, vocab_size, device, states)
+    common = SimpleNamespace(rejection="block" if kind == "block" else "token")
+    config = SimpleNamespace(
+        num_speculative_tokens=NUM_DRAFT,
+        enable_adaptive_verification=False,
+        rejection_sample_method="standard",
+        plugin_config=SimpleNamespace(common=common),
+    )
+    head = torch.empty(MAX_NUM_REQS * (NUM_DRAFT + 1), -(-vocab_size // 64) * 64, dtype=dtype)[:, :vocab_size]
+    runner = SimpleNamespace(
+        num_speculative_steps=NUM_DRAFT,
+        device=device,
+        max_num_reqs=MAX_NUM_REQS,
+        max_num_tokens=1024,
+        model_config=SimpleNamespace(get_hidden_size=lambda: 8, dtype=dtype),
+        model=SimpleNamespace(compute_logits=lambda hidden_states: head[: len(hidden_states)]),
+        sampler=sampler,
+        rejection_sampler=FusedRejectionSampler(sampler, config, device),
+    )
+    samples = kind != "one-hot"
+    speculator = SimpleNamespace(
+        draft_logits=torch.empty(MAX_NUM_REQS, NUM_DRAFT, vocab_size, dtype=dtype) if samples else None,
+        barrier=SimpleNamespace(counters=SimpleNamespace(switched_off=False)),
+    )
+    return runner, speculator
+
+
+def serve(runner: Any, speculator: Any, params: Any, num_reqs: int) -> None:
+    """A step without drafts and one with some, of requests that ask for the same; and a draft's token of each."""
+    from vllm_specplugins.kernels.gumbel import gumbel_sample
+
+    sampler, states = runner.sampler, runner.sampler.req_states
+    for index in range(num_reqs):
+        states.add_request(str(index), 2, [7, 8, 7], 3, 50)
+        sampler.add_request(states.req_id_to_index[str(index)], params)
+    states.apply_staged_writes()
+    sampler.apply_staged_writes()
+    requests = torch.tensor([states.req_id_to_index[str(index)] for index in range(num_reqs)])
+    for num_draft in (0, runner.num_speculative_steps):
+        width = num_draft + 1
+        logits = runner.model.compute_logits(torch.empty(num_reqs * width))
+        expanded, pos = requests.repeat_interleave(width), torch.arange(num_reqs * width)
+        batch = expanded, requests, requests.numpy(), pos, pos.int(), pos.int() % width, pos.numpy()
+        if num_draft:
+            bounds = torch.arange(0, num_reqs * width + 1, width, dtype=torch.int32)
+            expanded, requests, requests_np, pos, ids, local, lengths = batch
+            runner.rejection_sampler._verify(
+                logits, speculator.draft_logits, ids, pos, bounds, requests, requests_np, expanded, local, lengths, ids
+            )
+        else:
+            sampler.sample(logits, *batch)
+    if speculator.draft_logits is not None:
+        chosen = sampler.sampling_states
+        for logits in (
+            runner.model.compute_logits(requests),
+            torch.empty(num_reqs, *speculator.draft_logits.shape[2:]),
+        ):
+            of_requests = chosen.temperature.gpu[requests], chosen.seeds.gpu[requests]
+            gumbel_sample(logits.to(speculator.draft_logits.dtype), *of_requests, torch.arange(num_reqs))
+    for index in range(num_reqs):
+        states.remove_request(str(index))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_new(kind: str) -> None:
+    """Kills: a variant left out of the warm-up; one that a batch's size adds; a self-check of what never serves.
+
+    Fails if the warm-up leaves out edited logits, or has requests of another type than serving.
+    """
+    from launch_keys import recorded
+    from vllm_specplugins.kernels.self_check import Shapes, check_device
+
+    from vllm_specplugins.engine.v2.warm_up import warm_up
+
+    for dtype, vocab_size in itertools.product(DTYPES, VOCAB_SIZES):
+        runner, speculator = make_server(kind, dtype, vocab_size)
+        with recorded(KERNELS, runs=False) as warmed:
+            warm_up(runner, speculator)
+        with recorded(KERNELS, runs=False) as served:
+            for params, num_reqs in zip(asked(), itertools.cycle((1, 3, 17)), strict=False):
+                serve(runner, speculator, params, num_reqs)
+        assert served == warmed, (dtype, vocab_size, sorted(served ^ warmed))
+        shapes = Shapes(vocab_size, dtype, NUM_DRAFT, samples=kind != "one-hot", block=kind == "block")
+        with recorded(KERNELS, runs=False) as checked:
+            list(check_device(torch.device("cpu"), shapes))
+        assert checked <= warmed, (dtype, vocab_size, sorted(checked - warmed))
