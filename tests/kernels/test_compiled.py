@@ -19,8 +19,8 @@ VOCAB_SIZE = 128_256
 MAX_REGISTERS = {"_draw_kernel": 80, "_scan_kernel": 64, "_draw_kept_kernel": 64, "_weigh_kernel": 64}
 MAX_REGISTERS |= {"_accept_kernel": 48, "_keep_kernel": 80, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_best_kernel": 80, "_choose_kernel": 48}
-# With the buffer addresses that Triton uses there for tensors below 2 GiB; 72 of 512 leave room for three programs.
-MAX_REGISTERS_GFX942 = MAX_REGISTERS | {"_weigh_kernel": 72}
+# There a SIMD has 512, and two of a program's 8 warps: 64 leave room for four programs, 72 for three.
+MAX_REGISTERS_GFX942 = {name: min(most, 64) for name, most in MAX_REGISTERS.items()} | {"_weigh_kernel": 72}
 # Logits of each row that a program reads, where it does not choose some.
 TILE_SIZES = {"_draw_kernel": 8192, "_scan_kernel": 8192, "_keep_kernel": 8192, "_adjust_kernel": 2048}
 TILE_SIZES |= {"_best_kernel": 2048}
