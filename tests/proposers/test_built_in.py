@@ -8,7 +8,7 @@ import pytest
 from vllm_specplugins.draft import Draft, DraftBatch, Offer, ProposerContext, StageCounters
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.built_in import Offered
-from vllm_specplugins.proposers.drafters import DraftToken
+from vllm_specplugins.proposers.drafted import of_stage
 
 K = 3
 CONTEXT = ProposerContext(100, 64, 8, K, lambda text: [])
@@ -43,18 +43,18 @@ def cascade(policy: str, *stages: Any) -> Any:
         ([], 2, [7, 8]),
         ([], 0, []),
         ([7], 2, [8, 9]),
-        ([7, 8, 9], 2, []),
-        ([7, 8, 9, 4], 1, []),
+        ([7, 8, 9], 0, []),
+        ([7, 8, 4], 0, []),
         ([8], 2, []),
         ([7, 9], 1, []),
     ],
 )
 def test_continues_only_its_own_beginning(begun: list[int], limit: int, drafted: list[int]) -> None:
     """Kills: tokens put behind something that they were not meant to follow."""
-    counters = StageCounters()
-    tokens = [DraftToken(token_id, 0, 1.0) for token_id in begun]
-    [row] = Offered(1, counters).draft(batch_of([[1]], [[7, 8, 9]]), [tokens], [limit])
-    assert [(token.token_id, token.stage) for token in row] == [(token_id, 1) for token_id in drafted]
+    counters, ones = StageCounters(), np.ones(1)
+    tokens = of_stage(0, np.array([(begun + [8] * K)[:K]], np.int32), np.array([len(begun)]), ones)
+    drafts = Offered(1, counters, K).draft(batch_of([[1]], [[7, 8, 9]]), tokens if begun else None, np.array([limit]))
+    assert drafts.token_ids[0, : drafts.num_draft[0]].tolist() == drafted and (drafts.stage == 1).all()
     assert counters.drafted == len(drafted)
 
 

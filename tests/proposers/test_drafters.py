@@ -15,8 +15,10 @@ from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext, Sampli
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.cascade import Cascade
-from vllm_specplugins.proposers.drafters import DraftToken, Extend, First, Nothing, Rows, Verified
+from vllm_specplugins.proposers.drafted import Drafted, dense_logits, of_stage
+from vllm_specplugins.proposers.drafters import Extend, First
 from vllm_specplugins.proposers.early_exit import EarlyExit
+from vllm_specplugins.proposers.verified import Alone, Verified
 
 VOCAB_SIZE, K = 7, 6
 CONTEXT = ProposerContext(VOCAB_SIZE, 64, 8, K, lambda text: [])
@@ -56,22 +58,38 @@ class FakeForward:
         return hidden_states.argmax(dim=-1)
 
 
+def drafted(rows: Sequence[Sequence[int]], stage: int = 0) -> Drafted:
+    """Drafts of these tokens. What stands behind a draft's end is a token that nobody may go by."""
+    token_ids = np.full((len(rows), K), VOCAB_SIZE - 1, np.int32)
+    for row, tokens in enumerate(rows):
+        token_ids[row, : len(tokens)] = tokens
+    return of_stage(stage, token_ids, np.array([len(tokens) for tokens in rows]), np.full(len(rows), 2.0))
+
+
+class Nothing:
+    """Offers nothing."""
+
+    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: np.ndarray) -> Drafted:
+        return drafted([()] * len(wanted))
+
+
 class Offers:
     """A cheap drafter: random lengths, and each token right with some probability (if `right` is given)."""
 
-    def __init__(self, rng: np.random.Generator, right: Rows | None = None):
+    def __init__(self, rng: np.random.Generator, right: list[list[int]] | None = None):
         self.rng, self.right = rng, right
 
-    def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
+    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: np.ndarray) -> Drafted:
         rows = []
-        for row, (tokens, limit) in enumerate(zip(begun, wanted, strict=True)):
+        for row, limit in enumerate(wanted.tolist()):
             length = int(self.rng.integers(0, limit + 1))
             offered = [int(token) for token in self.rng.integers(0, VOCAB_SIZE, length)]
             if self.right is not None:
-                known = [token.token_id for token in self.right[row]][len(tokens) : len(tokens) + length]
+                start = 0 if begun is None else int(begun.num_draft[row])
+                known = self.right[row][start : start + length]
                 offered = [a if self.rng.random() < 0.8 else b for a, b in zip(known, offered, strict=False)]
-            rows.append([DraftToken(token, 0, 2.0) for token in offered])
-        return rows
+            rows.append(offered)
+        return drafted(rows)
 
 
 def make_batch(rng: np.random.Generator, num_reqs: int) -> DraftBatch:
@@ -91,8 +109,8 @@ def exit_stage(layer: int, method: str) -> EarlyExit:
     return EarlyExit(EarlyExitConfig(exit_layer=layer, draft_sample_method=method), CONTEXT)
 
 
-def ids(rows: Rows) -> list[list[int]]:
-    return [[token.token_id for token in row] for row in rows]
+def ids(drafts: Drafted) -> list[list[int]]:
+    return [tokens[:count].tolist() for tokens, count in zip(drafts.token_ids, drafts.num_draft, strict=True)]
 
 
 def alone(batch: DraftBatch, stage: EarlyExit) -> tuple[list[list[int]], Any]:
@@ -114,17 +132,16 @@ def test_verified_tokens_are_the_stages_own(method: str, seed: int) -> None:
     batch = make_batch(rng, int(rng.integers(1, 6)))
     stage = exit_stage(2, method)
     expected, logits = alone(batch, stage)
-    right = [[DraftToken(token, 0, 1.0) for token in row] for row in expected]
-    for cheap in (Nothing(), Offers(rng), Offers(rng, right)):
-        drafts = Verified(cheap, stage, 1, StageCounters()).draft(
-            batch, [[] for _ in batch.request_ids], batch.max_num_draft.tolist()
-        )
+    checked = [Verified(cheap, stage, 1, StageCounters()) for cheap in (Nothing(), Offers(rng), Offers(rng, expected))]
+    for drafter in (*checked, Alone(stage, 1, StageCounters())):
+        drafts = drafter.draft(batch, None, batch.max_num_draft)
         assert ids(drafts) == expected
-        for row, draft in enumerate(drafts):
-            for column, token in enumerate(draft):
-                assert (token.logits is None) == (method == "greedy")
-                if logits is not None:
-                    assert torch.equal(token.logits, logits[row, column])
+        q = dense_logits(drafts, K)
+        assert (q is None) == (method == "greedy" or not any(expected))
+        for row, tokens in enumerate(expected):
+            assert (drafts.stage[row] == 1).all() and drafts.confidence[row].tolist() == list(range(1, K + 1))
+            if q is not None:
+                assert torch.equal(q[row, : len(tokens)], logits[row, : len(tokens)])
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -135,7 +152,7 @@ def test_three_stages(seed: int) -> None:
     first, last = exit_stage(1, "probabilistic"), exit_stage(2, "probabilistic")
     expected, _ = alone(batch, last)
     nested = Verified(Verified(Offers(rng), first, 1, StageCounters()), last, 2, StageCounters())
-    assert ids(nested.draft(batch, [[] for _ in range(4)], batch.max_num_draft.tolist())) == expected
+    assert ids(nested.draft(batch, None, batch.max_num_draft)) == expected
 
 
 class TableForward:
@@ -161,18 +178,18 @@ def test_verified_tokens_are_distributed_as_q() -> None:
     generator = torch.Generator().manual_seed(1)
     tables = {layer: torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator) for layer in (1, 2)}
     stage = exit_stage(2, "probabilistic")
-    coupled = Verified(Nothing(), exit_stage(1, "probabilistic"), 0, StageCounters())
+    coupled = Alone(exit_stage(1, "probabilistic"), 0, StageCounters())
     q = torch.softmax(tables[2].double() / temperature, dim=-1)
-    likeliest, unlikeliest = q.argmax(-1).tolist(), q.argmin(-1).tolist()
+    likeliest, unlikeliest = q.argmax(-1).numpy(), q.argmin(-1).numpy()
 
     class Misleading:
-        def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
-            rows = coupled.draft(batch, begun, wanted)
-            for index, (tokens, row) in enumerate(zip(begun, rows, strict=True)):
-                last = tokens[-1].token_id if tokens else 0
-                if row and index % 3:
-                    row[0] = DraftToken((likeliest if index % 3 == 1 else unlikeliest)[last], 0, 9.0)
-            return rows
+        def draft(self, batch: DraftBatch, begun: Drafted, wanted: np.ndarray) -> Drafted:
+            drafts = coupled.draft(batch, begun, wanted)
+            rows = np.arange(len(wanted))
+            last = np.where(begun.num_draft > 0, begun.token_ids[rows, begun.num_draft - 1], 0)
+            chosen = [drafts.token_ids[:, 0], likeliest[last], unlikeliest[last]]
+            drafts.token_ids[:, 0] = np.choose(rows % 3, chosen)
+            return drafts
 
     drafter = Verified(Misleading(), stage, 1, StageCounters())
     counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.float64)
@@ -188,8 +205,9 @@ def test_verified_tokens_are_distributed_as_q() -> None:
         )
         wanted = np.full(batch_size, 2, np.int32)
         batch = DraftBatch([""] * batch_size, [history] * batch_size, wanted, [{}] * batch_size, target)
-        drafts = drafter.draft(batch, [[] for _ in range(batch_size)], wanted.tolist())
-        pairs = torch.tensor([[token.token_id for token in draft] for draft in drafts])
+        drafts = drafter.draft(batch, None, wanted)
+        assert (drafts.num_draft == 2).all()
+        pairs = torch.from_numpy(drafts.token_ids[:, :2]).long()
         counts.index_put_((pairs[:, 0], pairs[:, 1]), torch.ones((), dtype=torch.float64), accumulate=True)
     expected = q[0][:, None] * q * num_draws
     assert expected.min() > 5
@@ -208,12 +226,12 @@ def test_good_offers_save_passes() -> None:
     expected, _ = alone(batch, stage)
 
     class Right:
-        def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
-            return [[DraftToken(token, 0, 1.0) for token in expected[0][: wanted[0]]]]
+        def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: np.ndarray) -> Drafted:
+            return drafted([expected[0][: wanted[0]]])
 
     before = batch.target.forward.num_passes
     counters, cheap = StageCounters(), StageCounters()
-    drafts = Verified(Right(), stage, 1, counters, cheap).draft(batch, [[]], [K])
+    drafts = Verified(Right(), stage, 1, counters, cheap).draft(batch, None, np.array([K]))
     assert ids(drafts) == expected and batch.target.forward.num_passes == before + 1
     assert (counters.drafted, cheap.kept) == (K, K - 1)
 
@@ -224,19 +242,19 @@ def test_first_and_extend(seed: int) -> None:
     rng = np.random.default_rng(seed)
     batch = make_batch(rng, 4)
     stage = exit_stage(2, "greedy")
-    wanted = batch.max_num_draft.tolist()
-    empty: Rows = [[] for _ in range(4)]
-    model = Verified(Nothing(), stage, 1, StageCounters())
-    offers = [[token for token in row] for row in Offers(rng).draft(batch, empty, wanted)]
-    fixed = SimpleNamespace(draft=lambda batch, begun, wanted: offers)
-    extended = Extend(fixed, model).draft(batch, empty, wanted)
-    firsts = First(fixed, model).draft(batch, empty, wanted)
+    wanted = batch.max_num_draft
+    model = Alone(stage, 1, StageCounters())
+    fixed_offers = Offers(rng).draft(batch, None, wanted)
+    offers = ids(fixed_offers)
+    fixed = SimpleNamespace(draft=lambda batch, begun, wanted: fixed_offers)
+    extended = ids(Extend(fixed, model).draft(batch, None, wanted))
+    firsts = ids(First(fixed, model).draft(batch, None, wanted))
     own, _ = alone(batch, stage)
     for row, offer in enumerate(offers):
-        assert ids([extended[row][: len(offer)]]) == ids([offer])
+        assert extended[row][: len(offer)] == offer
         assert len(extended[row]) == wanted[row]
-        assert ids([firsts[row]]) == (ids([offer]) if offer else [own[row]])
-        text = list(batch.token_ids[row]) + [token.token_id for token in extended[row]]
+        assert firsts[row] == (offer or own[row])
+        text = list(batch.token_ids[row]) + extended[row]
         forward = FakeForward([np.array(text[: len(batch.token_ids[row])])], {2: 0.7})
         for place in range(len(batch.token_ids[row]) + len(offer), len(text)):
             forward.cache[0] = dict(enumerate(map(int, text[: place - 1])))
@@ -273,7 +291,7 @@ def test_cascade(policy: str) -> None:
     assert sum(stage.kept for stage in counters.values()) >= draft.num_draft.sum()
     proposer.propose(batch)
     proposer.forget(batch.request_ids)
-    assert not proposer._sent
+    assert not proposer._rows.known(batch.request_ids).any()
     proposer.propose(replace(make_batch(rng, 1), request_ids=["new"], max_num_draft=np.array([3], np.int32)))
     assert list(proposer._stages[0]._requests) == ["new"], "a stage forgets before it next drafts"
 
@@ -289,8 +307,8 @@ def test_ranks_agree_on_times() -> None:
     """The gate hears the agreed times, one exchange a step. Kills: a gate that goes by its own rank's clock."""
     exchanged: list[list[float]] = []
 
-    def agreed(times: list[Any]) -> list[Any]:
-        if not isinstance(times[0], float):  # a stage's drafts
+    def agreed(times: Any) -> Any:
+        if isinstance(times, Drafted):  # a stage's
             return times
         exchanged.append(times)
         return [1000.0 + index for index in range(len(times))]

@@ -6,13 +6,43 @@ import time
 from dataclasses import dataclass
 from statistics import mean
 
+import numpy as np
 import pytest
 
 from vllm_specplugins.proposers import gate as gate_module
-from vllm_specplugins.proposers.gate import Gate, StepCosts
+from vllm_specplugins.proposers import records as records_module
+from vllm_specplugins.proposers.costs import StepCosts
+from vllm_specplugins.proposers.gate import Gate
+from vllm_specplugins.proposers.records import Rows
 
 K = 6
 LOOKUP, EXIT = 0, 1
+
+
+class NamedGate(Gate):
+    """A gate that knows requests by name, and takes one request's fate at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(2, K)
+        self.rows = Rows()
+
+    def rows_of(self, ids: list[str]) -> np.ndarray:
+        rows = self.rows.of(ids)
+        self.records.make_room(self.rows.num_rows)
+        return rows
+
+    def chosen(self, ids: list[str], stage: int, confidence: float) -> list[int]:
+        count = len(ids)
+        return self.lengths(self.rows_of(ids), stage, np.full(count, confidence), np.full(count, K)).tolist()
+
+    def add_fates(self, fates: dict[str, tuple[int, int]], stage: int, confidence: float) -> None:
+        """(tokens drafted, tokens accepted) by request."""
+        rows, counts = self.rows_of(list(fates)), np.array(list(fates.values()))
+        sure = np.tile(confidence + np.arange(K), (len(rows), 1))
+        self.records.add(rows, np.full((len(rows), K), stage), sure, *counts.T)
+
+    def forget(self, ids: list[str]) -> None:
+        self.records.clear(self.rows.forget(ids))
 
 
 @dataclass
@@ -27,7 +57,7 @@ class Engine:
 
 
 def simulate(
-    gate: Gate,
+    gate: NamedGate,
     engine: Engine,
     chances: list[float],
     rng: random.Random,
@@ -39,19 +69,21 @@ def simulate(
     total_ms, total_tokens, lengths = 0.0, 0, []
     for chance in chances:
         ids = [f"{prefix}{i}" for i in range(engine.num_reqs)]
-        drafts = gate.lengths(ids, stage, [confidence] * len(ids), [K] * len(ids))
+        drafts = gate.chosen(ids, stage, confidence)
         lengths.append(drafts[0])
         drafting = engine.draft_ms * max(drafts)
         if engine.draft_ms:
             gate.add_drafting(stage, drafting, max(drafts))
-        emitted = 0
+        emitted, fates = 0, {}
         for i, num_draft in enumerate(drafts):
             accepted = 0
             while accepted < num_draft and rng.random() < chance:
                 accepted += 1
             if num_draft:
-                gate.add_fate(f"{prefix}{i}", stage, confidence, num_draft, accepted)
+                fates[f"{prefix}{i}"] = num_draft, accepted
             emitted += 1 + accepted
+        if fates:
+            gate.add_fates(fates, stage, confidence)
         ms = (engine.base + engine.slope * sum(drafts)) * rng.lognormvariate(0, engine.noise)
         gate.add_step(engine.num_reqs, ms, drafting, sum(drafts), emitted)
         total_ms, total_tokens = total_ms + ms + drafting, total_tokens + emitted
@@ -73,7 +105,7 @@ def best_fixed(engine: Engine, chance: float) -> float:
 
 
 def test_docstrings() -> None:
-    assert doctest.testmod(gate_module).failed == 0
+    assert doctest.testmod(gate_module).failed == doctest.testmod(records_module).failed == 0
 
 
 ENGINES = {
@@ -90,7 +122,7 @@ ENGINES = {
 def test_close_to_the_best_fixed_length_and_never_lost(name: str, chance: float) -> None:
     """400 steps of one kind of text. Kills: a price without the cost of drafting, or without that of verifying."""
     engine = ENGINES[name]
-    speeds = [simulate(Gate(), engine, [chance] * 400, random.Random(seed))[0] for seed in range(5)]
+    speeds = [simulate(NamedGate(), engine, [chance] * 400, random.Random(seed))[0] for seed in range(5)]
     assert mean(speeds) >= 0.97 * plain(engine)
     assert mean(speeds) >= 0.90 * best_fixed(engine, chance)
 
@@ -99,7 +131,7 @@ def test_off_within_64_tokens_and_on_within_32() -> None:
     """Text that copies, stops copying, and copies again; on an engine where a useless draft costs."""
     engine = Engine(base=30, slope=6.0)
     rng = random.Random(0)
-    gate = Gate()
+    gate = NamedGate()
     _, before = simulate(gate, engine, [0.95] * 60, rng)
     assert mean(before[20:]) > 3
     _, off = simulate(gate, engine, [0.0] * 200, rng)
@@ -113,7 +145,7 @@ def test_off_within_64_tokens_and_on_within_32() -> None:
 def test_short_outputs_learn_from_each_other() -> None:
     """A request of 16 tokens cannot learn by itself. Kills: a prior that forgets what all requests taught."""
     engine = Engine(base=30, slope=6.0)
-    rng, gate = random.Random(1), Gate()
+    rng, gate = random.Random(1), NamedGate()
     speeds, drafted = [], []
     for request in range(60):
         speed, lengths = simulate(gate, engine, [0.0] * 16, rng, prefix=f"{request}/")
@@ -132,7 +164,7 @@ def test_drifting_text() -> None:
     for _ in range(2000):
         chance = min(0.98, max(0.0, chance + rng.uniform(-0.04, 0.04)))
         chances.append(chance)
-    speed, _ = simulate(Gate(), engine, chances, rng)
+    speed, _ = simulate(NamedGate(), engine, chances, rng)
     fixed = max(
         sum(sum(c**i for i in range(k + 1)) for c in chances) / (len(chances) * (engine.base + k * engine.slope))
         for k in range(K + 1)
@@ -142,15 +174,15 @@ def test_drifting_text() -> None:
 
 def test_requests_do_not_disturb_each_other() -> None:
     """One request copies and one does not, in one batch."""
-    gate, rng = Gate(), random.Random(2)
+    gate, rng = NamedGate(), random.Random(2)
     lengths: dict[str, list[int]] = {"copies": [], "does not": []}
     for _ in range(200):
         total = emitted = 0
-        drafts = gate.lengths(list(lengths), LOOKUP, [4.0, 4.0], [K, K])
+        drafts = gate.chosen(list(lengths), LOOKUP, 4.0)
         for request, chance, length in zip(lengths, (0.95, 0.0), drafts, strict=True):
             accepted = next((i for i in range(length) if rng.random() >= chance), length)
             if length:
-                gate.add_fate(request, LOOKUP, 4.0, length, accepted)
+                gate.add_fates({request: (length, accepted)}, LOOKUP, 4.0)
             lengths[request].append(length)
             total, emitted = total + length, emitted + 1 + accepted
         gate.add_step(2, 30 + 6.0 * total, 0.0, total, emitted)
@@ -170,7 +202,7 @@ def test_step_costs_are_found() -> None:
 
 def test_first_step_of_a_size_is_forgotten() -> None:
     """It may have compiled something for seconds. Kills: a gate that takes every step of that size for a slow one."""
-    gates = [Gate(), Gate()]
+    gates = [NamedGate(), NamedGate()]
     for gate, first_ms in zip(gates, (30.0, 9000.0), strict=True):
         for ms in (first_ms, 30.0, 31.0):
             gate.add_step(16, ms, 0.1, 16, 20)
@@ -178,19 +210,20 @@ def test_first_step_of_a_size_is_forgotten() -> None:
 
 
 def test_same_inputs_same_choices() -> None:
-    runs = [simulate(Gate(), Engine(), [0.7] * 100, random.Random(9)) for _ in range(2)]
+    runs = [simulate(NamedGate(), Engine(), [0.7] * 100, random.Random(9)) for _ in range(2)]
     assert runs[0] == runs[1]
 
 
 def test_cost_per_request_and_step() -> None:
     """Under 10 us; the fastest of several runs, so that a busy machine does not matter."""
-    gate, ids = Gate(), [str(i) for i in range(64)]
+    gate, ids = NamedGate(), [str(i) for i in range(64)]
     best = float("inf")
     for _ in range(20):
         start = time.perf_counter()
-        lengths = gate.lengths(ids, LOOKUP, [4.0] * 64, [K] * 64)
-        for request_id, length in zip(ids, lengths, strict=True):
-            gate.add_fate(request_id, LOOKUP, 4.0, length or 1, 0)
+        lengths = gate.chosen(ids, LOOKUP, 4.0)
+        gate.add_fates(
+            {request_id: (length or 1, 0) for request_id, length in zip(ids, lengths, strict=True)}, LOOKUP, 4.0
+        )
         gate.add_step(64, 30.0, 0.1, 100, 64)
         best = min(best, time.perf_counter() - start)
     assert best / 64 < 10e-6

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_specplugins.config import BuiltInConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, StageCounters
-from vllm_specplugins.proposers.drafters import DraftToken, Rows
+from vllm_specplugins.proposers.drafted import Array, Drafted, columns, nothing, of_stage, picked
 from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE
 
 
@@ -40,17 +40,17 @@ class Offered:
 
     index: int
     counters: StageCounters
+    width: int  # K
 
-    def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
+    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
         """Begins a draft, or continues one that begins as its own does; anything else it has not thought about."""
         if batch.offer is None:
-            return [[] for _ in wanted]
-        rows: Rows = []
-        self.counters.asked += sum(1 for limit in wanted if limit)
-        for tokens, own, limit in zip(begun, batch.offer.token_ids.tolist(), wanted, strict=True):
-            start = len(tokens)
-            agrees = [token.token_id for token in tokens] == own[:start]
-            end = start + limit if agrees else start
-            rows.append([DraftToken(token_id, self.index, FIRST_CONFIDENCE) for token_id in own[start:end]])
-            self.counters.drafted += len(rows[-1])
-        return rows
+            return nothing(len(wanted), self.width)
+        self.counters.asked += int(np.count_nonzero(wanted))
+        own, num_draft = batch.offer.token_ids, wanted
+        if begun is not None:
+            places, starts = columns(own), begun.num_draft[:, None]
+            agrees = ((own == begun.token_ids) | (places >= starts)).all(axis=1)
+            own, num_draft = picked(own, places + starts), np.where(agrees, wanted, 0)
+        self.counters.drafted += int(num_draft.sum())
+        return of_stage(self.index, own, num_draft, np.full(len(wanted), FIRST_CONFIDENCE))

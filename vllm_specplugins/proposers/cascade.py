@@ -5,82 +5,29 @@ each request and step how many tokens are worth drafting (see gate.py).
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import zip_longest
 
 import numpy as np
-import torch
 
 from vllm_specplugins.config import CascadeConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters, count
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters
 from vllm_specplugins.proposers.built_in import BuiltIn, Offered
-from vllm_specplugins.proposers.drafters import (
-    Allowed,
-    Drafter,
-    DraftToken,
-    Extend,
-    First,
-    Lookup,
-    Nothing,
-    Rows,
-    Verified,
-    Whole,
-    allows,
-)
+from vllm_specplugins.proposers.drafted import Drafted, dense_logits
+from vllm_specplugins.proposers.drafters import Allowed, Drafter, Extend, First, Lookup, Whole
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE, Gate
+from vllm_specplugins.proposers.gate import Gate
+from vllm_specplugins.proposers.gated import Gated
 from vllm_specplugins.proposers.guard import Guard
 from vllm_specplugins.proposers.guarded import Guarded
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
+from vllm_specplugins.proposers.records import Rows
+from vllm_specplugins.proposers.sent import Sent, count_drafts, count_fates
 from vllm_specplugins.proposers.switch import Clock
+from vllm_specplugins.proposers.verified import Alone, Verified
 
 POLICIES: dict[str, Callable[[Drafter, Drafter], Drafter]] = {"first": First, "extend": Extend}
-
-
-@dataclass(slots=True)
-class Gated:
-    """A drafter whose lengths a gate chooses: before it drafts, if drafting costs, and after it, if that was free.
-
-    It leaves a request to `rival`, the index and name of the stage that drafts in its stead, where that one is expected
-    to gain more.
-    """
-
-    drafter: Drafter
-    gate: Gate
-    index: int
-    is_free: bool
-    counters: StageCounters
-    rival: tuple[int, str] | None = None
-    drafting_ms: float = 0.0  # of the last step
-    num_drafted: int = 0  # tokens that this was for, of each request
-
-    def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
-        if self.is_free:
-            drafts = self.drafter.draft(batch, begun, wanted)
-            confidences = [draft[0].confidence if draft else 0.0 for draft in drafts]
-            lengths = self._lengths(batch, confidences, [len(draft) for draft in drafts])
-            return [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
-        lengths = self._lengths(batch, [FIRST_CONFIDENCE] * batch.num_reqs, wanted)
-        self.num_drafted = max(lengths, default=0)
-        if self.num_drafted == 0:
-            return [[] for _ in lengths]
-        start = time.perf_counter()
-        drafts = self.drafter.draft(batch, begun, lengths)
-        self.drafting_ms = (time.perf_counter() - start) * 1000
-        return drafts
-
-    def _lengths(self, batch: DraftBatch, confidences: Sequence[float], most: Sequence[int]) -> list[int]:
-        rivals = None
-        if self.rival is not None:
-            index, name = self.rival
-            rivals = [index if allows(options, name) else None for options in batch.options]
-        lengths = self.gate.lengths(batch.request_ids, self.index, confidences, most, rivals)
-        for length, limit in zip(lengths, most, strict=True):
-            if limit:
-                count(self.counters.gate_lengths, length)
-        return lengths
 
 
 class Cascade:
@@ -102,7 +49,9 @@ class Cascade:
         self._context = context
         self._names = [stage.method for stage in config.stages]
         self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
-        self._gate = Gate() if config.gate == "auto" else None
+        self._width = context.max_num_draft
+        self._gate = Gate(len(stages), self._width) if config.gate == "auto" else None
+        self._rows, self._sent = Rows(), Sent(self._width)
         self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
         self._guards = {
@@ -111,7 +60,6 @@ class Cascade:
         self._gated_stages: list[Gated] = []
         self._drafter = self._combine(config.policy)
         self._drafting_ms = 0.0  # of the last step
-        self._sent: dict[str, list[DraftToken]] = {}  # the newest draft of each request
 
     def propose(self, batch: DraftBatch) -> Draft:
         """The stages' drafts, combined by the policy, as long as the gate thinks they pay."""
@@ -121,17 +69,16 @@ class Cascade:
                 guard.begin_step()
         if batch.offer is not None:
             self._counters[self._built_in].ms += batch.offer.ms
-        nothing: Rows = [[] for _ in batch.request_ids]
-        drafts = self._drafter.draft(batch, nothing, batch.max_num_draft.tolist())
-        for request_id, draft in zip(batch.request_ids, drafts, strict=True):
-            self._sent[request_id] = draft
-            for token in draft:
-                self._counters[token.stage].kept += 1
-            for index in {token.stage for token in draft}:
-                self._counters[index].drafts += 1
-        joined = self._joined(drafts)
+        rows = self._rows.of(batch.request_ids)
+        self._sent.make_room(self._rows.num_rows)
+        if self._gate is not None:
+            self._gate.records.make_room(self._rows.num_rows)
+        drafts = self._drafter.draft(batch, None, batch.max_num_draft)
+        self._sent.put(rows, drafts)
+        count_drafts(self._counters, drafts)
+        draft = self._joined(drafts)
         self._drafting_ms = (time.perf_counter() - start) * 1000
-        return joined
+        return draft
 
     def fit(self, max_model_len: int) -> None:
         """See EarlyExit.fit."""
@@ -151,45 +98,27 @@ class Cascade:
                 stage.choose(batch.target, longest, firsts)
         return draft
 
-    def _joined(self, drafts: Rows) -> Draft:
-        num_draft = np.array([len(draft) for draft in drafts], np.int32)
+    def _joined(self, drafts: Drafted) -> Draft:
+        """As wide as the longest draft."""
+        num_draft, has_any = drafts.num_draft.astype(np.int32), drafts.num_draft > 0
         width = int(num_draft.max(initial=0))
-        token_ids = np.zeros((len(drafts), width), np.int32)
-        for row, draft in enumerate(drafts):
-            token_ids[row, : len(draft)] = [token.token_id for token in draft]
-        first = [draft[0].confidence if draft else 0.0 for draft in drafts]
-        stage = [draft[-1].stage if draft else -1 for draft in drafts]
+        last = drafts.stage[np.arange(len(num_draft)), num_draft - 1]
         return Draft(
-            token_ids, num_draft, np.array(first, np.float32), self._logits(drafts, width), np.array(stage, np.int32)
+            drafts.token_ids[:, :width],
+            num_draft,
+            np.where(has_any, drafts.confidence[:, 0], 0.0).astype(np.float32),
+            dense_logits(drafts, width),
+            np.where(has_any, last, -1).astype(np.int32),
         )
-
-    def _logits(self, drafts: Rows, width: int) -> torch.Tensor | None:
-        """[num_reqs, width, vocab_size]; a token without logits gets those of its one-hot q."""
-        some = next((token.logits for draft in drafts for token in draft if token.logits is not None), None)
-        if some is None:
-            return None
-        logits = some.new_zeros(len(drafts), width, some.shape[-1])
-        for row, draft in enumerate(drafts):
-            for column, token in enumerate(draft):
-                if token.logits is None:
-                    logits[row, column] = -torch.inf
-                    logits[row, column, token.token_id] = 0.0
-                else:
-                    logits[row, column] = token.logits
-        return logits
 
     def observe(self, feedback: Feedback) -> None:
         """Tells the stages' counters and the gate what became of the last drafts."""
-        fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
-        for request_id, num_draft, num_accepted in fates:
-            sent = self._sent.pop(request_id, [])[:num_draft]
-            for index, token in enumerate(sent):
-                self._counters[token.stage].add_fate(index, index < num_accepted)
-            if sent and self._gate is not None:
-                for stage, start, end in _runs(sent):
-                    if num_accepted >= start:
-                        accepted = min(num_accepted, end) - start
-                        self._gate.add_fate(request_id, stage, sent[start].confidence, end - start, accepted)
+        rows = self._rows.known(feedback.request_ids)
+        fates = self._sent.take(rows, feedback.num_draft, feedback.num_accepted)
+        if fates.num_draft.any():
+            count_fates(self._counters, fates)
+            if self._gate is not None:
+                self._gate.records.add(rows, *fates)
         if self._gate is not None and feedback.step_ms is not None:
             self._add_times(self._gate, feedback, feedback.step_ms)
         for guard in self._guards.values():
@@ -209,10 +138,10 @@ class Cascade:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what the stages, the gate and the accounts hold of these requests."""
-        for request_id in request_ids:
-            self._sent.pop(request_id, None)
+        rows = self._rows.forget(request_ids)
+        self._sent.clear(rows)
         if self._gate is not None:
-            self._gate.forget(request_ids)
+            self._gate.records.clear(rows)
         for guard in self._guards.values():
             guard.forget(request_ids)
 
@@ -231,7 +160,7 @@ class Cascade:
 
     def _combine(self, policy: str) -> Drafter:
         if policy == "verify":
-            drafter: Drafter = Allowed(self._drafter_of(0), Nothing(), self._names[0])
+            drafter: Drafter = Allowed(self._drafter_of(0), None, self._names[0])
             for index, stage in enumerate(self._stages[1:], start=1):
                 assert isinstance(stage, EarlyExit)
                 checked = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
@@ -239,7 +168,7 @@ class Cascade:
             return self._gated(drafter, len(self._stages) - 1)
         rivals = [(index, name) for index, name in enumerate(self._names[1:], start=1) if policy == "first"]
         drafters: list[Drafter] = [
-            Allowed(self._gated(self._drafter_of(index), index, rival), Nothing(), self._names[index])
+            Allowed(self._gated(self._drafter_of(index), index, rival), None, self._names[index])
             for index, rival in zip_longest(range(len(self._stages)), rivals)
         ]
         return reduce(POLICIES[policy], drafters)
@@ -247,14 +176,15 @@ class Cascade:
     def _drafter_of(self, index: int) -> Drafter:
         stage, counters = self._stages[index], self._counters[index]
         if isinstance(stage, EarlyExit):
-            return Verified(Nothing(), stage, index, counters)
+            return Alone(stage, index, counters)
         if isinstance(stage, BuiltIn):
-            return Offered(index, counters)
+            return Offered(index, counters, self._width)
         if isinstance(stage, PromptLookup):
-            drafter: Drafter = Lookup(stage, index)
+            drafter: Drafter = Lookup(stage, index, self._width)
         else:
-            drafter = Whole(stage, index, self._context.max_num_draft, self._context.vocab_size)
-        return Guarded(drafter, self._guards[index], counters, self._context.rank, self._context.agreed)
+            drafter = Whole(stage, index, self._width, self._context.vocab_size)
+        guard = self._guards[index]
+        return Guarded(drafter, guard, counters, self._width, self._context.rank, self._context.agreed)
 
     def _guard(self, index: int, clock: Clock) -> Guard:
         """An exit has none: it fails with the cascade, or with the target."""
@@ -275,15 +205,6 @@ class Cascade:
         is_free = not isinstance(self._stages[index], EarlyExit)
         if self._gate is None:
             return drafter
-        gated = Gated(drafter, self._gate, index, is_free, self._counters[index], rival)
+        gated = Gated(drafter, self._gate, self._rows, index, is_free, self._counters[index], self._width, rival)
         self._gated_stages.append(gated)
         return gated
-
-
-def _runs(draft: list[DraftToken]) -> Iterator[tuple[int, int, int]]:
-    """(stage, start, end) of each stretch of a draft that one stage made."""
-    start = 0
-    for end in range(1, len(draft) + 1):
-        if end == len(draft) or draft[end].stage != draft[start].stage:
-            yield draft[start].stage, start, end
-            start = end

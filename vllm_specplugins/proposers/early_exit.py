@@ -8,7 +8,6 @@ norm and head, or a trained one. K: num_speculative_tokens.
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_specplugins.config import EarlyExitConfig
@@ -25,6 +24,7 @@ class EarlyExit:
     """
 
     def __init__(self, config: EarlyExitConfig, context: ProposerContext):
+        self.max_num_draft = context.max_num_draft
         self._exit_layer = config.exit_layer
         self._sampler = DraftSampler(config.draft_sample_method)
         self.fit(context.max_model_len)
@@ -38,37 +38,66 @@ class EarlyExit:
 
     def propose(self, batch: DraftBatch) -> Draft:
         """K tokens of the exit, one step each; a request near the end of its context gets fewer."""
-        target = batch.target
-        assert target is not None
-        width = int(batch.max_num_draft.max(initial=0))
+        assert batch.target is not None
+        token_ids, logits = self.go_on(batch.target, int(batch.max_num_draft.max(initial=0)))
+        return Draft(token_ids, batch.max_num_draft, logits=logits)
+
+    def go_on(
+        self, target: Target, num_steps: int, begun: Any = None, num_begun: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the exit drafts behind each request's newest token, or behind a draft that was begun, one step each.
+
+        Args:
+            begun: [num_reqs, T] int tensor, such drafts, all of whose tokens are fed at once.
+            num_begun: [num_reqs] int64 tensor, how long each is; at most K - num_steps where that many are needed.
+
+        Returns:
+            token ids [num_reqs, num_steps] int32 and, if the exit is "probabilistic", logits [num_reqs, num_steps,
+            vocab_size].
+        """
         last, positions = target.last_token_ids, target.num_tokens - 1
-        token_ids = last.new_empty(batch.num_reqs, width, dtype=torch.int32)
+        ends = positions + (self.max_num_draft - 1)  # where the last reserved slot is
+        token_ids = last.new_empty(len(last), num_steps, dtype=torch.int32)
         logits = None
-        for step in range(width):
-            last, step_logits = self._choose(target, last, positions, token_ids[:, :step])
+        for step in range(num_steps):
+            if begun is None:
+                last, step_logits = self._choose(target, last, positions, token_ids[:, :step])
+            elif step == 0:
+                last, step_logits = self._choose_behind(target, begun, num_begun)
+                positions += num_begun
+            else:
+                last, step_logits = self._choose(target, last, torch.minimum(positions, ends))
             token_ids[:, step] = last
             if step_logits is not None:
                 if logits is None:
-                    logits = step_logits.new_empty(batch.num_reqs, width, step_logits.shape[-1])
+                    logits = step_logits.new_empty(len(last), num_steps, step_logits.shape[-1])
                 logits[:, step] = step_logits
             positions.add_(1).clamp_(max=self._max_position)
-        return Draft(token_ids, batch.max_num_draft, logits=logits)
+        return token_ids, logits
+
+    def _choose_behind(
+        self, target: Target, begun: torch.Tensor, num_begun: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What follows drafts that were begun, and their logits: one token of each request."""
+        fed = torch.cat((target.last_token_ids[:, None], begun), dim=1)
+        chosen, logits = self.choose(target, fed, torch.zeros_like(num_begun))
+        rows, places = torch.arange(len(fed), device=fed.device), num_begun.clamp(max=begun.shape[1])
+        return chosen[rows, places], None if logits is None else logits[rows, places]
 
     def choose(self, target: Target, token_ids: Any, firsts: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Feeds several tokens of each request at once; for each, what the exit says comes next.
 
         Args:
-            token_ids: [num_reqs, T] int64 on the host.
-            firsts: [num_reqs] int64 on the host: a request's first token stands so far past its newest one.
+            token_ids: [num_reqs, T] int, an array or a tensor.
+            firsts: [num_reqs] int, likewise: a request's first token stands so far past its newest one.
 
         Returns:
             token ids [num_reqs, T] and, if the exit is "probabilistic", logits [num_reqs, T, vocab_size]. Each is the
             one that `propose` would draft behind the same tokens.
         """
-        device, length = target.num_tokens.device, token_ids.shape[1]
-        offsets = torch.from_numpy(firsts[:, None] + np.arange(length)).to(device)
-        positions = (target.num_tokens[:, None] - 1 + offsets).clamp_(max=self._max_position)
-        return self._choose(target, torch.from_numpy(token_ids).to(device), positions)
+        token_ids, firsts = (torch.as_tensor(array).to(target.num_tokens.device) for array in (token_ids, firsts))
+        positions = (target.num_tokens + firsts - 1)[:, None] + torch.arange(token_ids.shape[1], device=firsts.device)
+        return self._choose(target, token_ids, positions.clamp_(max=self._max_position))
 
     def _choose(
         self, target: Target, token_ids: torch.Tensor, positions: torch.Tensor, begun: torch.Tensor | None = None

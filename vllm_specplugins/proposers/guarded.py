@@ -1,11 +1,15 @@
 """A stage of a cascade that runs on the host, behind a guard of its own."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from vllm_specplugins.draft import DraftBatch, StageCounters
-from vllm_specplugins.proposers.drafters import Drafter, Rows
+from vllm_specplugins.proposers.drafted import Array, Drafted, nothing
+from vllm_specplugins.proposers.drafters import Drafter
 from vllm_specplugins.proposers.guard import Guard
 
 
@@ -20,22 +24,23 @@ class Guarded:
     drafter: Drafter
     guard: Guard
     counters: StageCounters
+    width: int  # K
     rank: int
-    agreed: Callable[[Rows], Rows]
+    agreed: Callable[[Any], Any]
 
-    def draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
+    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
         start = time.perf_counter()
-        rows = self.agreed(self._draft(batch, begun, wanted) if self.rank == 0 else [])
-        self.counters.asked += sum(1 for limit in wanted if limit)
-        self.counters.drafted += sum(map(len, rows))
+        drafts: Drafted = self.agreed(self._draft(batch, begun, wanted) if self.rank == 0 else None)
+        self.counters.asked += int(np.count_nonzero(wanted))
+        self.counters.drafted += int(drafts.num_draft.sum())
         self.counters.ms += (time.perf_counter() - start) * 1000
-        return rows
+        return drafts
 
-    def _draft(self, batch: DraftBatch, begun: Rows, wanted: Sequence[int]) -> Rows:
+    def _draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
         may_draft = self.guard.may_draft(batch.request_ids)
         if may_draft is not None:
-            wanted = [limit if may else 0 for limit, may in zip(wanted, may_draft, strict=True)]
-        rows = None
-        if any(wanted) or self.guard.has_to_forget:
-            rows = self.guard.call(batch, lambda: self.drafter.draft(batch, begun, wanted))
-        return [[] for _ in wanted] if rows is None else rows
+            wanted = np.where(may_draft, wanted, 0)
+        drafts = None
+        if wanted.any() or self.guard.has_to_forget:
+            drafts = self.guard.call(batch, lambda: self.drafter.draft(batch, begun, wanted))
+        return nothing(len(wanted), self.width) if drafts is None else drafts

@@ -1,0 +1,55 @@
+"""A stage of a cascade, and the gate that chooses the lengths of its drafts."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_specplugins.draft import DraftBatch, StageCounters, count
+from vllm_specplugins.proposers.drafted import Array, Drafted, nothing
+from vllm_specplugins.proposers.drafters import Drafter, allows
+from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE, Gate
+from vllm_specplugins.proposers.records import Ints, Rows
+
+
+@dataclass(slots=True)
+class Gated:
+    """A drafter whose lengths a gate chooses: before it drafts, if drafting costs, and after it, if that was free.
+
+    It leaves a request to `rival`, the index and name of the stage that drafts in its stead, where that one is expected
+    to gain more.
+    """
+
+    drafter: Drafter
+    gate: Gate
+    rows: Rows
+    index: int
+    is_free: bool
+    counters: StageCounters
+    width: int  # K
+    rival: tuple[int, str] | None = None
+    drafting_ms: float = 0.0  # of the last step
+    num_drafted: int = 0  # tokens that this was for, of each request
+
+    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
+        if self.is_free:
+            drafts = self.drafter.draft(batch, begun, wanted)
+            confidence = np.where(drafts.num_draft > 0, drafts.confidence[:, 0], 0.0)
+            return drafts._replace(num_draft=self._lengths(batch, confidence, drafts.num_draft))
+        lengths = self._lengths(batch, np.full(batch.num_reqs, FIRST_CONFIDENCE), wanted)
+        self.num_drafted = int(lengths.max(initial=0))
+        if self.num_drafted == 0:
+            return nothing(batch.num_reqs, self.width)
+        start = time.perf_counter()
+        drafts = self.drafter.draft(batch, begun, lengths)
+        self.drafting_ms = (time.perf_counter() - start) * 1000
+        return drafts
+
+    def _lengths(self, batch: DraftBatch, confidence: Array, most: Array) -> Ints:
+        index, name = self.rival or (None, "")
+        has_rival = None if index is None else allows(batch.options, name)
+        lengths = self.gate.lengths(self.rows.of(batch.request_ids), self.index, confidence, most, index, has_rival)
+        for length, requests in enumerate(np.bincount(lengths[most > 0]).tolist()):
+            if requests:
+                count(self.counters.gate_lengths, length, requests)
+        return lengths
