@@ -34,7 +34,8 @@ class Method:
     The proposer is called with (own configuration, ProposerContext). None: the configuration names it.
     A method that runs the target gets `DraftBatch.target`, and K slots of the KV cache past the last token; one that
     reads histories gets `DraftBatch.token_ids`. Where vLLM has a method of the same name, ours is the one whose
-    dictionary has `own_field`.
+    dictionary has `own_field`. One that drafts on the device does so on Model Runner V2, where the tokens lie
+    (engine/v2/lookup.py); its class is V1's.
     """
 
     config: type
@@ -42,10 +43,13 @@ class Method:
     runs_target: bool = False
     reads_history: bool = True
     own_field: str | None = None
+    on_device: bool = False
 
 
 METHODS: Mapping[str, Method] = {
-    "prompt_lookup": Method(PromptLookupConfig, "vllm_specplugins.proposers.prompt_lookup:PromptLookup"),
+    "prompt_lookup": Method(
+        PromptLookupConfig, "vllm_specplugins.proposers.prompt_lookup:PromptLookup", on_device=True
+    ),
     "early_exit": Method(
         EarlyExitConfig, "vllm_specplugins.proposers.early_exit:EarlyExit", runs_target=True, reads_history=False
     ),
@@ -161,6 +165,11 @@ def runs_target(config: SpecConfig) -> bool:
 def reads_history(config: SpecConfig) -> bool:
     """Whether the method, or a stage of it, needs the tokens on the host."""
     return any(_method(name).reads_history for name in _names(config))
+
+
+def drafts_on_device(config: SpecConfig) -> bool:
+    """Whether the method, on Model Runner V2, reads its tokens where they lie."""
+    return _method(config.method).on_device
 
 
 def built_in_stage(config: SpecConfig) -> StageConfig | None:

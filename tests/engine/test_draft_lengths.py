@@ -15,6 +15,10 @@ def drafted(llm: Any, prompts: list[list[int]], **sampling: Any) -> dict[str, fl
     return {name: value - before[name] for name, value in spec_metrics(llm).items()}
 
 
+# Scheduled behind the drafts, whose lengths are then known from the first step on.
+SYNCHRONOUS = {"async_scheduling": False}
+
+
 def allowed_only(*tokens: int) -> dict[str, Any]:
     """Sampling parameters that make a model repeat these tokens, and nothing else, in some order."""
     return {"allowed_token_ids": list(tokens)}
@@ -22,14 +26,14 @@ def allowed_only(*tokens: int) -> dict[str, Any]:
 
 def test_nothing_found_costs_one_token(engine: Any) -> None:
     """Kills: K verified tokens for a request for which nothing was found."""
-    llm = engine(PROMPT_LOOKUP)
+    llm = engine(PROMPT_LOOKUP, **SYNCHRONOUS)
     no_bigram_twice = list(range(10, 60))
     counts = drafted(llm, [no_bigram_twice], max_tokens=2)
     assert counts["draft_tokens"] == 0
 
 
 def test_found_is_verified(engine: Any) -> None:
-    llm = engine(PROMPT_LOOKUP)
+    llm = engine(PROMPT_LOOKUP, **SYNCHRONOUS)
     counts = drafted(llm, [[5, 6, 7, 8] * 10], max_tokens=20, **allowed_only(5))
     assert counts["draft_tokens"] > 0
     assert counts["accepted_tokens"] >= 12, "5 5 5 5 ... is found from the third token on"
@@ -37,7 +41,7 @@ def test_found_is_verified(engine: Any) -> None:
 
 def test_ragged_batch(engine: Any) -> None:
     """In one batch: a request that repeats itself, and one that cannot."""
-    llm = engine(PROMPT_LOOKUP)
+    llm = engine(PROMPT_LOOKUP, **SYNCHRONOUS)
     repeating = drafted(llm, [[5, 6] * 10], max_tokens=6, **allowed_only(5))
     both = drafted(llm, [[5, 6] * 10, list(range(10, 60))], max_tokens=6, **allowed_only(5))
     # The second request's output 5 5 5 ... is found once it has repeated itself, never before.

@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, SpecConfig
-from vllm_specplugins.methods import reads_history
+from vllm_specplugins.methods import drafts_on_device, reads_history
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -17,7 +17,8 @@ SCHEDULER = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
 
 def wanted_of_vllm(config: SpecConfig, asked: bool | None) -> bool | None:
     """What vLLM is told: what the user said, else False or vLLM's own default (None)."""
-    return False if asked is None and reads_history(config) else asked
+    waits = reads_history(config) and not drafts_on_device(config)
+    return False if asked is None and waits else asked
 
 
 def settle(vllm_config: Any, asked: bool | None) -> None:
@@ -48,7 +49,8 @@ def settle(vllm_config: Any, asked: bool | None) -> None:
 
 def _synchronous_for(vllm_config: Any) -> str | None:
     """Why scheduling has to wait for the drafts; None if it need not."""
-    if vllm_config.speculative_config.reads_history:
+    config = vllm_config.speculative_config
+    if config.reads_history and not config.drafts_on_device:
         return "it reads tokens on the host (--async-scheduling plans each draft's length from the last one)"
     if not vllm_config.use_v2_model_runner:
         return "Model Runner V1 plans with the drafts at hand"

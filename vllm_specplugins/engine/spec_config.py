@@ -11,12 +11,12 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, MedusaConfig, SpecConfig, StageConfig
-from vllm_specplugins.engine import scheduling
+from vllm_specplugins.engine import adaptive, scheduling
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
 from vllm_specplugins.engine.plugin import name_in_vllm
 from vllm_specplugins.engine.target.model_source import may_be_cut, uncuttable
-from vllm_specplugins.methods import built_in_stage, parts, reads_history, runs_target, sample_methods
+from vllm_specplugins.methods import built_in_stage, drafts_on_device, parts, reads_history, runs_target, sample_methods
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -63,8 +63,17 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def reads_history(self) -> bool:
-        """Whether the method needs the tokens on the host."""
+        """Whether the method reads tokens: on the host, if it does not draft on the device."""
         return reads_history(self.plugin_config)
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether the method, on Model Runner V2, reads its tokens where they lie."""
+        return drafts_on_device(self.plugin_config)
+
+    def use_ngram(self) -> bool:
+        """What vLLM asks to know whether all tokens shall be in the device's memory."""
+        return self.drafts_on_device
 
 
 class PluginVllmConfig(VllmConfig):
@@ -149,6 +158,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
     scheduling.settle(vllm_config, async_scheduling)
+    adaptive.settle(vllm_config)
 
 
 def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:

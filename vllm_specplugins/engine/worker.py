@@ -53,7 +53,8 @@ class _WithProposer:
             processors = all_logits_processors(self.vllm_config)
         with runner.while_built(self.vllm_config), processors:
             super().init_device()  # type: ignore[misc]
-        self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device)
+        proposer = getattr(getattr(self.model_runner, "speculator", None), "proposer", None)
+        self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device, proposer)
         runner.attach(self.model_runner, self._barrier)
         method = self.vllm_config.speculative_config.plugin_config.method
         self._reporter = Reporter(self._barrier, method, self.model_runner.device)
@@ -96,14 +97,14 @@ class _WithProposer:
         return asdict(self._barrier.totals())
 
 
-def guarded_proposer(vllm_config: "VllmConfig", device: Any) -> FaultBarrier:
-    """The configured proposer behind its fault barrier."""
+def guarded_proposer(vllm_config: "VllmConfig", device: Any, proposer: Any = None) -> FaultBarrier:
+    """The configured proposer, or the one that the runner has made, behind its fault barrier."""
     speculative_config = vllm_config.speculative_config
     config, context = speculative_config.plugin_config, context_of(vllm_config, device)
     # A call into the target belongs to the engine's own thread and stream; a cascade puts stages in threads.
-    in_thread = not speculative_config.runs_target and config.method != "cascade"
+    in_thread = not speculative_config.runs_target and config.method != "cascade" and proposer is None
     return FaultBarrier(
-        build_proposer(config, context),
+        build_proposer(config, context) if proposer is None else proposer,
         context.vocab_size,
         context.max_num_draft,
         time_budget_ms=config.common.time_budget_ms if in_thread else None,

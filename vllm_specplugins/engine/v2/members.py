@@ -1,6 +1,14 @@
 """What we need of the objects of Model Runner V2, beside the functions in seams.py. See compat.py."""
 
+from collections.abc import Iterator
+
 from vllm_specplugins.engine.versions.seam import Seam, members_of
+
+
+def _trims(file: str, owner: str, members: str, kind: str = "read") -> Iterator[Seam]:
+    """What adaptive verification takes."""
+    return members_of(file, owner, members, "drafts are trimmed on the device", kind)
+
 
 V2_MEMBERS: tuple[Seam, ...] = (
     *members_of(
@@ -142,4 +150,39 @@ V2_MEMBERS: tuple[Seam, ...] = (
         "logprobs, V2",
     ),
     *members_of("v1/worker/gpu/model_runner.py", "GPUModelRunner", "model max_num_reqs", "warm-up and self-check"),
+    *members_of(
+        "v1/worker/gpu/states.py",
+        "RequestState",
+        "max_num_reqs max_model_len req_id_to_index",
+        "tokens on the device",
+    ),
+    *members_of("v1/worker/gpu/buffer_utils.py", "UvaBackedTensor", "copy_to_uva(self, n)", "limits on the device"),
+    *members_of("utils/torch_utils.py", "", "async_tensor_h2d(data, device, dtype, out)", "references on the device"),
+    *members_of(
+        "config/speculative.py", "SpeculativeConfig", "use_ngram(self)", "tokens on the device", kind="override"
+    ),
+    *_trims("v1/worker/gpu/model_runner.py", "", "maybe_create_adaptive_verification_manager", "swap"),
+    *_trims(
+        "v1/worker/gpu/model_runner.py",
+        "GPUModelRunner",
+        "initialize_kv_cache(self, kv_cache_config, is_profiling, kv_cache_allocation_context)",
+        "instance",
+    ),
+    *_trims(
+        "v1/worker/gpu/spec_decode/speculator.py",
+        "DraftModelSpeculator",
+        "enable_adaptive_verification draft_token_confidence_probs",
+        "instance",
+    ),
+    *_trims("config/speculative.py", "SpeculativeConfig", "enable_adaptive_verification", "instance"),
+    *_trims("config/vllm.py", "VllmConfig", "attention_config aux_output_config compilation_config"),
+    *_trims("config/attention.py", "AttentionConfig", "backend"),
+    *_trims("config/aux_output.py", "AuxOutputConfig", "enabled(self)"),
+    *_trims("config/compilation.py", "CompilationConfig", "cudagraph_mode"),
+    *_trims("config/compilation.py", "CUDAGraphMode", "has_full_cudagraphs(self)"),
+    *_trims("config/parallel.py", "ParallelConfig", "enable_batch_sharded_sampling"),
+    *_trims("config/model.py", "ModelConfig", "return_sampling_mask"),
+    *_trims("v1/attention/backends/registry.py", "AttentionBackendEnum", "get_class(self)"),
+    *_trims("v1/attention/backend.py", "AttentionBackend", "supports_device_cpu_query_lens_mismatch(cls) get_name()"),
+    *_trims("v1/worker/utils.py", "AttentionGroup", "backend"),
 )

@@ -3,7 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from vllm.v1.outputs import DraftTokenIds
+
+from vllm_specplugins.engine.v2.arriving import Arriving, Lengths
 
 REPORT = "specplugins_num_draft"  # attribute of ModelRunnerOutput: request id -> length of its newest draft
 
@@ -38,3 +41,31 @@ class DraftReport:
     def num_draft(self) -> dict[str, int]:
         """For a scheduler that plans before the drafts exist."""
         return {request_id: len(tokens) for request_id, tokens in self._token_ids.items()}
+
+
+class LateReport:
+    """The same of drafts that were made on the device: their lengths are on their way, and whoever asks waits."""
+
+    def __init__(self) -> None:
+        self._lengths: Lengths | None = None
+        self._tokens: Arriving | None = None  # where a grammar has to see them
+
+    def tell(self, lengths: Lengths, request_ids: Sequence[str], drafts: torch.Tensor | None) -> None:
+        """The drafts of the step that is just being finished: [num_reqs, K] on the device, or nobody asks for them."""
+        self._lengths = lengths
+        self._tokens = None if drafts is None else Arriving(request_ids, drafts)
+
+    def set_draft_tokens(self, input_batch: Any, draft_tokens: Any) -> None:
+        """As above."""
+
+    def get_draft_tokens(self) -> DraftTokenIds:
+        """For a scheduler that plans after the drafts, or has to check them."""
+        lengths = {} if self._lengths is None else self._lengths.as_dict()
+        if self._tokens is None:
+            return DraftTokenIds(list(lengths), [[-1] * num for num in lengths.values()])
+        rows = self._tokens.values().tolist()
+        return DraftTokenIds(list(lengths), [row[:num] for row, num in zip(rows, lengths.values(), strict=True)])
+
+    def num_draft(self) -> Lengths | dict[str, int]:
+        """For a scheduler that plans before the drafts exist."""
+        return self._lengths or {}

@@ -16,11 +16,13 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array
+from vllm_specplugins.engine.adaptive import or_planned
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.spec_config import without_built_in
 from vllm_specplugins.engine.v2 import verify
 from vllm_specplugins.engine.v2.built_in import DeviceOffer, run_before
 from vllm_specplugins.engine.v2.history import Histories
+from vllm_specplugins.engine.v2.lookup import LookupSpeculator
 from vllm_specplugins.engine.v2.report import REPORT, DraftReport, warms_up
 from vllm_specplugins.engine.v2.self_check import prepare
 from vllm_specplugins.engine.v2.target import TargetSpeculator
@@ -36,7 +38,9 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
 
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> BaseSpeculator:
         speculative_config = vllm_config.speculative_config
-        kind = TargetSpeculator if speculative_config.runs_target else HostSpeculator
+        kind: Any = TargetSpeculator if speculative_config.runs_target else HostSpeculator
+        if speculative_config.drafts_on_device:
+            kind = LookupSpeculator
         if speculative_config.built_in is None:
             return kind(vllm_config, device, req_states)
         ours = kind(without_built_in(vllm_config), device, req_states)
@@ -69,17 +73,35 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     def sample(grammar_output: Any) -> Any:
         output = sample_tokens(grammar_output)
         if hasattr(output, "model_runner_output"):
-            setattr(output.model_runner_output, REPORT, speculator.report.num_draft())
+            trims = getattr(runner, "adaptive_verification", None) is not None
+            setattr(output.model_runner_output, REPORT, {} if trims else speculator.report.num_draft())
         return output
 
     runner.add_requests, runner.finish_requests, runner.sample_tokens = add, finish, sample
     runner.draft_tokens_handler = speculator.report
+    if isinstance(speculator, LookupSpeculator):
+        runner.initialize_kv_cache = _trimming_if_it_can(runner)
     if isinstance(speculator, TargetSpeculator):
         speculator.rejection_sampler = lambda: runner.rejection_sampler
         runner.profile_run = both(runner.profile_run, speculator.compile_exits)
     if runner.speculative_config.plugin_config.common.verification == "fused":
         verify.attach(runner)
     runner.profile_run = both(lambda randomize_inputs=False: prepare(runner, speculator), runner.profile_run)
+
+
+def _trimming_if_it_can(runner: Any) -> Any:
+    """The runner's function that learns which attention backends there are."""
+    initialize = runner.initialize_kv_cache
+
+    def initialize_kv_cache(*args: Any, **kwargs: Any) -> Any:
+        original = model_runner.maybe_create_adaptive_verification_manager
+        model_runner.maybe_create_adaptive_verification_manager = or_planned(original, runner)
+        try:
+            return initialize(*args, **kwargs)
+        finally:
+            model_runner.maybe_create_adaptive_verification_manager = original
+
+    return initialize_kv_cache
 
 
 class HostSpeculator(BaseSpeculator):

@@ -2,7 +2,8 @@
 
 vLLM plans a step before the drafts that it will verify exist, and so plans K for every request. This one plans
 the length that the request's last known draft had: a request for which nothing is found costs one token, not
-K + 1, from the third step on. The worker reports the lengths on its output. Before, a request's options count.
+K + 1, from the third step on. The worker reports the lengths on its output. Before, and where drafts are trimmed on the
+device (adaptive verification), which reports none, a request's options count.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ class PlannedScheduler(AsyncScheduler):
         self._planned: dict[str, int] = {}
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        self._planned.update(getattr(model_runner_output, REPORT, {}))
+        self._planned.update(getattr(model_runner_output, REPORT, {}).items())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if len(self._planned) > 2 * len(self.requests) + 64:
             self._planned = {key: n for key, n in self._planned.items() if key in self.requests}

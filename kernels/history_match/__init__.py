@@ -1,0 +1,110 @@
+"""Prompt lookup for a whole batch, where its tokens lie: the longest match of each request's newest tokens in its own
+text or in its reference, and what followed there.
+
+Front door: `history_match` picks the implementation. It waits for nothing, so a CUDA graph can record it. Token for
+token the answer of an n-gram index that has taken in the texts; here nothing is kept between steps, and every text is
+read once a step. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references). R: rows of the batch, S: slots
+of requests, L: longest text, K: most tokens of a draft.
+"""
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from ..implementations import implementation_of
+
+LARGEST_N = 16  # of an n-gram
+
+
+class Texts(NamedTuple):
+    """The requests' tokens.
+
+    Args:
+        token_ids: [S, L] int32, not negative.
+        lengths: [S] int32, how many of them there are.
+    """
+
+    token_ids: Any
+    lengths: Any
+
+
+class References(NamedTuple):
+    """Other texts to be searched, one or none for each slot; slots may share one.
+
+    Args:
+        token_ids: [P] int32, all texts; P is a multiple of 16.
+        starts: [S] int64, where a slot's text begins there: multiples of 16.
+        lengths: [S] int32, at most L; 0: no text.
+    """
+
+    token_ids: Any
+    starts: Any
+    lengths: Any
+
+
+class Begun(NamedTuple):
+    """Drafts to be continued: tokens behind the requests' own, in which no match ends.
+
+    Args:
+        token_ids: [R, <= K] int32.
+        num_tokens: [R] int32.
+    """
+
+    token_ids: Any
+    num_tokens: Any
+
+
+class Match(NamedTuple):
+    """What was found.
+
+    Args:
+        token_ids: [R, K] int32, 0 behind a draft's end.
+        num_draft: [R] int32, what was wanted, or less where a reference ends; 0 where nothing was found.
+        match_length: [R] int32, tokens of the n-gram that was found; 0: none.
+    """
+
+    token_ids: Any
+    num_draft: Any
+    match_length: Any
+
+
+def history_match(
+    texts: Texts,
+    # [R] int32 or int64, the slot of each row
+    slots: Any,
+    # [R] int32, 0..K tokens; of a row that wants none nothing is read
+    wanted: Any,
+    max_num_draft: int,
+    min_ngram: int,
+    max_ngram: int,
+    references: References | None = None,
+    begun: Begun | None = None,
+    longest: int | None = None,
+    implementation: str | None = None,
+) -> Match:
+    """What followed the longest earlier match of the last tokens, the latest one among equals.
+
+    A reference's match must be longer than the text's own. A copy from the own text repeats itself where fewer tokens
+    follow the match than are wanted, as in LZ77; one from a reference ends where that ends.
+
+    Args:
+        max_num_draft: K.
+        min_ngram, max_ngram: of a match, 1 <= min_ngram <= max_ngram <= 16.
+        longest: no text of these rows, and no reference, has more tokens; None: as many as there is room for.
+        implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
+
+    Raises:
+        ValueError: no such implementation, or n-grams of another length.
+
+    >>> import torch
+    >>> texts = Texts(torch.tensor([[1, 2, 3, 4, 1, 2, 0, 0]], dtype=torch.int32), torch.tensor([6], dtype=torch.int32))
+    >>> one = torch.zeros(1, dtype=torch.int64)
+    >>> history_match(texts, one, torch.tensor([3], dtype=torch.int32), 4, min_ngram=2, max_ngram=4)[0].tolist()
+    [[3, 4, 1, 0]]
+    """
+    if not 1 <= min_ngram <= max_ngram <= LARGEST_N:
+        raise ValueError(f"min_ngram and max_ngram are {min_ngram} and {max_ngram}, but must be 1 to {LARGEST_N}.")
+    module = import_module(f".{implementation_of(texts.token_ids, implementation)}", __name__)
+    match: Match = module.history_match(
+        texts, slots, wanted, max_num_draft, min_ngram, max_ngram, references, begun, longest
+    )
+    return match

@@ -1,0 +1,203 @@
+"""Prompt lookup of a batch in Triton: the texts are read once, whatever they hold.
+
+A program of the first launch has a tile of a text in registers, shifts it there against the text's ending as long as
+anything matches, and leaves its best match; the second chooses among a request's tiles and copies what follows. The
+first tokens of a tile are the last of the one before, so that n-grams across tiles are seen whole. R: rows, S: slots.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import Begun, Match, References, Texts
+
+# Tokens of a tile, four or eight a thread; of them, as many as the longest n-gram has are the neighbour's, too.
+TILE_SIZE, _NUM_WARPS = 1024, 4
+_SHARED = tl.constexpr(16)
+_CHUNK = tl.constexpr(128)  # tiles' results that the second launch reads at a time
+
+_NUMBERS = ["min_ngram", "max_ngram", "num_tiles", "num_all_tiles", "has_begun", "has_references", "begun_stride"]
+_POINTERS = ["slots_ptr", "wanted_ptr", "lengths_ptr", "num_begun_ptr", "begun_ptr", "starts_ptr", "sizes_ptr"]
+
+
+@triton.jit
+def _own_tokens(text_ptr, size, begun_ptr, places, mask):
+    """Tokens of a text and of the draft behind it."""
+    tokens = tl.load(text_ptr + places, mask=mask & (places < size), other=0)
+    return tokens + tl.load(begun_ptr + (places - size), mask=mask & (places >= size), other=0)
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
+def _scan_kernel(
+    # [R, num_all_tiles] int64: length << 32 | place of the last token
+    best_ptr,
+    # [S, L] int32, [S] int32
+    texts_ptr,
+    texts_stride,
+    lengths_ptr,
+    # [R]
+    slots_ptr,
+    wanted_ptr,
+    # [R, K] int32, [R] int32
+    begun_ptr,
+    begun_stride,
+    num_begun_ptr,
+    has_begun,
+    # [P] int32, [S] int64, [S] int32
+    references_ptr,
+    starts_ptr,
+    sizes_ptr,
+    min_ngram,
+    max_ngram,
+    num_tiles,
+    num_all_tiles,
+    TILE_SIZE: tl.constexpr,
+):
+    """The best match that ends in a tile of a request's own text, or of its reference."""
+    tile, row = tl.program_id(0), tl.program_id(1)
+    if tl.load(wanted_ptr + row) == 0:
+        return
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    size = tl.load(lengths_ptr + slot)
+    text_ptr = texts_ptr + slot * texts_stride
+    lanes = tl.arange(0, TILE_SIZE)
+    first = tile * (TILE_SIZE - _SHARED) - _SHARED
+    if tile < num_tiles:
+        num_tokens = size
+        if first + _SHARED >= num_tokens - 1:
+            return
+        # Of the row's own 16 tokens; bounds that are multiples of 16 let loads be wide.
+        bound = tl.minimum((num_tokens + 15) // 16 * 16, texts_stride)
+        places = first + lanes
+        tokens = tl.load(text_ptr + places, mask=(places >= 0) & (places < bound), other=-1)
+    else:
+        first -= num_tiles * (TILE_SIZE - _SHARED)
+        num_tokens = tl.load(sizes_ptr + slot)
+        if first + _SHARED >= num_tokens - 1:
+            return
+        bound = (num_tokens + 15) // 16 * 16
+        places = first + lanes
+        start = tl.multiple_of(tl.load(starts_ptr + slot), 16)
+        tokens = tl.load(references_ptr + start + places, mask=(places >= 0) & (places < bound), other=-1)
+    end = size + tl.load(num_begun_ptr + row) * has_begun
+    steps = tl.arange(0, _SHARED)
+    inside = steps < end
+    ending = _own_tokens(text_ptr, size, begun_ptr + row * begun_stride, end - 1 - steps, inside)
+    ending = tl.where(inside, ending, -2)
+
+    places = first + lanes
+    is_match = (lanes >= _SHARED) & (places < num_tokens - 1) & (tokens == tl.sum(tl.where(steps == 0, ending, 0)))
+    lengths = is_match.to(tl.int32)
+    longest, n = tl.max(lengths), 1
+    while (n < max_ngram) & (longest == n):
+        earlier = tl.gather(tokens, tl.maximum(lanes - n, 0), axis=0)
+        is_match &= earlier == tl.sum(tl.where(steps == n, ending, 0))
+        lengths += is_match.to(tl.int32)
+        longest = tl.max(lengths)
+        n += 1
+    place = tl.max(tl.where(lengths == longest, places, 0))
+    best = tl.where(longest >= min_ngram, longest.to(tl.int64) << 32 | place, 0)
+    tl.store(best_ptr + row.to(tl.int64) * num_all_tiles + tile, best)
+
+
+@triton.jit
+def _best_of(best_ptr, num_tokens, STEP: tl.constexpr):
+    """The longest match among the tiles of a text, the latest one among equals; and where it ends."""
+    num_tiles = (num_tokens - 1 + STEP - 1) // STEP
+    best = tl.zeros((_CHUNK,), tl.int64)
+    for begin in range(0, num_tiles, _CHUNK):
+        tiles = begin + tl.arange(0, _CHUNK)
+        best = tl.maximum(best, tl.load(best_ptr + tiles, mask=tiles < num_tiles, other=0))
+    found = tl.max(best)
+    return (found >> 32).to(tl.int32), found.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
+def _copy_kernel(
+    # [R, K], [R], [R] int32
+    drafts_ptr,
+    num_draft_ptr,
+    match_length_ptr,
+    best_ptr,
+    texts_ptr,
+    texts_stride,
+    lengths_ptr,
+    slots_ptr,
+    wanted_ptr,
+    begun_ptr,
+    begun_stride,
+    num_begun_ptr,
+    has_begun,
+    references_ptr,
+    starts_ptr,
+    sizes_ptr,
+    has_references,
+    num_tiles,
+    num_all_tiles,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE_SIZE: tl.constexpr,
+):
+    """A request's draft: what follows its best match."""
+    row, steps = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    wanted = tl.load(wanted_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    size = tl.load(lengths_ptr + slot)
+    tokens, num_draft, length = tl.zeros((LANES,), tl.int32), 0, 0
+    if wanted > 0:
+        best_ptr += row * num_all_tiles
+        length, place = _best_of(best_ptr, size, TILE_SIZE - _SHARED)
+        other_size, other_length, there = 0, 0, 0
+        if has_references > 0:
+            other_size = tl.load(sizes_ptr + slot)
+            other_length, there = _best_of(best_ptr + num_tiles, other_size, TILE_SIZE - _SHARED)
+        if other_length > length:
+            length, num_draft = other_length, tl.minimum(wanted, other_size - 1 - there)
+            followed = references_ptr + tl.load(starts_ptr + slot) + there + 1
+            tokens = tl.load(followed + steps, mask=steps < num_draft, other=0)
+        elif length > 0:
+            num_draft = wanted
+            end = size + tl.load(num_begun_ptr + row) * has_begun
+            # The copy may overlap itself, as in LZ77.
+            places = place + 1 + steps % (end - 1 - place)
+            text_ptr = texts_ptr + slot * texts_stride
+            tokens = _own_tokens(text_ptr, size, begun_ptr + row * begun_stride, places, steps < num_draft)
+    tl.store(drafts_ptr + row * K + steps, tokens, mask=steps < K)
+    tl.store(num_draft_ptr + row, num_draft)
+    tl.store(match_length_ptr + row, length)
+
+
+def history_match(
+    texts: Texts,
+    slots: torch.Tensor,  # [R]
+    wanted: torch.Tensor,  # [R]
+    max_num_draft: int,
+    min_ngram: int,
+    max_ngram: int,
+    references: References | None,
+    begun: Begun | None,
+    longest: int | None,
+) -> Match:
+    """See the front door."""
+    num_rows, room = len(slots), texts.token_ids.shape[1]
+    # All tokens but the last, behind which no match goes on.
+    num_tiles = max(1, triton.cdiv(min(room, longest or room) - 1, TILE_SIZE - _SHARED.value))
+    num_all_tiles = num_tiles if references is None else 2 * num_tiles
+    match = Match(
+        *(slots.new_empty(shape, dtype=torch.int32) for shape in ((num_rows, max_num_draft), num_rows, num_rows))
+    )
+    best = slots.new_empty((num_rows, num_all_tiles), dtype=torch.int64)
+    following = begun or Begun(texts.token_ids, texts.lengths)  # never read
+    others = references or References(texts.token_ids, slots, texts.lengths)
+    inputs = (
+        texts.token_ids, texts.token_ids.stride(0), texts.lengths, slots, wanted,
+        following.token_ids, following.token_ids.stride(0), following.num_tokens, int(begun is not None), *others,
+    )  # fmt: skip
+    _scan_kernel[(num_all_tiles, num_rows)](
+        best, *inputs, min_ngram, max_ngram, num_tiles, num_all_tiles, TILE_SIZE=TILE_SIZE, num_warps=_NUM_WARPS
+    )  # fmt: skip
+    _copy_kernel[(num_rows,)](
+        *match, best, *inputs, int(references is not None), num_tiles, num_all_tiles,
+        K=max_num_draft, LANES=triton.next_power_of_2(max_num_draft), TILE_SIZE=TILE_SIZE, num_warps=1,
+    )  # fmt: skip
+    return match

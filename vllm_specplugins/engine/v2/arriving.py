@@ -1,0 +1,45 @@
+"""Model Runner V2: a few numbers of each row of a step, on their way to the host behind an event."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+class Arriving:
+    """A copy that was begun, and that only who looks at it waits for.
+
+    Args:
+        request_ids: the rows of the step.
+        values: [num_reqs, any] on the device.
+    """
+
+    def __init__(self, request_ids: Sequence[str], values: torch.Tensor):
+        self.request_ids = list(request_ids)
+        self._values = values.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event()  # of the runner's platform: vLLM's CPU worker has one that is always there
+        self._arrived.record()
+
+    def values(self) -> np.ndarray:
+        """The numbers, [num_reqs, any]; waits until they are there."""
+        self._arrived.synchronize()
+        return self._values.numpy()
+
+
+class Lengths:
+    """How many tokens were drafted for each request, on their way: a dictionary to whoever iterates it or has it
+    sent to another process."""
+
+    def __init__(self, arriving: Arriving, column: int):
+        self._arriving, self._column = arriving, column
+
+    def as_dict(self) -> dict[str, int]:
+        """By request; waits for the numbers."""
+        lengths = self._arriving.values()[:, self._column].tolist()
+        return dict(zip(self._arriving.request_ids, lengths, strict=True))
+
+    def items(self) -> list[tuple[str, int]]:
+        return list(self.as_dict().items())
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, int]]]:
+        return dict, (self.as_dict(),)

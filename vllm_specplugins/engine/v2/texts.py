@@ -1,0 +1,131 @@
+"""Model Runner V2: what prompt lookup searches on the device, and what requests allow.
+
+A request's own tokens are vLLM's, which keeps all of them on the device where `use_dense_all_token_ids` is set: 4 bytes
+for each place of max_num_seqs x max_model_len. A reference is copied there once, when the first request comes with it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+
+from vllm_specplugins.engine.options import request_options
+from vllm_specplugins.kernels.history_match import References, Texts
+from vllm_specplugins.request_options import DIGEST, MAX_CONTEXT, REFERENCE, Options
+from vllm_specplugins.structures.spans import Spans
+
+MAX_REFERENCE_BYTES = 1 << 26  # of all references together, unless there cannot be as many
+_ALIGNED = 16  # tokens, where a reference begins
+
+
+@dataclass(slots=True)
+class _Reference:
+    """A text on the device and how many requests search it."""
+
+    start: int
+    num_tokens: int
+    num_users: int = 0
+
+    @property
+    def room(self) -> int:
+        return -(-self.num_tokens // _ALIGNED) * _ALIGNED
+
+
+class DeviceTexts:
+    """Histories, references and limits of all slots.
+
+    Args:
+        req_states: vLLM's states of requests.
+        max_num_draft: K.
+        max_bytes: most memory for references.
+    """
+
+    def __init__(self, req_states: Any, max_num_draft: int, max_bytes: int, device: torch.device):
+        self._req_states, self._max_num_draft = req_states, max_num_draft
+        num_slots, self._max_model_len = req_states.max_num_reqs, req_states.max_model_len
+        self.histories = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu)
+        room = min(max_bytes // 4, MAX_REFERENCE_BYTES // 4, num_slots * (self._max_model_len + _ALIGNED))
+        self._pool = torch.zeros(room // _ALIGNED * _ALIGNED, dtype=torch.int32, device=device)
+        self._spans = Spans(len(self._pool))
+        self._references: dict[bytes, _Reference] = {}
+        self._digests: dict[str, bytes] = {}  # of requests that have a reference
+        self._starts = UvaBackedTensor(num_slots, dtype=torch.int64)
+        self._sizes = UvaBackedTensor(num_slots, dtype=torch.int32)
+        self._limits = UvaBackedTensor((num_slots, 2), dtype=torch.int32)  # tokens of a draft, tokens of a context
+
+    @property
+    def references(self) -> References | None:
+        """Of all slots; None while no request has one."""
+        return References(self._pool, self._starts.gpu, self._sizes.gpu) if self._digests else None
+
+    @property
+    def longest_reference(self) -> int:
+        return max((reference.num_tokens for reference in self._references.values()), default=0)
+
+    def num_bytes(self) -> int:
+        """Memory of all references."""
+        return 4 * (len(self._pool) - self._spans.num_free)
+
+    def add(self, new_requests: Any) -> None:
+        """Takes what requests that are new, or back after a preemption, allow and bring."""
+        for new in new_requests:
+            self._forget(new.req_id)
+            slot = self._req_states.req_id_to_index[new.req_id]
+            options = request_options(new.sampling_params)
+            allowed = options.get("max_draft", self._max_num_draft) if options.get("enabled", True) else 0
+            self._limits.np[slot] = allowed, options.get("max_context", MAX_CONTEXT)
+            reference = self._taken(new.req_id, options)
+            self._starts.np[slot], self._sizes.np[slot] = reference.start, reference.num_tokens
+        if new_requests:
+            for array in (self._limits, self._starts, self._sizes):
+                array.copy_to_uva()
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        """Drops requests that finished, were aborted or were preempted; steps that are under way still find them."""
+        for request_id in request_ids:
+            self._forget(request_id)
+
+    def wanted(
+        self,
+        slots: torch.Tensor,  # [num_reqs]
+        num_sampled: torch.Tensor,  # [num_reqs]
+        most: int,
+    ) -> torch.Tensor:
+        """How many tokens each row wants, [num_reqs] int32: `draft_limit` of them, 0 in the middle of a prompt."""
+        lengths, limits = self.histories.lengths[slots], self._limits.gpu[slots]
+        wanted = torch.minimum(limits[:, 0], self._max_model_len - 1 - lengths).clamp_(0, most)
+        return wanted.mul_((lengths <= limits[:, 1]) & (num_sampled > 0))
+
+    def _taken(self, request_id: str, options: Options) -> _Reference:
+        """The reference of a request, which has one user more; an empty one where there is none, or no room."""
+        nothing = _Reference(0, 0)
+        text = np.array(options.get(REFERENCE, ()), np.int32)[: self._max_model_len]
+        if len(text) == 0:
+            return nothing
+        digest: bytes = options.get(DIGEST) or text.tobytes()
+        reference = self._references.get(digest)
+        if reference is None:
+            reference = _Reference(0, len(text))
+            start = self._spans.take(reference.room)
+            if start is None:
+                return nothing
+            reference.start = start
+            async_tensor_h2d(text, out=self._pool[start : start + len(text)])
+            self._references[digest] = reference
+        reference.num_users += 1
+        self._digests[request_id] = digest
+        return reference
+
+    def _forget(self, request_id: str) -> None:
+        digest = self._digests.pop(request_id, None)
+        if digest is None:
+            return
+        reference = self._references[digest]
+        reference.num_users -= 1
+        if reference.num_users == 0:
+            self._spans.give_back(reference.start, reference.room)
+            del self._references[digest]
