@@ -30,6 +30,7 @@ def coupled_sample(
     tensor([1])
     """
     rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
-    layout = rows, positions, positions, rows[:-1]  # a request's first row has no draft, so any token will do
+    # A request's first row has no draft, so any token will do; the types are those of a step without drafts.
+    layout = rows, rows[:-1], positions, rows[:-1].long()
     sampled, _ = rejection_sample(logits, *layout, sampling, max_num_draft=0, implementation=implementation)
     return sampled[:, 0]

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 KERNELS = "vllm_specplugins.kernels"
 MAX_NUM_REQS, NUM_DRAFT = 17, 5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# What serves so: prompt_lookup, cascades, greedy exits; exits that sample; those with block verification.
+# What serves so: prompt_lookup, cascades, greedy and coupled exits; exits that sample; those with block verification.
 KINDS = ("one-hot", "sampled", "block")
 # Rows of vLLM's heads are padded to 64; edited ones, and drafts, are not.
 VOCAB_SIZES = (128_256, 151_937)
@@ -84,6 +84,7 @@ def make_server(kind: str, dtype: torch.dtype, vocab_size: int) -> tuple[Any, An
         model=SimpleNamespace(compute_logits=lambda hidden_states: head[: len(hidden_states)]),
         sampler=sampler,
         rejection_sampler=FusedRejectionSampler(sampler, config, device),
+        speculative_config=SimpleNamespace(runs_target=True, is_coupled=kind == "one-hot"),
     )
     samples = kind != "one-hot"
     speculator = SimpleNamespace(
@@ -125,8 +126,27 @@ def serve(runner: Any, speculator: Any, params: Any, num_reqs: int) -> None:
         ):
             of_requests = chosen.temperature.gpu[requests], chosen.seeds.gpu[requests]
             gumbel_sample(logits.to(speculator.draft_logits.dtype), *of_requests, torch.arange(num_reqs))
+    draft(runner, requests)
     for index in range(num_reqs):
         states.remove_request(str(index))
+
+
+def draft(runner: Any, requests: torch.Tensor) -> None:
+    """Two steps of a draft, as proposers/draft_sampler.py makes them: edited where a request asks for it."""
+    from vllm_specplugins.kernels.rejection import Sampling
+    from vllm_specplugins.kernels.rejection.coupled import coupled_sample
+
+    sampler, states, num_reqs = runner.rejection_sampler, runner.sampler.sampling_states, len(requests)
+    names = ("temperature", "seeds", "top_k", "top_p", "min_p")
+    sampling = Sampling(*(getattr(states, name).gpu[requests] for name in names))
+    positions, head = torch.arange(num_reqs), runner.model.compute_logits(requests)
+    edit = sampler.editor.edit_of_drafts(requests.int(), requests.numpy())
+    for num_drafts, logits in itertools.product((0, 1), (head, head.contiguous())):
+        edited = logits
+        if edit is not None:
+            edited = edit(logits, torch.zeros(num_reqs, 5, dtype=torch.int32)[:, :num_drafts], positions)
+        if runner.speculative_config.is_coupled:
+            coupled_sample(edited.to(logits.dtype), positions, sampling)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -62,6 +62,11 @@ class PluginSpeculativeConfig(SpeculativeConfig):
         return runs_target(self.plugin_config)
 
     @property
+    def is_coupled(self) -> bool:
+        """Whether any draft is drawn with the noise of verification."""
+        return "coupled" in sample_methods(self.plugin_config)
+
+    @property
     def reads_history(self) -> bool:
         """Whether the method reads tokens: on the host, if it does not draft on the device."""
         return reads_history(self.plugin_config)

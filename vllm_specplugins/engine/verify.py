@@ -34,7 +34,8 @@ def edit_drafted(
     """`draft.Target.edit`, float32, for requests of these states: what verification does to the row behind T drafts."""
     num_reqs, num_drafts = drafts.shape
     starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=logits.device) * (num_drafts + 1)
-    fed = torch.nn.functional.pad(drafts, (1, 0)).flatten()
+    fed = torch.cat((drafts[:, :1], drafts), dim=1) if num_drafts else drafts.new_zeros(num_reqs, 1)
     places = (positions[:, None] + torch.arange(-num_drafts, 1, device=logits.device)).flatten()
-    edited: torch.Tensor = adjust(logits, starts, fed, places, idx_mapping, edits, num_drafts, only_last=True)
+    layout = starts, fed.flatten().int(), places, idx_mapping.long()  # as verification's are: no kernel of its own
+    edited: torch.Tensor = adjust(logits, *layout, edits, num_drafts, only_last=True)
     return edited

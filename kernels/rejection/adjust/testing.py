@@ -42,13 +42,13 @@ def make_edits(batch: Batch, *, seed: int = 0) -> Edits:
     words.scatter_(1, offsets[:, 1:].long() - 1, pool[integers(0, len(pool), num_states, num_words)])
     num_allowed, allowed = lists(1024)
     return Edits(
-        allowed=Allowed(num_allowed * (torch.arange(num_states) % 2), allowed),
+        allowed=Allowed(num_allowed * (torch.arange(num_states) % 2).int(), allowed),
         bias=Bias(*(listed := lists(1024)), torch.randn(listed[1].shape, generator=rng)),
         min_tokens=MinTokens(*lists(16), lengths + integers(-1, 4, num_states)),
         penalties=Penalties(
             (values[0] * 0.3).exp(),
-            values[1],
-            values[2],
+            values[1].clone(),  # aligned, as an array of its own is
+            values[2].clone(),
             packed(num_states),
             integers(0, 3, num_states, vocab_size),
         ),

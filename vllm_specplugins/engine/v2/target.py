@@ -32,7 +32,6 @@ from vllm_specplugins.engine.v2.paged import PagedForward
 from vllm_specplugins.engine.v2.report import DraftReport, warms_up
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.kernels.rejection import Sampling as Verified
-from vllm_specplugins.methods import sample_methods
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.read_only import Views, view
 from vllm_specplugins.request_options import Options, draft_limit
@@ -71,7 +70,7 @@ class TargetSpeculator(DraftModelSpeculator):
         self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self._verified: Verified | None = None
-        if "coupled" in sample_methods(vllm_config.speculative_config.plugin_config):
+        if vllm_config.speculative_config.is_coupled:
             limits = (torch.zeros(rows, dtype=torch.int32, device=device), *torch.zeros(2, rows, device=device))
             self._verified = Verified(self._temperature, torch.zeros_like(self._seeds), *limits)
         if self.draft_logits is not None:
@@ -191,7 +190,8 @@ class TargetSpeculator(DraftModelSpeculator):
         self._temperature[:num_reqs].copy_(temperature[requests])
         self._seeds[:num_reqs].copy_(draft_seeds(seeds[requests], self._num_tokens[:num_reqs], self._rejection))
         if self._verified is not None:
-            states = self.rejection_sampler().sampler.sampling_states
+            rejection_sampler = self.rejection_sampler()
+            states = rejection_sampler.sampler.sampling_states
             for name in ("seeds", "top_k", "top_p", "min_p"):
                 getattr(self._verified, name)[:num_reqs].copy_(getattr(states, name).gpu[requests])
 

@@ -12,9 +12,11 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_specplugins.engine.v2.verify import FusedRejectionSampler
+from vllm_specplugins.engine.verify import edit_drafted
 from vllm_specplugins.kernels.gumbel import gumbel_sample
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import adjust
+from vllm_specplugins.kernels.rejection.coupled import coupled_sample
 
 
 @torch.inference_mode()
@@ -27,6 +29,8 @@ def warm_up(runner: Any, speculator: Any, max_num_reqs: int | None = None) -> No
     logits = runner.model.compute_logits(hidden_states)
     if isinstance(runner.rejection_sampler, FusedRejectionSampler):
         _verify(runner.rejection_sampler, logits, speculator.draft_logits, num_reqs, num_draft)
+        if runner.speculative_config.runs_target:
+            _draft(runner.rejection_sampler, logits[:num_reqs], runner.speculative_config.is_coupled)
     if speculator.draft_logits is not None and not speculator.barrier.counters.switched_off:
         rows = torch.zeros(num_reqs, dtype=torch.int64, device=device)
         for drafted in (logits[:num_reqs], logits[:num_reqs].contiguous()):  # a trained head's have no padding
@@ -50,6 +54,18 @@ def _verify(
         for chosen in (edited, rows):
             for sampling in _samplings(sampler.sampler.sampling_states):
                 operation(chosen, *layout, sampling, num_tokens, draft_logits if num_tokens else None)
+
+
+def _draft(sampler: FusedRejectionSampler, logits: torch.Tensor, is_coupled: bool) -> None:
+    """What a model proposer does to its logits: edits, and the race of verification."""
+    num_reqs = len(logits)
+    states, positions = sampler.sampler.sampling_states, torch.zeros(num_reqs, dtype=torch.int64, device=logits.device)
+    limited = list(_samplings(states))[-1].at(positions)
+    drafts = positions[:, None].int()
+    for own in (logits, logits.contiguous()):  # a trained head's have no padding, nor have edited ones
+        edit_drafted(positions, sampler.editor.edits(), own, drafts, positions)
+        if is_coupled:
+            coupled_sample(own, positions, limited)
 
 
 def _samplings(states: Any) -> Iterator[Sampling]:
