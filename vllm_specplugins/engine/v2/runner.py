@@ -83,6 +83,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         runner.initialize_kv_cache = _trimming_if_it_can(runner)
     if isinstance(speculator, TargetSpeculator):
         speculator.rejection_sampler = lambda: runner.rejection_sampler
+        speculator.sampling_states = lambda: runner.sampler.sampling_states
         runner.profile_run = both(runner.profile_run, speculator.compile_exits)
     if runner.speculative_config.plugin_config.common.verification == "fused":
         verify.attach(runner)

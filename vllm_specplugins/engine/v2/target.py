@@ -49,7 +49,8 @@ class TargetSpeculator(DraftModelSpeculator):
     draft_logits: torch.Tensor | None
     barrier: FaultBarrier  # set by runner.attach
     offer: DeviceOffer | None = None  # of a cascade's stage that is built into vLLM
-    rejection_sampler: Callable[[], Any]  # the runner's; set by runner.attach
+    rejection_sampler: Callable[[], Any]  # the runner's, and what its sampler knows of requests; set by runner.attach
+    sampling_states: Callable[[], Any]
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
@@ -190,8 +191,7 @@ class TargetSpeculator(DraftModelSpeculator):
         self._temperature[:num_reqs].copy_(temperature[requests])
         self._seeds[:num_reqs].copy_(draft_seeds(seeds[requests], self._num_tokens[:num_reqs], self._rejection))
         if self._verified is not None:
-            rejection_sampler = self.rejection_sampler()
-            states = rejection_sampler.sampler.sampling_states
+            states = self.sampling_states()
             for name in ("seeds", "top_k", "top_p", "min_p"):
                 getattr(self._verified, name)[:num_reqs].copy_(getattr(states, name).gpu[requests])
 
