@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .gumbel import gumbel_sample
+from .history_match import history_match
+from .history_match.testing import make_lookup
 from .rejection import Sampling, rejection_sample
 from .rejection.adjust import adjust
 from .rejection.adjust.testing import make_edits
@@ -34,6 +36,8 @@ class Shapes(NamedTuple):
     samples: bool
     # Whether whole drafts are verified at once
     block: bool
+    # Whether drafts are looked up in texts on the device
+    looks_up: bool = False
 
 
 class Requests(NamedTuple):
@@ -76,6 +80,8 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device], int]
     yield "edits", partial(_edits, shapes)
     if shapes.samples:
         yield "noise", partial(_draws, shapes)
+    if shapes.looks_up:
+        yield "lookup", partial(_looks_up, shapes)
 
 
 def _verifies(shapes: Shapes, operation: Callable[..., Any], dense: bool, truncated: bool, device: torch.device) -> int:
@@ -139,3 +145,12 @@ def _problem(differing: Callable[[torch.device], int], device: torch.device) -> 
 def problem_of(error: Exception) -> str:
     """Of a check that could not run, in one line."""
     return f"cannot run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+
+
+def _looks_up(shapes: Shapes, device: torch.device, seed: int = 1) -> int:
+    arguments = make_lookup(shapes.max_num_draft, seed=seed)
+    operation: Callable[..., Any] = history_match
+    expected = operation(*arguments, implementation="reference")
+    ours = operation(*_moved(tuple(arguments), device), implementation="fused")
+    # No sums, no ties: one that differs is one too many.
+    return 2 * sum(bool((mine.cpu() != theirs).any()) for mine, theirs in zip(ours, expected, strict=True))

@@ -101,7 +101,7 @@ class PromptLookupConfig:
         max_ngram: longest n-gram, in tokens, that is looked up (tried first).
         min_ngram: shortest n-gram whose match is still drafted from.
         max_index_bytes: most memory of all requests' indexes together, 8 to 25 bytes a token; requests that find it
-            full are not drafted for.
+            full are not drafted for. On Model Runner V2: of all references, 4 bytes a token, and at most 64 MiB.
     """
 
     max_ngram: int = integer(8, 1, MAX_NGRAM)

@@ -28,7 +28,7 @@ def _own_tokens(text_ptr, size, begun_ptr, places, mask):
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
-def _scan_kernel(
+def _match_kernel(
     # [R, num_all_tiles] int64: length << 32 | place of the last token
     best_ptr,
     # [S, L] int32, [S] int32
@@ -193,7 +193,7 @@ def history_match(
         texts.token_ids, texts.token_ids.stride(0), texts.lengths, slots, wanted,
         following.token_ids, following.token_ids.stride(0), following.num_tokens, int(begun is not None), *others,
     )  # fmt: skip
-    _scan_kernel[(num_all_tiles, num_rows)](
+    _match_kernel[(num_all_tiles, num_rows)](
         best, *inputs, min_ngram, max_ngram, num_tiles, num_all_tiles, TILE_SIZE=TILE_SIZE, num_warps=_NUM_WARPS
     )  # fmt: skip
     _copy_kernel[(num_rows,)](

@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {},
     "cascade": {"stages": [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]},
 }
-ASYNCHRONOUS = {"none", "draft_model", "early_exit", "early_exit, sampled"}
+ASYNCHRONOUS = {"none", "draft_model", "early_exit", "early_exit, sampled", "prompt_lookup"}
 COLUMNS = {
     "launches": "launches",
     "replays": "graphs",

@@ -1,4 +1,4 @@
-"""Kernels of verification and of sampled drafts, compiled for GPUs that are not here: no spills, 16-byte loads.
+"""All kernels, compiled for GPUs that are not here: no spills, 16-byte loads.
 
 The launchers run on small CPU tensors; what they would launch is recorded and compiled. A fresh process, because one
 that has Triton's interpreter cannot compile.
@@ -18,12 +18,13 @@ VOCAB_SIZE = 128_256
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
 MAX_REGISTERS = {"_draw_kernel": 80, "_scan_kernel": 64, "_draw_kept_kernel": 64, "_weigh_kernel": 64}
 MAX_REGISTERS |= {"_accept_kernel": 48, "_keep_kernel": 80, "_adjust_kernel": 64}
+MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64}
 MAX_REGISTERS |= {"_best_kernel": 80, "_choose_kernel": 48}
 # There a SIMD has 512, and two of a program's 8 warps: 64 leave room for four programs, 72 for three.
 MAX_REGISTERS_GFX942 = {name: min(most, 64) for name, most in MAX_REGISTERS.items()} | {"_weigh_kernel": 72}
 # Logits of each row that a program reads, where it does not choose some.
 TILE_SIZES = {"_draw_kernel": 8192, "_scan_kernel": 8192, "_keep_kernel": 8192, "_adjust_kernel": 2048}
-TILE_SIZES |= {"_best_kernel": 2048}
+TILE_SIZES |= {"_best_kernel": 2048, "_match_kernel": 2 * 1024}  # of tokens, in a text and in a reference
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
@@ -37,6 +38,8 @@ def record_launches() -> list:
     import torch
     from triton.runtime.jit import JITFunction
     from vllm_specplugins.kernels.gumbel import gumbel_sample
+    from vllm_specplugins.kernels.history_match import history_match
+    from vllm_specplugins.kernels.history_match.testing import make_lookup
     from vllm_specplugins.kernels.rejection import rejection_sample
     from vllm_specplugins.kernels.rejection.adjust import adjust
     from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
@@ -62,6 +65,7 @@ def record_launches() -> list:
             adjust(*batch[:5], make_edits(batch), 1, implementation="fused")
             rows = batch.sampling.temperature, batch.sampling.seeds, batch.positions
             gumbel_sample(batch.target_logits, *rows, implementation="fused")
+    history_match(*make_lookup(5), implementation="fused")
     return launches
 
 
@@ -121,7 +125,9 @@ def report() -> None:
             compiled = compile_launch(kernel, args, kwargs, GPUTarget(*description))
             found = (amd_resources if description[0] == "hip" else cuda_resources)(compiled)
             logits = [arg.logits for arg in args if hasattr(arg, "logits")]
-            logits += [arg for name, arg in zip(kernel.arg_names, args, strict=False) if name == "logits_ptr"]
+            logits += [
+                arg for name, arg in zip(kernel.arg_names, args, strict=False) if name in ("logits_ptr", "texts_ptr")
+            ]
             # A scan reads one of the two, there by the same instructions.
             is_shared = kernel.fn.__name__ == "_scan_kernel" and target == "gfx942"
             itemsize = logits[0].itemsize if is_shared else sum(tensor.itemsize for tensor in logits)

@@ -13,12 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_specplugins.kernels.history_match import Begun, References, Texts, history_match
+from vllm_specplugins.kernels.history_match import Begun, Match, References, Texts, history_match
+from vllm_specplugins.kernels.self_check import Shapes, check_device
 
 from vllm_specplugins.structures.ngram_index import NgramIndex, Reference
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import DEVICE, INTERPRETED, RUNS, bytes_moved, needs_triton, run_interpreted
+
+if RUNS:
+    from vllm_specplugins.kernels.history_match import fused
 
 POISON = 7_000_000  # stands wherever no token is
 
@@ -187,6 +191,22 @@ def test_borders(end: int) -> None:
     assert matched([row], 2, 16, "fused") == [(fill[end : end + 3], 16)]
     other = Row([7, *needle], [], text[:-3], 3)
     assert matched([other], 2, 16, "fused", longest=2200) == [(fill[end : end + 3], 16)]
+
+
+@needs_triton
+def test_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the check of a device finds fault with what is right, or misses one token of one request."""
+    shapes = Shapes(100, torch.float32, max_num_draft=3, samples=False, block=False, looks_up=True)
+    assert [finding.problem for finding in check_device(torch.device(DEVICE), shapes, "lookup")] == [""]
+    sound = fused.history_match
+
+    def planted(*arguments: object) -> Match:
+        match = sound(*arguments)
+        match.token_ids[3, 1] += 1
+        return match
+
+    monkeypatch.setattr(fused, "history_match", planted)
+    assert [finding.problem for finding in check_device(torch.device(DEVICE), shapes, "lookup")] != [""]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")

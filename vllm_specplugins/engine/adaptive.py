@@ -10,7 +10,7 @@ from typing import Any
 
 logger = logging.getLogger("vllm.specplugins")
 
-CAN = "FLASH_ATTN with FlashAttention 3 or 4, or FLASHINFER on Blackwell"
+CAN = "FLASH_ATTN on Hopper, FLASHINFER on Blackwell and TRITON_ATTN"
 
 
 def settle(vllm_config: Any) -> None:

@@ -21,6 +21,7 @@ from vllm_specplugins.engine.v2.warm_up import warm_up
 from vllm_specplugins.kernels.self_check import Finding, Shapes, check_device, problem_of
 
 logger = init_logger(__name__)
+_REMEDIES = {"noise": "drafting is switched off", "lookup": "its reference looks up, which is slower"}
 VARIABLE, _VALUES = "VLLM_SPECPLUGINS_SELF_CHECK", ("0", "1", "only")
 
 
@@ -65,6 +66,8 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
         verify_as_vllm(runner)
     if "noise" in failed:
         stop_drafting(speculator)
+    if "lookup" in failed:
+        speculator.implementation = "reference"
 
 
 def shapes_of(vllm_config: Any) -> Shapes:
@@ -75,6 +78,7 @@ def shapes_of(vllm_config: Any) -> Shapes:
         max_num_draft=vllm_config.num_speculative_tokens,
         samples=config.draft_sample_method == "probabilistic",
         block=config.plugin_config.common.rejection == "block",
+        looks_up=config.drafts_on_device,
     )
 
 
@@ -104,7 +108,7 @@ def stop_drafting(speculator: Any) -> None:
 def _reported(finding: Finding) -> str:
     """What a finding is about, after it was logged in one sentence."""
     kind = finding.name.split(",")[0]
-    remedy = "drafting is switched off" if kind == "noise" else "verification is vLLM's own"
+    remedy = _REMEDIES.get(kind, "verification is vLLM's own")
     logger.warning("Self-check of %s: it %s; %s.", finding.name, finding.problem, remedy)
     return kind
 
