@@ -42,13 +42,18 @@ def picked(array: Array, places: Array) -> Array:
     return array.take((places + starts) % max(1, num_rows * width))
 
 
-def zeros(shape: tuple[int, ...], device: Any) -> Array:
-    """float64, a tensor on that device; an array on the host if that is None."""
+def zeros(shape: tuple[int, ...], device: Any, dtype: str = "float64") -> Array:
+    """A tensor on that device; an array on the host if that is None."""
     if device is None:
-        return np.zeros(shape)
+        return np.zeros(shape, dtype)
     import torch
 
-    return torch.zeros(shape, dtype=torch.float64, device=device)
+    return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+
+
+def like(array: Array, other: Array) -> Array:
+    """An array with the other's dtype."""
+    return array.astype(other.dtype, copy=False) if isinstance(array, np.ndarray) else array.to(other.dtype)
 
 
 def tally(places: Array, is_counted: Array, size: int) -> Array:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.proposers.drafted import Array, columns, namespace, picked, tally, up_to, zeros
+from vllm_specplugins.proposers.drafted import Array, columns, like, namespace, picked, tally, up_to, zeros
 
 DECAY = 0.8  # of a request's record of a stage, by draft; half of it is forgotten after three drafts
 SHARED_DECAY = 0.98  # of the record of all requests
@@ -127,11 +127,11 @@ class Records:
             for mask in (is_drafted, is_drafted & (places <= num_accepted[:, None]), is_drafted & is_accepted)
         )
         is_new = tried > 0
-        keep = xp.where(is_new, DECAY, 1.0)
+        keep = 1.0 - (1 - DECAY) * like(is_new, tried)
         self._tried[rows] = self._tried[rows] * keep + tried
         self._accepted[rows] = self._accepted[rows] * keep + accepted
         # As if one draft after the other had been added.
-        so_far = xp.cumsum(is_new, axis=0)
+        so_far = xp.cumsum(like(is_new, tried), axis=0)
         keep, weights = SHARED_DECAY ** so_far[-1], SHARED_DECAY ** (so_far[-1] - so_far)
         self._shared_tried = self._shared_tried * keep + (tried * weights).sum(axis=0)
         self._shared_accepted = self._shared_accepted * keep + (accepted * weights).sum(axis=0)
