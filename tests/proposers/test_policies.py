@@ -99,7 +99,8 @@ def drafter_of(policy: str) -> Drafter:
 @pytest.mark.parametrize("policy", ["first", "extend", "verify"])
 def test_policies(policy: str) -> None:
     """Tokens, stages and confidences of 100 batches. Fails if a draft is continued from another place than its end, if
-    a stage drafts that a request does not allow, or if a confidence does not grow along a stage's own tokens alone."""
+    a stage drafts that a request does not allow, if a confidence does not grow along a stage's own tokens alone, or if
+    ids are of a type that the barrier stops."""
     rng, drafter, num_tokens = np.random.default_rng(3), drafter_of(policy), 0
     for _ in range(100):
         num_reqs = int(rng.integers(1, 7))
@@ -116,6 +117,7 @@ def test_policies(policy: str) -> None:
         wanted = rng.integers(0, K + 1, num_reqs).astype(np.int32)
         batch = DraftBatch([str(row) for row in range(num_reqs)], texts, wanted, options, target)
         drafts = drafter.draft(batch, None, wanted)
+        assert drafts.token_ids.dtype == np.int32
         for row, text in enumerate(texts):
             made = [
                 part[row, : drafts.num_draft[row]].tolist()

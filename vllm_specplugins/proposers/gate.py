@@ -124,7 +124,7 @@ class Gate:
         lengths = np.minimum(lengths, min(depth, int(costs.weight)))
         if price + draft_price / num_reqs < GOOD_ACCEPTANCE:
             # A draft that was accepted whole is followed by one twice as long, whatever the record says: text changes.
-            followed = np.minimum(2 * self.records.whole[rows, stage], most)
+            followed = np.minimum(2 * self.records.whole[rows, stage].astype(np.int64), most)
             lengths = np.where(lengths > 0, lengths, followed)
         return self._explored(lengths, stage, most, costs)
 

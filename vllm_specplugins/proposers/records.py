@@ -2,7 +2,7 @@
 
 Drafts are right all along or not at all far more often than a constant rate would have them: where a match of 3 tokens
 was right about the next one, it is a match of 4. So a token's grade goes by its confidence, which grows along a draft.
-R: requests of a step, K: most tokens of a draft, S: stages.
+The arrays are NumPy's or torch's. R: requests of a step, K: most tokens of a draft.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from vllm_specplugins.proposers.drafted import Array, columns, like, namespace, picked, tally, up_to, zeros
 
 DECAY = 0.8  # of a request's record of a stage, by draft; half of it is forgotten after three drafts
 SHARED_DECAY = 0.98  # of the record of all requests
@@ -21,13 +23,13 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.signedinteger[Any]]
 
 
-def grades(confidence: npt.NDArray[np.floating]) -> Ints:
+def grades(confidence: Array) -> Array:
     """0 to 3: grades of confidence. A match of 2 tokens says little, one of 8 a lot.
 
     >>> grades(np.array([1, 2, 3, 4, 6, 8, 16.0])).tolist()
     [0, 0, 1, 1, 2, 2, 3]
     """
-    return np.searchsorted((2.0, 4.0, 8.0), confidence)
+    return (confidence > 2) * 1 + (confidence > 4) + (confidence > 8)
 
 
 def with_room(array: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
@@ -72,60 +74,67 @@ class Rows:
 
 
 class Records:
-    """Decaying counts of tokens that could have been accepted, and of those that were."""
+    """Decaying counts of tokens that could have been accepted, and of those that were.
 
-    def __init__(self, num_stages: int):
-        self._counts = np.zeros((1, num_stages, NUM_GRADES, 2))  # tried, accepted
-        self._shared = np.zeros((num_stages, NUM_GRADES, 2))  # of all requests
-        self.whole = np.zeros((1, num_stages), np.int64)  # length of the last draft if all of it was accepted
+    On the host they grow with the requests; on a device they have as many rows as they ever need.
+    """
+
+    def __init__(self, num_stages: int, num_rows: int = 1, device: Any = None):
+        shape = (num_rows, num_stages, NUM_GRADES)
+        self._tried, self._accepted = zeros(shape, device), zeros(shape, device)
+        self._shared_tried, self._shared_accepted = zeros(shape[1:], device), zeros(shape[1:], device)
+        self.whole = zeros(shape[:2], device)  # length of the last draft if all of it was accepted
 
     def make_room(self, num_rows: int) -> None:
-        """For so many requests."""
-        self._counts, self.whole = with_room(self._counts, num_rows), with_room(self.whole, num_rows)
+        """For so many requests, on the host."""
+        if num_rows > len(self.whole):
+            self._tried, self._accepted, self.whole = (
+                with_room(array, num_rows) for array in (self._tried, self._accepted, self.whole)
+            )
 
-    def clear(self, rows: Ints) -> None:
+    def clear(self, rows: Array) -> None:
         """Forgets these requests."""
-        self._counts[rows], self.whole[rows] = 0.0, 0
+        for array in (self._tried, self._accepted, self.whole):
+            array[rows] = 0.0
 
-    def chances(self, rows: Ints, stage: int, confidence: Floats) -> Floats:
-        """[R, K]: chance that each token of a stage is accepted, the ones before it being right.
+    def chances(self, rows: Array, stage: int | Array, confidence: Array) -> Array:
+        """[R, K]: chance that each token is accepted, the ones before it being right.
 
         Args:
+            rows: [R] int64.
+            stage: of all of these tokens, or [R, K], of each.
             confidence: [R, K], of the tokens.
         """
-        shared, own = self._shared[stage], self._counts[rows, stage]
-        prior = (shared[:, 1] + PRIOR_WEIGHT * FIRST_GUESS) / (shared[:, 0] + PRIOR_WEIGHT)
-        rates = (own[:, :, 1] + PRIOR_WEIGHT * prior) / (own[:, :, 0] + PRIOR_WEIGHT)
-        found: Floats = rates.ravel().take(grades(confidence) + np.arange(0, rates.size, NUM_GRADES)[:, None])
-        return found
+        prior = (self._shared_accepted + PRIOR_WEIGHT * FIRST_GUESS) / (self._shared_tried + PRIOR_WEIGHT)
+        rates = (self._accepted[rows] + PRIOR_WEIGHT * prior) / (self._tried[rows] + PRIOR_WEIGHT)
+        return picked(rates.reshape(len(rows), -1), stage * NUM_GRADES + grades(confidence))
 
-    def add(self, rows: Ints, stage: Ints, confidence: Floats, num_draft: Ints, num_accepted: Ints) -> None:
+    def add(self, rows: Array, stage: Array, confidence: Array, num_draft: Array, num_accepted: Array) -> None:
         """What became of drafts: tokens behind the first rejected one were not tried.
 
         Args:
+            rows: [R] int64.
             stage, confidence: [R, K], of the tokens.
             num_draft, num_accepted: [R].
         """
-        num_reqs, width = stage.shape
-        num_stages = self.whole.shape[1]
-        places = np.arange(width)
+        xp, places, shape = namespace(stage), columns(stage), (len(rows), *self._tried.shape[1:])
         is_drafted, is_accepted = places < num_draft[:, None], places < num_accepted[:, None]
-        is_tried = is_drafted & (places <= num_accepted[:, None])
-        bins = (stage + np.arange(0, num_reqs * num_stages, num_stages)[:, None]) * NUM_GRADES + grades(confidence)
-        size = num_reqs * num_stages * NUM_GRADES
-        tried, accepted = (
-            np.bincount(bins[mask], minlength=size).reshape(num_reqs, num_stages, NUM_GRADES)
-            for mask in (is_tried, is_drafted & is_accepted)
+        # Of its request, stage and grade.
+        cells = (up_to(shape[0], stage)[:, None] * shape[1] + stage) * NUM_GRADES + grades(confidence)
+        size = shape[0] * shape[1] * NUM_GRADES
+        drafted, tried, accepted = (
+            tally(cells, mask, size).reshape(shape)
+            for mask in (is_drafted, is_drafted & (places <= num_accepted[:, None]), is_drafted & is_accepted)
         )
-        more = np.stack((tried, accepted), axis=-1)
-        is_new = (tried > 0)[..., None]
-        own = self._counts[rows]
-        self._counts[rows] = np.where(is_new, own * DECAY + more, own)
+        is_new = tried > 0
+        keep = 1.0 - (1 - DECAY) * like(is_new, tried)
+        self._tried[rows] = self._tried[rows] * keep + tried
+        self._accepted[rows] = self._accepted[rows] * keep + accepted
         # As if one draft after the other had been added.
-        later = np.cumsum(is_new[::-1], axis=0)[::-1]
-        weights = SHARED_DECAY ** (later - is_new)
-        self._shared = self._shared * SHARED_DECAY ** later[0] + (more * weights).sum(axis=0)
-        lengths = np.bincount((bins // NUM_GRADES)[is_drafted], minlength=num_reqs * num_stages)
-        lengths = lengths.reshape(num_reqs, num_stages)
-        is_whole = accepted.sum(axis=2) == lengths
-        self.whole[rows] = np.where(is_new[..., 0].any(axis=2), np.where(is_whole, lengths, 0), self.whole[rows])
+        so_far = xp.cumsum(like(is_new, tried), axis=0)
+        keep, weights = SHARED_DECAY ** so_far[-1], SHARED_DECAY ** (so_far[-1] - so_far)
+        self._shared_tried = self._shared_tried * keep + (tried * weights).sum(axis=0)
+        self._shared_accepted = self._shared_accepted * keep + (accepted * weights).sum(axis=0)
+        lengths, num_right = drafted.sum(axis=2), accepted.sum(axis=2)
+        whole = xp.where(lengths == num_right, lengths, 0.0)
+        self.whole[rows] = xp.where(is_new.any(axis=2), whole, self.whole[rows])

@@ -1,13 +1,13 @@
 """What a cascade drafted last for each request, until it is known what became of it; and the counts of both."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_specplugins.draft import StageCounters, count
-from vllm_specplugins.proposers.drafted import Drafted, columns
-from vllm_specplugins.proposers.records import Floats, Ints, with_room
+from vllm_specplugins.proposers.drafted import Array, Drafted, columns, like, namespace, zeros
+from vllm_specplugins.proposers.records import with_room
 
 
 class Fates(NamedTuple):
@@ -18,39 +18,40 @@ class Fates(NamedTuple):
         num_accepted: [R]
     """
 
-    stage: Ints
-    confidence: Floats
-    num_draft: Ints
-    num_accepted: Ints
+    stage: Array
+    confidence: Array
+    num_draft: Array
+    num_accepted: Array
 
 
 class Sent:
-    """One row of arrays for each request (see records.Rows); that of nobody is always empty."""
+    """One row of arrays for each request (see records.Rows)."""
 
-    def __init__(self, width: int):
-        self._num_draft = np.zeros(1, np.int64)
-        self._stage = np.zeros((1, width), np.int64)
-        self._confidence = np.zeros((1, width))
+    def __init__(self, width: int, num_rows: int = 1, device: Any = None):
+        self._num_draft = zeros((num_rows,), device, "int64")
+        self._stage = zeros((num_rows, width), device, "int64")
+        self._confidence = zeros((num_rows, width), device)
 
     def make_room(self, num_rows: int) -> None:
-        """For so many requests."""
-        self._num_draft, self._stage, self._confidence = (
-            with_room(array, num_rows) for array in (self._num_draft, self._stage, self._confidence)
-        )
+        """For so many requests, on the host."""
+        if num_rows > len(self._num_draft):
+            self._num_draft, self._stage, self._confidence = (
+                with_room(array, num_rows) for array in (self._num_draft, self._stage, self._confidence)
+            )
 
-    def put(self, rows: Ints, drafts: Drafted) -> None:
+    def put(self, rows: Array, drafts: Drafted) -> None:
         """Keeps the newest drafts, of requests that have these rows."""
-        self._num_draft[rows] = drafts.num_draft
-        self._stage[rows] = drafts.stage
-        self._confidence[rows] = drafts.confidence
+        parts = (drafts.num_draft, drafts.stage, drafts.confidence)
+        for array, part in zip((self._num_draft, self._stage, self._confidence), parts, strict=True):
+            array[rows] = like(part, array)
 
-    def take(self, rows: Ints, num_draft: Ints, num_accepted: Ints) -> Fates:
+    def take(self, rows: Array, num_draft: Array, num_accepted: Array) -> Fates:
         """What became of these drafts, whose verified tokens are told; they are not kept any longer."""
-        known = np.minimum(self._num_draft[rows], num_draft)
+        known = namespace(num_draft).minimum(self._num_draft[rows], num_draft)
         self._num_draft[rows] = 0
         return Fates(self._stage[rows], self._confidence[rows], known, num_accepted)
 
-    def clear(self, rows: Ints) -> None:
+    def clear(self, rows: Array) -> None:
         """Forgets these requests."""
         self._num_draft[rows] = 0
 

@@ -70,7 +70,7 @@ class Known:
         fed = picked(xp.concatenate((newest, text), axis=1), firsts[:, None] + up_to(length, text))
         chosen, logits = stage.choose(target, fed, firsts)
         own_places = places - firsts[:, None]
-        choices = picked(_beside(chosen, text), own_places)
+        choices = picked(_beside(chosen.to(torch.int32), text), own_places)
         is_right = is_known | ((text == choices) & (places < num_text[:, None]))
         num_right = xp.cumprod(is_right, axis=1).sum(axis=1)
         if logits is not None:
