@@ -165,7 +165,7 @@ def test_our_config_passes_through() -> None:
     assert config.num_lookahead_tokens == 0, "a history proposer writes no KV"
     assert config.parallel_config.worker_cls == "vllm_specplugins.engine.worker.CPUWorker"
     assert config.use_v2_model_runner == (RUNNER == "v2")
-    assert config.scheduler_config.async_scheduling is False
+    assert config.scheduler_config.async_scheduling == (RUNNER == "v2")
 
 
 def test_flags() -> None:
@@ -229,12 +229,12 @@ def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         return scheduler.async_scheduling, scheduler.scheduler_cls
 
     planned = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
-    assert asynchronous(early_exit) == ((True, planned) if RUNNER == "v2" else (False, None))
     says = "asynchronously, as vLLM's own" if RUNNER == "v2" else "synchronously, for Model Runner V1 plans"
-    assert [says in sentence for sentence in said] == [True]
-    for speculative_config in (PROMPT_LOOKUP, cascade):
-        assert asynchronous(speculative_config) == (False, None)
-        assert ["reads tokens on the host" in sentence for sentence in said] == [True]
+    for speculative_config in (early_exit, PROMPT_LOOKUP):
+        assert asynchronous(speculative_config) == ((True, planned) if RUNNER == "v2" else (False, None))
+        assert [says in sentence for sentence in said] == [True]
+    assert asynchronous(cascade) == (False, None)
+    assert ["reads tokens on the host" in sentence for sentence in said] == [True]
     assert asynchronous(early_exit, async_scheduling=False) == (False, None) and not said
     theirs = "vllm.v1.core.sched.scheduler.Scheduler"
     assert asynchronous(early_exit, scheduler_cls=theirs) == (False, theirs)
