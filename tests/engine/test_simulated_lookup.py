@@ -121,7 +121,7 @@ def test_any_confidence(
     """Trimmed at random. Fails if verification takes a draft's scheduled length for its true one."""
     speculator, rng = runner(llm).speculator, torch.Generator().manual_seed(1)
 
-    def rate(match: Any) -> None:
+    def rate(slots: Any, match: Any) -> None:
         probs = speculator.draft_token_confidence_probs
         probs.copy_(torch.rand(probs.shape, generator=rng))
 

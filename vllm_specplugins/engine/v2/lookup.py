@@ -6,8 +6,10 @@ host one step late.
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplugins.draft import Feedback
@@ -16,6 +18,8 @@ from vllm_specplugins.engine.v2.report import LateReport, warms_up
 from vllm_specplugins.engine.v2.texts import DeviceTexts
 from vllm_specplugins.kernels.history_match import Match, history_match
 from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.proposers.confidence import Calibration
+from vllm_specplugins.proposers.drafted import of_stage
 
 _SAMPLED, _REJECTED, _WANTED, _DRAFTED = range(4)  # columns of what is counted of a row
 
@@ -30,6 +34,7 @@ class LookupSpeculator(BaseSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         config = vllm_config.speculative_config
+        self.device, self._req_states = device, req_states
         self._lookup = config.plugin_config.own
         self._max_num_draft = vllm_config.num_speculative_tokens
         self.proposer = DeviceTexts(req_states, self._max_num_draft, self._lookup.max_index_bytes, device)
@@ -40,7 +45,7 @@ class LookupSpeculator(BaseSpeculator):
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._draft_tokens = torch.zeros(max_num_reqs, self._max_num_draft, dtype=torch.int64, device=device)
         self.draft_token_confidence_probs = torch.zeros_like(self._draft_tokens, dtype=torch.float32)
-        self._steps = torch.arange(self._max_num_draft, dtype=torch.int32, device=device)
+        self._calibration = Calibration(1, max_num_reqs, self._max_num_draft, device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing to capture."""
@@ -51,6 +56,9 @@ class LookupSpeculator(BaseSpeculator):
     def add(self, new_requests: Any) -> None:
         """Takes requests that are new, or back after a preemption."""
         self.proposer.add(new_requests)
+        if new_requests:
+            slots = np.array([self._req_states.req_id_to_index[new.req_id] for new in new_requests], np.int64)
+            self._calibration.clear(async_tensor_h2d(slots, self.device))
 
     def remove(self, request_ids: set[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""
@@ -91,8 +99,13 @@ class LookupSpeculator(BaseSpeculator):
         match = self._match(slots, wanted, longest)
         drafts = self._draft_tokens[:num_reqs]
         drafts.copy_(match.token_ids)
-        self._rate(match)
-        if dummy_run or warms_up(input_batch.req_ids):
+        rehearses = dummy_run or warms_up(input_batch.req_ids)
+        if self.enable_adaptive_verification:
+            if not rehearses:
+                num_accepted = (num_sampled - 1).clamp_(min=0)
+                self._calibration.learn(slots, num_accepted + num_rejected[:num_reqs], num_accepted)
+            self._rate(slots, match)
+        if rehearses:
             return drafts
         self._count()
         columns = num_sampled, num_rejected[:num_reqs], wanted, match.num_draft
@@ -114,12 +127,10 @@ class LookupSpeculator(BaseSpeculator):
             implementation=self.implementation,
         )
 
-    def _rate(self, match: Match) -> None:
-        """How likely each token is to be accepted if those before it are: the longer the match, the likelier; 0 behind
-        a draft's end."""
-        length = match.match_length[:, None] + self._steps
-        likely = torch.where(self._steps < match.num_draft[:, None], length / (length + 1), 0.0)
-        self.draft_token_confidence_probs[: len(likely)] = likely
+    def _rate(self, slots: torch.Tensor, match: Match) -> None:
+        """How likely each token is to be accepted if those before it are; 0 behind a draft's end."""
+        drafts = of_stage(0, match.token_ids, match.num_draft, match.match_length)
+        self.draft_token_confidence_probs[: len(slots)] = self._calibration.predict(slots, drafts)
 
     def _count(self) -> None:
         """Counts the step before, of which all is on the host by now."""
