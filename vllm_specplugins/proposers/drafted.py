@@ -38,8 +38,10 @@ def picked(array: Array, places: Array) -> Array:
     [[2, 1], [6, 1]]
     """
     num_rows, width = array.shape
-    starts = up_to(num_rows, array)[:, None] * width
-    return array.take((places + starts) % max(1, num_rows * width))
+    places = places + up_to(num_rows, array)[:, None] * width
+    if isinstance(array, np.ndarray):
+        return array.take(places, mode="wrap")
+    return array.take(places % max(1, num_rows * width))
 
 
 def zeros(shape: tuple[int, ...], device: Any, dtype: str = "float64") -> Array:

@@ -33,16 +33,16 @@ class Lookup:
     width: int  # K
 
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
-        drafts, match_length = nothing(len(wanted), self.width), np.zeros(len(wanted))
-        before: list[int] = []
-        for row, limit in enumerate(wanted.tolist()):
+        token_ids, num_draft = np.zeros((len(wanted), self.width), np.int32), np.zeros(len(wanted), np.int64)
+        match_length = np.zeros(len(wanted))
+        lengths = [0] * len(wanted) if begun is None else begun.num_draft.tolist()
+        for row, (limit, length) in enumerate(zip(wanted.tolist(), lengths, strict=True)):
             if limit:
-                if begun is not None:
-                    before = begun.token_ids[row, : begun.num_draft[row]].tolist()
+                before = () if begun is None else begun.token_ids[row, :length]
                 tokens, match_length[row] = self.stage.continue_draft(batch, row, before, limit)
-                if length := len(tokens):
-                    drafts.token_ids[row, :length], drafts.num_draft[row] = tokens, length
-        return of_stage(self.index, drafts.token_ids, drafts.num_draft, match_length)
+                if found := len(tokens):
+                    token_ids[row, :found], num_draft[row] = tokens, found
+        return of_stage(self.index, token_ids, num_draft, match_length)
 
 
 @dataclass(slots=True)

@@ -145,7 +145,7 @@ class NgramIndex:
             raise ValueError(f"out has {len(out)} elements; it must have at least max_tokens, {max_tokens}.")
         if max_tokens == 0:
             return out[:0], 0
-        ending = np.array([*text[-LARGEST_N:], *begun], np.int32) if len(begun) else text
+        ending = np.concatenate((text[-LARGEST_N:], begun), dtype=np.int32) if len(begun) else text
         count, match_length = find_draft(text, self._table, self._state, ending, len(begun), max_tokens, out)
         if reference is not None:
             other = reference.index
