@@ -18,6 +18,7 @@ COMMANDS = {
     "check": ("vllm_specplugins.tools.check.run", ("rich",)),
     "doctor": ("vllm_specplugins.tools.doctor", ("vllm", "torch", "rich")),
     "verify-lossless": ("vllm_specplugins.tools.verify_lossless", ("vllm", "torch", "transformers", "rich")),
+    "build-store": ("vllm_specplugins.tools.build_store", ("transformers", "rich")),
     "bench": ("vllm_specplugins.tools.bench.command", ("vllm", "torch", "transformers", "rich", "matplotlib")),
 }
 Value = TypeVar("Value")
@@ -116,6 +117,7 @@ def parser() -> Parser:
     _verify_lossless(subparsers)
     _check(subparsers)
     _doctor(subparsers)
+    _build_store(subparsers)
     _bench(subparsers)
     return commands
 
@@ -198,6 +200,18 @@ def _doctor(subparsers: Any) -> None:
     add("--speculative-config", metavar="JSON", help="what you mean to serve with (default: a ready one)")
     add("--model", metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
     add("--json", action="store_true", help="print the findings as JSON")
+
+
+def _build_store(subparsers: Any) -> None:
+    words = "make a store for suffix_lookup from texts like those that it will serve"
+    example = "Example: python -m vllm_specplugins build-store --tokenizer MODEL --data logs/*.jsonl --out store.bin"
+    command = subparsers.add_parser("build-store", help=words, description=f"Will {words}.", epilog=example)
+    add = command.add_argument
+    add("--tokenizer", required=True, metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
+    add("--data", type=Path, nargs="+", required=True, metavar="FILE",
+        help="UTF-8 text, or .jsonl of {\"text\": TEXT} or {\"messages\": [...]}; the last stay longest")  # fmt: skip
+    add("--out", type=Path, required=True, metavar="FILE", help="what store_path will name")
+    add("--cache-salt", metavar="SALT", help="whose requests shall see it (default: those without one)")
 
 
 def _bench(subparsers: Any) -> None:
