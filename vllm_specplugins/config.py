@@ -87,7 +87,7 @@ def _check(entry: Any, value: object) -> tuple[bool, str]:
         words = entry.metadata["words"]
         return isinstance(value, str) and value in words, f"one of {', '.join(map(repr, words))}"
     if kind is list:
-        return isinstance(value, list | tuple) and len(value) >= 2, "a list of two or more dictionaries"
+        return isinstance(value, list | tuple) and bool(value), "a list of dictionaries, at least one"
     return isinstance(value, dict) and all(isinstance(key, str) for key in value), "a dictionary with string keys"
 
 
@@ -192,8 +192,8 @@ class CascadeConfig:
     """`cascade`: a proposer that holds proposers.
 
     Args:
-        stages: the configurations of at least two proposers, cheapest first, without the fields that all methods
-            share.
+        stages: the configurations of proposers, cheapest first, without the fields that all methods share; one alone
+            is that method behind a gate.
         policy: "verify": each stage's tokens are checked, corrected and extended by the next one, which runs the
             target; "first": the first stage that has something drafts; "extend": each stage continues where the
             one before it ends.

@@ -87,7 +87,7 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
     own = {key: value for key, value in raw.items() if key != "method"}
     if raw["method"] not in METHODS:
         return _parse_registered(registered_methods()[raw["method"]], own)
-    if raw["method"] == "cascade" and isinstance(own.get("stages"), list):
+    if raw["method"] == "cascade" and isinstance(own.get("stages"), list | tuple):
         own["stages"] = tuple(_parse_stage(index, stage) for index, stage in enumerate(own["stages"]))
     config = SpecConfig.parse(raw["method"], METHODS[raw["method"]].config, own)
     if isinstance(config.own, CustomConfig):

@@ -1,0 +1,90 @@
+"""Traffic of three kinds for `replay`, made from files of this installation; no model has a part in it.
+
+    python tests/traces/make.py --out FOLDER [--seed 0] [--requests 60] [--kinds code,agents,prose]
+
+code: a file and a change that is asked for; the answer is the changed file. agents: sessions in which an assistant
+lists folders, reads files, patches them and runs tests, four at a time; a request is a turn, its prompt all before it.
+prose: the beginning of a README, a licence or a page of documentation; the answer is how it goes on. The same seed
+gives the same traffic on the same installation, in ids of the demo model's tokenizer.
+"""
+
+import argparse
+import json
+import random
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from itertools import islice, zip_longest
+from pathlib import Path
+
+from agents import sessions
+from edits import edited
+from tokenizers import Tokenizer
+
+from vllm_specplugins.tools.bench.library import library_files
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
+CODE_CHARACTERS = (1_500, 8_000)  # of a file that is edited
+PROSE_CHARACTERS = (600, 1_600)  # of a prompt, and of its answer at most
+AT_A_TIME = 4  # sessions of agents
+Pair = tuple[str, str]
+
+
+def code(rng: random.Random) -> Iterator[Pair]:
+    """(file and change, changed file)."""
+    texts = [text for _, text in library_files() if CODE_CHARACTERS[0] <= len(text) <= CODE_CHARACTERS[1]]
+    rng.shuffle(texts)
+    for text in texts:
+        change, after = edited(text, rng)
+        yield f"{change}\nAnswer with the whole file.\n\n```python\n{text}```\n", f"```python\n{after}```\n"
+
+
+def agents(rng: random.Random) -> Iterator[Pair]:
+    """(session so far, what the assistant does next), of AT_A_TIME sessions in turns."""
+    made = sessions([(source, text) for source, text in library_files() if len(text) <= CODE_CHARACTERS[1]], rng)
+    while group := list(islice(made, AT_A_TIME)):
+        for turns in zip_longest(*group):
+            yield from (turn for turn in turns if turn is not None)
+
+
+def prose(rng: random.Random) -> Iterator[Pair]:
+    """(a beginning, how it goes on), no text twice."""
+    folder = Path(sysconfig.get_path("purelib"))
+    names = ("METADATA", "LICENSE*", "*.md", "*.rst", "README*", "NOTICE*")
+    texts = {path.read_text(errors="ignore") for name in names for path in folder.rglob(name) if path.is_file()}
+    found = sorted(text for text in texts if len(text) > 2 * PROSE_CHARACTERS[0])
+    rng.shuffle(found)
+    for text in found:
+        start = rng.randrange(len(text) - PROSE_CHARACTERS[0])
+        middle = start + PROSE_CHARACTERS[0]
+        if len(answer := text[middle : middle + PROSE_CHARACTERS[1]]) >= PROSE_CHARACTERS[0]:
+            yield text[start:middle], answer
+
+
+KINDS: dict[str, Callable[[random.Random], Iterator[Pair]]] = {"code": code, "agents": agents, "prose": prose}
+
+
+def trace(kind: str, num_requests: int, seed: int = 0) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt, output) of each request, in token ids."""
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    for prompt, output in islice(KINDS[kind](random.Random(seed)), num_requests):
+        yield tokenizer.encode(prompt).ids, tokenizer.encode(output, add_special_tokens=False).ids
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for KIND.jsonl")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--requests", type=int, default=60, help="of each kind")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for kind in args.kinds.split(","):
+        with (args.out / f"{kind}.jsonl").open("w") as file:
+            for prompt, output in trace(kind, args.requests, args.seed):
+                file.write(json.dumps({"prompt": prompt, "output": output}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
