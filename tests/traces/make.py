@@ -14,7 +14,7 @@ import random
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from itertools import islice, zip_longest
+from itertools import cycle, islice
 from pathlib import Path
 
 from agents import sessions
@@ -39,12 +39,14 @@ def code(rng: random.Random) -> Iterator[Pair]:
         yield f"{change}\nAnswer with the whole file.\n\n```python\n{text}```\n", f"```python\n{after}```\n"
 
 
-def agents(rng: random.Random) -> Iterator[Pair]:
-    """(session so far, what the assistant does next), of AT_A_TIME sessions in turns."""
-    made = sessions([(source, text) for source, text in library_files() if len(text) <= CODE_CHARACTERS[1]], rng)
-    while group := list(islice(made, AT_A_TIME)):
-        for turns in zip_longest(*group):
-            yield from (turn for turn in turns if turn is not None)
+def agents(rng: random.Random, at_a_time: int = AT_A_TIME) -> Iterator[Pair]:
+    """(session so far, what the assistant does next), of so many sessions in turns, which did not begin together."""
+    files = [(source, text) for source, text in library_files() if len(text) <= CODE_CHARACTERS[1]]
+    made = sessions(files, rng)
+    running = [turns[rng.randrange(len(turns)) :] for turns in islice(made, at_a_time)]
+    for place in cycle(range(at_a_time)):
+        running[place] = running[place] or next(made)
+        yield running[place].pop(0)
 
 
 def prose(rng: random.Random) -> Iterator[Pair]:
@@ -64,11 +66,20 @@ def prose(rng: random.Random) -> Iterator[Pair]:
 KINDS: dict[str, Callable[[random.Random], Iterator[Pair]]] = {"code": code, "agents": agents, "prose": prose}
 
 
-def trace(kind: str, num_requests: int, seed: int = 0) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt, output) of each request, in token ids."""
+def trace(
+    kind: str, num_requests: int, seed: int = 0, at_a_time: int = AT_A_TIME, max_output: int | None = None
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt, output) of each request, in token ids.
+
+    Args:
+        at_a_time: sessions of agents.
+        max_output: tokens of an output at most.
+    """
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    for prompt, output in islice(KINDS[kind](random.Random(seed)), num_requests):
-        yield tokenizer.encode(prompt).ids, tokenizer.encode(output, add_special_tokens=False).ids
+    rng = random.Random(seed)
+    pairs = agents(rng, at_a_time) if kind == "agents" else KINDS[kind](rng)
+    for prompt, output in islice(pairs, num_requests):
+        yield tokenizer.encode(prompt).ids, tokenizer.encode(output, add_special_tokens=False).ids[:max_output]
 
 
 def main() -> int:
