@@ -2,13 +2,14 @@
 
     python tests/bench/bench_suffix.py --peer FOLDER [--requests 200] [--num-draft 5,8,16] [--json FILE]
 
-FOLDER holds the package arctic_inference with its compiled suffix tree; of its source, csrc/suffix_decoding builds alone
-with CMake and nanobind. It is asked as vLLM asks it, with vLLM's defaults (depth 24, 10,000 requests, a match of n
-tokens drafts n, probabilities of 0.1 and more). Traces are those of tests/traces. Acceptance: tokens that a step accepts,
-without the one that it would say anyway. Step: taking in the newest tokens of each request and drafting for it, without
-what either side needs to be asked; CPU time of the thread, in rounds that take turns. Intake: of a prompt. The store of
-ours is as large as theirs is at the end of the trace, or smaller. The bars: acceptance at least theirs, a step at most
-half of theirs, intake 5 times as fast. It returns 1 where one is missed.
+FOLDER holds the package arctic_inference with its compiled suffix tree; of its source, csrc/suffix_decoding builds
+alone with CMake and nanobind. It is asked as vLLM asks it, with vLLM's defaults (depth 24, 10,000 requests, a match of n
+tokens drafts n, probabilities of 0.1 and more). Traces are those of tests/traces. Acceptance: tokens that a step accepts
+beside the one that it would say anyway. Step: taking in the newest tokens of each request and drafting for it; CPU time
+of the thread by request, in rounds that take turns; of ours all of `propose`, of theirs only its own calls, and none in
+which a prompt comes. Intake: of a prompt. The store of ours is as large as theirs is at the end of the trace, but at
+least 1 MiB. The bars: acceptance at least theirs, a step at most half of theirs, intake 5 times as fast. It returns 1
+where one is missed.
 """
 
 import argparse
@@ -27,12 +28,12 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "traces"))
 from make import KINDS, trace
 
-from vllm_specplugins.config import PromptLookupConfig, SuffixLookupConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
+from vllm_specplugins.config import SuffixLookupConfig
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.suffix_lookup import SuffixLookup
-from vllm_specplugins.structures.ngram_index import Allowance, NgramIndex
-from vllm_specplugins.structures.suffix_store import BYTES_PER_TOKEN
+from vllm_specplugins.structures.suffix_requests import SuffixRequests
+from vllm_specplugins.structures.suffix_texts import BYTES_PER_TOKEN
 from vllm_specplugins.tools.replay.costs import TABLES
 from vllm_specplugins.tools.replay.data import Traffic
 from vllm_specplugins.tools.replay.simulate import Load, Totals, simulate
@@ -40,6 +41,7 @@ from vllm_specplugins.tools.replay.simulate import Load, Totals, simulate
 DEPTH, MAX_REQUESTS, FACTOR, MIN_PROBABILITY = 24, 10_000, 1.0, 0.1  # vLLM's
 STEP_SHARE, INTAKE_FACTOR = 0.5, 5
 ROUNDS = 3
+SETTLED = 3  # steps of a request after which its prompt is taken in
 
 
 class Peer:
@@ -92,20 +94,28 @@ class Peer:
 
 
 class Timed:
-    """A proposer of ours, with the CPU time of its steps by request."""
+    """A proposer of ours, with the CPU time by request of its steps in which no prompt is taken in."""
 
-    def __init__(self, proposer: object):
+    def __init__(self, proposer: Proposer):
         self.proposer = proposer
         self.ms: list[float] = []
+        self._known: dict[str, int] = {}  # steps of each request
 
     def propose(self, batch: DraftBatch) -> Draft:
+        for name in batch.request_ids:
+            self._known[name] = self._known.get(name, 0) + 1
         start = time.thread_time()
         draft = self.proposer.propose(batch)
-        self.ms.append((time.thread_time() - start) * 1e3 / batch.num_reqs)
+        ms = (time.thread_time() - start) * 1e3 / batch.num_reqs
+        if all(self._known[name] > SETTLED for name in batch.request_ids):
+            self.ms.append(ms)
         return draft
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.proposer, name)
+    def observe(self, feedback: Feedback) -> None:
+        self.proposer.observe(feedback)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        self.proposer.forget(request_ids)
 
 
 def traffic_of(kind: str, num_requests: int) -> Traffic:
@@ -134,19 +144,18 @@ def lookup(context: ProposerContext) -> Timed:
     return Timed(build_proposer(parse_config({"method": "prompt_lookup"}), context))
 
 
-def intake_us(prompts: Sequence[np.ndarray]) -> tuple[float, float]:
-    """us and bytes a token of taking prompts into an index of ours."""
-    config, us, num_bytes, num_tokens = PromptLookupConfig(), 0.0, 0, sum(map(len, prompts))
+def intake_us(prompts: Sequence[np.ndarray]) -> float:
+    """us a token of taking prompts into texts of ours."""
+    table, ms = SuffixRequests(1 << 28, 1, 5), 0.0
     for prompt in prompts:
-        allowance = Allowance(max_bytes=1 << 30)
-        index = NgramIndex(config.min_ngram, config.max_ngram, allowance)
+        row = table.add()
         start = time.thread_time()
-        while index.num_left(prompt):
-            allowance.work = 1 << 40
-            index.take_in(prompt)
-        us += (time.thread_time() - start) * 1e6
-        num_bytes += allowance.num_bytes
-    return us / num_tokens, num_bytes / num_tokens
+        table.enter(row, prompt, 1 << 40)
+        ms += (time.thread_time() - start) * 1e3
+        assert table.is_whole(row) or not table.num_left(row, prompt)
+        table.drop(row)
+        table.remove(1 << 40)
+    return 1e3 * ms / sum(map(len, prompts))
 
 
 def accepted(totals: Totals) -> float:
@@ -161,15 +170,16 @@ def compare(kind: str, args: argparse.Namespace) -> list[dict]:
     for num_draft in args.num_draft:
         # The least that a store may have is 1 MiB.
         store_bytes = max(1 << 20, play(traffic, Peer, num_draft, args.batch)[1].num_bytes())
-        found = {}
+        found, last = {}, {}
         for _ in range(ROUNDS):
             for name, make in (("theirs", Peer), ("ours", partial(suffix, store_bytes)), ("prompt_lookup", lookup)):
                 totals, proposer = play(traffic, make, num_draft, args.batch)
+                last[name] = totals
                 found.setdefault(name, []).append((accepted(totals), 1e3 * statistics.mean(proposer.ms), proposer))
         peer, own = found["theirs"][-1][2], found["ours"][-1][2]
         tokens, ms = map(sum, zip(*peer.intake, strict=True))
         lengths, sizes = map(sum, zip(*(peer.local_bytes or [(1, 0)]), strict=True))
-        us, index_bytes = min(intake_us(prompts) for _ in range(ROUNDS))
+        us = min(intake_us(prompts) for _ in range(ROUNDS))
         rows.append(
             {
                 "kind": kind,
@@ -177,12 +187,13 @@ def compare(kind: str, args: argparse.Namespace) -> list[dict]:
                 "accepted": {name: rounds[0][0] for name, rounds in found.items()},
                 "step_us": {name: min(us for _, us, _ in rounds) for name, rounds in found.items()},
                 "intake_us": {"theirs": 1e3 * ms / tokens, "ours": us},
-                "prompt_bytes": {"theirs": sizes / lengths, "ours": index_bytes},
+                "prompt_bytes": {"theirs": sizes / lengths, "ours": BYTES_PER_TOKEN},
                 "store_bytes": {
                     "theirs": store_bytes / max(1, traffic.num_output_tokens),
                     "ours": BYTES_PER_TOKEN,
                 },
-                "store": {"theirs": store_bytes, "ours": own.store.num_bytes},
+                "store": {"theirs": store_bytes, "ours": own.proposer.store.num_bytes},
+                "right": {name: totals.accepted / max(1, totals.drafted) for name, totals in last.items()},
             }
         )
     return rows
@@ -214,7 +225,7 @@ def main() -> int:
     sys.path.insert(0, str(args.peer))
     play(traffic_of("code", 1), partial(suffix, 1 << 20), 5, 1)  # compilers warm up
     rows = [row for kind in args.kinds.split(",") for row in compare(kind, args)]
-    names = ("accepted", "step_us", "intake_us", "prompt_bytes", "store_bytes")
+    names = ("accepted", "right", "step_us", "intake_us", "prompt_bytes", "store_bytes")
     table = Table("kind", "K", *(f"{name}: theirs, ours" for name in names), "prompt_lookup accepted", "missed")
     for row in rows:
         pairs = [f"{row[name]['theirs']:.2f}, {row[name]['ours']:.2f}" for name in names]

@@ -4,7 +4,7 @@
 
 code: a file and a change that is asked for; the answer is the changed file. agents: sessions in which an assistant
 lists folders, reads files, patches them and runs tests, four at a time; a request is a turn, its prompt all before it.
-prose: the beginning of a README, a licence or a page of documentation; the answer is how it goes on. The same seed
+prose: a part of a README or a licence of an installed package; the answer is how it goes on. The same seed
 gives the same traffic on the same installation, in ids of the demo model's tokenizer.
 """
 
@@ -51,9 +51,9 @@ def agents(rng: random.Random, at_a_time: int = AT_A_TIME) -> Iterator[Pair]:
 
 def prose(rng: random.Random) -> Iterator[Pair]:
     """(a beginning, how it goes on), no text twice."""
-    folder = Path(sysconfig.get_path("purelib"))
-    names = ("METADATA", "LICENSE*", "*.md", "*.rst", "README*", "NOTICE*")
-    texts = {path.read_text(errors="ignore") for name in names for path in folder.rglob(name) if path.is_file()}
+    folders = Path(sysconfig.get_path("purelib")).glob("*.dist-info")
+    files = [path for folder in folders for path in (folder / "METADATA", *folder.rglob("LICENSE*")) if path.is_file()]
+    texts = {_prose(path) for path in files}
     found = sorted(text for text in texts if len(text) > 2 * PROSE_CHARACTERS[0])
     rng.shuffle(found)
     for text in found:
@@ -61,6 +61,12 @@ def prose(rng: random.Random) -> Iterator[Pair]:
         middle = start + PROSE_CHARACTERS[0]
         if len(answer := text[middle : middle + PROSE_CHARACTERS[1]]) >= PROSE_CHARACTERS[0]:
             yield text[start:middle], answer
+
+
+def _prose(file: Path) -> str:
+    """A licence, or a README, which is what stands behind the header of metadata."""
+    text = file.read_text(errors="ignore")
+    return text.partition("\n\n")[2] if file.name == "METADATA" else text
 
 
 KINDS: dict[str, Callable[[random.Random], Iterator[Pair]]] = {"code": code, "agents": agents, "prose": prose}
