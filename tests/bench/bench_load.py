@@ -5,8 +5,8 @@
 Each cell plays a kind of text (tests/traces) three times: nothing drafted, all that is found drafted, and behind the
 gate. The costs of a step are those of tools/replay/costs.py (kernels recorded on an H100 by others); drafting costs
 --draft-us for each request and step, whether it finds something or not. The bars: behind the gate at least as fast as
-without drafts, but for what its trials cost (TRIALS), and within BEST of the faster of the other two. It returns 1 where
-one is missed.
+without drafts, but for what its trials cost (TRIALS), and within BEST of the faster of the other two. It returns 1
+where one is missed.
 --method takes any value of --speculative-config whose proposer reads token ids alone; `play` takes any proposer.
 """
 

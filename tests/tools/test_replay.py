@@ -156,14 +156,16 @@ def test_texts_and_ids(tmp_path: Path) -> None:
         tmp_path,
         {"prompt": "Double it.\n" + CODE, "output": CODE},
         "",
-        {"prompt": [5, 6], "output": [7], "time": 2.5, "options": {"max_draft": 2}},
+        {"prompt": [5, 6], "output": [7], "time": 2.5, "options": {"max_draft": 2, "reference": CODE}},
         {"prompt": [5, 6], "output": []},
+        {"prompt": [5, 6], "output": [8], "tenant": "é", "time": 2.5},
     )
     traffic = read(file)
     assert texts(traffic)[0] == ("<bos>Double it.\n" + CODE, CODE)
     assert traffic.histories[1].tolist() == [5, 6, 7] and traffic.prompt_lengths[1] == 2
-    assert (len(traffic.histories), traffic.start_ms) == (2, [0.0, 2500.0])
-    assert traffic.options == [{}, {"max_draft": 2}]
+    assert (len(traffic.histories), traffic.start_ms) == (3, [0.0, 2500.0, 2500.0])
+    reference = load_tokenizer(str(DEMO_MODEL))(CODE, add_special_tokens=False)["input_ids"]
+    assert traffic.options == [{}, {"max_draft": 2, "reference": reference}, {"tenant": "é".encode()}]
 
 
 def test_chat_logs(tmp_path: Path) -> None:
@@ -193,6 +195,7 @@ DAMAGED = {
     "bad content": ({"messages": [{"role": "user", "content": 5}]}, "must hold text, or a list of parts, as content"),
     "no choice": ({"messages": CHAT, "choices": []}, "line 2 of FILE must hold a message in its first choice, not []"),
     "time": ({"prompt": [1], "output": [1], "time": 0.5}, "must hold a time in seconds, not before the last line's"),
+    "tenant": ({"prompt": [1], "output": [1], "tenant": 7}, "line 2 of FILE must hold text as tenant, not 7"),
     "no time": ({"prompt": [1], "output": [1], "time": "soon"}, "line 2 of FILE must hold a time in seconds"),
     "options": (
         {"prompt": [1], "output": [1], "options": 3},

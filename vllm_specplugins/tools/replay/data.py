@@ -83,7 +83,7 @@ def read_traffic(
             try:
                 start_ms = _start_ms(row, traffic)
                 for prompt, output in _requests(row, tokenizer):
-                    traffic.add(prompt, output, start_ms, **_options(row))
+                    traffic.add(prompt, output, start_ms, **_options(row, tokenizer))
             except ConfigError as error:
                 raise ConfigError(f"--data: {place} {error}") from None
             advance()
@@ -172,8 +172,13 @@ def _start_ms(row: Mapping[str, Any], traffic: Traffic) -> float:
     return 1000.0 * seconds
 
 
-def _options(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    options = row.get("options", {})
+def _options(row: Mapping[str, Any], tokenizer: Callable[[], Tokenizer]) -> Mapping[str, Any]:
+    """A request's own, and whose it is, as the engine tells a proposer."""
+    options, tenant = row.get("options", {}), row.get("tenant", "")
     if not isinstance(options, dict):
         raise ConfigError(f"must hold a JSON object as options, not {shown(options)}.")
-    return options
+    if not isinstance(tenant, str):
+        raise ConfigError(f"must hold text as tenant, not {shown(tenant)}.")
+    if "reference" in options:
+        options = {**options, "reference": _ids(options["reference"], "reference", tokenizer, is_start=False)}
+    return {**options, "tenant": tenant.encode(errors="replace")} if tenant else options
