@@ -35,7 +35,7 @@ TRIALS, BEST = 0.99, 0.95
 # Beside the H100's a machine without room: a token more costs what a request's own does.
 COSTS = {**TABLES, "compute-bound": CostTable.line(5.0, 5.0)}
 OUTPUT = 300  # tokens of an output at most
-ROUNDS = 4  # requests for each place in a batch, and so many of them as fill it
+LEAST, ROUNDS = 20, 8  # requests of a cell; of a place in its batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ class Cell:
         return self.gated >= TRIALS and self.of_best >= BEST
 
 
-def traffic_of(kind: str, batch: int, least: int) -> Traffic:
+def traffic_of(kind: str, batch: int, rounds: int) -> Traffic:
     """Enough requests to fill the batch some times."""
     traffic = Traffic()
-    for prompt, output in trace(kind, max(least, ROUNDS * batch), at_a_time=batch, max_output=OUTPUT):
+    for prompt, output in trace(kind, max(LEAST, rounds * batch), at_a_time=batch, max_output=OUTPUT):
         traffic.add(prompt, output)
     return traffic
 
@@ -78,12 +78,12 @@ def play(kind: str, traffic: Traffic, load: Load, num_draft: int, always: Build,
 
 
 def cells(
-    method: str, kinds: list[str], batches: list[int], num_draft: int, draft_us: float, gpu: str, least: int = 60
+    method: str, kinds: list[str], batches: list[int], num_draft: int, draft_us: float, gpu: str, rounds: int = ROUNDS
 ) -> Iterator[Cell]:
     """The cells of a method of ours, with the gate of a cascade.
 
     Args:
-        least: requests of a cell.
+        rounds: requests of a place in the batch; a gate takes some steps to know a batch size.
     """
     always, gated = (
         partial(build_proposer, parse_config(candidate.config)) for candidate in candidates([method], [num_draft])
@@ -91,7 +91,7 @@ def cells(
     for kind in kinds:
         for batch in batches:
             load = Load(COSTS[gpu], batch, draft_us)
-            yield play(kind, traffic_of(kind, batch, least), load, num_draft, always, gated)
+            yield play(kind, traffic_of(kind, batch, rounds), load, num_draft, always, gated)
 
 
 def listed(text: str) -> list[int]:

@@ -5,11 +5,11 @@
 FOLDER holds the package arctic_inference with its compiled suffix tree; of its source, csrc/suffix_decoding builds
 alone with CMake and nanobind. It is asked as vLLM asks it, with vLLM's defaults (depth 24, 10,000 requests, a match
 of n tokens drafts n, probabilities of 0.1 and more). Traces are those of tests/traces. Acceptance: tokens that a step
-accepts beside the one that it would say anyway. Step: taking in the newest tokens of each request and drafting for it;
-CPU time of the thread by request, in rounds that take turns; of ours all of `propose`, of theirs only its own calls, and none in
-which a prompt comes. Intake: of a prompt. The store of ours is as large as theirs is at the end of the trace, but at
-least 1 MiB. The bars: acceptance at least theirs, a step at most half of theirs, intake 5 times as fast. It returns 1
-where one is missed.
+accepts beside the one that it would say anyway. Step: taking in the newest tokens of each request and drafting for
+it; CPU time of the thread by request, in rounds that take turns; of ours all of `propose`, of theirs only its own
+calls, and none in which a prompt comes. Intake: of a prompt. The store of ours is as large as theirs is at the end of
+the trace, but at least 1 MiB. The bars: acceptance at least theirs, a step at most half of theirs, intake 5 times as
+fast. It returns 1 where one is missed.
 """
 
 import argparse

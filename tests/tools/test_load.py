@@ -18,13 +18,13 @@ def test_gate_under_load(kind: str, batch: int) -> None:
     """Never slower than without drafts, and within 5 % of the better of drafting all and nothing. Fails if a token's
     price is guessed to grow with the batch (SHARED_SLOPE alone: 0.47 of the best with 128 requests), if the gate never
     tries, or if it lets everything through where that loses."""
-    [cell] = cells("prompt_lookup", [kind], [batch], 8, 5.0, "h100", least=20)
+    [cell] = cells("prompt_lookup", [kind], [batch], 8, 5.0, "h100", rounds=4)
     assert cell.holds, cell
 
 
 def test_gate_where_drafts_lose() -> None:
     """A token that costs as much as a request's own. Fails if the gate lets everything through."""
-    [cell] = cells("prompt_lookup", ["prose"], [4], 8, 0.0, "compute-bound", least=20)
+    [cell] = cells("prompt_lookup", ["prose"], [4], 8, 0.0, "compute-bound", rounds=4)
     assert cell.always < 0.8 and cell.holds, cell
 
 
