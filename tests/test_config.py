@@ -69,7 +69,7 @@ def malformed() -> list[dict[str, Any]]:
         and not (field == "exit_layer" and value == 65)
     ]  # fmt: skip
     stages = [{"method": "prompt_lookup"}, {"method": "early_exit"}]
-    wrong += [{"method": "cascade", "stages": value} for value in [*RUBBISH, stages[:1]]]
+    wrong += [{"method": "cascade", "stages": value} for value in RUBBISH]
     wrong += [{"method": "cascade", "stages": [stages[0], value]} for value in [*RUBBISH, {"method": "cascade"}]]
     wrong += [{"method": "cascade", "stages": [{"method": value}, stages[1]]} for value in RUBBISH]
     wrong += [

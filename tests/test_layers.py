@@ -20,7 +20,17 @@ MAY_IMPORT = {
     "registered": set(),
     "methods": {"config", "draft", "proposers", "registered"},
     "kernels": set(),
-    "tools": {"config", "draft", "request_options", "methods", "registered", "proposers", "kernels", "engine"},
+    "tools": {
+        "config",
+        "draft",
+        "structures",
+        "request_options",
+        "methods",
+        "registered",
+        "proposers",
+        "kernels",
+        "engine",
+    },
     "__main__": {"config", "methods", "tools"},
     "__init__": {"config", "engine"},
 }

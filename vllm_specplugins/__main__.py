@@ -18,6 +18,8 @@ COMMANDS = {
     "check": ("vllm_specplugins.tools.check.run", ("rich",)),
     "doctor": ("vllm_specplugins.tools.doctor", ("vllm", "torch", "rich")),
     "verify-lossless": ("vllm_specplugins.tools.verify_lossless", ("vllm", "torch", "transformers", "rich")),
+    "build-store": ("vllm_specplugins.tools.build_store", ("transformers", "rich")),
+    "replay": ("vllm_specplugins.tools.replay.command", ("torch", "transformers", "rich", "matplotlib")),
     "bench": ("vllm_specplugins.tools.bench.command", ("vllm", "torch", "transformers", "rich", "matplotlib")),
 }
 Value = TypeVar("Value")
@@ -80,6 +82,17 @@ def temperature(text: str) -> float:
     return value
 
 
+def positive(text: str) -> float:
+    """Reads a number that is not negative."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of 0 or more, not {shown(text)}")
+    return value
+
+
 def words_list(text: str) -> list[str]:
     """Reads names, as in "code,copy"."""
     return [word.strip() for word in text.split(",") if word.strip()]
@@ -116,7 +129,9 @@ def parser() -> Parser:
     _verify_lossless(subparsers)
     _check(subparsers)
     _doctor(subparsers)
+    _build_store(subparsers)
     _bench(subparsers)
+    _replay(subparsers)
     return commands
 
 
@@ -200,6 +215,18 @@ def _doctor(subparsers: Any) -> None:
     add("--json", action="store_true", help="print the findings as JSON")
 
 
+def _build_store(subparsers: Any) -> None:
+    words = "make a store for suffix_lookup from texts like those that it will serve"
+    example = "Example: python -m vllm_specplugins build-store --tokenizer MODEL --data logs/*.jsonl --out store.bin"
+    command = subparsers.add_parser("build-store", help=words, description=f"Will {words}.", epilog=example)
+    add = command.add_argument
+    add("--tokenizer", required=True, metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
+    add("--data", type=Path, nargs="+", required=True, metavar="FILE",
+        help="UTF-8 text, or .jsonl of {\"text\": TEXT} or {\"messages\": [...]}; the last stay longest")  # fmt: skip
+    add("--out", type=Path, required=True, metavar="FILE", help="what store_path will name")
+    add("--cache-salt", metavar="SALT", help="whose requests shall see it (default: those without one)")
+
+
 def _bench(subparsers: Any) -> None:
     words = "measure how much faster methods serve a model here, against no speculation, with engines that take turns"
     example = (
@@ -233,6 +260,35 @@ def _bench(subparsers: Any) -> None:
     add("--engine-args", type=dictionary, default={}, metavar="JSON", help="more arguments of vllm.LLM, for all")
     add("--json", type=Path, metavar="FILE", help="where to write the figures")
     add("--plot", type=Path, metavar="FILE", help="where to draw the ratios, as PNG")
+
+
+def _replay(subparsers: Any) -> None:
+    words = "play recorded traffic with every proposer that reads token ids alone: no model, no GPU"
+    command = subparsers.add_parser(
+        "replay",
+        help=words,
+        description=f"Will {words}; says what would have been accepted, what it would have cost, and what to serve it "
+        "with.",
+        epilog="Example: python -m vllm_specplugins replay --data trace.jsonl --tokenizer MODEL --batch 1,32",
+    )
+    add = command.add_argument
+    add("--data", type=Path, nargs="+", required=True, metavar="FILE",
+        help="JSON lines, - for standard input: {\"prompt\": ..., \"output\": ...} of text or token ids, or "
+        "{\"messages\": [...]} with the assistant's answers in it, or behind it as \"choices\"; with \"time\" in "
+        "seconds where requests came one after the other")  # fmt: skip
+    add("--tokenizer", metavar="MODEL", help="folder of a model, or its Hugging Face name; for text")
+    add("--methods", nargs="+", default=[], metavar="METHOD",
+        help="names, or values of --speculative-config (default: all that read token ids alone)")  # fmt: skip
+    add("--num-draft", type=listed(whole(1, 64)), default=[3, 5, 8, 12], metavar="K", help="default: 3,5,8,12")
+    add("--batch", type=listed(whole(1, 4096)), default=[1], metavar="1,32", help="requests at a time (default: 1)")
+    add("--requests", type=whole(1, 10_000_000), default=2000, metavar="N", help="most requests (default: 2000)")
+    add("--gpu", choices=("h100", "h100-34b"), default="h100",
+        help="whose measured step costs: Llama 2 7B or Code Llama 34B on an H100 (default: h100)")  # fmt: skip
+    add("--step-ms", type=positive, metavar="X", help="your own step without drafts, and with it --token-ms")
+    add("--token-ms", type=positive, metavar="X", help="what one more token to verify adds to it")
+    add("--draft-us", type=positive, metavar="X", help="of drafting, by request and step (default: measured here)")
+    add("--json", type=Path, metavar="FILE", help="where to write the figures")
+    add("--plot", type=Path, metavar="FILE", help="where to draw the speed by K, as PNG")
 
 
 def _common(command: Parser) -> None:

@@ -23,6 +23,11 @@ def integer(default: int, low: int, high: int) -> Any:
     return field(default=default, metadata={"kind": int, "low": low, "high": high})
 
 
+def number(default: float, low: float, high: float) -> Any:
+    """A dataclass field that holds a number in [low, high]."""
+    return field(default=default, metadata={"kind": float, "low": low, "high": high})
+
+
 def text(default: Any = MISSING) -> Any:
     """A dataclass field that holds a non-empty string."""
     return field(default=default, metadata={"kind": str})
@@ -70,6 +75,10 @@ def _check(entry: Any, value: object) -> tuple[bool, str]:
         low, high = entry.metadata["low"], entry.metadata["high"]
         fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
         return fits, f"an integer from {low} to {high}"
+    if kind is float:
+        low, high = entry.metadata["low"], entry.metadata["high"]
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+        return fits, f"a number from {low:g} to {high:g}"
     if kind is str:
         return is_text, "a non-empty string"
     if kind is None:
@@ -78,7 +87,7 @@ def _check(entry: Any, value: object) -> tuple[bool, str]:
         words = entry.metadata["words"]
         return isinstance(value, str) and value in words, f"one of {', '.join(map(repr, words))}"
     if kind is list:
-        return isinstance(value, list | tuple) and len(value) >= 2, "a list of two or more dictionaries"
+        return isinstance(value, list | tuple) and bool(value), "a list of dictionaries, at least one"
     return isinstance(value, dict) and all(isinstance(key, str) for key in value), "a dictionary with string keys"
 
 
@@ -114,6 +123,30 @@ class PromptLookupConfig:
             raise ConfigError(
                 f"prompt_lookup: min_ngram must be at most max_ngram, which is {self.max_ngram}, not {self.min_ngram}."
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixLookupConfig:
+    """`suffix_lookup`: what most often followed the longest match, in the request's own text and in earlier outputs.
+
+    Args:
+        max_index_bytes: memory of all requests' own texts, some 80 bytes a token, taken at the start; requests that
+            find it full are drafted for from the store alone.
+        store_bytes: memory of the store of earlier outputs, as much a token, taken at the start; where it is full,
+            those used longest ago go.
+        store_path: file that the store is loaded from at the start, and saved to; null: it is lost with the process.
+        save_every_s: seconds from one save to the next.
+        min_confidence: a draft ends before a token whose chance, by what was accepted before, is less.
+    """
+
+    max_index_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
+    store_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
+    store_path: str | None = optional_text()
+    save_every_s: int = integer(300, 1, 1_000_000)
+    min_confidence: float = number(0.1, 0, 1)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "suffix_lookup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +192,8 @@ class CascadeConfig:
     """`cascade`: a proposer that holds proposers.
 
     Args:
-        stages: the configurations of at least two proposers, cheapest first, without the fields that all methods
-            share.
+        stages: the configurations of proposers, cheapest first, without the fields that all methods share; one alone
+            is that method behind a gate.
         policy: "verify": each stage's tokens are checked, corrected and extended by the next one, which runs the
             target; "first": the first stage that has something drafts; "extend": each stage continues where the
             one before it ends.

@@ -17,6 +17,7 @@ from vllm_specplugins.config import (
     RegisteredConfig,
     SpecConfig,
     StageConfig,
+    SuffixLookupConfig,
     said,
     shown,
 )
@@ -50,6 +51,7 @@ METHODS: Mapping[str, Method] = {
     "prompt_lookup": Method(
         PromptLookupConfig, "vllm_specplugins.proposers.prompt_lookup:PromptLookup", on_device=True
     ),
+    "suffix_lookup": Method(SuffixLookupConfig, "vllm_specplugins.proposers.suffix_lookup:SuffixLookup"),
     "early_exit": Method(
         EarlyExitConfig, "vllm_specplugins.proposers.early_exit:EarlyExit", runs_target=True, reads_history=False
     ),
@@ -85,7 +87,7 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
     own = {key: value for key, value in raw.items() if key != "method"}
     if raw["method"] not in METHODS:
         return _parse_registered(registered_methods()[raw["method"]], own)
-    if raw["method"] == "cascade" and isinstance(own.get("stages"), list):
+    if raw["method"] == "cascade" and isinstance(own.get("stages"), list | tuple):
         own["stages"] = tuple(_parse_stage(index, stage) for index, stage in enumerate(own["stages"]))
     config = SpecConfig.parse(raw["method"], METHODS[raw["method"]].config, own)
     if isinstance(config.own, CustomConfig):
@@ -123,6 +125,10 @@ def _check_stages(config: CascadeConfig) -> None:
                     f"cascade: stages[{index}] must run the target (early_exit) where policy is 'verify', "
                     f"not {stage.method!r}."
                 )
+    if {"prompt_lookup", "suffix_lookup"} <= {stage.method for stage in config.stages}:
+        raise ConfigError(
+            "cascade: stages must not hold prompt_lookup beside suffix_lookup, which does what it does, and more."
+        )
     built_in = [stage.method for stage in config.stages if isinstance(stage.own, BuiltInConfig)]
     if len(built_in) > 1:
         raise ConfigError(

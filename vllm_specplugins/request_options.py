@@ -26,7 +26,7 @@ OTHER_CHARACTERS = 1 << 16
 # Of a custom proposer's own options, characters and values together: what a walk through them may cost.
 MAX_OWN_SIZE = 1 << 14
 MAX_NESTING = 8
-REFERENCE, DIGEST = "reference", "reference_digest"
+REFERENCE, DIGEST, TENANT = "reference", "reference_digest", "tenant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ def check_options(options: Options, limits: Limits) -> None:
     max_draft: most tokens that it gets drafted in one step.
     max_context: beyond so many tokens of prompt and output together it is not drafted for.
     stages: those of a cascade that draft for it.
-    reference: what its output is likely to repeat, for prompt_lookup.
+    reference: what its output is likely to repeat, for prompt_lookup and suffix_lookup.
+    learn: whether its output may be drafted from for later requests, by suffix_lookup.
 
     A proposer of the user's own may have options of its own, which pass if they are small.
     """
@@ -93,7 +94,7 @@ def check_options(options: Options, limits: Limits) -> None:
     own = {}
     for key, value in options.items():
         match key:
-            case "enabled":
+            case "enabled" | "learn":
                 fits, allowed = isinstance(value, bool), "true or false"
             case "max_draft":
                 fits = _is_integer(value, 0, MAX_NUM_SPECULATIVE_TOKENS)
@@ -108,7 +109,7 @@ def check_options(options: Options, limits: Limits) -> None:
                 continue
             case _:
                 if not limits.passes_own:
-                    known = "enabled, max_draft, max_context, stages, reference"
+                    known = "enabled, max_draft, max_context, stages, reference, learn"
                     raise ConfigError(f"specplugins: {shown(key)} is not an option; the options are {known}.")
                 own[key] = value
                 continue
@@ -132,7 +133,7 @@ def resolved(options: Options, token_ids: Iterable[int] | None, limits: Limits) 
     Raises:
         ConfigError: the text has too many tokens, or tokens that the model does not have.
     """
-    found = {key: options[key] for key in options if key not in (REFERENCE, DIGEST)}
+    found = {key: options[key] for key in options if key not in (REFERENCE, DIGEST, TENANT)}
     reference = options.get(REFERENCE) if token_ids is None else list(token_ids)
     if reference:
         _check_token_ids(reference, limits)

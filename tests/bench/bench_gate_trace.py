@@ -14,22 +14,32 @@ import itertools
 import json
 import random
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 from prompts import load_prompts
 from transformers import AutoTokenizer
 
-from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.tools.replay.costs import CostTable
+from vllm_specplugins.tools.replay.data import Traffic
+from vllm_specplugins.tools.replay.simulate import Load, simulate
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
 K = 6
 PART = 200  # tokens of each of the three parts
 OFF_WITHIN, ON_WITHIN = 64, 32
+CONFIG = {
+    "method": "cascade",
+    "num_speculative_tokens": K,
+    "policy": "first",
+    "stages": [{"method": "prompt_lookup", "min_ngram": 5}, {"method": "prompt_lookup", "min_ngram": 1}],
+}
 
 
 def text() -> tuple[list[int], list[int]]:
@@ -47,34 +57,40 @@ def text() -> tuple[list[int], list[int]]:
     return code, [*code, *middle[1:], *code]
 
 
-def replay(step_ms: float, token_ms: float) -> list[tuple[int, int, int]]:
+class Noisy:
+    """A cascade that is told times which vary, and writes down what became of its drafts."""
+
+    def __init__(self, context: ProposerContext):
+        self._cascade, self._rng = build_proposer(parse_config(CONFIG), context), random.Random(1)
+        self.steps: list[tuple[int, int, int]] = []
+        self._place = 0
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        return self._cascade.propose(batch)
+
+    def observe(self, feedback: Feedback) -> None:
+        if feedback.step_ms is None:  # the prompt's
+            return
+        num_draft, num_accepted = int(feedback.num_draft[0]), int(feedback.num_accepted[0])
+        self.steps.append((self._place, num_draft, num_accepted))
+        self._place += 1 + num_accepted
+        self._cascade.observe(replace(feedback, step_ms=feedback.step_ms * self._rng.lognormvariate(0, 0.03)))
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        self._cascade.forget(request_ids)
+
+
+def played(step_ms: float, token_ms: float) -> list[tuple[int, int, int]]:
     """For each step: tokens of the output before it, tokens drafted, tokens accepted."""
-    config = parse_config(
-        {
-            "method": "cascade",
-            "num_speculative_tokens": K,
-            "policy": "first",
-            "stages": [{"method": "prompt_lookup", "min_ngram": 5}, {"method": "prompt_lookup", "min_ngram": 1}],
-        }
-    )
-    proposer = build_proposer(config, ProposerContext(1 << 16, 1 << 16, 1, K, lambda text: []))
-    prompt, output = text()
-    history = np.array(prompt + output, np.int32)
-    rng = random.Random(1)
-    steps: list[tuple[int, int, int]] = []
-    place = 0
-    while place < len(output) - K - 1:
-        known = history[: len(prompt) + place]
-        draft = proposer.propose(DraftBatch(["a"], [known], np.array([K], np.int32), [{}]))
-        num_draft = int(draft.num_draft[0])
-        follows = draft.token_ids[0, :num_draft] == history[len(known) : len(known) + num_draft]
-        num_accepted = num_draft if follows.all() else int(follows.argmin())
-        steps.append((place, num_draft, num_accepted))
-        ms = (step_ms + token_ms * num_draft) * rng.lognormvariate(0, 0.03)
-        counts = [np.array([count], np.int32) for count in (num_draft, num_accepted)]
-        proposer.observe(Feedback(["a"], *counts, step_ms=ms))
-        place += 1 + num_accepted
-    return steps
+    traffic, made = Traffic(), []
+    traffic.add(*text())
+
+    def build(context: ProposerContext) -> Noisy:
+        made.append(Noisy(context))
+        return made[0]
+
+    simulate(traffic, build, K, Load(CostTable.line(step_ms, token_ms)))
+    return made[0].steps
 
 
 def main() -> int:
@@ -83,7 +99,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=28.0)
     parser.add_argument("--token-ms", type=float, default=1.3)
     args = parser.parse_args()
-    steps = replay(args.step_ms, args.token_ms)
+    steps = played(args.step_ms, args.token_ms)
     off = next(place for place, num_draft, _ in steps if place >= PART and not num_draft) - PART
     drafted_late = sum(num for place, num, _ in steps if PART + OFF_WITHIN <= place < 2 * PART)
     on = next(place for place, num_draft, _ in steps if place >= 2 * PART and num_draft >= 3) - 2 * PART

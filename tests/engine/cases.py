@@ -9,6 +9,13 @@ from transformers import AutoTokenizer
 
 PROMPT_LOOKUP = {"method": "prompt_lookup", "num_speculative_tokens": 4}
 
+SUFFIX_LOOKUP = {
+    "method": "suffix_lookup",
+    "num_speculative_tokens": 4,
+    "max_index_bytes": 1 << 22,
+    "store_bytes": 1 << 22,
+}
+
 
 def early_exit(layer: int, num_draft: int = 4) -> dict[str, Any]:
     return {"method": "early_exit", "exit_layer": layer, "num_speculative_tokens": num_draft}

@@ -4,10 +4,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from cases import PROMPT_LOOKUP, STRESS, early_exit, generate, mixed_prompts
+from cases import PROMPT_LOOKUP, STRESS, SUFFIX_LOOKUP, early_exit, generate, mixed_prompts
 from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, spec_metrics
 
-METHODS = [PROMPT_LOOKUP, early_exit(NUM_LAYERS // 2)]
+METHODS = [PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit(NUM_LAYERS // 2)]
 SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
 ASYNC = [False, True] if RUNNER == "v2" else [False]
 

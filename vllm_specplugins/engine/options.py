@@ -16,7 +16,17 @@ from vllm_specplugins.config import ConfigError, said
 from vllm_specplugins.engine.line import Line
 from vllm_specplugins.engine.own_checks import OwnChecks
 from vllm_specplugins.methods import option_checks
-from vllm_specplugins.request_options import REFERENCE, Limits, Options, check_options, read_options, received, resolved
+from vllm_specplugins.request_options import (
+    REFERENCE,
+    TENANT,
+    Limits,
+    Options,
+    check_options,
+    read_options,
+    received,
+    resolved,
+)
+from vllm_specplugins.structures.store_file import tenant_of
 
 
 class Resolved(dict[str, Any]):
@@ -42,7 +52,8 @@ class Intake:
     def __init__(self, speculative_config: Any, model_config: Any, tokenizer: Any):
         config = speculative_config.plugin_config
         self._limits = Limits(config, model_config.get_vocab_size(), model_config.max_model_len)
-        self._wants_reference = bool({"prompt_lookup", "custom"} & set(self._limits.stages))
+        self._wants_reference = bool({"prompt_lookup", "suffix_lookup", "custom"} & set(self._limits.stages))
+        self._has_tenants = "suffix_lookup" in self._limits.stages
         self._checks = OwnChecks(option_checks(config), config.common.time_budget_ms)
         self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
         self._line: Line | None = None
@@ -83,6 +94,15 @@ class Intake:
         except TimeoutError:
             refusal = self._checks.leave_behind(check)
         return _with(params, found, refusal)
+
+    def name_tenant(self, request: Any) -> Any:
+        """The same request for the engine, which does not tell its workers the `cache_salt`: its options do."""
+        params, salt = request.sampling_params, request.cache_salt
+        if self._has_tenants and params is not None and salt:
+            extra = params.extra_args or {}
+            options = extra.get("specplugins") or {}
+            params.extra_args = {**extra, "specplugins": Resolved({**options, TENANT: tenant_of(salt)})}
+        return request
 
     def _read(self, params: SamplingParams) -> Options:
         try:
@@ -168,9 +188,10 @@ def _with_intake(original: Any, self: Any, vllm_config: Any, *args: Any, **kwarg
 
 
 def _with_resolved(original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any) -> Any:
-    if intake := getattr(self, "specplugins", None):
-        params = intake.resolved(params)
-    return original(self, request_id, prompt, params, *args, **kw)
+    intake = getattr(self, "specplugins", None)
+    if intake is None:
+        return original(self, request_id, prompt, params, *args, **kw)
+    return intake.name_tenant(original(self, request_id, prompt, intake.resolved(params), *args, **kw))
 
 
 async def _with_resolved_beside(

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.engine.metrics.report import Reporter, time_verification
+from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, time_verification
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.proposers.barrier import FaultBarrier
 
@@ -95,6 +95,25 @@ class _WithProposer:
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (draft.Counters) as a dictionary; for `LLM.collective_rpc`."""
         return asdict(self._barrier.totals())
+
+    def specplugins_store(self, action: str = "stats") -> dict[str, dict[str, int]]:
+        """What the stores of earlier outputs hold, by stage, after "reset" or "save", or as it is; for
+        `LLM.collective_rpc("specplugins_store", args=("reset",))`.
+
+        Raises:
+            ValueError: there is no such action.
+        """
+        if action not in ("stats", "reset", "save"):
+            raise ValueError(f"action must be 'stats', 'reset' or 'save', not {action!r}.")
+        stats = {}
+        for name, proposer in stages_of(self._barrier.proposer, self._reporter.method):
+            if is_ours(proposer, "store_stats"):
+                if action == "reset":
+                    proposer.reset_store()
+                elif action == "save":
+                    proposer.save_store()
+                stats[name] = proposer.store_stats()
+        return stats
 
 
 def guarded_proposer(vllm_config: "VllmConfig", device: Any, proposer: Any = None) -> FaultBarrier:

@@ -21,7 +21,6 @@ from vllm_specplugins.proposers.gate import Gate
 from vllm_specplugins.proposers.gated import Gated
 from vllm_specplugins.proposers.guard import Guard
 from vllm_specplugins.proposers.guarded import Guarded
-from vllm_specplugins.proposers.prompt_lookup import PromptLookup
 from vllm_specplugins.proposers.records import Rows
 from vllm_specplugins.proposers.sent import Sent, count_drafts, count_fates
 from vllm_specplugins.proposers.switch import Clock
@@ -179,7 +178,7 @@ class Cascade:
             return Alone(stage, index, counters)
         if isinstance(stage, BuiltIn):
             return Offered(index, counters, self._width)
-        if isinstance(stage, PromptLookup):
+        if self._names[index] in ("prompt_lookup", "suffix_lookup"):
             drafter: Drafter = Lookup(stage, index, self._width)
         else:
             drafter = Whole(stage, index, self._width, self._context.vocab_size)

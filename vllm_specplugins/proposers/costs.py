@@ -7,6 +7,7 @@ MARGIN = 1.05  # a token must be worth so many times its price: estimates err, a
 SHARED_MARGIN = 1.5  # and among several requests so many times what it costs those that have no draft
 FIRST_SLOPE = 0.05  # cost of verifying one more token, in steps, before it is known
 SHARED_SLOPE = 0.02  # and for several requests, whose steps are longer
+TOKEN_SHARE = 0.32  # but, from 16 on, no more than so much of what one of the step's own tokens takes
 SLOPE_WEIGHT = 1.0  # how much of a record (draft tokens of a request, squared) that guess is worth
 SLOPE_MEMORY = 64.0  # how much of a record is kept at most
 
@@ -44,7 +45,7 @@ class StepCosts:
     @property
     def slope_ms(self) -> float:
         """Time that one more draft token to verify takes; never negative."""
-        guess = (FIRST_SLOPE if self.num_reqs == 1 else SHARED_SLOPE) * self.mean_ms
+        guess = (FIRST_SLOPE if self.num_reqs == 1 else min(SHARED_SLOPE, TOKEN_SHARE / self.num_reqs)) * self.mean_ms
         weight = SLOPE_WEIGHT * self.num_reqs**2
         return max(0.0, (self.covariation + weight * guess) / (self.variation + weight))
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from vllm_specplugins.draft import DraftBatch, Proposer
 from vllm_specplugins.proposers.checks import checked_draft
 from vllm_specplugins.proposers.drafted import Array, Drafted, either, namespace, nothing, of_stage
-from vllm_specplugins.proposers.prompt_lookup import PromptLookup
 from vllm_specplugins.proposers.read_only import rows_of
 
 
@@ -26,9 +25,9 @@ class Drafter(Protocol):
 
 @dataclass(slots=True)
 class Lookup:
-    """Prompt lookup, the stage with this index. Its confidence is the length of the match."""
+    """Prompt or suffix lookup, the stage with this index. Its confidence is the length of the match."""
 
-    stage: PromptLookup
+    stage: Any  # PromptLookup or SuffixLookup
     index: int
     width: int  # K
 

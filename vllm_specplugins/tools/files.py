@@ -1,12 +1,14 @@
 """The user's files: text as rows of token ids, and folders to write to. Knows nothing of models."""
 
+import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config import ConfigError, shown
 
 MIN_ROW_TOKENS = 8  # what is left of a file after its last whole row counts from here on
 
@@ -29,21 +31,44 @@ def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[l
     return rows
 
 
+STDIN = Path("-")
+
+
 def read_text(file: Path) -> str:
-    """The text of a UTF-8 file.
+    """The text of a UTF-8 file, or of standard input where that is "-".
 
     Raises:
         ConfigError: it cannot be read, is not UTF-8, or holds nothing but white space.
     """
+    name = "standard input" if file == STDIN else str(file)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = (sys.stdin.buffer.read() if file == STDIN else file.read_bytes()).decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"--data must be UTF-8 text files, not {file}.") from None
+        raise ConfigError(f"--data must be UTF-8 text files, not {name}.") from None
     except OSError as error:
-        raise ConfigError(f"--data must be readable files, not {file} ({error.strerror}).") from None
+        raise ConfigError(f"--data must be readable files, not {name} ({error.strerror}).") from None
     if not text.strip():
-        raise ConfigError(f"--data must be files with text in them, not {file}, which is empty.")
-    return text
+        raise ConfigError(f"--data must be files with text in them, not {name}, which is empty.")
+    return text.replace("\r\n", "\n")
+
+
+def json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each JSON object of a file stands, as in "line 3 of FILE", and the object; empty lines are left out.
+
+    Raises:
+        ConfigError: see read_text; a line that holds something else.
+    """
+    name = "standard input" if file == STDIN else str(file)
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise ConfigError(f"--data: line {number} of {name} must be a JSON object, not {shown(line)}.")
+        yield f"line {number} of {name}", row
 
 
 def every_nth(count: int, wanted: int) -> list[int]:

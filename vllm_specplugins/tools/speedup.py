@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vllm_specplugins.tools.replay.costs import CostTable
+
 Bits = npt.NDArray[np.bool_]
 
 
@@ -93,9 +95,8 @@ class Costs:
 
     def step_ms(self, num_draft: int, draft_ms: float) -> float:
         """Of a step; verification is taken from the line between the nearest K that were timed, 0 among them."""
-        known = [0, *self.verify_ms]
-        verify = np.interp(num_draft, known, [self.plain_ms, *self.verify_ms.values()])
-        return float(verify) + num_draft * draft_ms
+        table = CostTable({1: self.plain_ms, **{1 + count: ms for count, ms in self.verify_ms.items()}})
+        return table.step_ms(1, num_draft) + num_draft * draft_ms
 
 
 @dataclass(frozen=True, slots=True)

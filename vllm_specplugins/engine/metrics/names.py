@@ -62,6 +62,8 @@ TABLE: tuple[Metric, ...] = (
     Metric("counter", "times_switched_off", ("stage",), "How often a stage was switched off after repeated faults."),
     Metric("gauge", "switched_off", ("stage",), "Whether a stage is switched off now."),
     Metric("gauge", "store_bytes", ("stage",), "Memory of what a stage keeps of requests, in bytes."),
+    Metric("gauge", "stored_outputs", ("stage",), "Outputs of earlier requests that suffix_lookup drafts from."),
+    Metric("gauge", "stored_tokens", ("stage",), "Their tokens."),
     Metric("histogram", "draft_seconds", ("stage",), "Host time that a stage took for a step.", _SECONDS),
     Metric("histogram", "step_draft_seconds", (), "Host time of all drafting of a step.", _SECONDS),
     Metric("histogram", "verification_seconds", (), "Time of verification of a step with drafts.", _SECONDS),

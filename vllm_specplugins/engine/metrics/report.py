@@ -54,7 +54,7 @@ class Reporter:
     ):
         self.verification = DeviceClock(device)
         self._barrier = barrier
-        self._method = method
+        self.method = method
         self._clock = clock
         self._not_before = 0.0
         self._has_failed = False
@@ -103,16 +103,14 @@ class Reporter:
         return output
 
     def _stages(self, counters: Counters) -> Mapping[str, StageCounters]:
-        return counters.stages or {f"0 {self._method}": counters.whole}
+        return counters.stages or {f"0 {self.method}": counters.whole}
 
     def _sizes(self) -> dict[str, int]:
         """Of the stages of ours that keep something; a user's code is not called from here."""
-        proposer: Any = self._barrier.proposer
-        stages = proposer.named_stages() if hasattr(proposer, "named_stages") else [(f"0 {self._method}", proposer)]
         return {
             name: stage.num_bytes()
-            for name, stage in stages
-            if hasattr(stage, "num_bytes") and type(stage).__module__.startswith("vllm_specplugins.")
+            for name, stage in stages_of(self._barrier.proposer, self.method)
+            if is_ours(stage, "num_bytes")
         }
 
     def _observe(self, series: str, value: float) -> None:
@@ -143,10 +141,17 @@ class Reporter:
                     totals[key(name, stage, index)] = count
             health[stage] = own if counters.stages else counters
         if counters.stages:
-            health[self._method] = counters
+            health[self.method] = counters
         for length, count in enumerate(counters.draft_lengths):
             totals[key("draft_lengths", length)] = count
         gauges = {key("store_bytes", stage): float(size) for stage, size in self._sizes().items()}
+        for stage, proposer in stages_of(self._barrier.proposer, self.method):
+            if is_ours(proposer, "store_stats"):
+                held = proposer.store_stats()
+                gauges[key("stored_outputs", stage)], gauges[key("stored_tokens", stage)] = (
+                    held["texts"],
+                    held["tokens"],
+                )
         for stage, state in health.items():
             for cause, count in state.faults.items():
                 totals[key("faults", stage, cause)] = count
@@ -165,6 +170,19 @@ class Reporter:
         report |= self._observed
         self._observed = {}
         return report
+
+
+def stages_of(proposer: Any, method: str) -> list[tuple[str, Any]]:
+    """The stages of a cascade, or the proposer that is its only one, under the names that their counters have."""
+    stages: list[tuple[str, Any]] = (
+        proposer.named_stages() if hasattr(proposer, "named_stages") else [(f"0 {method}", proposer)]
+    )
+    return stages
+
+
+def is_ours(stage: Any, method: str) -> bool:
+    """Whether a stage has this method and is not of a user's code."""
+    return hasattr(stage, method) and type(stage).__module__.startswith("vllm_specplugins.")
 
 
 def time_verification(runner: Any, clock: DeviceClock) -> None:

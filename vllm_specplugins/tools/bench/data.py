@@ -1,13 +1,11 @@
 """What the engines are asked: the user's own prompts, one JSON object a line. The format is found by its keys."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.tools.bench.workloads import Workload, chat_prompt
-from vllm_specplugins.tools.files import read_text
+from vllm_specplugins.tools.files import json_lines
 
 # Spec-Bench (Xia et al. 2024) takes these categories of its questions from MT-Bench, and reports them as one task.
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
@@ -26,24 +24,11 @@ def read_workloads(file: Path, tokenizer: Any, count: int) -> list[Workload]:
         ConfigError: a file that cannot be read, or a line that holds nothing of FORMATS.
     """
     prompts: dict[str, list[list[int]]] = {}
-    for number, row in _rows(file):
+    for place, row in json_lines(file):
         name = _task(row) or file.stem
         if len(prompts.setdefault(name, [])) < count:
-            prompts[name].append(_prompt(row, tokenizer, f"--data: line {number} of {file}"))
+            prompts[name].append(_prompt(row, tokenizer, f"--data: {place}"))
     return [Workload(name, found) for name, found in prompts.items()]
-
-
-def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(read_text(file).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise ConfigError(f"--data: line {number} of {file} must be a JSON object, not {shown(line)}.")
-        yield number, row
 
 
 def _task(row: dict[str, Any]) -> str | None:

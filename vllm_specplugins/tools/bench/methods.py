@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, shown
-from vllm_specplugins.methods import METHODS, parse_config
+from vllm_specplugins.methods import METHODS, parse_config, registered_methods
 
 NONE = "none"
 Config = dict[str, Any]
@@ -39,7 +39,7 @@ def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
         configs += [_parsed(text)] if text.lstrip().startswith("{") else _named(text)
     picked: dict[str, Config | None] = {NONE: None}
     for name, config in configs:
-        if config["method"] in METHODS:
+        if config["method"] in (*METHODS, *registered_methods()):
             parse_config(config)
         if config not in picked.values():
             picked[_free_name(name, picked)] = config
@@ -51,8 +51,9 @@ def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
 def _named(text: str) -> list[tuple[str, Config]]:
     found = []
     for name in filter(None, map(str.strip, text.split(","))):
-        if name not in NAMED and name not in METHODS:
-            names = ", ".join(dict.fromkeys([*NAMED, *METHODS]))
+        known = dict.fromkeys([*NAMED, *METHODS, *registered_methods()])
+        if name not in known:
+            names = ", ".join(known)
             raise ConfigError(f"--methods must be of {names}, or a speculative_config in JSON, not {shown(name)}.")
         config = NAMED.get(name, {"method": name, **_DRAFTS})
         if config is not None:

@@ -16,7 +16,8 @@ from vllm_specplugins.methods import build_proposer, import_object, parse_config
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.guard import CHARGED
 from vllm_specplugins.proposers.switch import MAX_FAULTS
-from vllm_specplugins.tools.check.trace import Replay, Trace, load, name_of
+from vllm_specplugins.tools.check.trace import Replay, Trace, load
+from vllm_specplugins.tools.replay.player import name_of
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array
-from vllm_specplugins.request_options import draft_limit
+from vllm_specplugins.tools.replay.player import Player, feedback
 
 NEWCOMER = "the-request-behind-all-others"
 SHIPPED = Path(__file__).with_name("trace.npz")
@@ -73,23 +73,21 @@ class Replay:
         propose: Callable[[DraftBatch, Feedback], Draft],
         forget: Callable[[Sequence[str]], None],
     ):
-        self._trace, self._propose, self._forget = trace, propose, forget
-        # What a request that arrives has: its prompt, and the token that its prefill gave.
-        self._lengths = [length + 1 for length in trace.prompt_lengths]
-        self._drafts: dict[int, list[int]] = {}  # to be verified
-        self._has_arrived: set[int] = set()
+        self._trace, self._propose = trace, propose
+        self._player = Player(trace, trace.max_num_draft, trace.max_model_len, propose, forget)
         self._is_over: set[int] = set()
 
     def run(self) -> None:
         """All steps, and as many more as slow requests need."""
         for requests, forgotten in self._steps():
-            self._forget_all(number for number in forgotten if number not in self._is_over)
+            self._forget_all([number for number in forgotten if number not in self._is_over])
             running = [number for number in requests if number not in self._is_over]
             if running:
-                self._step(running)
+                self._player.step(running)
+                self._forget_all([number for number in running if self._player.is_said(number)])
         # What is to be forgotten, a barrier tells a proposer before it next proposes.
-        newcomer = replace(self._batch([0]), request_ids=[NEWCOMER])
-        self._propose(newcomer, _feedback([NEWCOMER], [0], [0]))
+        newcomer = replace(self._player.batch([0]), request_ids=[NEWCOMER])
+        self._propose(newcomer, feedback([NEWCOMER], [0], [0]))
 
     def _steps(self) -> Iterator[tuple[list[int], list[int]]]:
         last = {number: step for step, (requests, _) in enumerate(self._trace.steps) for number in requests}
@@ -103,55 +101,6 @@ class Replay:
         while late := [number for number in last if number not in self._is_over]:
             yield late, []
 
-    def _step(self, running: list[int]) -> None:
-        """Verifies the last drafts of these requests, and has them drafted for."""
-        drafted, accepted = [], []
-        for number in running:
-            draft = self._drafts.pop(number, [])
-            drafted.append(len(draft))
-            accepted.append(self._verify(number, draft) if number in self._has_arrived else 0)
-        self._has_arrived.update(running)
-        batch = self._batch(running)
-        proposed = self._propose(batch, _feedback(batch.request_ids, drafted, accepted))
-        for number, tokens, count in zip(
-            running, proposed.token_ids.tolist(), proposed.num_draft.tolist(), strict=True
-        ):
-            self._drafts[number] = tokens[:count]
-        self._forget_all(number for number in running if self._lengths[number] >= len(self._trace.histories[number]))
-
-    def _verify(self, number: int, draft: Sequence[int]) -> int:
-        """How much of a draft the target says, too; it says one token more."""
-        history, length = self._trace.histories[number], self._lengths[number]
-        truth = history[length : length + len(draft)].tolist()
-        wrong = [index for index, (ours, its) in enumerate(zip(draft, truth, strict=False)) if ours != its]
-        accepted = wrong[0] if wrong else len(truth)
-        self._lengths[number] = min(length + accepted + 1, len(history))
-        return accepted
-
-    def _forget_all(self, numbers: Any) -> None:
-        for number in list(numbers):
-            self._drafts.pop(number, None)
-            self._forget([name_of(number)])
-            if self._lengths[number] >= len(self._trace.histories[number]):
-                self._is_over.add(number)
-
-    def _batch(self, running: Sequence[int]) -> DraftBatch:
-        trace = self._trace
-        limits = [
-            draft_limit(trace.options[number], self._lengths[number], trace.max_num_draft, trace.max_model_len)
-            for number in running
-        ]
-        return DraftBatch(
-            request_ids=[name_of(number) for number in running],
-            token_ids=[trace.histories[number][: self._lengths[number]].copy() for number in running],
-            max_num_draft=np.array(limits, np.int32),
-            options=[trace.options[number] for number in running],
-        )
-
-
-def name_of(number: int) -> str:
-    return f"request-{number}"
-
-
-def _feedback(request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> Feedback:
-    return Feedback(request_ids, np.array(drafted, np.int32), np.array(accepted, np.int32))
+    def _forget_all(self, numbers: Sequence[int]) -> None:
+        self._player.forget(numbers)
+        self._is_over.update(number for number in numbers if self._player.is_said(number))

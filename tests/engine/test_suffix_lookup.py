@@ -1,0 +1,80 @@
+"""Suffix lookup in real engines: the store fills as requests end, by tenant, and no output changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import STRESS, SUFFIX_LOOKUP, generate, mixed_prompts
+from conftest import DEMO_MODEL, spec_metrics
+
+from vllm_specplugins.structures.store_file import StoreFileError, read
+
+SIZES = [1, 4, 3]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return mixed_prompts(str(DEMO_MODEL), 16)
+
+
+def stats(llm: Any) -> dict[str, int]:
+    [found] = llm.collective_rpc("specplugins_store")
+    [of_stage] = found.values()
+    held: dict[str, int] = of_stage
+    return held
+
+
+def accepted(llm: Any) -> int:
+    [counters] = llm.collective_rpc("specplugins_stats")
+    assert counters["faults"] == {}
+    number: int = counters["accepted_tokens"]
+    return number
+
+
+@pytest.mark.slow
+def test_outputs_and_store(engine: Any, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Outputs are those without speculation, in any batch, preempted or not; asked again, they are in the store.
+
+    Kills: drafts put into another request's row; outputs that do not reach the store, or only those of requests that
+    were preempted; a store that a reset leaves as it was; one that is not saved.
+    """
+    expected = generate(engine(), prompts, SIZES)
+    path = tmp_path / "store.bin"
+    llm = engine({**SUFFIX_LOOKUP, "store_path": str(path)}, **STRESS)
+    assert generate(llm, prompts, SIZES) == expected
+    first = accepted(llm)
+    assert generate(llm, prompts, [8]) == expected
+    assert accepted(llm) - first > first, "the second time the store knows the outputs"
+    assert spec_metrics(llm)["preemptions"] > 0
+    assert stats(llm)["texts"] > len(prompts)
+    llm.collective_rpc("specplugins_store", args=("save",))
+    with pytest.raises(StoreFileError, match="tokenizer"):
+        read(path, b"other".ljust(16), 1 << 20, 1 << 30)
+    llm.collective_rpc("specplugins_store", args=("reset",))
+    assert stats(llm)["texts"] == stats(llm)["tokens"] == 0
+    assert generate(llm, prompts[:4], [4]) == expected[:4]
+
+
+@pytest.mark.slow
+def test_tenants(engine: Any) -> None:
+    """Who sends another `cache_salt` gets no drafts from the outputs, and says the same.
+
+    Kills: a salt that does not reach the worker; one that is not told from none.
+    """
+    from vllm import SamplingParams
+
+    llm = engine(SUFFIX_LOOKUP)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    prompt = list(range(40, 60))
+
+    def ask(**salt: str) -> tuple[list[int], int]:
+        before = accepted(llm)
+        [output] = llm.generate([{"prompt_token_ids": prompt, **salt}], params, use_tqdm=False)
+        return list(output.outputs[0].token_ids), accepted(llm) - before
+
+    llm.collective_rpc("specplugins_store", args=("reset",))
+    (text, fresh), (again, known) = ask(), ask()
+    (other, theirs), (others, mine) = ask(cache_salt="a"), ask(cache_salt="a")
+    assert text == again == other == others
+    assert fresh == theirs < known == mine, "the store alone makes the difference"
+    assert stats(llm)["tenants"] == 2

@@ -1,0 +1,277 @@
+"""`replay`: recorded traffic in all its forms, played exactly, at costs that a hand can add up."""
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_specplugins.__main__ import main
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
+from vllm_specplugins.tools.base_model import load_tokenizer
+from vllm_specplugins.tools.replay.candidates import Candidate, candidates
+from vllm_specplugins.tools.replay.costs import TABLES, CostTable
+from vllm_specplugins.tools.replay.data import Traffic, read_traffic
+from vllm_specplugins.tools.replay.figures import advice, choose, row_of
+from vllm_specplugins.tools.replay.simulate import Load, Totals, simulate
+
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
+CODE = "def area(width, height):\n    return width * height\n"
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "You edit code."},
+    {"role": "user", "content": [{"type": "text", "text": "Double "}, {"type": "text", "text": "it."}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "read", "arguments": "{}"}}]},
+    {"role": "tool", "content": CODE},
+    {"role": "assistant", "content": CODE + CODE},
+]
+
+
+class Guess:
+    """Drafts what its options say for a length of the history; writes down all that it is told."""
+
+    def __init__(self, drafts: dict[int, list[int]], context: ProposerContext):
+        self.drafts, self.context = drafts, context
+        self.seen: list[list[tuple[str, int]]] = []
+        self.fed: list[Feedback] = []
+        self.gone: list[str] = []
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        self.seen.append([(name, len(ids)) for name, ids in zip(batch.request_ids, batch.token_ids, strict=True)])
+        token_ids = np.zeros((batch.num_reqs, self.context.max_num_draft), np.int32)
+        num_draft = np.zeros(batch.num_reqs, np.int32)
+        for row, (ids, limit) in enumerate(zip(batch.token_ids, batch.max_num_draft, strict=True)):
+            draft = self.drafts.get(len(ids), [])[:limit]
+            token_ids[row, : len(draft)], num_draft[row] = draft, len(draft)
+        return Draft(token_ids, num_draft)
+
+    def observe(self, feedback: Feedback) -> None:
+        self.fed.append(feedback)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        self.gone += request_ids
+
+
+def played(traffic: Traffic, drafts: dict[int, list[int]], load: Load, num_draft: int = 4) -> tuple[Totals, Guess]:
+    made: list[Guess] = []
+
+    def build(context: ProposerContext) -> Guess:
+        made.append(Guess(drafts, context))
+        return made[-1]
+
+    return simulate(traffic, build, num_draft, load), made[0]
+
+
+def made(*requests: tuple[int, int], starts: Sequence[float] = ()) -> Traffic:
+    """Requests of so many tokens of prompt and output, which count up from 0."""
+    traffic = Traffic()
+    for index, (prompt, output) in enumerate(requests):
+        ids = list(range(prompt + output))
+        traffic.add(ids[:prompt], ids[prompt:], starts[index] if starts else 0.0)
+    return traffic
+
+
+def test_costs_and_acceptance_by_hand() -> None:
+    """One request of 3 + 7 tokens. Kills: a bonus token forgotten or paid for, a draft accepted behind a wrong token,
+    a first token that costs a step, drafts priced in the step before, tokens counted behind the end of the output."""
+    drafts = {4: [4, 5, 99, 7], 7: [7, 8, 9, 10]}
+    totals, guess = played(made((3, 7)), drafts, Load(CostTable.line(10.0, 0.5), draft_us=100.0))
+    # Prefill gives token 3; then 4, 5 are accepted and 6 follows; then 7, 8, 9 end the output.
+    assert guess.seen == [[("request-0", 4)], [("request-0", 7)], [("request-0", 10)]]
+    assert (totals.steps, totals.drafts, totals.drafted, totals.accepted, totals.emitted) == (2, 2, 8, 5, 6)
+    assert totals.step_ms == pytest.approx(2 * (10 + 4 * 0.5))
+    assert totals.drafting_ms == pytest.approx(3 * 0.1)
+    assert [feedback.step_ms for feedback in guess.fed] == [None, 12.0, 12.0]
+
+
+def test_nothing_drafted() -> None:
+    """Kills: a step of no speculation that is not one token at the price of one."""
+    totals = simulate(made((3, 7), (2, 4)), None, 0, Load(CostTable.line(10.0, 0.5)))
+    assert (totals.steps, totals.emitted, totals.drafts) == (9, 9, 0)
+    assert totals.ms == pytest.approx(90.0) and totals.tokens_per_ms == pytest.approx(0.1)
+
+
+def test_concurrent_requests() -> None:
+    """Kills: more at a time than there may be, another order, a request that is not told to be forgotten, a step with
+    a newcomer that speaks to the gate, a batch whose price is that of one request."""
+    costs = CostTable({1: 10.0, 2: 11.0, 3: 12.0})
+    totals, guess = played(made((3, 3), (2, 4), (5, 2)), {}, Load(costs, batch=2))
+    names = [[name for name, _ in step] for step in guess.seen]
+    first, second, third = (f"request-{number}" for number in range(3))
+    assert names == [[first, second], [first, second], [first, second], [second, third], [third]]
+    assert [feedback.step_ms for feedback in guess.fed] == [None, 11.0, 11.0, None, 10.0]
+    assert totals.step_ms == pytest.approx(11 + 11 + 10 + 10) and totals.emitted == 2 + 3 + 1
+
+
+def test_arrivals() -> None:
+    """Kills: recorded times that are not kept to, an engine that waits for ever, idle time that is paid for."""
+    costs = CostTable.line(10.0, 0.0)
+    totals, guess = played(made((3, 3), (2, 2), (2, 2), starts=[0, 15, 500]), {}, Load(costs, batch=4, draft_us=0.0))
+    first, second, third = (f"request-{number}" for number in range(3))
+    names = [[name for name, _ in step] for step in guess.seen]
+    assert names == [[first], [first], [first], [second], [second], [third], [third]]
+    assert totals.ms == pytest.approx(40.0)
+
+
+def test_context_and_table() -> None:
+    """Kills: a table that ends at its last entry, or is not followed between two; context that costs nothing, or costs
+    by draft token."""
+    table = CostTable({1: 1.0, 3: 2.0, 5: 4.0}, context_ms=0.1)
+    by_hand = {(1, 0): 1.0, (1, 1): 1.5, (2, 1): 2.0, (2, 2): 3.0, (3, 4): 6.0}
+    assert {key: table.step_ms(*key) for key in by_hand} == pytest.approx(by_hand)
+    assert table.step_ms(2, 1, num_context=20) == pytest.approx(4.0)
+    for gpu in TABLES.values():
+        steps = [gpu.step_ms(batch, 0, 1000 * batch) for batch in (1, 4, 32, 128, 512, 4096)]
+        assert steps == sorted(steps) and 1 < steps[0] < 30 and gpu.source
+
+
+def lines(tmp_path: Path, *rows: Any) -> Path:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def read(file: Path) -> Traffic:
+    tokenizer = load_tokenizer(str(DEMO_MODEL))
+    return read_traffic([file], lambda: tokenizer, 100)
+
+
+def texts(traffic: Traffic) -> list[tuple[str, str]]:
+    tokenizer = load_tokenizer(str(DEMO_MODEL))
+    return [
+        (tokenizer.decode(history[:length]), tokenizer.decode(history[length:]))
+        for history, length in zip(traffic.histories, traffic.prompt_lengths, strict=True)
+    ]
+
+
+def test_texts_and_ids(tmp_path: Path) -> None:
+    """Kills: prompt and output mixed up, ids that are tokenised again, an empty line that is an error, an output that
+    begins a text, options and times that are lost."""
+    file = lines(
+        tmp_path,
+        {"prompt": "Double it.\n" + CODE, "output": CODE},
+        "",
+        {"prompt": [5, 6], "output": [7], "time": 2.5, "options": {"max_draft": 2, "reference": CODE}},
+        {"prompt": [5, 6], "output": []},
+        {"prompt": [5, 6], "output": [8], "tenant": "é", "time": 2.5},
+    )
+    traffic = read(file)
+    assert texts(traffic)[0] == ("<bos>Double it.\n" + CODE, CODE)
+    assert traffic.histories[1].tolist() == [5, 6, 7] and traffic.prompt_lengths[1] == 2
+    assert (len(traffic.histories), traffic.start_ms) == (3, [0.0, 2500.0, 2500.0])
+    reference = load_tokenizer(str(DEMO_MODEL))(CODE, add_special_tokens=False)["input_ids"]
+    assert traffic.options == [{}, {"max_draft": 2, "reference": reference}, {"tenant": "é".encode()}]
+
+
+def test_chat_logs(tmp_path: Path) -> None:
+    """Kills: an answer that is part of its own prompt, a call of a tool or a part of a message that is lost, answers of
+    earlier requests that are counted again in a log of requests."""
+    answer = {"choices": [{"message": {"role": "assistant", "content": "Done."}}], "messages": CHAT}
+    found = texts(read(lines(tmp_path, {"messages": CHAT}, answer)))
+    call = '{"name": "read", "arguments": "{}"}'
+    assert [output for _, output in found] == [call, CODE + CODE, "Done."]
+    beginning = "<bos>You edit code.\nDouble it.\n"  # as the model's template has it
+    assert found[0][0] == beginning and found[1][0] == f"{beginning}{call}\n{CODE}"
+    assert found[2][0] == f"{beginning}{call}\n{CODE}{CODE}{CODE}"
+
+
+DAMAGED = {
+    "cut off": ('{"prompt": "a", "out', "line 2 of FILE must be a JSON object, not"),
+    "no object": ("[1, 2]", "line 2 of FILE must be a JSON object, not '[1, 2]'"),
+    "no output": ({"prompt": "a"}, 'line 2 of FILE must hold {"prompt": text or token ids, "output"'),
+    "no ids": (
+        {"prompt": [1, "2"], "output": [3]},
+        "line 2 of FILE must hold text or token ids as prompt, not [1, '2']",
+    ),
+    "negative id": ({"prompt": [1], "output": [-3]}, "must hold text or token ids as output, not [-3]"),
+    "large id": ({"prompt": [1], "output": [1 << 31]}, "must hold text or token ids as output, not [2147483648]"),
+    "no messages": ({"messages": []}, "line 2 of FILE must hold messages that have a role and a content, not []"),
+    "no answer": ({"messages": CHAT[:2]}, "line 2 of FILE must hold an answer"),
+    "bad content": ({"messages": [{"role": "user", "content": 5}]}, "must hold text, or a list of parts, as content"),
+    "no choice": ({"messages": CHAT, "choices": []}, "line 2 of FILE must hold a message in its first choice, not []"),
+    "time": ({"prompt": [1], "output": [1], "time": 0.5}, "must hold a time in seconds, not before the last line's"),
+    "tenant": ({"prompt": [1], "output": [1], "tenant": 7}, "line 2 of FILE must hold text as tenant, not 7"),
+    "no time": ({"prompt": [1], "output": [1], "time": "soon"}, "line 2 of FILE must hold a time in seconds"),
+    "options": (
+        {"prompt": [1], "output": [1], "options": 3},
+        "must hold a JSON object as options, not 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kills: a traceback, a line that is left out in silence, a sentence that names no line."""
+    row, words = DAMAGED[name]
+    file = lines(tmp_path, {"prompt": [1, 2], "output": [3], "time": 1.0}, row)
+    assert main(["replay", "--data", str(file), "--tokenizer", str(DEMO_MODEL)]) == 2
+    error = capsys.readouterr().err
+    assert words.replace("FILE", str(file)) in error and error.startswith("error: --data: ") and error.count("\n") == 1
+
+
+def test_text_needs_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kills: text that is taken for something else, a tokenizer that is asked for where there are only ids."""
+    file = lines(tmp_path, {"prompt": [1, 2] * 4, "output": [1, 2] * 4}, {"prompt": "a", "output": "b"})
+    assert main(["replay", "--data", str(file)]) == 2
+    assert "line 2 of" in (error := capsys.readouterr().err) and "--tokenizer must name" in error
+    assert main(["replay", "--data", str(file), "--requests", "1", "--num-draft", "2"]) == 0
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text that repeats its prompt, from standard input. Kills: a report without its parts, a method that is not
+    played, K that does not reach the proposer, a value for --speculative-config that is none."""
+    row = {"prompt": CODE * 3, "output": CODE * 3}
+    data = "".join(json.dumps(row) + "\n" for _ in range(3)).encode()
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["--num-draft", "2,6", "--batch", "1,2", "--step-ms", "10", "--token-ms", "0.1", "--draft-us", "10"]
+    arguments += ["--methods", "prompt_lookup", "--json", str(out), "--plot", str(picture)]
+    assert main(["replay", "--data", "-", "--tokenizer", str(DEMO_MODEL), *arguments]) == 0
+    printed, found = capsys.readouterr().out, json.loads(out.read_text())
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "1 at a time" in printed and "2 at a time" in printed and "Serve with prompt_lookup" in printed
+    by_key = {(row["batch"], row["method"], row["policy"], row["num_draft"]): row for row in found["rows"]}
+    expected = {(b, "prompt_lookup", p, k) for b in (1, 2) for p in ("always", "gated") for k in (2, 6)}
+    assert set(by_key) == expected | {(b, "none", "always", 0) for b in (1, 2)}
+    small, large = (by_key[1, "prompt_lookup", "always", k] for k in (2, 6))
+    assert 2 < small["tokens_per_step"] <= 3 < large["tokens_per_step"] <= 7
+    assert large["speed_up"] > small["speed_up"] > 1 and large["draft_us"] == pytest.approx(10, rel=0.2)
+    assert json.loads(printed.split("--speculative-config '")[1].split("'")[0])["num_speculative_tokens"] == 6
+    assert found["output_tokens"] > 100 and found["advice"] in printed
+
+
+def test_what_is_compared() -> None:
+    """Kills: a method that needs a model played all the same, a gate that is not there, fields in the wrong place."""
+    config = {"method": "prompt_lookup", "min_ngram": 3, "time_budget_ms": 50}
+    plain, gated = candidates([json.dumps(config)], [4])
+    assert plain.config == {**config, "num_speculative_tokens": 4} and plain.policy == "always"
+    stages = [{"method": "prompt_lookup", "min_ngram": 3}]
+    common = {"policy": "first", "time_budget_ms": 50, "num_speculative_tokens": 4}
+    assert gated.config == {"method": "cascade", "stages": stages, **common}
+    assert "prompt_lookup" in {candidate.method for candidate in candidates([], [4])}
+    for name in ("early_exit", "ngram"):
+        with pytest.raises(ConfigError, match="must be proposers that read token ids alone"):
+            candidates([name], [4])
+
+
+def totals(emitted: int, ms: float) -> Totals:
+    return Totals(steps=100, emitted=emitted, step_ms=ms)
+
+
+def test_choice() -> None:
+    """Kills: the best batch taken for all of them, the most tokens for the fastest, a gain that is not worth it."""
+    plain, k4, k8 = totals(100, 100.0), totals(300, 150.0), totals(400, 160.0)
+    few, many = (Candidate("lookup", "always", {"num_speculative_tokens": count}) for count in (4, 8))
+    rows = [row_of(few, 1, k4, plain), row_of(many, 1, k8, plain)]
+    assert choose(rows, [few, many]) == (many, pytest.approx(2.5))
+    rows += [row_of(few, 32, totals(300, 290.0), plain), row_of(many, 32, totals(400, 1000.0), plain)]
+    best, gain = choose(rows, [few, many])
+    assert best is few and gain == pytest.approx((2 * 300 / 290) ** 0.5)
+    assert "batch 1: 2.00, batch 32: 1.03" in advice(rows, [few, many])
+    slow = [row_of(few, 1, totals(102, 100.0), plain)]
+    assert choose(slow, [few])[0] is None and advice(slow, [few]).startswith("Serve without speculation")

@@ -1,0 +1,245 @@
+"""Suffix lookup: what most often followed the longest match, in the request's own text and in earlier outputs.
+
+A history proposer: it reads token ids only. Oliaro et al., "SuffixDecoding" (2024). A request's output, with the end of
+its prompt, goes into the store of its tenant when the request ends, or is preempted; other tenants' outputs are never
+looked at. All that is long is taken in by pieces, by work and not by the clock.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_specplugins.config import SuffixLookupConfig
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
+from vllm_specplugins.proposers.store_saver import StoreSaver
+from vllm_specplugins.structures.store_file import fingerprint
+from vllm_specplugins.structures.suffix_chains import PAGE
+from vllm_specplugins.structures.suffix_drafts import LONGEST_MATCH
+from vllm_specplugins.structures.suffix_requests import SuffixRequests
+from vllm_specplugins.structures.suffix_store import SuffixStore
+
+# In looks into a table; no clock, so that all ranks of a tensor-parallel group do the same.
+SHARED_WORK = 6_000  # of all requests in a step, for prompts and references
+STORE_WORK = 2_000  # of a step, for outputs that enter the store, and for texts of requests that are gone
+MAX_NEW = 64  # tokens that a request takes in at once beside that
+NOTHING = np.empty(0, np.int32)
+NUM_PROMPT_TOKENS = 8  # the last of a prompt, which go into the store with the output: it begins somewhere
+OUTPUT_SHARE = 16  # one part in so many of the store's memory, on top of it, is for outputs that are not finished
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is kept of a request beside its row: tokens of its history that were seen, whose store it looks at, whether
+    its output is kept to go there, and the digest of its reference."""
+
+    row: int
+    num_seen: int
+    tenant: bytes
+    learns: bool
+    digest: bytes | None = None
+    output: "array[int]" = field(default_factory=lambda: array("i"))
+
+
+@dataclass(slots=True)
+class _Reference:
+    """A text that requests search beside their own, its row, and how many requests that are."""
+
+    text: Int32Array
+    row: int
+    num_users: int = 0
+
+
+class SuffixLookup:
+    """See the module.
+
+    Request options: `reference`, as prompt lookup's; `learn`, whether the output goes into the store; `tenant`, bytes,
+    whose store that is (the engine derives it from the request's `cache_salt`).
+    """
+
+    def __init__(self, config: SuffixLookupConfig, context: ProposerContext):
+        self._config = config
+        self.store = SuffixStore(config.store_bytes)
+        self._table = SuffixRequests(config.max_index_bytes, context.max_num_reqs, context.max_num_draft)
+        self._max_output_bytes = config.store_bytes // OUTPUT_SHARE
+        self._output_bytes = 0
+        self._saver: StoreSaver | None = None
+        if config.store_path is not None:
+            mark = fingerprint(context.tokenize, context.vocab_size)
+            self._saver = StoreSaver(self.store, Path(config.store_path), mark, config.save_every_s)
+            self._saver.load(context.vocab_size)
+        self._saves = context.rank == 0
+        self._requests: dict[str, _Request] = {}
+        self._references: dict[bytes, _Reference] = {}
+        self._behind: set[str] = set()  # requests whose text or reference is not whole yet
+        self._taken_in: Any = None  # the histories of the step that was taken in last
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """For each request the draft with the most confidence, of those from its own text and from earlier outputs."""
+        token_ids, num_draft, match_lengths = self._take_in(batch, batch.max_num_draft)
+        return Draft(token_ids, num_draft, confidence=match_lengths)
+
+    def continue_draft(
+        self, batch: DraftBatch, row: int, begun: Sequence[int], max_tokens: int
+    ) -> tuple[Int32Array, int]:
+        """Up to max_tokens tokens to follow one request's history and a draft that was begun, which is not
+        remembered; and the length of the match."""
+        if batch.token_ids is not self._taken_in:
+            self._take_in(batch, np.zeros(batch.num_reqs, np.int32))
+        request, history = self._requests[batch.request_ids[row]], batch.token_ids[row]
+        flat = np.concatenate([history[-LONGEST_MATCH:], np.array(begun, np.int32)])
+        rows = np.array([request.row, len(flat), 0, len(history)])
+        wanted = np.array([max_tokens], np.int32)
+        token_ids, num_draft, match_lengths, _ = self._table.step(
+            flat, rows, wanted, len(begun), self._config.min_confidence, self.store.texts
+        )
+        return token_ids[0, : num_draft[0]], int(match_lengths[0])
+
+    def observe(self, feedback: Feedback) -> None:
+        """Nothing to learn: what came of the drafts shows in the next batch's histories."""
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Has the texts of these requests removed, and their outputs enter the store, in this order."""
+        self._taken_in = None
+        for request_id in request_ids:
+            self._finish(request_id)
+
+    def num_bytes(self) -> int:
+        """Memory of all texts, of the store and of outputs."""
+        return self._table.num_bytes + self.store.num_bytes + self._output_bytes
+
+    def store_stats(self) -> dict[str, int]:
+        """What the store holds, and what became of texts and saves so far."""
+        store, saver = self.store, self._saver
+        return {
+            "texts": store.num_texts,
+            "tokens": store.texts.num_tokens,
+            "max_tokens": store.texts.num_pages * PAGE,
+            "tenants": store.num_tenants,
+            "bytes": store.num_bytes,
+            "removed": store.num_removed,
+            "refused": store.num_refused,
+            "saves": 0 if saver is None else saver.num_saves,
+            "failed_saves": 0 if saver is None else saver.num_failures,
+        }
+
+    def reset_store(self) -> None:
+        """Forgets all earlier outputs, of all tenants."""
+        self.store.clear()
+        self._table.search_store([request.row for request in self._requests.values()], 0)
+
+    def save_store(self) -> None:
+        """Saves the store at once, if it has a file."""
+        if self._saver is not None and self._saves:
+            self._saver.save()
+
+    def _take_in(self, batch: DraftBatch, wanted: Int32Array) -> tuple[Int32Array, Int32Array, Any]:
+        """Enters each request's new tokens and drafts so many; tokens, numbers, lengths of matches. Of longer texts as
+        much is entered as goes; and the store gets on with its work."""
+        self._taken_in = batch.token_ids
+        pieces: list[Int32Array] = []
+        rows = array("q")
+        for request_id, history, options in zip(batch.request_ids, batch.token_ids, batch.options, strict=True):
+            request, num_tokens = self._requests.get(request_id), len(history)
+            if request is None or not 0 <= num_tokens - request.num_seen <= MAX_NEW:
+                request = self._begin(request_id, history, options)
+            num_seen = request.num_seen
+            piece = history[num_seen - LONGEST_MATCH if num_seen > LONGEST_MATCH else 0 :]
+            pieces.append(piece)
+            rows.extend((request.row, len(piece), num_tokens - num_seen, num_tokens))
+            if request.learns and num_seen < num_tokens:
+                self._keep(request, history[num_seen:])
+            request.num_seen = num_tokens
+        if self._behind:
+            self._catch_up(batch)
+        self._tidy()
+        token_ids, num_draft, match_lengths, num_cut_off = self._table.step(
+            np.concatenate(pieces or [NOTHING]),
+            np.frombuffer(rows, np.int64),
+            *(wanted, 0, self._config.min_confidence, self.store.texts),
+        )
+        if num_cut_off:
+            self._behind.update(
+                name for name in batch.request_ids if not self._table.is_whole(self._requests[name].row)
+            )
+        return token_ids, num_draft, match_lengths
+
+    def _begin(self, request_id: str, history: Int32Array, options: Mapping[str, Any]) -> _Request:
+        """A request that is new, or whose text is another one."""
+        self._finish(request_id)
+        tenant = options.get("tenant")
+        tenant = tenant if isinstance(tenant, bytes) else b""
+        request = _Request(self._table.add(), len(history), tenant, options.get("learn", True) is True)
+        self._table.search_store(request.row, self.store.number(request.tenant))
+        self._requests[request_id] = request
+        self._behind.add(request_id)
+        if request.learns:  # one token of it is output
+            self._keep(request, history[-1 - NUM_PROMPT_TOKENS :])
+        text = np.asarray(options.get("reference", ()), np.int32)
+        if len(text):
+            digest = options.get("reference_digest") or hashlib.blake2b(text.tobytes(), digest_size=16).digest()
+            reference = self._references.get(digest)
+            if reference is None:
+                reference = self._references[digest] = _Reference(text, self._table.add())
+            reference.num_users += 1
+            request.digest = digest
+            self._table.search(request.row, reference.row)
+        return request
+
+    def _keep(self, request: _Request, new: Int32Array) -> None:
+        """Keeps what is new of a request's output, as long as there is room."""
+        if self._output_bytes + new.nbytes > self._max_output_bytes:
+            request.learns = False
+            return
+        request.output.frombytes(new.tobytes())
+        self._output_bytes += new.nbytes
+
+    def _finish(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        self._behind.discard(request_id)
+        self._table.drop(request.row)
+        if request.digest is not None:
+            reference = self._references[request.digest]
+            reference.num_users -= 1
+            if reference.num_users == 0:
+                self._table.drop(self._references.pop(request.digest).row)
+        self._output_bytes -= 4 * len(request.output)
+        if request.output:
+            self.store.enter(request.tenant, np.frombuffer(request.output, np.int32))
+
+    def _catch_up(self, batch: DraftBatch) -> None:
+        """Enters texts that are behind, the shortest rest first; a reference is as short as its share for each of its
+        users, or those who come and go would keep it waiting."""
+        waiting: list[tuple[float, int, int, Int32Array]] = []
+        for index, (request_id, history) in enumerate(zip(batch.request_ids, batch.token_ids, strict=True)):
+            if request_id not in self._behind:
+                continue
+            request = self._requests[request_id]
+            texts = [] if self._table.is_whole(request.row) else [(request.row, history, 1)]
+            if request.digest is not None:
+                other = self._references[request.digest]
+                if not self._table.is_whole(other.row):
+                    texts.append((other.row, other.text, other.num_users))
+            waiting += [(self._table.num_left(row, text) / users, index, row, text) for row, text, users in texts]
+            if not texts:
+                self._behind.discard(request_id)
+        work = SHARED_WORK
+        for _, _, row, text in sorted(waiting, key=lambda item: item[:2]):
+            if work > 0:
+                work = self._table.enter(row, text, work)
+
+    def _tidy(self) -> None:
+        """Goes on with what the store has to do, and with removing texts of requests that are gone."""
+        if self.store.has_work:
+            self.store.work(STORE_WORK)
+            numbers = [self.store.number(request.tenant) for request in self._requests.values()]
+            self._table.search_store([request.row for request in self._requests.values()], numbers)
+        self._table.remove(STORE_WORK)
+        if self._saver is not None and self._saves:
+            self._saver.step()

@@ -1,0 +1,213 @@
+"""A bounded store of finished texts by tenant.
+
+Oliaro et al. 2024 (suffix decoding). Knows nothing of batches or engines. Texts are entered, and those that were used
+longest ago removed, by pieces: `work` does as much as it is told to. A text that is being entered, or removed, is a
+shorter one.
+
+One tenant's texts are never looked at for another: what is hashed begins with the tenant, and tokens are compared in
+its own pages alone. Tenants share the room: who holds more than its share makes room for itself.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numba import types
+
+from vllm_specplugins.structures.ngram_table import compiled
+from vllm_specplugins.structures.suffix_chains import (
+    FIRST,
+    NEWER,
+    NONE,
+    OLDER,
+    OLDEST,
+    OWNER,
+    PAGE,
+    UNORDERED,
+    USED,
+    Int32Array,
+    Int64Array,
+)
+from vllm_specplugins.structures.suffix_drafts import order
+from vllm_specplugins.structures.suffix_texts import SMALLEST_BYTES, Texts
+
+WAITING_SHARE = 16  # one part in so many is for texts that wait to be entered
+TENANT_BYTES = 400  # of what is kept of a tenant
+FURTHEST = 1000  # texts that are looked at for a tenant's oldest one
+WHOLE = 1 << 62
+
+
+@compiled(types.int64(types.int64, types.int64, types.int32[:, ::1], types.int64[::1]))
+def _oldest_of(owner: int, furthest: int, pages: Int32Array, state: Int64Array) -> int:
+    """The owner's text that was used longest ago, if it is among so many; otherwise that of all owners."""
+    oldest: int = state[OLDEST]
+    first = oldest
+    for _ in range(furthest):
+        if first == NONE or pages[first, OWNER] == owner:
+            break
+        first = pages[first, NEWER]
+    return oldest if first == NONE or pages[first, OWNER] != owner else first
+
+
+@dataclass(slots=True)
+class _Tenant:
+    number: int
+    num_pages: int = 0
+
+
+@dataclass(slots=True)
+class _Entering:
+    """A text of which `start` tokens are entered."""
+
+    tenant: bytes
+    text: Int32Array
+    start: int = 0
+    first: int = NONE
+
+
+class SuffixStore:
+    """See the module. ValueError if max_bytes is less than 2 * SMALLEST_BYTES.
+
+    >>> store = SuffixStore(1 << 20)
+    >>> store.enter(b"me", np.array([1, 2, 3, 4, 5], np.int32))
+    True
+    >>> work_left = store.work()
+    >>> [(tenant, text.tolist()) for tenant, text in store.contents()]
+    [(b'me', [1, 2, 3, 4, 5])]
+    """
+
+    def __init__(self, max_bytes: int):
+        if max_bytes < 2 * SMALLEST_BYTES:
+            raise ValueError(f"max_bytes is {max_bytes}; it must be at least {2 * SMALLEST_BYTES}.")
+        self._max_waiting_bytes = max_bytes // WAITING_SHARE
+        self.texts = Texts(max_bytes - self._max_waiting_bytes)
+        self._longest = self.texts.num_pages * PAGE // WAITING_SHARE
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all texts."""
+        self.texts.clear()
+        self._tenants: dict[bytes, _Tenant] = {}
+        self._names: dict[int, bytes] = {}  # of tenants, by number
+        self._num_tenants_ever = 0
+        self._waiting: deque[_Entering] = deque()
+        self._waiting_bytes = 0
+        self._entering: _Entering | None = None
+        self._leaving = NONE  # first page of the text that is being removed
+        self.num_texts = self.num_removed = self.num_refused = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all arrays and of what waits."""
+        return self.texts.num_bytes + self._waiting_bytes
+
+    @property
+    def num_tenants(self) -> int:
+        """That have a text."""
+        return len(self._tenants)
+
+    def number(self, tenant: bytes) -> int:
+        """By which the texts know a tenant; 0 if there is nothing of it."""
+        known = self._tenants.get(tenant)
+        return 0 if known is None else known.number
+
+    # text: [num_tokens] int32, ids >= 0
+    def enter(self, tenant: bytes, text: Int32Array) -> bool:
+        """Has a text entered by the next `work`; False where too many wait. Of one that is too long the end is kept."""
+        text = np.array(text[-self._longest :], np.int32)
+        num_bytes = text.nbytes + TENANT_BYTES
+        if len(text) < 2 or self._waiting_bytes + num_bytes > self._max_waiting_bytes:
+            self.num_refused += 1
+            return False
+        self._waiting.append(_Entering(tenant, text))
+        self._waiting_bytes += num_bytes
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether texts wait to be entered, or are being entered or removed."""
+        return bool(self._waiting) or self._entering is not None or self._leaving != NONE
+
+    def work(self, most: int = WHOLE) -> int:
+        """Enters and removes texts as far as so much work goes, in looks into a table; what is left of it."""
+        while most > 0:
+            if self._leaving != NONE:
+                most = self._go_on_removing(most)
+            elif self._entering is not None:
+                most = self._go_on_entering(self._entering, most)
+            elif self._waiting:
+                if _num_pages(self._waiting[0].text) > self.texts.num_free:
+                    self._begin_to_remove(self._victim(self._waiting[0].tenant))
+                else:
+                    self._begin_to_enter(self._waiting.popleft())
+                most -= 1
+            else:
+                break
+        return most
+
+    def contents(self) -> Iterator[tuple[bytes, Int32Array]]:
+        """Tenant and tokens of each text that is there, the one used longest ago first."""
+        first = int(self.texts.state[OLDEST])
+        while first != NONE:
+            yield self._names[int(self.texts.pages[first, OWNER])], self.texts.read(first)
+            first = int(self.texts.pages[first, NEWER])
+
+    def contents_of(self, start: int, end: int) -> list[tuple[int, bytes, Int32Array]]:
+        """When each text that begins in these pages was used last, its tenant and its tokens."""
+        pages = self.texts.pages[start:end]
+        begins = (pages[:, FIRST] == np.arange(start, start + len(pages))) & (pages[:, OLDER] != UNORDERED)
+        firsts = (start + np.flatnonzero(begins)).tolist()
+        rows = self.texts.pages[firsts]
+        return [
+            (used, self._names[owner], self.texts.read(first))
+            for first, owner, used in zip(firsts, rows[:, OWNER].tolist(), rows[:, USED].tolist(), strict=True)
+        ]
+
+    def _victim(self, tenant: bytes) -> int:
+        """The text to be removed for one of this tenant's."""
+        known = self._tenants.get(tenant)
+        if known is None or known.num_pages * len(self._tenants) <= self.texts.num_pages:
+            return int(self.texts.state[OLDEST])
+        return int(_oldest_of(known.number, FURTHEST, self.texts.pages, self.texts.state))
+
+    def _begin_to_enter(self, entering: _Entering) -> None:
+        known = self._tenants.get(entering.tenant)
+        if known is None:
+            self._num_tenants_ever += 1
+            known = self._tenants[entering.tenant] = _Tenant(self._num_tenants_ever)
+            self._names[known.number] = entering.tenant
+        known.num_pages += _num_pages(entering.text)
+        self._entering = entering
+
+    def _go_on_entering(self, entering: _Entering, most: int) -> int:
+        number = self._tenants[entering.tenant].number
+        entering.start, entering.first, most = self.texts.enter(
+            entering.text, entering.start, entering.first, number, most
+        )
+        if entering.start == len(entering.text):
+            order(entering.first, True, self.texts.pages, self.texts.state)
+            self._waiting_bytes -= entering.text.nbytes + TENANT_BYTES
+            self._entering = None
+            self.num_texts += 1
+        return most
+
+    def _begin_to_remove(self, first: int) -> None:
+        order(first, False, self.texts.pages, self.texts.state)
+        self._leaving = first
+        self.num_texts -= 1
+        self.num_removed += 1
+
+    def _go_on_removing(self, most: int) -> int:
+        name = self._names[int(self.texts.pages[self._leaving, OWNER])]
+        num_free = self.texts.num_free
+        self._leaving, most = self.texts.remove(self._leaving, most)
+        known = self._tenants[name]
+        known.num_pages -= self.texts.num_free - num_free
+        if known.num_pages == 0:
+            del self._tenants[name], self._names[known.number]
+        return most
+
+
+def _num_pages(text: Int32Array) -> int:
+    return -(-len(text) // PAGE)

@@ -1,0 +1,89 @@
+"""`build-store`: a store for suffix_lookup from a corpus, so that a server need not begin with an empty one."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from transformers import AutoTokenizer
+
+from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.structures import store_file
+from vllm_specplugins.tools.files import read_text
+
+TOKENS_AT_ONCE = 4096  # of a text: as long as an output may be
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; 0."""
+    tokenizer, vocab_size = load(args.tokenizer)
+    tenant = b"" if args.cache_salt is None else store_file.tenant_of(args.cache_salt)
+
+    def tokenize(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    records: list[bytes] = []
+    num_tokens = 0
+    with Progress(console=Console(stderr=True)) as progress:
+        for path in progress.track(args.data, description="reading"):
+            for text in texts_of(path):
+                ids = np.array(tokenize(text), np.int32)
+                for start in range(0, len(ids), TOKENS_AT_ONCE):
+                    piece = ids[start : start + TOKENS_AT_ONCE]
+                    records.append(store_file.record(len(records), tenant, piece))
+                    num_tokens += len(piece)
+    try:
+        store_file.write(args.out, store_file.fingerprint(tokenize, vocab_size), records)
+    except OSError as error:
+        raise ConfigError(f"--out must be a file that can be written, not {args.out} ({error.strerror}).") from None
+    Console().print(f"{len(records)} texts of {num_tokens} tokens in {args.out}")
+    return 0
+
+
+def load(name: str) -> tuple[Any, int]:
+    """A model's tokenizer, and the size of its vocabulary as vLLM counts it.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    try:
+        tokenizer, config = AutoTokenizer.from_pretrained(name), AutoConfig.from_pretrained(name)
+        return tokenizer, int(config.get_text_config().vocab_size)
+    except (OSError, ValueError, AttributeError) as error:
+        cause = " ".join(str(error).split())[:120]
+        raise ConfigError(f"--tokenizer must be a model's folder or name, not {shown(name)} ({cause}).") from None
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """The texts of a file: of JSON lines each "text", or what the assistant says in "messages"; else all of it."""
+    whole = read_text(path)
+    if path.suffix != ".jsonl":
+        yield whole
+        return
+    for number, line in enumerate(whole.splitlines(), start=1):
+        if line.strip():
+            yield from _said(path, number, line)
+
+
+def _said(path: Path, number: int, line: str) -> Iterator[str]:
+    wanted = 'must be {"text": TEXT} or {"messages": [...]}'
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        raise ConfigError(f"--data: line {number} of {path} {wanted}, not {shown(line)}.") from None
+    if isinstance(entry, dict) and isinstance(entry.get("text"), str):
+        yield entry["text"]
+    elif isinstance(entry, dict) and isinstance(entry.get("messages"), list):
+        for message in entry["messages"]:
+            is_ours = isinstance(message, dict) and message.get("role") == "assistant"
+            if is_ours and isinstance(message.get("content"), str):
+                yield message["content"]
+    else:
+        raise ConfigError(f"--data: line {number} of {path} {wanted}, not {shown(line)}.")

@@ -1,0 +1,1 @@
+"""`replay`: recorded traffic, played through history proposers without a model."""

@@ -1,0 +1,73 @@
+"""What is compared: history proposers, each as it is and behind a gate, with each K."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vllm_specplugins.config import CommonConfig, ConfigError
+from vllm_specplugins.methods import METHODS, built_in_stage, parse_config, registered_methods, runs_target
+from vllm_specplugins.tools.bench.methods import Config, pick_methods
+
+ALWAYS, GATED = "always", "gated"
+SHARED = {entry.name for entry in fields(CommonConfig)}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A method, whether a gate chooses its lengths, and its whole --speculative-config."""
+
+    method: str
+    policy: str
+    config: Config
+
+    @property
+    def num_draft(self) -> int:
+        """K."""
+        return int(self.config["num_speculative_tokens"])
+
+
+def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candidate]:
+    """All that are to be played, by method, policy and K.
+
+    Args:
+        wanted: as for `bench`; nothing: every history proposer that is here, and cascades of those of ours.
+
+    Raises:
+        ConfigError: a method that is none, or that needs more than histories.
+    """
+    found = []
+    for name, config in pick_methods(wanted or list(_default())).items():
+        if config is None:
+            continue
+        _check_reads_histories(name, config)
+        for policy, its in _policies(config):
+            found += [Candidate(name, policy, {**its, "num_speculative_tokens": count}) for count in num_drafts]
+    return found
+
+
+def _default() -> Iterator[str]:
+    """Names of every history proposer."""
+    for name, method in METHODS.items():
+        if method.reads_history and not method.runs_target and name not in ("cascade", "custom"):
+            yield name
+    yield from registered_methods()
+
+
+def _check_reads_histories(name: str, config: Config) -> None:
+    if config["method"] in (*METHODS, *registered_methods()):
+        parsed = parse_config(config)
+        if not runs_target(parsed) and built_in_stage(parsed) is None:
+            return
+    raise ConfigError(f"--methods must be proposers that read token ids alone, as prompt_lookup does, not {name}.")
+
+
+def _policies(config: Config) -> Iterator[tuple[str, Config]]:
+    """The configuration with all that is found drafted, and behind a gate."""
+    if config["method"] == "cascade":
+        yield ALWAYS, {**config, "gate": "off"}
+        yield GATED, {**config, "gate": "auto"}
+        return
+    shared = {key: value for key, value in config.items() if key in SHARED}
+    stage: dict[str, Any] = {key: value for key, value in config.items() if key not in SHARED}
+    yield ALWAYS, config
+    yield GATED, {"method": "cascade", **shared, "policy": "first", "stages": [stage]}

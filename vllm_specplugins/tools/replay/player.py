@@ -1,0 +1,130 @@
+"""Plays recorded texts to a proposer: how far each gets in a step is up to the drafts.
+
+What the target said next is known, and a draft is accepted as far as it says so. Who takes part in a step is the
+caller's to decide: a recorded engine (check/trace.py) or one that is simulated (simulate.py).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array
+from vllm_specplugins.request_options import draft_limit
+
+
+class Recorded(Protocol):
+    """Requests by number: of each its prompt and all that the target said, how much of that is prompt, its options."""
+
+    @property
+    def histories(self) -> Sequence[Int32Array]: ...
+    @property
+    def prompt_lengths(self) -> Sequence[int]: ...
+    @property
+    def options(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+class Fate(NamedTuple):
+    """What became of a request in a step: draft tokens verified and accepted, tokens that it got; none at its first."""
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+class Player:
+    """See the module.
+
+    Args:
+        recorded: the requests.
+        max_num_draft: K.
+        max_model_len: most tokens that a request can have.
+        propose: a fault barrier's.
+        forget: a fault barrier's.
+    """
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        max_num_draft: int,
+        max_model_len: int,
+        propose: Callable[[DraftBatch, Feedback], Draft],
+        forget: Callable[[Sequence[str]], None],
+    ):
+        self._recorded, self._max_num_draft, self._max_model_len = recorded, max_num_draft, max_model_len
+        self._propose, self._forget = propose, forget
+        # What a request that arrives has: its prompt, and the token that its prefill gave.
+        self.lengths = [length + 1 for length in recorded.prompt_lengths]
+        self._drafts: dict[int, list[int]] = {}  # to be verified
+        self._has_arrived: set[int] = set()
+
+    def num_drafted(self, number: int) -> int:
+        """Tokens that wait to be verified."""
+        return len(self._drafts.get(number, ()))
+
+    def is_new(self, number: int) -> bool:
+        """Whether the request had no step yet."""
+        return number not in self._has_arrived
+
+    def is_said(self, number: int) -> bool:
+        """Whether the target has nothing more to say."""
+        return self.lengths[number] >= len(self._recorded.histories[number])
+
+    def step(self, running: Sequence[int], step_ms: float | None = None) -> list[Fate]:
+        """Verifies the last drafts of these requests, and has them drafted for.
+
+        Args:
+            step_ms: for the feedback.
+        """
+        fates = [self._verify(number) for number in running]
+        self._has_arrived.update(running)
+        batch = self.batch(running)
+        drafted, accepted = ([fate[index] for fate in fates] for index in (0, 1))
+        proposed = self._propose(batch, feedback(batch.request_ids, drafted, accepted, step_ms))
+        counts = proposed.num_draft.tolist()
+        for number, tokens, count in zip(running, proposed.token_ids.tolist(), counts, strict=True):
+            self._drafts[number] = tokens[:count]
+        return fates
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """These requests are over, or preempted: their drafts are lost."""
+        for number in numbers:
+            self._drafts.pop(number, None)
+            self._forget([name_of(number)])
+
+    def batch(self, running: Sequence[int]) -> DraftBatch:
+        """What the proposer is shown of these requests."""
+        recorded, lengths = self._recorded, self.lengths
+        limits = [
+            draft_limit(recorded.options[number], lengths[number], self._max_num_draft, self._max_model_len)
+            for number in running
+        ]
+        return DraftBatch(
+            request_ids=[name_of(number) for number in running],
+            token_ids=[recorded.histories[number][: lengths[number]] for number in running],
+            max_num_draft=np.array(limits, np.int32),
+            options=[recorded.options[number] for number in running],
+        )
+
+    def _verify(self, number: int) -> Fate:
+        """How much of a draft the target says, too; it says one token more."""
+        draft = self._drafts.pop(number, [])
+        if self.is_new(number):
+            return Fate(0, 0, 0)
+        history, length = self._recorded.histories[number], self.lengths[number]
+        truth = history[length : length + len(draft)].tolist()
+        accepted = next((at for at, (ours, its) in enumerate(zip(draft, truth, strict=False)) if ours != its), None)
+        accepted = len(truth) if accepted is None else accepted
+        self.lengths[number] = min(length + accepted + 1, len(history))
+        return Fate(len(draft), accepted, self.lengths[number] - length)
+
+
+def name_of(number: int) -> str:
+    return f"request-{number}"
+
+
+def feedback(
+    request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int], step_ms: float | None = None
+) -> Feedback:
+    """What a proposer is told of a step."""
+    return Feedback(request_ids, np.array(drafted, np.int32), np.array(accepted, np.int32), step_ms)

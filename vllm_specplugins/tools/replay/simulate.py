@@ -1,0 +1,168 @@
+"""A simulated engine: recorded requests in the order in which they came, so many at a time, in steps that cost time.
+
+Prompts are free, since they cost the same whatever is drafted: what is counted is decoding. A request that comes while
+others decode takes part from the next step on, and makes that step say nothing to a gate, as in an engine.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext
+from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.tools.replay.costs import CostTable
+from vllm_specplugins.tools.replay.data import Traffic
+from vllm_specplugins.tools.replay.player import Fate, Player
+
+Build = Callable[[ProposerContext], Proposer]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step costs, and how many requests there are at a time.
+
+    Args:
+        draft_us: of drafting, for each request and step; None: what it takes here.
+    """
+
+    costs: CostTable
+    batch: int = 1
+    draft_us: float | None = None
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over all steps of single requests behind their first tokens.
+
+    Args:
+        drafts: steps that verified a draft.
+        step_ms: of the engine, drafting excluded.
+        drafting_ms: of the proposer and what is around it, on this machine or as the load says.
+    """
+
+    steps: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    step_ms: float = 0.0
+    drafting_ms: float = 0.0
+    faults: dict[str, int] = field(default_factory=dict)
+
+    def add(self, fates: Sequence[Fate]) -> None:
+        """What became of requests in a step."""
+        self.steps += len(fates)
+        for drafted, accepted, emitted in fates:
+            self.drafts += drafted > 0
+            self.drafted += drafted
+            self.accepted += accepted
+            self.emitted += emitted
+
+    @property
+    def ms(self) -> float:
+        return self.step_ms + self.drafting_ms
+
+    @property
+    def tokens_per_ms(self) -> float:
+        return self.emitted / self.ms if self.ms else 0.0
+
+
+def simulate(
+    traffic: Traffic,
+    build: Build | None,
+    num_draft: int,
+    load: Load,
+    tokenize: Callable[[str], list[int]] = lambda text: [],
+    advance: Callable[[], None] = lambda: None,
+) -> Totals:
+    """Plays all of the traffic.
+
+    Args:
+        build: makes the proposer; None: nothing is drafted.
+        num_draft: K.
+        tokenize: for the proposer.
+        advance: called whenever a request is over.
+    """
+    engine = _Engine(traffic, build, num_draft, load, tokenize)
+    waiting, running = deque(range(len(traffic.histories))), list[int]()
+    while waiting or running:
+        while waiting and len(running) < load.batch and traffic.start_ms[waiting[0]] <= engine.clock_ms:
+            running.append(waiting.popleft())
+        if not running:
+            engine.idle_ms += traffic.start_ms[waiting[0]] - engine.clock_ms
+            continue
+        for number in engine.step(running):
+            running.remove(number)
+            advance()
+    engine.totals.faults = engine.faults
+    return engine.totals
+
+
+class _Engine:
+    def __init__(
+        self, traffic: Traffic, build: Build | None, num_draft: int, load: Load, tokenize: Callable[[str], list[int]]
+    ):
+        self.totals = Totals()
+        self.idle_ms = 0.0  # in all
+        self._load, self._num_reqs, self._proposing_ms = load, 0, 0.0
+        max_model_len = traffic.max_model_len + num_draft
+        self._barrier: FaultBarrier | None = None
+        if build is not None:
+            context = ProposerContext(
+                vocab_size=traffic.vocab_size,
+                max_model_len=max_model_len,
+                max_num_reqs=load.batch,
+                max_num_draft=num_draft,
+                tokenize=tokenize,
+                agreed=self._told,
+            )
+            self._barrier = FaultBarrier(build(context), traffic.vocab_size, num_draft, None)
+        forget = self._barrier.forget if self._barrier else lambda numbers: None
+        self._player = Player(traffic, num_draft, max_model_len, self._propose, forget)
+
+    @property
+    def clock_ms(self) -> float:
+        """Since the beginning."""
+        return self.totals.ms + self.idle_ms
+
+    @property
+    def faults(self) -> dict[str, int]:
+        return self._barrier.counters.faults if self._barrier else {}
+
+    def step(self, running: Sequence[int]) -> list[int]:
+        """One step of these requests; those that are over with it."""
+        player, load, totals = self._player, self._load, self.totals
+        decoding = [number for number in running if not player.is_new(number)]
+        num_draft = sum(map(player.num_drafted, decoding))
+        context = sum(player.lengths[number] for number in decoding)
+        step_ms = load.costs.step_ms(len(decoding), num_draft, context) if decoding else 0.0
+        fates = player.step(running, step_ms if len(decoding) == len(running) else None)
+        totals.add([fate for fate in fates if fate.emitted])
+        totals.step_ms += step_ms
+        if self._barrier is not None:
+            totals.drafting_ms += self._drafting_ms(self._proposing_ms)
+        over = [number for number in running if player.is_said(number)]
+        player.forget(over)
+        return over
+
+    def _propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
+        self._num_reqs = batch.num_reqs
+        if self._barrier is None:
+            return Draft.empty(batch.num_reqs)
+        start = time.thread_time()
+        draft = self._barrier.propose(batch, feedback)
+        self._proposing_ms = (time.thread_time() - start) * 1000
+        return draft
+
+    def _drafting_ms(self, measured: float) -> float:
+        us = self._load.draft_us
+        return measured if us is None else us * self._num_reqs / 1000
+
+    def _told(self, value: Any) -> Any:
+        """What ranks agree on: a gate's times, of which the drafting's are those of the load, and drafts."""
+        match value:
+            case [float() as step_ms, float() as drafting_ms, *others]:
+                return [step_ms, self._drafting_ms(drafting_ms), *others]
+        return value
