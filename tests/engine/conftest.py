@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -76,11 +75,35 @@ _device.loader.exec_module(sys.modules["simulated_device"])
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
 def v2_on_a_cpu() -> Iterator[None]:
-    """What V2 lacks on a CPU; with SPECPLUGINS_TAPES=1 all engines run on the simulated device."""
-    from simulated_device.device import interpreted, simulated_device
+    """What V2 lacks on a CPU."""
+    from simulated_device.device import interpreted
 
-    with interpreted(), simulated_device(is_cuda=True) if TAPES else nullcontext():
+    with interpreted():
         yield
+
+
+@pytest.fixture(scope="module", autouse=TAPES)
+def tapes(request: pytest.FixtureRequest, engine: Any) -> Iterator[None]:
+    """Engines run on the simulated device, but in the files of its own tests, which switch it on."""
+    if "test_simulated" in request.module.__name__:
+        engine.stop()
+        yield
+        return
+    from simulated_device.device import simulated_device
+
+    with simulated_device(is_cuda=True):
+        yield
+        engine.stop()
+
+
+@pytest.fixture(scope="module")
+def device(engine: Any, expected: Any) -> Iterator[Any]:
+    """The simulated device, behind what its tests expect, which is made without it."""
+    from simulated_device.device import simulated_device
+
+    with simulated_device(is_cuda=True) as device:
+        yield device
+        engine.stop()
 
 
 def graphs(sizes: Iterable[int] = (1, 4, 8, 24, 40)) -> dict[str, Any]:

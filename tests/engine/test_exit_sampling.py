@@ -8,14 +8,21 @@ import numpy as np
 import pytest
 import torch
 from conftest import INTERPRETED, RUNNER, spec_metrics
-from scipy.stats import chisquare
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_vocabulary import (
+    PROMPT,
+    TEMPERATURE,
+    TOP_P,
+    VOCAB_SIZE,
+    exact_probs,
+    kept_probs,
+    p_value,
+    sampled,
+    write_checkpoint,
+)
+from transformers import LlamaForCausalLM
 
-VOCAB_SIZE = 12
-PROMPT = [3, 7, 1, 0, 5, 11, 2]
-TEMPERATURE = 0.8
-TOP_P = 0.9
 NUM_SAMPLES = 400 if INTERPRETED else 20_000
+HALVES = [NUM_SAMPLES // 2] * 2  # vLLM draws no more at once
 ARGUMENTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "max_model_len": 64,
@@ -26,58 +33,12 @@ ARGUMENTS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of which the first is a poor guess at both."""
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(3)
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=0.2)
-    folder = tmp_path_factory.mktemp("tiny")
-    model.save_pretrained(folder)
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> np.ndarray:
-    """[VOCAB_SIZE ** 3] probability of each three tokens, by enumeration."""
-    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    triples = torch.cartesian_prod(*[torch.arange(VOCAB_SIZE)] * 3)
-    sequences = torch.cat((torch.tensor(PROMPT).expand(len(triples), -1), triples), dim=1)
-    with torch.inference_mode():
-        logits = model(sequences).logits[:, len(PROMPT) - 1 : -1].double()
-    kept = kept_probs(torch.softmax(logits / TEMPERATURE, dim=-1))
-    return kept.gather(-1, triples[..., None])[..., 0].prod(dim=-1).numpy()
-
-
-def kept_probs(probs: torch.Tensor) -> torch.Tensor:
-    """Probabilities after top-p."""
-    ordered, order = probs.sort(dim=-1, descending=True)
-    ordered[ordered.cumsum(-1) - ordered >= TOP_P] = 0
-    return torch.zeros_like(probs).scatter_(-1, order, ordered / ordered.sum(-1, keepdim=True))
-
-
-def sampled(llm: Any) -> np.ndarray:
-    """[VOCAB_SIZE ** 3] how often each three tokens come up."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=TEMPERATURE, top_p=TOP_P, max_tokens=3, n=NUM_SAMPLES // 2, ignore_eos=True, detokenize=False
-    )
-    results = llm.generate([{"prompt_token_ids": PROMPT}] * 2, params, use_tqdm=False)
-    tokens = np.array([output.token_ids for result in results for output in result.outputs])
-    return np.bincount(tokens @ [VOCAB_SIZE**2, VOCAB_SIZE, 1], minlength=VOCAB_SIZE**3)
-
-
-def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
-    """Chi-squared; outcomes that are expected fewer than ten times are one cell. Impossible ones must not occur."""
-    assert not counts[probs == 0].any()
-    common = probs * counts.sum() >= 10
-    cells = np.append(counts[common], counts[~common].sum())
-    return chisquare(cells, np.append(probs[common], probs[~common].sum()) * counts.sum()).pvalue
+    return exact_probs(checkpoint)
 
 
 def early_exit(method: str) -> dict[str, Any]:
@@ -96,7 +57,7 @@ def drafting(request: pytest.FixtureRequest, engine: Any, checkpoint: Path) -> I
 def test_distribution(drafting: Any, expected: np.ndarray) -> None:
     """Kills: a q that is not the one that was drawn from; drafted positions at another temperature or top-p; drafts
     whose noise an earlier step has used, where a whole draft decides."""
-    assert p_value(sampled(drafting), expected) > 1e-4
+    assert p_value(sampled(drafting, *HALVES), expected) > 1e-4
     metrics = spec_metrics(drafting)
     rate = metrics["accepted_tokens"] / metrics["draft_tokens"]
     assert 0.1 < rate < 0.9, "both branches of the acceptance rule must matter"
@@ -170,7 +131,7 @@ def test_a_wrong_q_is_seen(
     right = Verifier.keep_draft
     monkeypatch.setattr(Verifier, "keep_draft", lambda self, ids, logits: right(self, ids, logits / 2))
     llm = engine(early_exit("probabilistic"), model=str(checkpoint), **ARGUMENTS)
-    assert p_value(sampled(llm), expected) < 1e-6
+    assert p_value(sampled(llm, *HALVES), expected) < 1e-6
 
 
 @pytest.mark.slow

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 from cases import early_exit, generate, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, TAPES, graphs, spec_metrics
+from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, graphs, spec_metrics
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from simulated_device.device import Device, simulated_device
+from recorded import recapture, replays, runner
+from simulated_device.device import Device
 from simulated_device.guard import DeviceError
 from simulated_device.tape import CaptureError
-from vllm.config.compilation import CUDAGraphMode
 
 NUM_TOKENS = 13  # one from the prompt and three whole steps of K + 1
 K = 3
@@ -34,23 +34,6 @@ def prompts() -> list[list[int]]:
 def expected(engine: Any, prompts: Any) -> list[list[int]]:
     """Of an eager engine without speculation."""
     return generate(engine(enforce_eager=True), prompts, [8], max_tokens=NUM_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def device(engine: Any, expected: Any) -> Iterator[Device]:
-    if TAPES:
-        pytest.skip("has a device of its own")
-    with simulated_device(is_cuda=True) as device:
-        yield device
-        engine.stop()
-
-
-def runner(llm: Any) -> Any:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
-
-
-def replays(manager: Any) -> int:
-    return sum(graph.num_replays for graph in manager.graphs.values())
 
 
 def test_vllm_alone(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
@@ -117,13 +100,6 @@ def test_all_layers(device: Device, all_layers: Any, prompts: Any, expected: Any
     assert replays(speculator._graphs) >= before + 3 and device.ledger.places.total() == places
     stats = all_layers.collective_rpc("specplugins_stats")[0]
     assert stats["faults"] == {} and stats["propose_ms"] == 0, "drafting eagerly takes time"
-
-
-def recapture(device: Device, speculator: Any) -> None:
-    """Records the drafting graphs anew."""
-    with device.guard.active(), torch.inference_mode():
-        speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
-        speculator.capture()
 
 
 @pytest.fixture

@@ -2,17 +2,16 @@
 
 import os
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from cases import PROMPT_LOOKUP, STRESS, early_exit, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, TAPES, graphs, spec_metrics
+from conftest import DEMO_MODEL, INTERPRETED, graphs, spec_metrics
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from simulated_device.device import Device, simulated_device
+from simulated_device.device import Device
 from simulated_device.leaks import sizes
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -63,15 +62,6 @@ def expected(engine: Any, prompts: Any) -> dict[tuple[int, bool], list[int]]:
         use_tqdm=False,
     )
     return {case: list(output.outputs[0].token_ids) for case, output in zip(cases, outputs, strict=True)}
-
-
-@pytest.fixture(scope="module")
-def device(engine: Any, expected: Any) -> Iterator[Device]:
-    if TAPES:
-        pytest.skip("has a device of its own")
-    with simulated_device(is_cuda=True) as device:
-        yield device
-        engine.stop()
 
 
 def play(llm: Any, prompts: Any, seed: int) -> dict[tuple[int, bool], list[list[int]]]:

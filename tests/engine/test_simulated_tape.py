@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import INTERPRETED, TAPES
+from conftest import INTERPRETED
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -21,8 +21,6 @@ HERE = torch.device("cpu")  # what vLLM calls the device
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[Device]:
-    if TAPES:
-        pytest.skip("has a device of its own")
     with simulated_device() as device, device.guard.active(), torch.inference_mode():
         yield device
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from simulated_device import operations, tape
 from simulated_device.ledger import Ledger
@@ -131,19 +130,14 @@ class _Calls(TorchFunctionMode):
             return source.clone()
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(operations.Kernels):
     """What reaches the dispatcher."""
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()
         self._guard = guard
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        key = operations.made_of_others(func)
-        if key is not None:
-            with self:
-                return func._op_dk(key, *args, **kwargs)
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         guard, memory = self._guard, self._guard.memory
         given = tensors((args, kwargs))
         if not any(memory.is_device(tensor) for tensor in given):

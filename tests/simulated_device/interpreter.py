@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks for vLLM's kernels, and a quarter of its time; its launches as the device's."""
+"""What Triton's interpreter lacks for vLLM's kernels, and most of its time; its launches as the device's."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,25 @@ def patch_interpreter(patches: Patches) -> None:
         mask.data = mask.data.astype(bool)  # that of a grammar's bits is of integers
         return masked_store(self, pointers, value, mask, *rest)
 
+    dtypes: dict[str, Any] = {}
+    find_dtype = interpreter._get_np_dtype
+
+    def dtype_of(kind: Any) -> Any:
+        """The interpreter lists all dtypes to look up one."""
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = find_dtype(kind)
+        return dtypes[name]
+
+    everywhere, patch_lang = SimpleNamespace(__globals__={"tl": tl, "core": tl.core}), interpreter._patch_lang
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.rewrite()(*args, **kwargs)  # of a kernel, whose launch has patched the language
+
+    patches.set(interpreter, "_patch_lang", lambda kernel: patch_lang(everywhere))
+    patches.set(interpreter, "_get_np_dtype", dtype_of)
     patches.set(interpreter, "_patch_builtin", patch_builtin)
+    patches.set(interpreter.InterpretedFunction, "__call__", call)
     patches.set(interpreter.InterpreterBuilder, "create_masked_store", create_masked_store)
     # vLLM takes residuals of a dense q with libdevice's log1p.
     patches.set(rejection_sampler_utils, "tldevice", SimpleNamespace(log1p=lambda x: tl.log(1.0 + x)))

@@ -1,8 +1,10 @@
 """What is asked of an operation that PyTorch dispatches: what it reads, writes, makes, and whether it must wait."""
 
+from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Tensor = torch.Tensor
@@ -61,7 +63,23 @@ def poison(tensor: Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).max // 3)
 
 
-def made_of_others(func: Any) -> Any:
+class Kernels(TorchDispatchMode):
+    """Sees what the device runs: an operation that is made of others is taken apart."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        key = _made_of_others(func)
+        if key is None:
+            return self.run(func, args, kwargs)
+        with self:
+            return func._op_dk(key, *args, **kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+@cache
+def _made_of_others(func: Any) -> Any:
     """The key of an operation's implementation if what that calls is the device's work; None for a kernel.
 
     vLLM's own operations are Python, and look into the forward context. Its kernels (_C) are whole.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from simulated_device import operations
@@ -142,17 +142,12 @@ def launch(name: str, kernel: Callable[[], Any], writes: list[Tensor]) -> None:
             _open.graph.add_launch(name, kernel)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(operations.Kernels):
     def __init__(self, graph: TapeGraph) -> None:
         super().__init__()
         self._graph = graph
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        key = operations.made_of_others(func)
-        if key is not None:
-            with self:
-                return func._op_dk(key, *args, **kwargs)
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if operations.waits(func, args, kwargs) or func is torch.ops.aten.lift_fresh.default:
             raise CaptureError(f"{func} waits for the device")
         self._graph.will_write(operations.written(func, args, kwargs))

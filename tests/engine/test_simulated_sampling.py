@@ -1,0 +1,116 @@
+"""Sampled drafts of early exit, replayed: three tokens of a tiny vocabulary against their exact distribution."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import early_exit
+from conftest import INTERPRETED, graphs, spec_metrics
+from recorded import replays, runner
+from small_vocabulary import VOCAB_SIZE, exact_probs, sampled, write_checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
+from vllm_specplugins.kernels import rejection
+
+from vllm_specplugins.tools.lossless.statistics import chi_squared
+
+if not INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from simulated_device.device import Device
+
+K = 2
+ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
+BATCHES = [*range(1, 9), *[8] * (70 if ALL else 5)]
+ARGUMENTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 64,
+    "enable_prefix_caching": True,
+    **graphs((1, 3, 6, 8, 12, 24)),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def fast_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the reference, as if that were a kernel: the real one takes a second a step in the interpreter."""
+    load = rejection.load
+
+    def run(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            results = load("reference")(*arguments)
+        return tuple(result.to(torch.device("cpu"), non_blocking=True) for result in results)
+
+    monkeypatch.setattr(rejection, "load", lambda name: run)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> np.ndarray:
+    return exact_probs(checkpoint, top_p=1.0).reshape([VOCAB_SIZE] * 3)
+
+
+def start(engine: Any, checkpoint: Path, layer: int) -> Any:
+    config = {**early_exit(layer, K), "draft_sample_method": "probabilistic"}
+    return engine(config, model=str(checkpoint), **ARGUMENTS)
+
+
+def rate(llm: Any, batches: list[int]) -> tuple[np.ndarray, float]:
+    """Counts of the outcomes of all batches, all of which were replayed, and the share of drafts accepted."""
+    speculator, target = runner(llm).speculator, runner(llm).cudagraph_manager
+    graphs_before, before = (replays(speculator._graphs), replays(target)), spec_metrics(llm)
+    counts = sampled(llm, *batches, top_p=1.0).reshape([VOCAB_SIZE] * 3)
+    after = spec_metrics(llm)
+    assert replays(speculator._graphs) >= graphs_before[0] + len(batches)
+    assert replays(target) >= graphs_before[1] + len(batches)
+    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    assert drafted >= K * sum(batches) and llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+    return counts, accepted / drafted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [2, 1])
+def test_distribution(engine: Any, device: Device, checkpoint: Path, expected: np.ndarray, layer: int) -> None:
+    """Batches of 1 to 8, most with padding rows; from all layers every draft is accepted.
+
+    Fails if verification reads a q that the graph did not write, if a padding row writes into a request's q, or if a
+    graph keeps the noise that it was recorded with: then all drafts of all layers are accepted, and not by chance.
+    """
+    counts, accepted = rate(start(engine, checkpoint, layer), BATCHES)
+    assert accepted == 1 if layer == 2 else 0.1 < accepted < 0.9
+    assert chi_squared([(counts, expected, expected)]).p_value > 1e-4
+
+
+@pytest.mark.slow
+def test_noise_in_a_graph(
+    engine: Any, device: Device, checkpoint: Path, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plants seeds that are recorded: nothing but the distribution shows it."""
+    from vllm_specplugins.proposers.early_exit import EarlyExit
+
+    propose = EarlyExit.propose
+
+    def seeded(self: Any, batch: Any) -> Any:
+        batch.target.sampling.seeds.fill_(7)
+        return propose(self, batch)
+
+    engine.stop()
+    monkeypatch.setattr(EarlyExit, "propose", seeded)
+    counts, accepted = rate(start(engine, checkpoint, 2), BATCHES[4:])
+    engine.stop()
+    assert accepted == 1 and chi_squared([(counts, expected, expected)]).p_value < 1e-6
+
+
+@pytest.mark.slow
+def test_a_lost_q(engine: Any, device: Device, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plants a q that was allocated anew, behind the capture."""
+    llm = start(engine, checkpoint, 2)
+    speculator = runner(llm).speculator
+    monkeypatch.setattr(speculator, "draft_logits", speculator.draft_logits.clone())
+    _, accepted = rate(llm, [3, 5])
+    assert accepted < 0.9
