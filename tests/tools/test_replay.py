@@ -105,6 +105,7 @@ def test_concurrent_requests() -> None:
     first, second, third = (f"request-{number}" for number in range(3))
     assert names == [[first, second], [first, second], [first, second], [second, third], [third]]
     assert [feedback.step_ms for feedback in guess.fed] == [None, 11.0, 11.0, None, 10.0]
+    assert guess.gone == [first, second]  # the third is over with the last step
     assert totals.step_ms == pytest.approx(11 + 11 + 10 + 10) and totals.emitted == 2 + 3 + 1
 
 
