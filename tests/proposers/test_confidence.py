@@ -16,6 +16,7 @@ from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.confidence import Calibration
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
+from vllm_specplugins.proposers.records import Records
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
 K, NUM_ROWS = 6, 8
@@ -125,3 +126,16 @@ def test_same_on_tensors() -> None:
     """The same chances to the last few bits. Fails if an operation is one side's alone, or float32 on one side."""
     expected, found = (judged(made_up(3), device) for device in (None, "cpu"))
     np.testing.assert_allclose(found, expected, atol=1e-9)
+
+
+def test_compiled_loops_are_the_same() -> None:
+    """Of one stage, on the host. Fails if a grade, a prior or a decay of the compiled loops is another."""
+    host, tensors = Records(2, NUM_ROWS), Records(2, NUM_ROWS, "cpu")
+    for rows, drafts, verified, accepted in made_up(4):
+        given = rows, drafts.stage, drafts.confidence, verified, accepted
+        host.add(*given)
+        tensors.add(*map(torch.from_numpy, given))
+        for stage in (0, 1):
+            expected = tensors.chances(torch.from_numpy(rows), stage, torch.from_numpy(drafts.confidence))
+            np.testing.assert_allclose(host.chances(rows, stage, drafts.confidence), expected, atol=1e-9)
+        np.testing.assert_array_equal(host.whole, tensors.whole)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_specplugins.proposers import records_host
 from vllm_specplugins.proposers.drafted import Array, columns, like, namespace, picked, tally, up_to, zeros
 
 DECAY = 0.8  # of a request's record of a stage, by draft; half of it is forgotten after three drafts
@@ -105,6 +106,11 @@ class Records:
             stage: of all of these tokens, or [R, K], of each.
             confidence: [R, K], of the tokens.
         """
+        if isinstance(confidence, np.ndarray) and isinstance(stage, int):
+            found = np.empty_like(confidence)
+            counts = self._tried, self._accepted, self._shared_tried, self._shared_accepted
+            records_host.chances(found, *counts, rows, stage, confidence, PRIOR_WEIGHT, FIRST_GUESS)
+            return found
         prior = (self._shared_accepted + PRIOR_WEIGHT * FIRST_GUESS) / (self._shared_tried + PRIOR_WEIGHT)
         rates = (self._accepted[rows] + PRIOR_WEIGHT * prior) / (self._tried[rows] + PRIOR_WEIGHT)
         return picked(rates.reshape(len(rows), -1), stage * NUM_GRADES + grades(confidence))
@@ -117,6 +123,11 @@ class Records:
             stage, confidence: [R, K], of the tokens.
             num_draft, num_accepted: [R].
         """
+        if isinstance(stage, np.ndarray):
+            counts = self._tried, self._accepted, self._shared_tried, self._shared_accepted, self.whole
+            fates = num_draft.astype(np.int64), num_accepted.astype(np.int64)
+            records_host.add(*counts, rows, stage, confidence, *fates, DECAY, SHARED_DECAY)
+            return
         xp, places, shape = namespace(stage), columns(stage), (len(rows), *self._tried.shape[1:])
         is_drafted, is_accepted = places < num_draft[:, None], places < num_accepted[:, None]
         # Of its request, stage and grade.

@@ -1,0 +1,80 @@
+"""What `Records` does, as compiled loops: on a host many small operations on arrays take longer than their work."""
+
+from typing import Any
+
+from numba import types
+
+from vllm_specplugins.structures.ngram_table import compiled
+
+_counts, _table = types.float64[:, :, ::1], types.float64[:, ::1]
+_whole, _rows = types.float64[:, ::1], types.int64[::1]
+_real = types.float64
+
+
+@compiled(types.void(_table, _counts, _counts, _table, _table, _rows, types.int64, _table, _real, _real))
+def chances(
+    out: Any,
+    tried: Any,
+    accepted: Any,
+    shared_tried: Any,
+    shared_accepted: Any,
+    rows: Any,
+    stage: int,
+    confidence: Any,
+    weight: float,
+    guess: float,
+) -> None:
+    """See Records.chances; of one stage."""
+    for index in range(len(rows)):
+        row = rows[index]
+        for place in range(confidence.shape[1]):
+            sure = confidence[index, place]
+            grade = int(sure > 2) + int(sure > 4) + int(sure > 8)
+            prior = (shared_accepted[stage, grade] + weight * guess) / (shared_tried[stage, grade] + weight)
+            out[index, place] = (accepted[row, stage, grade] + weight * prior) / (tried[row, stage, grade] + weight)
+
+
+@compiled(
+    types.void(
+        *(_counts, _counts, _table, _table, _whole, _rows, types.int64[:, ::1], _table),
+        *(_rows, _rows, _real, _real),
+    )
+)
+def add(
+    tried: Any,
+    accepted: Any,
+    shared_tried: Any,
+    shared_accepted: Any,
+    whole: Any,
+    rows: Any,
+    stages: Any,
+    confidence: Any,
+    num_draft: Any,
+    num_accepted: Any,
+    decay: float,
+    shared: float,
+) -> None:
+    """See Records.add; one draft after the other."""
+    for index in range(len(rows)):
+        row, length, num_right = rows[index], num_draft[index], num_accepted[index]
+        last_cell = -1
+        for place in range(min(length, num_right + 1)):
+            sure, stage = confidence[index, place], stages[index, place]
+            grade = int(sure > 2) + int(sure > 4) + int(sure > 8)
+            if stage * 4 + grade != last_cell:
+                last_cell = stage * 4 + grade
+                tried[row, stage, grade] *= decay
+                accepted[row, stage, grade] *= decay
+                shared_tried[stage, grade] *= shared
+                shared_accepted[stage, grade] *= shared
+            is_right = place < num_right
+            tried[row, stage, grade] += 1.0
+            accepted[row, stage, grade] += is_right
+            shared_tried[stage, grade] += 1.0
+            shared_accepted[stage, grade] += is_right
+        start = 0
+        for place in range(1, length + 1):  # each stage's stretch
+            if place == length or stages[index, place] != stages[index, start]:
+                if num_right >= start:
+                    whole[row, stages[index, start]] = place - start if num_right >= place else 0
+                start = place
