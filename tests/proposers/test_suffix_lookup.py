@@ -1,0 +1,141 @@
+"""Suffix lookup as a proposer: what it learns, keeps, forgets and takes in; docstrings say when a test fails."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_specplugins.config import ConfigError, SuffixLookupConfig
+from vllm_specplugins.draft import DraftBatch, ProposerContext
+from vllm_specplugins.methods import parse_config
+from vllm_specplugins.proposers.suffix_lookup import MAX_NEW, SuffixLookup
+
+K = 5
+SIZES = {"max_index_bytes": 1 << 24, "store_bytes": 1 << 22}
+TEXT = np.arange(100, 400, dtype=np.int32)
+
+
+def proposer(tokenize=lambda text: list(text.encode()), **config):
+    context = ProposerContext(1000, 1 << 20, 2, K, tokenize=tokenize)
+    return SuffixLookup(SuffixLookupConfig(**{**SIZES, **config}), context)
+
+
+def step(own, histories, options=None, limit=K):
+    """Drafts of requests by name, as lists."""
+    names = list(histories)
+    limits = np.full(len(names), limit, np.int32)
+    batch = DraftBatch(names, list(histories.values()), limits, [options or {}] * len(names))
+    draft = own.propose(batch)
+    return [row[:count].tolist() for row, count in zip(draft.token_ids, draft.num_draft, strict=True)]
+
+
+def serve(own, name, history, num_prompt, options=None):
+    """A request that says history[num_prompt:] and ends; how many of its tokens were drafted right."""
+    right, place = 0, num_prompt + 1
+    while place < len(history):
+        [draft] = step(own, {name: history[:place]}, options)
+        said = history[place : place + len(draft)].tolist()
+        right += (accepted := next((i for i, (a, b) in enumerate(zip(draft, said)) if a != b), len(said)))  # noqa: B905
+        place += accepted + 1
+    step(own, {name: history}, options, limit=0)
+    own.forget([name])
+    return right
+
+
+def test_learns_what_was_said():
+    """The second time the output is known, its first token included, for this tenant alone, unless it is kept out.
+
+    Fails if outputs do not enter the store; if their beginning, or the end of the prompt, does not; if `learn` or the
+    tenant is not looked at; if a prompt is taken for output.
+    """
+    own = proposer()
+    assert serve(own, "a", TEXT, 100, {"learn": False}) == 0
+    assert serve(own, "b", TEXT, 100) == 0
+    assert serve(own, "c", TEXT, 100) > 150
+    assert serve(own, "d", TEXT, 100, {"tenant": b"other"}) == 0
+    assert serve(own, "e", TEXT[:90], 50) == 0, "that was a prompt"
+
+
+def test_keeps_its_store(tmp_path: Path):
+    """A store outlives its process; not for another tokenizer. Fails if it is not saved in time, or loaded."""
+    path = tmp_path / "store"
+    own = proposer(store_path=str(path), save_every_s=1)
+    serve(own, "a", TEXT, 100)
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        step(own, {"b": TEXT[:10]})
+        assert time.monotonic() < deadline
+    assert serve(proposer(store_path=str(path)), "c", TEXT, 100) > 150
+    other = proposer(tokenize=lambda text: [1, *text.encode()], store_path=str(path))
+    assert serve(other, "d", TEXT, 100) == 0
+    path.write_bytes(path.read_bytes()[:-3])
+    assert serve(proposer(store_path=str(path)), "e", TEXT, 100) == 0
+
+
+def test_statistics_and_reset():
+    """Fails if a reset leaves texts, or drafts from them, or statistics do not add up."""
+    own = proposer()
+    serve(own, "a", TEXT, 100, {"tenant": b"x"})
+    step(own, {"b": TEXT[:10]})
+    held = own.store_stats()
+    assert (held["texts"], held["tenants"], held["tokens"]) == (1, 1, 208)
+    own.reset_store()
+    assert own.store_stats()["tokens"] == 0
+    assert serve(own, "c", TEXT, 100, {"tenant": b"x"}) == 0
+
+
+def test_continues_drafts():
+    """A draft that was begun is continued, and not remembered. Fails if its tokens enter the text, or do not count."""
+    own = proposer()
+    history = np.array([5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 1, 5], np.int32)
+    batch = DraftBatch(["a"], [history], np.array([K], np.int32), [{}])
+    tokens, match_length = own.continue_draft(batch, 0, [6, 7], 3)
+    assert (tokens.tolist(), match_length) == ([8, 9, 1], 3)
+    assert own.continue_draft(batch, 0, [], 2)[0].tolist() == [6, 7]
+
+
+def test_reference():
+    """Two requests search a text that they share, until they are gone. Fails if it is not searched, or not freed."""
+    own = proposer(min_confidence=0)
+    options = {"reference": TEXT}
+    history = {"a": np.array([7, 150, 151], np.int32), "b": np.array([9, 250, 251], np.int32)}
+    step(own, history, options)
+    assert step(own, history, options) == [[*range(152, 157)], [*range(252, 257)]]
+    own.forget(["a", "b"])
+    step(own, {"c": history["a"]})
+    assert step(own, {"c": history["a"]}) == [[]]
+    assert own._table.num_tokens == 3
+
+
+def test_long_prompts_are_taken_in_by_pieces():
+    """A long prompt holds up no step, and the shorter one goes first. Fails if it is entered at once, or never."""
+    own, rng = proposer(), np.random.default_rng(0)
+    long = np.concatenate([rng.integers(0, 1000, 20_000).astype(np.int32), TEXT[:20], TEXT[:10]])
+    histories = {"long": long, "short": np.tile(TEXT[: MAX_NEW + 10], 2)}
+    drafts = [step(own, histories) for _ in range(30)]
+    first = [next(number for number, draft in enumerate(drafts) if draft[row]) for row in (0, 1)]
+    assert first[1] <= 1 < 5 < first[0] < 30
+    assert drafts[-1][0] == TEXT[10:15].tolist()
+
+
+def test_room_that_is_gone():
+    """Requests that find no room get drafts from the store, and their own once there is room. Fails if one raises."""
+    own, rng = proposer(max_index_bytes=1 << 20), np.random.default_rng(0)
+    large = rng.integers(0, 1000, 50_000).astype(np.int32)
+    for _ in range(60):
+        step(own, {"large": large})
+    history = np.tile(TEXT, 2)
+    for _ in range(5):
+        assert step(own, {"large": large, "small": history}) == [[], []]
+    own.forget(["large"])
+    for _ in range(100):
+        drafts = step(own, {"small": history})
+    assert drafts == [TEXT[:K].tolist()]
+
+
+def test_beside_prompt_lookup():
+    """A cascade takes one of them. Fails if it takes both, which would keep each text twice."""
+    stages = [{"method": "suffix_lookup"}, {"method": "prompt_lookup"}]
+    with pytest.raises(ConfigError, match="prompt_lookup beside suffix_lookup"):
+        parse_config({"method": "cascade", "policy": "first", "stages": stages})
