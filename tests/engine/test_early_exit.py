@@ -16,6 +16,7 @@ from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.spec_config import _check_target
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.model_source import may_be_cut
+from vllm_specplugins.methods import parse_config
 from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig
 
 FEW_LAYERS = NUM_LAYERS // 2
@@ -177,7 +178,7 @@ def test_cuttable_by_source(architecture: str, cuttable: bool) -> None:
 def test_refused_by_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     """A class of the user's own: one sentence in the log before vLLM's tracebacks."""
     with pytest.raises(ConfigError, match=r"^early_exit: model must be .*, not Linear\.$") as refusal:
-        FirstLayers(nn.Linear(1, 1))
+        FirstLayers(nn.Linear(1, 1), parse_config({"method": "early_exit"}))
     assert [record.message for record in caplog.records] == [str(refusal.value)]
 
 
@@ -203,7 +204,9 @@ def test_without_norm(has_residual: bool) -> None:
     target.model = Body()
     tokens = torch.tensor([[3, 4, 5]])
     expected = (tokens + 1.0) * (2 if has_residual else 1)
-    assert torch.equal(FirstLayers(target)(1, tokens, tokens, normed=False), expected)
+    assert torch.equal(
+        FirstLayers(target, parse_config({"method": "early_exit"}))(1, tokens, tokens, normed=False), expected
+    )
 
 
 def test_refused_multimodal(monkeypatch: pytest.MonkeyPatch) -> None:
