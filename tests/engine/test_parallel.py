@@ -83,7 +83,7 @@ def plain_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path, plain_two_ranks: Result) -> None:
-    """Both ranks verify the same drafts. Kills: a rank that drafts by itself."""
+    """Both ranks verify the same drafts. Kills: on V1 a rank that drafts by itself, on V2 one that drafts otherwise."""
     drafted = run_two_ranks(tmp_path, PROMPT_LOOKUP)
     assert drafted.outputs == plain_two_ranks.outputs
     assert len(drafted.stats) == 2
