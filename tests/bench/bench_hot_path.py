@@ -13,23 +13,25 @@ import os
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 os.environ["SPECPLUGINS_RUNNER"] = "v2"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["VLLM_SPECPLUGINS_SELF_CHECK"] = "0"  # its inputs are not the warm-up's
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 
-from conftest import DEMO_MODEL, graphs, shut_down
+from conftest import DEMO_MODEL, first_layers, graphs, shut_down
 from simulated_device.device import Device, interpreted, simulated_device
 from simulated_device.ledger import Counts
 
 K = 3
-NUM_TOKENS = 24
+NUM_TOKENS = 17  # one from the prompt and four whole steps of K + 1
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
-    "draft_model": {"model": str(DEMO_MODEL)},
+    "draft_model": {"model": str(first_layers(DEMO_MODEL, 1))},  # as many layers as the exit has
     "early_exit": {"exit_layer": 1},
     "early_exit, sampled": {"exit_layer": 1, "draft_sample_method": "probabilistic"},
     "prompt_lookup": {},
@@ -67,7 +69,7 @@ def start(method: str, max_batch: int) -> Any:
 
 
 def step_counts(llm: Any, device: Device, batch: int) -> list[Counts]:
-    """Of each step of one generation behind the prompts; the last ones, whose batch shrinks, left out."""
+    """Of each step of one generation behind the prompts; the first, and the last, whose batch shrinks, left out."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
@@ -82,12 +84,11 @@ def step_counts(llm: Any, device: Device, batch: int) -> list[Counts]:
         finished |= any(output.finished for output in outputs)
         if (counts := serving - before).steps and not finished:
             steps.append(counts)
-    return steps[2:]
+    return steps[1:]
 
 
-def measure(method: str, batches: list[int]) -> list[tuple[int, dict[str, float], int, Counter[str]]]:
+def measure(method: str, batches: list[int]) -> Iterator[tuple[int, dict[str, float], Counter[str], Counter[str]]]:
     """For each batch size: medians by column, kinds of arguments first met, places that waited."""
-    results = []
     with simulated_device(is_cuda=True, warm_up=True) as device:
         llm = start(method, max(batches))
         for batch in batches:
@@ -99,9 +100,8 @@ def measure(method: str, batches: list[int]) -> list[tuple[int, dict[str, float]
                 for field in fields(Counts)
             }
             compiled = Counter(key[0] for key in device.ledger.new_specialisations)
-            results.append((batch, medians, compiled, Counter(device.ledger.places)))
+            yield batch, medians, compiled, Counter(device.ledger.places)
         shut_down(llm)
-    return results
 
 
 def main() -> int:
@@ -111,16 +111,17 @@ def main() -> int:
     args = parser.parse_args()
     rows: dict[tuple[str, int], dict[str, float]] = {}
     notes, missed = [], []
+    print("| method | batch |", " | ".join([*COLUMNS.values(), "compiled"]), "|")
+    print("|---|---|" + "---|" * (len(COLUMNS) + 1), flush=True)
     with interpreted():
         for method in args.methods:
             for batch, medians, compiled, places in measure(method, args.batches):
-                rows[method, batch] = medians | {"compiled": compiled.total()}
+                row = rows[method, batch] = medians | {"compiled": compiled.total()}
+                numbers = " | ".join(f"{row[name]:g}" for name in (*COLUMNS, "compiled"))
+                print(f"| {method} | {batch} | {numbers} |", flush=True)
                 notes += [f"{method}, {batch}: waits at {place}, {n} times" for place, n in places.items()]
                 notes += [f"{method}, {batch}: compiles {name}, {n} kinds" for name, n in compiled.items()]
-    print("| method | batch |", " | ".join([*COLUMNS.values(), "compiled"]), "|")
-    print("|---|---|" + "---|" * (len(COLUMNS) + 1))
     for (method, batch), row in rows.items():
-        print(f"| {method} | {batch} |", " | ".join(f"{row[name]:g}" for name in (*COLUMNS, "compiled")), "|")
         if method == "early_exit" and row["synchronisations"]:
             missed.append(f"early_exit, {batch}: waits {row['synchronisations']:g} times a step, but must never.")
         theirs = rows.get(("draft_model", batch))

@@ -32,8 +32,12 @@ def patch_asynchronous(patches: Patches) -> None:
 
 def patch_platform(patches: Patches) -> None:
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
+    # vLLM's kernel for top-k and top-p converts constants as the interpreter cannot.
+    limit = partial(topk_topp_sampler.apply_top_k_top_p_pytorch, allow_cpu_sync=False)
+    patches.set(topk_topp_sampler, "apply_top_k_top_p_triton", limit)
     assign = adaptive_verification._assign_draft_token_budget
     patches.set(adaptive_verification, "_assign_draft_token_budget_compiled", assign)  # compiling it takes a minute
     patches.set(CpuPlatform, "support_static_graph_mode", classmethod(lambda cls: True))
@@ -141,8 +145,12 @@ def patch_worker(patches: Patches, guard: Guard, warm_up: bool) -> None:
     from vllm.v1.worker.gpu.warmup import warmup_kernels
     from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
 
+    from vllm_specplugins.engine.v2 import self_check
     from vllm_specplugins.engine.worker import _WithProposer
 
+    if warm_up:  # ours, too
+        patches.set(CPUWorker, "_should_warm_up_model", lambda self: True)
+        patches.set(self_check, "_device", lambda: torch.device("cpu"))
     methods = {name: getattr(CPUWorker, name) for name in (*_STARTS, *_STEPS)}
 
     def starting(method: Any) -> Any:
