@@ -56,7 +56,7 @@ def test_outputs_and_store(engine: Any, prompts: list[list[int]], tmp_path: Path
 
 
 @pytest.mark.slow
-def test_tenants(engine: Any) -> None:
+def test_tenants(engine: Any, prompts: list[list[int]]) -> None:
     """Who sends another `cache_salt` gets no drafts from the outputs, and says the same.
 
     Kills: a salt that does not reach the worker; one that is not told from none.
@@ -65,16 +65,16 @@ def test_tenants(engine: Any) -> None:
 
     llm = engine(SUFFIX_LOOKUP)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
-    prompt = list(range(40, 60))
 
-    def ask(**salt: str) -> tuple[list[int], int]:
+    def ask(**salt: str) -> tuple[list[list[int]], int]:
         before = accepted(llm)
-        [output] = llm.generate([{"prompt_token_ids": prompt, **salt}], params, use_tqdm=False)
-        return list(output.outputs[0].token_ids), accepted(llm) - before
+        asked = [{"prompt_token_ids": prompt, **salt} for prompt in prompts[:6]]
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs], accepted(llm) - before
 
     llm.collective_rpc("specplugins_store", args=("reset",))
-    (text, fresh), (again, known) = ask(), ask()
+    (texts, fresh), (again, known) = ask(), ask()
     (other, theirs), (others, mine) = ask(cache_salt="a"), ask(cache_salt="a")
-    assert text == again == other == others
-    assert fresh == theirs < known == mine, "the store alone makes the difference"
+    assert texts == again == other == others
+    assert max(fresh, theirs) < min(known, mine), "the store alone makes the difference"
     assert stats(llm)["tenants"] == 2

@@ -196,7 +196,7 @@ def test_tenants_share_the_room():
 
 
 def test_tenants_never_meet():
-    """Two tenants with opposite texts: what one is drafted is its own. Fails if owners are not compared.
+    """Two tenants with opposite texts: what one is drafted is its own. Fails if owners are neither hashed nor compared.
 
     Half of the tokens are the other's, too, so that their n-grams meet in the same table.
     """
