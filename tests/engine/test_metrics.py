@@ -92,7 +92,7 @@ def test_registered_names_in_an_error(caplog: pytest.LogCaptureFixture) -> None:
     def asked(method: str) -> Any:
         return requested(SimpleNamespace(speculative_config={"method": method}, **dict.fromkeys(FLAGS)))
 
-    with pytest.raises(ConfigError, match=r"method must be prompt_lookup, early_exit, cascade, custom, .* repeat"):
+    with pytest.raises(ConfigError, match=r"method must be prompt_lookup, suffix_lookup, early_exit, medusa, cascade, custom, .* repeat"):
         asked("repaet")
     assert asked("repeat") == {"method": "repeat"}
     with caplog.at_level("ERROR", "vllm.specplugins"):
