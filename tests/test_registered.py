@@ -108,4 +108,4 @@ def test_command_line_names_them() -> None:
         env=environment,
         check=True,
     )
-    assert "prompt_lookup, early_exit, cascade, custom, breaks, exits, old, repeat, repeat_plain." in done.stdout
+    assert f"{', '.join(METHODS)}, breaks, exits, old, repeat, repeat_plain." in done.stdout

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_specplugins.engine.measure.diagnosis import PROBLEM, diagnose
+from vllm_specplugins.methods import METHODS
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
 THIRD_PARTY = Path(__file__).parents[1] / "third_party"
@@ -58,7 +59,7 @@ def test_ready() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a field": ({"method": "prompt_lookup", "max_ngram": 99}, "max_ngram must be an integer from 1 to 16, not 99."),
-    "a method": ({"method": "prompt_lokup"}, "method must be one of prompt_lookup, early_exit, cascade, custom, or"),
+    "a method": ({"method": "prompt_lokup"}, f"method must be one of {', '.join(METHODS)}, or"),
     "no method": ({}, "method must be one of"),
 }
 
