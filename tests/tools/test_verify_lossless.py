@@ -201,7 +201,10 @@ def test_requests() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--method", "eagle"], "--method must be a speculative_config in JSON, or one of prompt_lookup, early_exit,"),
+        (
+            ["--method", "eagle"],
+            "--method must be a speculative_config in JSON, or one of prompt_lookup, suffix_lookup,",
+        ),
         (["--method", '{"method":'], "--method must be JSON, not "),
         (["--method", '{"stages": []}'], "--method must name a method, "),
         (["--samples", "99"], "--samples: must be an integer from 100 to 10000000, not '99'"),

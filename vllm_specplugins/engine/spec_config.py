@@ -169,6 +169,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
 def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     """Raises ConfigError for a target whose layers a proposer of ours cannot run."""
     model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
+    exits = parts(config, EarlyExitConfig)
     for name, size in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size),
         ("data_parallel_size", parallel.data_parallel_size),
@@ -178,7 +179,8 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
         if size > 1:
             raise ConfigError(f"{method}: {name} must be 1, not {size}.")
     if vllm_config.lora_config is not None:
-        raise ConfigError(f"{method}: enable_lora must be false, not True: drafts would run another request's adapter.")
+        why = "drafts would run another request's adapter" if exits else "the heads know the model without adapters"
+        raise ConfigError(f"{method}: enable_lora must be false, not True: {why}.")
     kinds = {
         "a hybrid or state-space model": model.is_hybrid or model.has_inner_state or model.is_attention_free,
         "a multimodal model": model.is_multimodal_model or model.uses_mrope,
@@ -196,7 +198,6 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
             hidden_size=model.get_hidden_size(),
             vocab_size=model.get_vocab_size(),
         )
-    exits = parts(config, EarlyExitConfig)
     if not exits:
         return
     registered = model.registry.models.get(model.architecture)

@@ -143,7 +143,7 @@ def pick_methods(wanted: Sequence[str] | None) -> dict[str, dict[str, Any]]:
         ConfigError: no method of that name, or no JSON.
 
     >>> list(pick_methods(["early_exit", '{"method": "ngram", "num_speculative_tokens": 2}']))
-    ['early_exit', 'early_exit-probabilistic', '{"method": "ngram", "num_speculative_tokens": 2}']
+    ['early_exit', 'early_exit-probabilistic', 'early_exit-coupled', '{"method": "ngram", "num_speculative_tokens": 2}']
     """
     if not wanted:
         return dict(grid.METHODS)
