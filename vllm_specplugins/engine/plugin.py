@@ -68,8 +68,8 @@ def requested(args: Any) -> dict[str, Any] | None:
         near = difflib.get_close_matches(str(method), [*names, *map(str, vllm_methods())], 1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(
-            f"speculative_config: method must be {', '.join(names)} or one of vLLM's own (SpeculativeMethod in "
-            f"vllm/config/speculative.py), not {shown(method)}{hint}"
+            f"speculative_config: method must be {', '.join(names)} or one of vLLM's own "
+            f"(vllm/config/speculative.py), not {shown(method)}{hint}"
         )
     for key in given.keys() & merged.keys():
         raise ConfigError(f"speculative_config: {key} is given twice, in the dictionary and as a flag.")
