@@ -70,6 +70,7 @@ RECEIVERS: dict[str, str] = {
     "config": "VllmConfig ModelConfig",
     "metric": "Counter",
     "outputs[]": "RequestOutput",
+    "core_request": "EngineCoreRequest",
     "request": "Request CachedRequestState",
     "requests[]": "CachedRequestState",
     "result": "RequestOutput SpeculativeConfig",

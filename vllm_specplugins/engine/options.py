@@ -95,14 +95,14 @@ class Intake:
             refusal = self._checks.leave_behind(check)
         return _with(params, found, refusal)
 
-    def name_tenant(self, request: Any) -> Any:
+    def name_tenant(self, core_request: Any) -> Any:
         """The same request for the engine, which does not tell its workers the `cache_salt`: its options do."""
-        params, salt = request.sampling_params, request.cache_salt
+        params, salt = core_request.sampling_params, core_request.cache_salt
         if self._has_tenants and params is not None and salt:
             extra = params.extra_args or {}
             options = extra.get("specplugins") or {}
             params.extra_args = {**extra, "specplugins": Resolved({**options, TENANT: tenant_of(salt)})}
-        return request
+        return core_request
 
     def _read(self, params: SamplingParams) -> Options:
         try:

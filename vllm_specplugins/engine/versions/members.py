@@ -131,6 +131,12 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
         kind="override",
     ),
     *members_of(
+        "v1/engine/__init__.py",
+        "EngineCoreRequest",
+        "sampling_params cache_salt",
+        "a tenant's requests share its store",
+    ),
+    *members_of(
         "v1/request.py",
         "Request",
         "spec_token_ids sampling_params num_tokens(self)",
