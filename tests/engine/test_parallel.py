@@ -129,7 +129,8 @@ def plant(worker):
         raise RuntimeError("planted")
 
     if worker.rank == 1:
-        worker._barrier.proposer._stages[1].choose = fail
+        for name in ("propose", "choose", "go_on"):
+            setattr(worker._barrier.proposer._stages[1], name, fail)
 
 def main():
     arguments, prompts = json.loads(sys.argv[1])
