@@ -73,6 +73,18 @@ def test_step_without_its_draft() -> None:
     assert drafts_of(proposer.propose(batch_of([[1, 2, 3, 1, 2], [5, 6]], None))) == [[3, 1, 2], []]
 
 
+@pytest.mark.parametrize("policy", ["first", "extend"])
+@pytest.mark.parametrize("num_offered", [0, 1])
+def test_a_short_offer(policy: str, num_offered: int) -> None:
+    """Steps for which the engine wants fewer than K. Kills: an offer that is taken to be of K tokens."""
+    batch = batch_of([[1, 2, 3, 4, 1, 2], [5, 6]], [[3, 8, 9][:num_offered], [7, 8, 9][:num_offered]])
+    drafts = drafts_of(cascade(policy, LOOKUP, MODEL).propose(batch))
+    assert drafts == [[3, 4, 1], [7][:num_offered]]
+    drafts = drafts_of(cascade(policy, MODEL, LOOKUP).propose(batch))
+    first = {0: [3, 4, 1], 1: [3] if policy == "first" else [3, 4, 1]}[num_offered]
+    assert drafts == [first, [7][:num_offered]]
+
+
 def test_time_is_counted_at_every_step() -> None:
     proposer = cascade("first", LOOKUP, MODEL)
     for _ in range(2):

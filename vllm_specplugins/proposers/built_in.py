@@ -47,10 +47,13 @@ class Offered:
         if batch.offer is None:
             return nothing(len(wanted), self.width)
         self.counters.asked += int(np.count_nonzero(wanted))
-        own, num_draft = batch.offer.token_ids, wanted
+        offered = batch.offer.token_ids.shape[1]  # fewer than K in a step for which the engine wants fewer
+        own = np.pad(batch.offer.token_ids, ((0, 0), (0, self.width - offered)))
+        num_draft = np.minimum(wanted, offered)
         if begun is not None:
             places, starts = columns(own), begun.num_draft[:, None]
             agrees = ((own == begun.token_ids) | (places >= starts)).all(axis=1)
             own, num_draft = picked(own, places + starts), np.where(agrees, wanted, 0)
+            num_draft = np.minimum(num_draft, np.maximum(offered - begun.num_draft, 0))
         self.counters.drafted += int(num_draft.sum())
         return of_stage(self.index, own, num_draft, np.full(len(wanted), FIRST_CONFIDENCE))
