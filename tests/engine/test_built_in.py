@@ -152,11 +152,17 @@ def test_checked_by_early_exit(engine: Any, prompts: Any, expected: Any) -> None
 
 @pytest.mark.skipif(INTERPRETED, reason="as on V1, and slow through the interpreter")
 def test_extended_and_gated(engine: Any, prompts: Any, expected: Any) -> None:
-    """A draft model goes on where prompt lookup ends if that is what it would have begun with."""
+    """A draft model goes on where prompt lookup ends if that is what it would have begun with.
+
+    The gate goes by times: on a busy machine it may keep a stage out of the first rounds.
+    """
     llm = engine(cascade(LOOKUP, draft_model(), policy="extend", gate="auto"), model=str(checkpoint("llama")), **TINY)
-    assert run(llm, prompts) == [tokens[:NUM_TOKENS] for tokens in expected]
-    lookup, model = stats_of(llm)
-    assert lookup["accepted"] > 0 and model["accepted"] > 0
+    for _ in range(5):
+        assert run(llm, prompts) == [tokens[:NUM_TOKENS] for tokens in expected]
+        accepted = [stage["accepted"] for stage in stats_of(llm)]
+        if all(accepted):
+            break
+    assert all(accepted)
 
 
 @pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
