@@ -78,8 +78,13 @@ def malformed() -> list[dict[str, Any]]:
     wrong += [
         {"method": "cascade"},
         {"method": "cascade", "stages": stages[::-1]},  # `verify` cannot check with a stage that has no model
-        {"method": "cascade", "stages": [{**stages[0], "num_speculative_tokens": 3}, stages[1]]},
+        {"method": "cascade", "stages": [{**stages[0], "time_budget_ms": 3}, stages[1]]},
         {"method": "cascade", "stages": [{**stages[0], "max_ngram": 99}, stages[1]]},
+    ]
+    wrong += [
+        {"method": "cascade", "stages": [{**stages[0], "num_speculative_tokens": value}, stages[1]]}
+        for value in [*RUBBISH, 6]  # more than the cascade's 5
+        if value is not None
     ]
     draft_model = {"method": "draft_model", "model": "m"}
     wrong += [
@@ -90,7 +95,7 @@ def malformed() -> list[dict[str, Any]]:
     ]
     wrong += [
         {"method": "cascade", "policy": "first", "stages": [stages[0], {**draft_model, key: 5}]}
-        for key in ("exit_layer", "num_speculative_tokens", "draft_sample_method", "x" * 100, 5, None)  # type: ignore[dict-item]
+        for key in ("exit_layer", "verification", "draft_sample_method", "x" * 100, 5, None)  # type: ignore[dict-item]
     ]
     wrong += [
         {"method": "cascade", "stages": [stages[0], draft_model]},  # `verify` cannot check with it
@@ -170,8 +175,9 @@ def test_the_documented_example() -> None:
 
 
 def test_built_in_stage() -> None:
-    stage = {"method": "eagle3", "model": "m", "quantization": "fp8"}
+    stage = {"method": "eagle3", "model": "m", "quantization": "fp8", "num_speculative_tokens": 3}
     config = parse_config({"method": "cascade", "policy": "first", "stages": [{"method": "prompt_lookup"}, stage]})
+    assert [own.num_speculative_tokens for own in config.own.stages] == [None, 3]
     found = built_in_stage(config)
     assert found is config.own.stages[1] and found is not None and found.method == "eagle3"
     assert (found.own.model, found.own.settings) == ("m", {"quantization": "fp8"})

@@ -192,8 +192,9 @@ class CascadeConfig:
     """`cascade`: a proposer that holds proposers.
 
     Args:
-        stages: the configurations of proposers, cheapest first, without the fields that all methods share; one alone
-            is that method behind a gate.
+        stages: the configurations of proposers, cheapest first; one alone is that method behind a gate. Of the fields
+            that all methods share, a stage may hold num_speculative_tokens: the most that it drafts, at most the
+            cascade's.
         policy: "verify": each stage's tokens are checked, corrected and extended by the next one, which runs the
             target; "first": the first stage that has something drafts; "extend": each stage continues where the
             one before it ends.
@@ -210,10 +211,11 @@ class CascadeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConfig:
-    """One stage: the method's name and its own part."""
+    """One stage: the method's name, its own part, and the most tokens that it drafts; None: as many as the cascade."""
 
     method: str
     own: Any
+    num_speculative_tokens: int | None = None
 
 
 # Keys of vLLM's own speculative_config that a proposer built into vLLM may have as a stage; vLLM checks their values.

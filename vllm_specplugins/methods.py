@@ -93,7 +93,7 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
     if isinstance(config.own, CustomConfig):
         import_object(config.own.proposer)
     if isinstance(config.own, CascadeConfig):
-        _check_stages(config.own)
+        _check_stages(config.own, config.common.num_speculative_tokens)
     if "coupled" in sample_methods(config) and config.common.verification != "fused":
         raise ConfigError(
             f"{config.method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
@@ -116,8 +116,15 @@ def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecCon
     return replace(config, own=RegisteredConfig(proposer=path, settings=config.own))
 
 
-def _check_stages(config: CascadeConfig) -> None:
-    """Raises ConfigError for stages that do not fit each other or the policy."""
+def _check_stages(config: CascadeConfig, num_speculative_tokens: int) -> None:
+    """Raises ConfigError for stages that do not fit each other, the policy or the cascade's K."""
+    for index, stage in enumerate(config.stages):
+        most = stage.num_speculative_tokens
+        if most is not None and (type(most) is not int or not 1 <= most <= num_speculative_tokens):
+            raise ConfigError(
+                f"cascade: stages[{index}]: num_speculative_tokens must be an integer from 1 to "
+                f"{num_speculative_tokens}, the cascade's, not {shown(most)}."
+            )
     if config.policy == "verify":
         for index, stage in enumerate(config.stages[1:], start=1):
             if not _method(stage.method).runs_target:
@@ -148,14 +155,17 @@ def _parse_stage(index: int, raw: Any) -> StageConfig:
         found = shown(raw.get("method")) if isinstance(raw, dict) else shown(raw)
         allowed = f"a dictionary whose method is one of {', '.join(names)}"
         raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {found}.")
+    own = {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
+    most = raw.get("num_speculative_tokens")
     for entry in fields(CommonConfig):
-        if entry.name in raw:
+        if entry.name in own:
             raise ConfigError(f"cascade: stages[{index}] must not hold {entry.name}, which the whole cascade shares.")
     if raw["method"] in BUILT_IN:
-        settings = {key: value for key, value in raw.items() if key != "method"}
-        return StageConfig(method=raw["method"], own=BuiltInConfig.parse(index, raw["method"], settings))
-    config = parse_config(raw)
-    return StageConfig(method=config.method, own=config.own)
+        settings = {key: value for key, value in own.items() if key != "method"}
+        built_in = BuiltInConfig.parse(index, raw["method"], settings)
+        return StageConfig(method=raw["method"], own=built_in, num_speculative_tokens=most)
+    config = parse_config(own)
+    return StageConfig(method=config.method, own=config.own, num_speculative_tokens=most)
 
 
 def _method(name: str) -> Method:

@@ -95,15 +95,17 @@ def test_draft_model_keeps_in_step(engine: Any, prompts: Any, expected: Any, mon
     """Preemption, prefix-cache hits, chunked prefill and the end of the context, while prompt lookup drafts for many.
 
     Kills: a built-in proposer that is not run where another stage drafts; another request's row; a batch without its
-    drafts because one request nears the end.
+    drafts because one request nears the end; one that drafts as many tokens as the cascade, and not as its stage.
     """
-    llm = engine(cascade(LOOKUP, draft_model()), model=str(checkpoint("llama")), **TINY)
+    stage = {**draft_model(), "num_speculative_tokens": K - 1}
+    llm = engine(cascade(LOOKUP, stage), model=str(checkpoint("llama")), **TINY)
     offers = Offers(llm, monkeypatch)
     wanted = [tokens[:NUM_TOKENS] for tokens in expected]
     assert run(llm, prompts) == wanted
     assert run(llm, prompts[:8]) == wanted[:8], "from the prefix cache"
     assert spec_metrics(llm)["preemptions"] > 0
     assert offers.num_without == 0
+    assert max(map(len, offers.by_history.values())) == K - 1, "its own K"
     whole = {tuple(prompt): [*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)}
     for history, tokens in offers.by_history.items():
         [text] = [text for prompt, text in whole.items() if history[: len(prompt)] == prompt]

@@ -57,6 +57,12 @@ class PluginSpeculativeConfig(SpeculativeConfig):
         return built_in_stage(self.plugin_config)
 
     @property
+    def built_in_tokens(self) -> int:
+        """The most tokens that this stage drafts."""
+        own = self.built_in and self.built_in.num_speculative_tokens
+        return own or self.num_speculative_tokens
+
+    @property
     def runs_target(self) -> bool:
         """Whether the method runs layers of the target, and so writes to its KV cache."""
         return runs_target(self.plugin_config)
@@ -114,13 +120,24 @@ def build(
 
 
 def _build_with(stage: StageConfig, common: dict[str, Any]) -> PluginSpeculativeConfig:
+    num_tokens = common["num_speculative_tokens"]
+    common["num_speculative_tokens"] = stage.num_speculative_tokens or num_tokens  # what vLLM checks for its method
     try:
         result = PluginSpeculativeConfig(method=stage.method, model=stage.own.model, **stage.own.settings, **common)
     except Exception as error:  # whatever vLLM, pydantic and transformers raise
         raise ConfigError(f"cascade: vLLM refuses {stage.method}: {_first_sentence(error)}") from error
     if result.method != stage.method:
         raise ConfigError(f"cascade: method must be {result.method!r} for {stage.own.model}, not {stage.method!r}.")
+    result.num_speculative_tokens = num_tokens
     return result
+
+
+def for_built_in(vllm_config: VllmConfig) -> VllmConfig:
+    """A configuration as the stage that is built into vLLM sees it: with the K of its own."""
+    alone = copy.copy(vllm_config)
+    alone.speculative_config = copy.copy(vllm_config.speculative_config)
+    alone.speculative_config.num_speculative_tokens = vllm_config.speculative_config.built_in_tokens
+    return alone
 
 
 def without_built_in(vllm_config: VllmConfig) -> VllmConfig:

@@ -49,6 +49,7 @@ class Cascade:
         self._names = [stage.method for stage in config.stages]
         self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
         self._width = context.max_num_draft
+        self._most = [stage.num_speculative_tokens or self._width for stage in config.stages]
         self._gate = Gate(len(stages), self._width) if config.gate == "auto" else None
         self._rows, self._sent = Rows(), Sent(self._width)
         self._agreed = context.agreed
@@ -159,15 +160,15 @@ class Cascade:
 
     def _combine(self, policy: str) -> Drafter:
         if policy == "verify":
-            drafter: Drafter = Allowed(self._drafter_of(0), None, self._names[0])
+            drafter: Drafter = Allowed(self._drafter_of(0), None, self._names[0], self._most[0])
             for index, stage in enumerate(self._stages[1:], start=1):
                 assert isinstance(stage, EarlyExit)
                 checked = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
-                drafter = Allowed(checked, drafter, self._names[index])
+                drafter = Allowed(checked, drafter, self._names[index], self._most[index])
             return self._gated(drafter, len(self._stages) - 1)
         rivals = [(index, name) for index, name in enumerate(self._names[1:], start=1) if policy == "first"]
         drafters: list[Drafter] = [
-            Allowed(self._gated(self._drafter_of(index), index, rival), None, self._names[index])
+            Allowed(self._gated(self._drafter_of(index), index, rival), None, self._names[index], self._most[index])
             for index, rival in zip_longest(range(len(self._stages)), rivals)
         ]
         return reduce(POLICIES[policy], drafters)

@@ -91,12 +91,14 @@ class Allowed:
     drafter: Drafter
     otherwise: Drafter | None
     name: str
+    most: int  # tokens that the stage drafts for one request
 
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
         allowed = allows(batch.options, self.name)
+        own_wanted = np.minimum(wanted, self.most)
         if allowed is None:
-            return self.drafter.draft(batch, begun, wanted)
-        drafts = self.drafter.draft(batch, begun, np.where(allowed, wanted, 0))
+            return self.drafter.draft(batch, begun, own_wanted)
+        drafts = self.drafter.draft(batch, begun, np.where(allowed, own_wanted, 0))
         if self.otherwise is None:
             return drafts
         return either(allowed, drafts, self.otherwise.draft(batch, begun, np.where(allowed, 0, wanted)))

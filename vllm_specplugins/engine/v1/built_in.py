@@ -12,8 +12,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import Offer
+from vllm_specplugins.engine.spec_config import for_built_in
+
+DRAFTERS = ("DFlashProposer", "DraftModelProposer", "EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer")
+
+
+@contextmanager
+def while_built() -> Iterator[None]:
+    """Lets a runner build its drafter with the K of that stage; all else is for the cascade's."""
+    originals = {name: getattr(gpu_model_runner, name) for name in DRAFTERS}
+
+    def narrow(kind: Any) -> Any:
+        return lambda vllm_config, device, runner: kind(for_built_in(vllm_config), device, runner)
+
+    vars(gpu_model_runner).update({name: narrow(kind) for name, kind in originals.items()})
+    try:
+        yield
+    finally:
+        vars(gpu_model_runner).update(originals)
 
 
 class BuiltInDrafter:
@@ -25,6 +44,7 @@ class BuiltInDrafter:
 
     def __init__(self, runner: Any):
         self._runner = runner
+        self._most = runner.speculative_config.built_in_tokens
         self._config = runner.speculative_config
         self._propose = runner.propose_draft_token_ids  # vLLM's own, bound
         # A drafter clamps positions at the end of the target's context, but not at an earlier end of its own.
@@ -44,6 +64,8 @@ class BuiltInDrafter:
             return None
         start = time.perf_counter()
         padded = self._padded(sampled_token_ids)
+        scheduler_output = copy.copy(scheduler_output)  # vLLM 0.33 may want fewer than K in a step
+        scheduler_output.num_spec_tokens_to_schedule = min(self._most, scheduler_output.num_spec_tokens_to_schedule)
         with self._as_it_expects(scheduler_output, sampled_token_ids):
             # The metadata are changed.
             drafts = self._propose(scheduler_output, padded, *tensors, copy.copy(common), slot_mappings)

@@ -22,7 +22,7 @@ from vllm_specplugins.draft import DraftBatch, Feedback
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target.layers import FirstLayers
-from vllm_specplugins.engine.v1.built_in import BuiltInDrafter
+from vllm_specplugins.engine.v1 import built_in
 from vllm_specplugins.engine.v1.target import TargetV1
 from vllm_specplugins.engine.v1.verify import Verifier
 from vllm_specplugins.proposers.barrier import FaultBarrier
@@ -44,7 +44,8 @@ class _Drafter:
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
     """Lets a runner be built: to V1 we are a `custom_class` proposer, unless it shall build one of its own."""
     if vllm_config.speculative_config.built_in is not None:
-        yield
+        with built_in.while_built():
+            yield
         return
     original = gpu_model_runner.create_custom_proposer
     gpu_model_runner.create_custom_proposer = lambda vllm_config: _Drafter()
@@ -118,7 +119,7 @@ class _Adapter:
         self._update_states = runner._update_states  # vLLM's own, bound
         # A proposer on the host is asked on rank 0 alone, whose drafts the scheduler hands out to all.
         self._drafts = runner.speculative_config.runs_target or get_tp_group().rank_in_group == 0
-        self._built_in = None if runner.speculative_config.built_in is None else BuiltInDrafter(runner)
+        self._built_in = None if runner.speculative_config.built_in is None else built_in.BuiltInDrafter(runner)
         self._requests: dict[str, _Request] = {}
         # Requests without a seed get theirs in the order in which they come: the same on every rank.
         self._random = np.random.default_rng(runner.model_config.seed)

@@ -13,6 +13,10 @@ V1: tuple[Seam, ...] = (
         CUSTOM_CLASS,
         "custom_class proposers get request ids, hidden states and events, or V1 is gone",
     ),
+    *(
+        Seam(_V1, name, None, "swap", "a stage that is built into vLLM has a K of its own, V1")
+        for name in ["DFlashProposer", "DraftModelProposer", "EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer"]
+    ),
     Seam(
         _V1,
         "GPUModelRunner.propose_draft_token_ids",

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from vllm_specplugins.draft import Offer
 from vllm_specplugins.engine.hooks import both
@@ -25,19 +26,30 @@ class DeviceOffer:
         return Offer(token_ids, self._stopwatch.ms())
 
 
-def run_before(theirs: Any, ours: Any) -> Any:
+def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
     """vLLM's own speculator, changed so that ours gets its drafts and has the last word.
 
-    The runner deals with vLLM's own, whose layers and KV cache it has to prepare.
+    The runner deals with vLLM's own, whose layers and KV cache it has to prepare. It was built with the K of its stage,
+    but takes in steps that verified up to `max_num_draft` tokens of each request.
     """
-    propose = theirs.propose
+    propose, own_most = theirs.propose, theirs.num_speculative_steps
 
-    def offer(*args: Any, **kwargs: Any) -> DeviceOffer:
+    def offer(*args: Any, num_speculative_tokens: int | None = None, **kwargs: Any) -> DeviceOffer:
         stopwatch = _Stopwatch(ours.device)
-        drafts = propose(*args, **kwargs)
+        most = own_most if num_speculative_tokens is None else min(own_most, num_speculative_tokens)
+        drafts = propose(*args, num_speculative_tokens=most, **kwargs)
         stopwatch.stop()
-        most = kwargs.get("num_speculative_tokens")  # behind so many it drafts nothing, and leaves no tokens
-        return DeviceOffer(drafts[:, :most], stopwatch)
+        return DeviceOffer(drafts[:, :most], stopwatch)  # behind so many it leaves no tokens
+
+    def init_cudagraph_manager(cudagraph_mode: Any) -> None:
+        """Its first step takes in what was verified, and its graphs of that are as wide."""
+        theirs.num_speculative_steps = max_num_draft
+        original_init(cudagraph_mode)
+        theirs.num_speculative_steps = own_most
+
+    if isinstance(theirs, TargetDependentARSpeculator):
+        original_init = theirs.init_cudagraph_manager
+        theirs.init_cudagraph_manager = init_cudagraph_manager
 
     def propose_both(input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         theirs_now = partial(offer, input_batch, *args, dummy_run=dummy_run, **kwargs)

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array
 from vllm_specplugins.engine.adaptive import or_planned
 from vllm_specplugins.engine.hooks import both
-from vllm_specplugins.engine.spec_config import without_built_in
+from vllm_specplugins.engine.spec_config import for_built_in, without_built_in
 from vllm_specplugins.engine.v2 import verify
 from vllm_specplugins.engine.v2.built_in import DeviceOffer, run_before
 from vllm_specplugins.engine.v2.history import Histories
@@ -44,7 +44,8 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
         if speculative_config.built_in is None:
             return kind(vllm_config, device, req_states)
         ours = kind(without_built_in(vllm_config), device, req_states)
-        return run_before(original(vllm_config, device, req_states), ours)
+        theirs = original(for_built_in(vllm_config), device, req_states)
+        return run_before(theirs, ours, vllm_config.num_speculative_tokens)
 
     model_runner.init_speculator = init_speculator
     try:

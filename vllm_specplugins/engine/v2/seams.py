@@ -1,6 +1,6 @@
 """What we touch of Model Runner V2. See compat.py."""
 
-from vllm_specplugins.engine.versions.seam import Seam, names_of, verifies, verifies_by
+from vllm_specplugins.engine.versions.seam import Seam, members_of, names_of, verifies, verifies_by
 
 _V2 = "v1/worker/gpu/model_runner.py"
 _PROCESSORS = "v1/worker/gpu/sample/logits_processor/interface.py"
@@ -163,6 +163,19 @@ V2: tuple[Seam, ...] = (
         ),
         "override",
         "the interface of V2's speculators",
+    ),
+    *members_of(
+        "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py",
+        "TargetDependentARSpeculator",
+        "init_cudagraph_manager(self, cudagraph_mode)",
+        "a stage that is built into vLLM has a K of its own, V2",
+        kind="instance",
+    ),
+    *members_of(
+        "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py",
+        "",
+        "TargetDependentARSpeculator",
+        "as above",
     ),
     Seam(
         "v1/worker/gpu/spec_decode/utils.py",

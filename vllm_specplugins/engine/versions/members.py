@@ -19,7 +19,8 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "config/speculative.py",
         "SpeculativeConfig",
-        "method model prompt_lookup_min prompt_lookup_max target_model_config target_parallel_config",
+        "method model num_speculative_tokens prompt_lookup_min prompt_lookup_max target_model_config "
+        "target_parallel_config",
         "our methods have no model",
         kind="instance",
     ),
@@ -108,7 +109,7 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
         "v1/core/sched/output.py",
         "SchedulerOutput",
         "scheduled_new_reqs num_scheduled_tokens total_num_scheduled_tokens scheduled_spec_decode_tokens "
-        "finished_req_ids preempted_req_ids",
+        "num_spec_tokens_to_schedule finished_req_ids preempted_req_ids",
         "which requests there are, and what a step verifies",
     ),
     *members_of(
