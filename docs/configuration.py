@@ -88,8 +88,8 @@ def page() -> str:
     parts += [
         "## Stages built into vLLM",
         "",
-        f"One stage of a cascade may be {names}. It takes `model` ({arguments(BuiltInConfig)['model']}) and these "
-        "settings of vLLM's own `speculative_config`, which vLLM checks:",
+        f"One stage of a cascade may be {names}. It takes `model` ({arguments(BuiltInConfig)['model']}), "
+        "`num_speculative_tokens` and these settings of vLLM's own `speculative_config`, which vLLM checks:",
         "",
         ", ".join(f"`{name}`" for name in BUILT_IN_SETTINGS) + ".",
         "",

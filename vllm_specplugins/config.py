@@ -237,7 +237,7 @@ BUILT_IN_SETTINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltInConfig:
-    """`draft_model`, `eagle`, `eagle3`, `mtp`: a proposer built into vLLM, as a stage of a cascade.
+    """`draft_model`, `eagle`, `eagle3`, `mtp`, `dflash`, `dspark`: a proposer built into vLLM, as a stage of a cascade.
 
     Args:
         model: the draft model; None is the target itself, whose checkpoint holds the layers of `mtp`.

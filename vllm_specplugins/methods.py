@@ -68,7 +68,7 @@ METHODS: Mapping[str, Method] = {
 
 # Proposers built into vLLM that can be a stage of a cascade; alone, vLLM serves them itself.
 BUILT_IN: Mapping[str, Method] = dict.fromkeys(
-    ("draft_model", "eagle", "eagle3", "mtp"),
+    ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"),
     Method(BuiltInConfig, "vllm_specplugins.proposers.built_in:BuiltIn", reads_history=False),
 )
 

@@ -28,6 +28,22 @@ def eagle_head(method: str) -> Path:
 
 
 @functools.cache
+def dflash_head() -> Path:
+    """A folder with a layer for `dflash`: attention over projected states of the target; it is removed when the process
+    ends."""
+    folder, target = _folder("dflash"), FAMILIES["llama"]
+    hidden, head = target.hidden_size, target.head_dim
+    config = {**target.to_dict(), "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dtype": "float32"}
+    config |= {"num_hidden_layers": 1, "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {name: shape for name, shape in _shapes("eagle").items() if name != "fc.weight"}
+    shapes |= {f"layers.0.self_attn.{name}_norm.weight": (head,) for name in "qk"}
+    shapes |= {f"{name}norm.weight": (hidden,) for name in ("hidden_", "", "layers.0.input_layer")}
+    _save(_random({**shapes, "fc.weight": (hidden, 2 * hidden)}), folder)
+    return folder
+
+
+@functools.cache
 def mtp_model() -> Path:
     """A folder with a target whose checkpoint holds a layer for `mtp`; it is removed when the process ends."""
     folder, plain = _folder("mimo"), checkpoint("qwen2")

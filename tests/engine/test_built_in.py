@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import STRESS, generate
 from conftest import DEMO_MODEL, INTERPRETED, RUNNER, spec_metrics
-from eagle_heads import eagle_head, mtp_model
+from eagle_heads import dflash_head, eagle_head, mtp_model
 from families import EXIT_LAYER, VOCAB_SIZE, checkpoint
 
 from vllm_specplugins.config import ConfigError
@@ -115,7 +115,7 @@ def test_draft_model_keeps_in_step(engine: Any, prompts: Any, expected: Any, mon
     assert lookup["kept"] > 0 and model["accepted"] > 0 and model["ms"] > 0
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"] if INTERPRETED else ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "dflash"] if INTERPRETED else ["eagle", "eagle3", "mtp"])
 def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
     """Under stress and behind prompt lookup it offers what it offers where it drafts alone and nothing happens.
 
@@ -125,7 +125,8 @@ def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatc
         stage, target = {"method": method}, {"model": str(mtp_model())}
         wanted = run(engine(**target, **QUIET), prompts)
     else:
-        stage = {"method": method, "model": str(eagle_head(method))}
+        head = dflash_head() if method == "dflash" else eagle_head(method)
+        stage = {"method": method, "model": str(head)}
         target = {"model": str(checkpoint("llama"))}
         wanted = [tokens[:NUM_TOKENS] for tokens in expected]
     alone, beside = (Offers.__new__(Offers) for _ in range(2))
