@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 NUM_LAYERS = 4
@@ -47,6 +48,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**UNTIED),
     "qwen2": Qwen2Config(**{**UNTIED, "num_attention_heads": 2, "num_key_value_heads": 1}),
     "qwen3": Qwen3Config(**UNTIED),
+    "qwen3_moe": Qwen3MoeConfig(**UNTIED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
     "mistral": MistralConfig(**UNTIED, sliding_window=SLIDING_WINDOW),
     "gemma2": Gemma2Config(**GEMMA, layer_types=[LOCAL, GLOBAL, LOCAL, GLOBAL]),  # with both of its soft caps
     "gemma3": Gemma3TextConfig(**GEMMA, layer_types=[LOCAL, GLOBAL, LOCAL, LOCAL]),

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import STRESS, generate, mixed_prompts
+from cases import PROMPT_LOOKUP, STRESS, generate, mixed_prompts
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
 from safetensors.torch import load_file
 from torch import nn
 from transformers import GPT2Config, JambaConfig, MambaConfig, OPTConfig
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine import spec_config
 from vllm_specplugins.engine.spec_config import _check_target
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.model_source import may_be_cut
@@ -138,13 +139,22 @@ def test_refused_engines(field: str, value: Any) -> None:
         engine_config(early_exit(FEW_LAYERS), **{field: value})
 
 
-@pytest.mark.parametrize(("config", "kind"), [(MambaConfig(), "state-space"), (JambaConfig(), "hybrid")])
-def test_refused_targets(tmp_path: Path, config: Any, kind: str) -> None:
-    """Models whose layers cannot be run alone, before any weight is loaded."""
+@pytest.mark.parametrize("config", [MambaConfig(), JambaConfig()], ids=["state-space", "hybrid"])
+def test_refused_targets(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models whose layers cannot be run alone, before any weight is loaded; and all methods on a CPU, where vLLM 0.32
+    says something else of Mamba 2 and of LFM 2 as soon as anything is drafted, by its own n-grams, too. Fails if
+    another device is refused prompt lookup."""
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"^early_exit: model must be a text-only decoder .*{kind}.*\.$"):
-        engine_config(early_exit(1), model=str(tmp_path), skip_tokenizer_init=True)
+    arguments = {"model": str(tmp_path), "skip_tokenizer_init": True}
+    for spec in (early_exit(1), PROMPT_LOOKUP):
+        with pytest.raises(ConfigError, match=rf"^{spec['method']}: model must have attention .* on a CPU.*\.$"):
+            engine_config(spec, **arguments)
+    platform = type("Other", (), {"is_cpu": lambda self: False})()
+    monkeypatch.setattr(spec_config, "current_platform", platform)
+    with pytest.raises(ConfigError, match=r"^early_exit: model must be a text-only decoder .*hybrid.*\.$"):
+        engine_config(early_exit(1), **arguments)
+    engine_config(PROMPT_LOOKUP, **arguments)
 
 
 @pytest.mark.parametrize(

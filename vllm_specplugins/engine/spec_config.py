@@ -9,6 +9,7 @@ from pydantic import SkipValidation, ValidationError
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
+from vllm.platforms import current_platform
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, MedusaConfig, SpecConfig, StageConfig
 from vllm_specplugins.engine import adaptive, scheduling
@@ -171,6 +172,11 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     """
     speculative_config = vllm_config.speculative_config
     method = speculative_config.plugin_config.method
+    if current_platform.is_cpu() and _has_state(vllm_config.model_config):
+        raise ConfigError(
+            f"{method}: model must have attention in every layer on a CPU, not be a hybrid or state-space model, whose "
+            "state vLLM does not wind back there when a draft is rejected."
+        )
     if speculative_config.runs_target:
         _check_target(vllm_config, speculative_config.plugin_config)
         if speculative_config.built_in is None:  # or else vLLM reserves these slots itself
@@ -181,6 +187,11 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
     scheduling.settle(vllm_config, async_scheduling)
     adaptive.settle(vllm_config)
+
+
+def _has_state(model: ModelConfig) -> bool:
+    """Whether a layer keeps a state that every token changes, as Mamba's, GDN's and short convolutions do."""
+    return bool(model.is_hybrid or model.has_inner_state or model.is_attention_free)
 
 
 def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
@@ -199,7 +210,7 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
         why = "drafts would run another request's adapter" if exits else "the heads know the model without adapters"
         raise ConfigError(f"{method}: enable_lora must be false, not True: {why}.")
     kinds = {
-        "a hybrid or state-space model": model.is_hybrid or model.has_inner_state or model.is_attention_free,
+        "a hybrid or state-space model": _has_state(model),
         "a multimodal model": model.is_multimodal_model or model.uses_mrope,
         "an encoder-decoder model": model.is_encoder_decoder,
     }
