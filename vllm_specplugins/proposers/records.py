@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specplugins.proposers import records_host
-from vllm_specplugins.proposers.drafted import Array, columns, like, namespace, picked, tally, up_to, zeros
+from vllm_specplugins.proposers.drafted import Array, clear, columns, like, namespace, picked, tally, up_to, zeros
 
 DECAY = 0.8  # of a request's record of a stage, by draft; half of it is forgotten after three drafts
 SHARED_DECAY = 0.98  # of the record of all requests
@@ -96,7 +96,7 @@ class Records:
     def clear(self, rows: Array) -> None:
         """Forgets these requests."""
         for array in (self._tried, self._accepted, self.whole):
-            array[rows] = 0.0
+            clear(array, rows)
 
     def chances(self, rows: Array, stage: int | Array, confidence: Array) -> Array:
         """[R, K]: chance that each token is accepted, the ones before it being right.
@@ -144,8 +144,9 @@ class Records:
         # As if one draft after the other had been added.
         so_far = xp.cumsum(like(is_new, tried), axis=0)
         keep, weights = SHARED_DECAY ** so_far[-1], SHARED_DECAY ** (so_far[-1] - so_far)
-        self._shared_tried = self._shared_tried * keep + (tried * weights).sum(axis=0)
-        self._shared_accepted = self._shared_accepted * keep + (accepted * weights).sum(axis=0)
+        for shared, found in ((self._shared_tried, tried), (self._shared_accepted, accepted)):
+            shared *= keep  # in place, where a graph finds it again
+            shared += (found * weights).sum(axis=0)
         lengths, num_right = drafted.sum(axis=2), accepted.sum(axis=2)
         whole = xp.where(lengths == num_right, lengths, 0.0)
         self.whole[rows] = xp.where(is_new.any(axis=2), whole, self.whole[rows])

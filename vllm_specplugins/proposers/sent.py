@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_specplugins.draft import StageCounters, count
-from vllm_specplugins.proposers.drafted import Array, Drafted, columns, like, namespace, zeros
+from vllm_specplugins.proposers.drafted import Array, Drafted, clear, columns, like, namespace, zeros
 from vllm_specplugins.proposers.records import with_room
 
 
@@ -48,12 +48,12 @@ class Sent:
     def take(self, rows: Array, num_draft: Array, num_accepted: Array) -> Fates:
         """What became of these drafts, whose verified tokens are told; they are not kept any longer."""
         known = namespace(num_draft).minimum(self._num_draft[rows], num_draft)
-        self._num_draft[rows] = 0
+        clear(self._num_draft, rows)
         return Fates(self._stage[rows], self._confidence[rows], known, num_accepted)
 
     def clear(self, rows: Array) -> None:
         """Forgets these requests."""
-        self._num_draft[rows] = 0
+        clear(self._num_draft, rows)
 
 
 def count_drafts(counters: Sequence[StageCounters], drafts: Drafted) -> None:

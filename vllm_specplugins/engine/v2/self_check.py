@@ -67,7 +67,7 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
     if "noise" in failed:
         stop_drafting(speculator)
     if "lookup" in failed:
-        speculator.implementation = "reference"
+        speculator.proposer.implementation = "reference"
 
 
 def shapes_of(vllm_config: Any) -> Shapes:

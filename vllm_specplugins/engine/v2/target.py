@@ -17,7 +17,6 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
@@ -27,6 +26,7 @@ from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.metadata import updates_in_place
 from vllm_specplugins.engine.v2.built_in import DeviceOffer
 from vllm_specplugins.engine.v2.feedback import LateFeedback
+from vllm_specplugins.engine.v2.graphs import graph_for
 from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.paged import PagedForward
 from vllm_specplugins.engine.v2.report import DraftReport, warms_up
@@ -253,17 +253,12 @@ class TargetSpeculator(DraftModelSpeculator):
 
     def _replays(self, num_reqs: int) -> bool:
         """Drafts by one graph, if one has this batch size."""
-        if self._graphs is None:
-            return False
-        batch, _ = dispatch_cg_and_sync_dp(
-            self._graphs, num_reqs, num_reqs, uniform_token_count=1, dp_size=1, dp_rank=0
-        )
-        if batch.cg_mode != CUDAGraphMode.FULL:
+        if self._graphs is None or (graph := graph_for(self._graphs, num_reqs)) is None:
             return False
         for groups in self.attn_groups:
             for group in groups:
                 group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
-        self._graphs.run_fullgraph(batch)
+        self._graphs.run_fullgraph(graph)
         return True
 
     def _edit_of(self, input_batch: Any) -> Any:
