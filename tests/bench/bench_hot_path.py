@@ -29,15 +29,15 @@ from simulated_device.ledger import Counts
 
 K = 3
 NUM_TOKENS = 17  # one from the prompt and four whole steps of K + 1
+STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
     "draft_model": {"model": str(first_layers(DEMO_MODEL, 1))},  # as many layers as the exit has
     "early_exit": {"exit_layer": 1},
     "early_exit, sampled": {"exit_layer": 1, "draft_sample_method": "probabilistic"},
     "prompt_lookup": {},
-    "cascade": {"stages": [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]},
+    **{f"cascade, {policy}": {"policy": policy, "stages": STAGES} for policy in ("first", "extend", "verify")},
 }
-ASYNCHRONOUS = {"none", "draft_model", "early_exit", "early_exit, sampled", "prompt_lookup"}
 COLUMNS = {
     "launches": "launches",
     "replays": "graphs",
@@ -62,7 +62,7 @@ def start(method: str, max_batch: int) -> Any:
         block_size=32,
         num_gpu_blocks_override=256,
         enable_prefix_caching=False,
-        async_scheduling=method in ASYNCHRONOUS,
+        async_scheduling=True,
         speculative_config=None if method == "none" else own,
         **graphs(sizes),
     )

@@ -12,7 +12,7 @@ from conftest import DEMO_MODEL, INTERPRETED, TAPES, graphs, spec_metrics
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from recorded import replays, runner
+from recorded import drafts_pay, replays, runner
 from simulated_device.device import Device, simulated_device
 from vllm import SamplingParams
 
@@ -68,7 +68,7 @@ def llm(engine: Any, device: Device) -> Any:
     """Scheduled asynchronously, lengths trimmed on the device; costs of steps as of a device on which drafts pay."""
     llm = engine(PROMPT_LOOKUP, **graphs((1, 4, 8, 16, 40)))
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-    runner(llm).adaptive_verification.set_cost_curves([(1, 0.1), (8, 0.1)], [(n, 8 + 0.1 * n) for n in range(1, 4097)])
+    drafts_pay(llm)
     return llm
 
 
@@ -141,7 +141,7 @@ def test_logprobs_and_edits(llm: Any, prompts: Any, expected_details: Any) -> No
 def test_references(llm: Any, prompts: Any, expected: Any) -> None:
     """Two requests share one, a third has its own, a fourth none; they come and go. Fails if a reference is another's,
     or is not given back."""
-    texts, asked = runner(llm).speculator.proposer, []
+    texts, asked = runner(llm).speculator.texts, []
     order = [0, 0, 2, 3]
     for i, tokens in zip(order, (expected[0], expected[0], expected[2], None), strict=True):
         options = {} if tokens is None else {"specplugins": {"reference": [*prompts[i][-3:], *tokens]}}

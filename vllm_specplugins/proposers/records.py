@@ -115,6 +115,13 @@ class Records:
         rates = (self._accepted[rows] + PRIOR_WEIGHT * prior) / (self._tried[rows] + PRIOR_WEIGHT)
         return picked(rates.reshape(len(rows), -1), stage * NUM_GRADES + grades(confidence))
 
+    def rate(self, rows: Array, stage: int) -> Array:
+        """[R]: share of a stage's tokens that are accepted, however sure it is of them."""
+        tried, accepted = self._shared_tried[stage].sum(), self._shared_accepted[stage].sum()
+        prior = (accepted + PRIOR_WEIGHT * FIRST_GUESS) / (tried + PRIOR_WEIGHT)
+        tried, accepted = (array[rows, stage].sum(axis=1) for array in (self._tried, self._accepted))
+        return (accepted + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
+
     def add(self, rows: Array, stage: Array, confidence: Array, num_draft: Array, num_accepted: Array) -> None:
         """What became of drafts: tokens behind the first rejected one were not tried.
 

@@ -12,7 +12,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_specplugins.engine.v2.graphs import graph_for, graphs_of_rows, record
+from vllm_specplugins.engine.v2.graphs import graphs_of_rows, record, replayed
+from vllm_specplugins.engine.v2.limits import Limits
 from vllm_specplugins.engine.v2.outcomes import Outcomes
 from vllm_specplugins.engine.v2.report import LateReport, warms_up
 from vllm_specplugins.engine.v2.texts import DeviceTexts
@@ -31,7 +32,8 @@ class LookupSpeculator(BaseSpeculator):
         config = vllm_config.speculative_config
         self.device, self._vllm_config = device, vllm_config
         self._max_num_draft = vllm_config.num_speculative_tokens
-        self.proposer = DeviceTexts(req_states, self._max_num_draft, config.plugin_config.own, device)
+        self._limits = Limits(req_states, vllm_config.model_config, self._max_num_draft, device)
+        self.texts = DeviceTexts(req_states, self._max_num_draft, config.plugin_config.own, device)
         self.report = LateReport()
         self.enable_adaptive_verification = config.enable_adaptive_verification  # vLLM's; see engine/adaptive.py
         self._outcomes = Outcomes(1, req_states, self._max_num_draft, device)
@@ -39,6 +41,11 @@ class LookupSpeculator(BaseSpeculator):
         self._graphs: CudaGraphManager | None = None
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._draft_tokens = torch.zeros(max_num_reqs, self._max_num_draft, dtype=torch.int64, device=device)
+
+    @property
+    def proposer(self) -> Any:
+        """What the barrier holds."""
+        return self.texts
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
@@ -51,12 +58,13 @@ class LookupSpeculator(BaseSpeculator):
 
     def add(self, new_requests: Any) -> None:
         """Takes requests that are new, or back after a preemption."""
-        self.proposer.add(new_requests)
+        self._limits.add(new_requests)
+        self.texts.add(new_requests)
         self._outcomes.add(new_requests)
 
     def remove(self, request_ids: set[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""
-        self.proposer.remove(request_ids)
+        self.texts.remove(request_ids)
 
     def settle(self) -> None:
         """Counts what became of the last drafts, where no step follows for a while."""
@@ -85,14 +93,12 @@ class LookupSpeculator(BaseSpeculator):
     ) -> torch.Tensor:
         """vLLM's signature; returns [num_reqs, K] int64, padded with 0, which is a token that can be verified."""
         num_reqs = input_batch.num_reqs
-        self.proposer.most = self._max_num_draft if num_speculative_tokens is None else num_speculative_tokens
+        self._limits.most = self._max_num_draft if num_speculative_tokens is None else num_speculative_tokens
         rehearses = dummy_run or warms_up(input_batch.req_ids)
         self._outcomes.begin(
             input_batch.idx_mapping[:num_reqs], num_sampled[:num_reqs], num_rejected[:num_reqs], rehearses
         )
-        if self._graphs is not None and (graph := graph_for(self._graphs, num_reqs)) is not None:
-            self._graphs.run_fullgraph(graph)
-        else:  # a step's last token is the one that it sampled
+        if not replayed(self._graphs, num_reqs):  # a step's last token is the one that it sampled
             self._draft(num_reqs, 1 + int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max()))
         drafts = self._draft_tokens[:num_reqs]
         if rehearses:
@@ -104,9 +110,11 @@ class LookupSpeculator(BaseSpeculator):
 
     def _draft(self, num_rows: int, longest: int | None = None) -> None:
         """What a graph records: of texts of any length, where none is known to be the longest."""
+        if self.enable_adaptive_verification:
+            self._outcomes.learn(num_rows)
         slots, num_sampled = self._outcomes.rows(num_rows)
-        wanted = self.proposer.wanted(slots, num_sampled)
-        match = self.proposer.match(slots, wanted, longest)
+        wanted = self._limits.wanted(slots, num_sampled)
+        match = self.texts.match(slots, wanted, longest)
         self._draft_tokens[:num_rows].copy_(match.token_ids)
         drafts = of_stage(0, match.token_ids, match.num_draft, match.match_length)
         self._outcomes.keep(drafts, wanted, self.enable_adaptive_verification)

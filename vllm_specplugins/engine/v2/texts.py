@@ -1,4 +1,4 @@
-"""Model Runner V2: what prompt lookup searches on the device, and what requests allow.
+"""Model Runner V2: what prompt lookup searches on the device.
 
 A request's own tokens are vLLM's, which keeps all of them on the device where `use_dense_all_token_ids` is set: 4 bytes
 for each place of max_num_seqs x max_model_len. A reference is copied there once, when the first request comes with it.
@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.kernels.history_match import Match, References, Texts, history_match
-from vllm_specplugins.request_options import DIGEST, MAX_CONTEXT, REFERENCE, Options
+from vllm_specplugins.request_options import DIGEST, REFERENCE, Options
 from vllm_specplugins.structures.spans import Spans
 
 MAX_REFERENCE_BYTES = 1 << 26  # of all references together, unless there cannot be as many
@@ -36,7 +36,7 @@ class _Reference:
 
 
 class DeviceTexts:
-    """Histories, references and limits of all slots.
+    """Histories and references of all slots.
 
     Args:
         req_states: vLLM's states of requests.
@@ -57,59 +57,31 @@ class DeviceTexts:
         # Of all slots; no buffers of vLLM's, which change places where a graph would not find them again.
         self._starts = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._sizes = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self._limits = torch.zeros(num_slots, 2, dtype=torch.int32, device=device)  # tokens of a draft, of a context
-        self._most, self._most_there = max_num_draft, torch.full((), max_num_draft, dtype=torch.int32, device=device)
 
     @property
     def references(self) -> References | None:
         """Of all slots; None while no request has one."""
         return self._all_references() if self._digests else None
 
-    @property
-    def most(self) -> int:
-        """Tokens of a draft in this step, at most K."""
-        return self._most
-
-    @most.setter
-    def most(self, most: int) -> None:
-        if most != self._most:
-            self._most = most
-            self._most_there.fill_(most)
-
     def num_bytes(self) -> int:
         """Memory of all references."""
         return 4 * (len(self._pool) - self._spans.num_free)
 
     def add(self, new_requests: Any) -> None:
-        """Takes what requests that are new, or back after a preemption, allow and bring."""
+        """Takes what requests that are new, or back after a preemption, bring."""
         rows = []
         for new in new_requests:
             self._forget(new.req_id)
-            options = request_options(new.sampling_params)
-            allowed = options.get("max_draft", self._max_num_draft) if options.get("enabled", True) else 0
-            reference = self._taken(new.req_id, options)
-            limits = allowed, options.get("max_context", MAX_CONTEXT)
-            rows.append((self._req_states.req_id_to_index[new.req_id], *limits, reference.num_tokens, reference.start))
+            reference = self._taken(new.req_id, request_options(new.sampling_params))
+            rows.append((self._req_states.req_id_to_index[new.req_id], reference.num_tokens, reference.start))
         if rows:
-            values = async_tensor_h2d(np.array(rows, np.int64), self._pool.device)
-            slots = values[:, 0]
-            self._limits[slots], self._sizes[slots] = values[:, 1:3].int(), values[:, 3].int()
-            self._starts[slots] = values[:, 4]
+            slots, sizes, starts = async_tensor_h2d(np.array(rows, np.int64), self._pool.device).T
+            self._sizes[slots], self._starts[slots] = sizes.int(), starts
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Drops requests that finished, were aborted or were preempted; steps that are under way still find them."""
         for request_id in request_ids:
             self._forget(request_id)
-
-    def wanted(
-        self,
-        slots: torch.Tensor,  # [num_reqs]
-        num_sampled: torch.Tensor,  # [num_reqs]
-    ) -> torch.Tensor:
-        """How many tokens each row wants, [num_reqs] int32: `draft_limit` of them, 0 in the middle of a prompt."""
-        lengths, limits = self.histories.lengths[slots], self._limits[slots]
-        wanted = torch.minimum(limits[:, 0], self._max_model_len - 1 - lengths).minimum(self._most_there).clamp_(min=0)
-        return wanted.mul_((lengths <= limits[:, 1]) & (num_sampled > 0))
 
     def match(self, slots: torch.Tensor, wanted: torch.Tensor, longest: int | None) -> Match:
         """What is found for each row; `longest` is the most tokens of a text, None: a graph is recorded, that has to
