@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,21 +90,24 @@ def looked_up(batch: DraftBatch, wanted: torch.Tensor) -> Any:
     return of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length)
 
 
-def on_host(policy: str) -> Any:
+def on_host(policy: str, most: Sequence[int]) -> Any:
     stages = [
-        {"method": "prompt_lookup", "min_ngram": 2, "max_ngram": 5},
-        {"method": "early_exit", "exit_layer": 1},
+        {"method": "prompt_lookup", "min_ngram": 2, "max_ngram": 5, "num_speculative_tokens": most[0]},
+        {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": most[1]},
     ]
     config = {"method": "cascade", "policy": policy, "gate": "off", "stages": stages, "num_speculative_tokens": K}
     return build_proposer(parse_config(config), CONTEXT)
 
 
-@pytest.mark.parametrize(("policy", "rates"), [("first", False), ("extend", True), ("verify", True)])
-def test_drafts_of_the_host(policy: str, rates: bool) -> None:
+@pytest.mark.parametrize(
+    ("policy", "rates", "most"), [("first", False, (4, 2)), ("extend", True, (3, 2)), ("verify", True, (K, K))]
+)
+def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> None:
     """Token for token, and each of the same stage. Fails if a request's draft is that of a stage that it does not
-    allow, if the exit does not follow the lookup's tokens under `extend`, or follows them under `verify`."""
-    cascade = on_host(policy)
-    device = OnDevice(dict(cascade.named_stages())["1 early_exit"], policy, rates)
+    allow, or longer than that stage's own most, if the exit does not follow the lookup's tokens under `extend`, or
+    follows them under `verify`."""
+    cascade = on_host(policy, most)
+    device = OnDevice(dict(cascade.named_stages())["1 early_exit"], policy, rates, most[1])
     stages, num_mixed = [0, 0], 0
     for batch in batches():
         expected: Draft = cascade.propose(batch)
@@ -114,7 +117,8 @@ def test_drafts_of_the_host(policy: str, rates: bool) -> None:
         wanted = torch.from_numpy(batch.max_num_draft)
         own = wanted * allowed[:, 1]
         limit = (wanted - (own > 0).int()).clamp(min=0) if policy == "verify" else wanted
-        drafts, _, told = device.draft(batch.target, looked_up(batch, limit * allowed[:, 0]), own, K)
+        found = looked_up(batch, (limit * allowed[:, 0]).clamp(max=most[0]))
+        drafts, _, told = device.draft(batch.target, found, own, device.num_steps)
         assert drafts.num_draft.tolist() == expected.num_draft.tolist()
         for row, length in enumerate(expected.num_draft):
             assert drafts.token_ids[row, :length].tolist() == expected.token_ids[row, :length].tolist()

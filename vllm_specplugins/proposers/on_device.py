@@ -30,14 +30,23 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """Args:
-    policy: of the cascade; None: the exit is alone.
-    rates: whether to say how sure each token is.
+    """See the module.
+
+    Args:
+        policy: of the cascade; None: the exit is alone.
+        rates: whether to say how sure each token is.
+        most: tokens that the exit drafts for one request.
     """
 
     stage: EarlyExit
     policy: str | None
     rates: bool
+    most: int
+
+    @property
+    def num_steps(self) -> int:
+        """As many steps of the exit as a draft may need."""
+        return self.stage.max_num_draft if self.policy == "extend" else self.most
 
     def draft(
         self,
@@ -47,7 +56,7 @@ class OnDevice:
         num_steps: int,
     ) -> tuple[Drafted, Steps | None, Parts]:
         """The drafts; what the exit said, if it was asked for any token; and what each stage did."""
-        own = torch.clamp(wanted, max=num_steps)
+        own = torch.clamp(wanted, max=num_steps)  # the end of its tokens
         if found is None:
             steps, drafts = self._alone(target, own, num_steps)
             return drafts, steps, Parts(own * 0 - 1, own, own * 0)
@@ -76,6 +85,7 @@ class OnDevice:
     ) -> tuple[Drafted, Steps | None, Parts]:
         steps = self.stage.follow(target, num_steps, found.token_ids, found.num_draft, self.rates)
         is_found = found.is_drafted
+        own = torch.minimum(own, found.num_draft + self.most)
         num_draft = torch.maximum(found.num_draft, own)
         said = self._said(of_stage(EXIT, torch.zeros_like(found.token_ids), num_draft, own * 0.0 + 1), steps)
         parts = ((getattr(found, name), getattr(said, name)) for name in ("token_ids", "stage", "confidence"))

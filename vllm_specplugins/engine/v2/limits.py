@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_specplugins.config import StageConfig
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.request_options import MAX_CONTEXT
 
@@ -18,14 +19,21 @@ class Limits:
         req_states: vLLM's states of requests.
         model_config: vLLM may fit max_model_len to the memory until graphs are recorded.
         max_num_draft: K.
-        stages: the names of a cascade's stages, of which a request may allow some.
+        stages: of a cascade; a request may allow some.
     """
 
     def __init__(
-        self, req_states: Any, model_config: Any, max_num_draft: int, device: torch.device, stages: Sequence[str] = ()
+        self,
+        req_states: Any,
+        model_config: Any,
+        max_num_draft: int,
+        device: torch.device,
+        stages: Sequence[StageConfig] = (),
     ):
         self._req_states, self._model_config, self._max_num_draft = req_states, model_config, max_num_draft
-        self._stages, self._device, num_slots = stages, device, req_states.max_num_reqs
+        self._stages, self._device = [stage.method for stage in stages], device
+        num_slots = req_states.max_num_reqs
+        self.of_stages = [stage.num_speculative_tokens or max_num_draft for stage in stages]  # most tokens of each
         self._limits = torch.zeros(num_slots, 2, dtype=torch.int32, device=device)  # tokens of a draft, of a context
         self._allowed = torch.ones(num_slots, max(1, len(stages)), dtype=torch.int32, device=device)
         self._most, self._most_there = max_num_draft, torch.full((), max_num_draft, dtype=torch.int32, device=device)
@@ -69,5 +77,5 @@ class Limits:
         return wanted.mul_((lengths <= limits[:, 1]) & (num_sampled > 0))
 
     def of_stage(self, wanted: torch.Tensor, slots: torch.Tensor, stage: int) -> torch.Tensor:
-        """The same of one stage, [num_reqs] int32: 0 where a request does not allow it."""
+        """The same of a request that allows one stage, [num_reqs] int32: 0 where it does not."""
         return wanted * self._allowed[slots, stage]

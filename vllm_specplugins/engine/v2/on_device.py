@@ -42,7 +42,7 @@ class DeviceSpeculator(TargetSpeculator):
         super().__init__(vllm_config, device, req_states)
         config, width = vllm_config.speculative_config.plugin_config, self.num_speculative_steps
         cascade = config.own if isinstance(config.own, CascadeConfig) else None
-        stages = [stage.method for stage in cascade.stages] if cascade else []
+        stages = cascade.stages if cascade else ()
         self._policy = cascade.policy if cascade else None
         self._limits = Limits(req_states, vllm_config.model_config, width, device, stages)
         for lookup in parts(config, PromptLookupConfig):
@@ -92,7 +92,7 @@ class DeviceSpeculator(TargetSpeculator):
     def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
         num_reqs = input_batch.num_reqs
         self._begin(input_batch, num_sampled, num_rejected, most, rehearses=False)
-        num_steps = most if self._exit_pays(num_reqs) else 0
+        num_steps = min(most, self._cascade.num_steps) if self._exit_pays(num_reqs) else 0
         edit = self._edit_of(input_batch) if num_steps else None
         if edit is not None or not (self._replays(num_reqs) if num_steps else replayed(self._shallow, num_reqs)):
             longest = 1 + int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
@@ -117,7 +117,7 @@ class DeviceSpeculator(TargetSpeculator):
         seq_lens = input_batch.seq_lens_cpu_upper_bound
         forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=seq_lens, attends=not skip_attn)
         longest = 1 + int(seq_lens[:num_reqs].max())
-        self._draft_on_device(self._batch(input_batch.req_ids, forward), longest, self.num_speculative_steps)
+        self._draft_on_device(self._batch(input_batch.req_ids, forward), longest, self._cascade.num_steps)
 
     def _begin(
         self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int, rehearses: bool
@@ -138,7 +138,7 @@ class DeviceSpeculator(TargetSpeculator):
     ) -> None:
         """What a graph records; vLLM's signature."""
         forward = PagedForward(self, num_reqs, num_tokens, attn_metadata, slot_mappings)
-        self._draft_on_device(self._batch([""] * num_reqs, forward), None, num_speculative_steps)
+        self._draft_on_device(self._batch([""] * num_reqs, forward), None, self._cascade.num_steps)
 
     def _exit_pays(self, num_reqs: int) -> bool:
         """Whether the exit drafts in this step, by what was counted until the step before the last."""
@@ -155,10 +155,9 @@ class DeviceSpeculator(TargetSpeculator):
             self._outcomes.learn(num_rows)
         slots, num_sampled = self._outcomes.rows(num_rows)
         wanted = self._limits.wanted(slots, num_sampled)
-        cascade = OnDevice(self._exit, self._policy, self.enable_adaptive_verification)
         own = self._limits.of_stage(wanted, slots, EXIT if self._policy else 0).clamp_(max=num_steps)
         found = None if self.texts is None else self._found(slots, wanted, own, longest)
-        drafts, steps, told = cascade.draft(batch.target, found, own, num_steps)
+        drafts, steps, told = self._cascade.draft(batch.target, found, own, num_steps)
         self._outcomes.keep(
             drafts, wanted, self.enable_adaptive_verification,
             (told.looked_up, told.exited, told.confirmed, torch.full_like(wanted, num_steps), drafts.stage),
@@ -171,7 +170,7 @@ class DeviceSpeculator(TargetSpeculator):
 
     def _found(self, slots: torch.Tensor, wanted: torch.Tensor, own: torch.Tensor, longest: int | None) -> Drafted:
         assert self.texts is not None
-        wanted = self._limits.of_stage(wanted, slots, LOOKUP)
+        wanted = self._limits.of_stage(wanted, slots, LOOKUP).clamp_(max=self._limits.of_stages[LOOKUP])
         if self._policy == "verify":  # the exit's own choice comes behind it
             wanted = (wanted - (own > 0).int()).clamp_(min=0)
         match = self.texts.match(slots, wanted, longest)
@@ -208,6 +207,9 @@ class DeviceSpeculator(TargetSpeculator):
             self._keep_logits(drafts, None, None)
 
     @property
-    def _exit(self) -> Any:
+    def _cascade(self) -> OnDevice:
         proposer: Any = self.barrier.proposer
-        return proposer.named_stages()[1][1] if self._policy else proposer
+        rates, width = self.enable_adaptive_verification, self.num_speculative_steps
+        if self._policy is None:
+            return OnDevice(proposer, None, rates, width)
+        return OnDevice(proposer.named_stages()[EXIT][1], self._policy, rates, self._limits.of_stages[EXIT])
