@@ -16,8 +16,8 @@ CAN = "FLASH_ATTN on Hopper, FLASHINFER on Blackwell and TRITON_ATTN"
 def place(vllm_config: Any) -> None:
     """Leaves a cascade on the host where nothing would trim its drafts: there it has a gate of its own."""
     config = vllm_config.speculative_config
-    if config.reads_history and config.runs_target and vllm_config.use_v2_model_runner:
-        config.stays_on_host = _missing(vllm_config) is not None
+    if config.reads_history and config.runs_target:
+        config.stays_on_host = not vllm_config.use_v2_model_runner or _missing(vllm_config) is not None
 
 
 def settle(vllm_config: Any) -> None:

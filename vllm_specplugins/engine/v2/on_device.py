@@ -5,6 +5,7 @@ graph for each batch size and depth; every rank of a tensor-parallel group draws
 graph, K: most tokens of a draft.
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -95,15 +96,20 @@ class DeviceSpeculator(TargetSpeculator):
         num_steps = min(most, self._cascade.num_steps) if self._exit_pays(num_reqs) else 0
         edit = self._edit_of(input_batch) if num_steps else None
         if edit is not None or not (self._replays(num_reqs) if num_steps else replayed(self._shallow, num_reqs)):
-            longest = 1 + int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
-            forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
-            batch = self._batch(input_batch.req_ids, forward, edit)
-            self.barrier.guard.begin_step()
-            if self.barrier.guard.call(batch, partial(self._draft_on_device, batch, longest, num_steps)) is None:
-                self._draft_nothing(num_reqs)
+            self._draft_eagerly_on_device(input_batch, edit, num_steps)
         self.settle()
         drafts = self.draft_tokens[:num_reqs] if input_batch.has_structured_output_reqs else None  # a grammar
         self.report.tell(self._outcomes.send(input_batch.req_ids), input_batch.req_ids, drafts)
+
+    def _draft_eagerly_on_device(self, input_batch: Any, edit: Any, num_steps: int) -> None:
+        start, num_reqs, guard = time.perf_counter(), input_batch.num_reqs, self.barrier.guard
+        longest = 1 + int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+        forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
+        batch = self._batch(input_batch.req_ids, forward, edit)
+        guard.begin_step()
+        if guard.call(batch, partial(self._draft_on_device, batch, longest, num_steps)) is None:
+            self._draft_nothing(num_reqs)
+        self.barrier.counters.propose_ms += (time.perf_counter() - start) * 1000
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
         """As that of TargetSpeculator, of all that a step does."""
