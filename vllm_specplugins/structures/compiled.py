@@ -26,7 +26,7 @@ def compiled(signature: Any) -> Callable[[Function], Function]:
     return decorate
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def borrowed(typing_context: Any, array: Any) -> Any:
     """The same array, whose references are not counted; for arguments alone, which the caller keeps.
 

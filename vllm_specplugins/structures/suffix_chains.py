@@ -224,10 +224,10 @@ def remove_text(first: int, work: int, arrays: Arrays) -> tuple[int, int]:
     return (first if page != NONE else NONE), work
 
 
-@compiled(types.UniTuple(types.int64, 2)(types.int64, types.int64, arrays_type))
-def clear_pages(start: int, work: int, arrays: Arrays) -> tuple[int, int]:
-    """Frees all pages from `start` on, as far as so much work goes; where the rest begins, and the work that is left."""
-    _, _, table, pages, state = borrowed_arrays(arrays)
+@inlined
+def clear(start: int, work: int, arrays: Arrays) -> tuple[int, int]:
+    """Frees all pages from `start` on, as far as so much work goes; where the rest begins, and the work left."""
+    table, pages, state = arrays.table, arrays.pages, arrays.state
     while start < len(pages) and work > 0:
         table[start * SLOTS_A_PAGE : (start + 1) * SLOTS_A_PAGE] = 0
         pages[start, FOLLOWING] = start + 1 if start + 1 < len(pages) else NONE
@@ -237,3 +237,9 @@ def clear_pages(start: int, work: int, arrays: Arrays) -> tuple[int, int]:
     if start == len(pages):
         state[FREE], state[NUM_FREE], state[NUM_TOKENS] = 0, len(pages), 0
     return start, work
+
+
+@compiled(types.void(arrays_type))
+def clear_all(arrays: Arrays) -> None:
+    """Frees all pages."""
+    clear(0, arrays.table.size, borrowed_arrays(arrays))

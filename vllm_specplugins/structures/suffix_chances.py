@@ -11,7 +11,8 @@ from vllm_specplugins.structures.suffix_pages import Int32Array
 
 Float64Array = npt.NDArray[np.float64]
 
-OWN, OTHER, STORE = range(3)  # sources: a request's own text, its reference, a tenant's texts; the first two count as one
+# Sources: a request's own text, its reference, a tenant's texts. The first two count as one.
+OWN, OTHER, STORE = range(3)
 NUM_GRADES, NUM_SHARES = 7, 5
 NUM_CELLS = 2 * NUM_GRADES * NUM_SHARES
 MEMORY = 1024.0  # how many tokens of a cell are remembered

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from numba import types
 
 from vllm_specplugins.structures.compiled import borrowed, compiled, inlined
-from vllm_specplugins.structures.suffix_chains import SLOTS_A_PAGE, enter
+from vllm_specplugins.structures.suffix_chains import SLOTS_A_PAGE, clear, enter
 from vllm_specplugins.structures.suffix_chances import OWN, STORE, Float64Array, learn
 from vllm_specplugins.structures.suffix_pages import (
     NONE,
@@ -23,6 +23,7 @@ from vllm_specplugins.structures.suffix_pages import (
     Int64Array,
     arrays_type,
     borrowed_arrays,
+    text_type,
 )
 from vllm_specplugins.structures.suffix_search import find_places, vote
 from vllm_specplugins.structures.suffix_use import use
@@ -44,8 +45,7 @@ class Asked(NamedTuple):
     """What a step is asked for."""
 
     flat: Int32Array  # the ends of texts, one behind the other, each with what was begun to be drafted
-    rows: Int64Array  # [B * NUM_ASKED] row, length of the piece of `flat`, tokens of that that are new, tokens of the whole
-    # text, and how many to draft
+    rows: Int64Array  # [B * NUM_ASKED] row; its tokens in `flat`, new ones, those of all its text; how many to draft
     num_begun: int  # tokens that were begun, of all
     min_confidence: float  # a draft ends before a token that is less sure
 
@@ -98,6 +98,20 @@ def _enter_new(history: Int32Array, num_tokens: int, row: int, requests: Int64Ar
     requests[row, NUM_ENTERED] = num_tokens - left
     requests[row, IS_WHOLE] = left == 0
     return left == 0
+
+
+@compiled(types.int64(text_type, types.int64, types.int64, types.int64[:, ::1], arrays_type))
+def enter_row(text: Int32Array, row: int, work: int, requests: Int64Array, own: Arrays) -> int:
+    """Goes on to clear the piece of a row's text, and to enter that, as far as so much work goes; what is left."""
+    requests, piece = borrowed(requests), _text_of(row, requests, borrowed_arrays(own))
+    num_cleared, num_entered = requests[row, NUM_CLEARED], requests[row, NUM_ENTERED]
+    if num_cleared < len(piece.pages):
+        num_cleared, work = clear(num_cleared, work, piece)
+    if 0 < num_cleared == len(piece.pages):
+        num_entered, _, work = enter(borrowed(text), num_entered, 0 if num_entered else NONE, ONLY_OWNER, work, piece)
+    requests[row, NUM_CLEARED], requests[row, NUM_ENTERED] = num_cleared, num_entered
+    requests[row, IS_WHOLE] = num_entered == text.size
+    return work
 
 
 @compiled(types.int64(asked_type, kept_type, drafts_type, arrays_type, arrays_type))

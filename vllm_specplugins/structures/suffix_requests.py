@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 
 from vllm_specplugins.structures.extents import Extents
-from vllm_specplugins.structures.suffix_chains import SLOTS_A_PAGE, clear_pages, enter_text
 from vllm_specplugins.structures.suffix_chances import first_chances
 from vllm_specplugins.structures.suffix_drafts import (
     END,
     IS_WHOLE,
     MAX_DRAFT,
-    NUM_CLEARED,
     NUM_ASKED,
+    NUM_CLEARED,
     NUM_COLUMNS,
     NUM_ENTERED,
-    ONLY_OWNER,
     REFERENCE,
     START,
     TENANT,
@@ -27,6 +25,7 @@ from vllm_specplugins.structures.suffix_drafts import (
     Drafts,
     Kept,
     draft_step,
+    enter_row,
 )
 from vllm_specplugins.structures.suffix_pages import (
     MULTIPLIER,
@@ -34,7 +33,6 @@ from vllm_specplugins.structures.suffix_pages import (
     NUM_FIELDS,
     NUM_TOKENS,
     PAGE,
-    Arrays,
     Int32Array,
 )
 from vllm_specplugins.structures.suffix_search import MOST_PLACES
@@ -111,19 +109,11 @@ class SuffixRequests:
 
         A text that needs more room than it has gets another piece, and begins anew; without one nothing is entered.
         """
-        request = self._kept.requests[row]
-        start, end, num_cleared, num_entered = request[[START, END, NUM_CLEARED, NUM_ENTERED]].tolist()
+        start, end = self._kept.requests[row, :NUM_CLEARED].tolist()
         if len(text) > (end - start) * PAGE:
-            start, end, num_cleared, num_entered = *self._find_room(row, len(text)), 0, 0
-        if end > start:
-            piece = self._piece(row, start, end)
-            if num_cleared < end - start:
-                num_cleared, work = clear_pages(num_cleared, work, piece)
-            if num_cleared == end - start:
-                first = 0 if num_entered else NONE
-                num_entered, _, work = enter_text(text, num_entered, first, ONLY_OWNER, work, piece)
-        request[: IS_WHOLE + 1] = start, end, num_cleared, num_entered, num_entered == len(text)
-        return work
+            self._find_room(row, len(text))
+        left: int = enter_row(text, row, work, self._kept.requests, self._arrays)
+        return left
 
     def step(self, asked: Asked, store: Texts) -> tuple[Drafts, int]:
         """See draft_step: drafts, and how many requests' texts are not whole any more, for want of room."""
@@ -136,24 +126,19 @@ class SuffixRequests:
         num_cut_off: int = draft_step(asked, self._kept, drafts, self._arrays, store.arrays)
         return drafts, num_cut_off
 
-    def _find_room(self, row: int, num_tokens: int) -> tuple[int, int]:
-        """A piece for a text of so many tokens, instead of the one that it has; (0, 0) if there is none."""
+    def _find_room(self, row: int, num_tokens: int) -> None:
+        """Another piece for a text of so many tokens, instead of the one that it has; none if there is none."""
         self._leave_room(row)
         num_pages = -(-(num_tokens + num_tokens // SPARE_SHARE + SPARE_TOKENS) // PAGE)
         start = self._extents.take(num_pages)
-        return (0, 0) if start is None else (start, start + num_pages)
+        if start is not None:
+            self._kept.requests[row, START], self._kept.requests[row, END] = start, start + num_pages
 
     def _leave_room(self, row: int) -> None:
-        start, end = self._kept.requests[row, [START, END]].tolist()
-        self._extents.give(start, end)
+        self._extents.give(*self._kept.requests[row, :NUM_CLEARED].tolist())
         self._kept.requests[row, : IS_WHOLE + 1] = 0
         self._states[row] = 0
         self._states[row, MULTIPLIER] = self._multiplier
-
-    def _piece(self, row: int, start: int, end: int) -> Arrays:
-        tokens, links, table, pages, _ = self._arrays
-        places, slots = slice(start * PAGE, end * PAGE), slice(start * SLOTS_A_PAGE, end * SLOTS_A_PAGE)
-        return Arrays(tokens[places], links[places], table[slots], pages[start:end], self._states[row])
 
     def _grow(self, more: int) -> None:
         count, kept = len(self._states), self._kept

@@ -86,6 +86,8 @@ def go_on(
             num_next += 1
     best, best_votes, best_token = NONE, 0, 0
     for i in range(num_next):
+        if num_next - i <= best_votes:
+            break
         token, votes = _token(places[i], line, arrays.tokens), 0
         for j in range(i, num_next):
             votes += token == _token(places[j], line, arrays.tokens)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
 from vllm_specplugins.structures.suffix_pages import (
     FIRST,
     NEWER,

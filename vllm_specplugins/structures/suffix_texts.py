@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.structures.suffix_chains import LEVELS, SLOTS_A_PAGE, clear_pages, enter_text, remove_text
+from vllm_specplugins.structures.suffix_chains import LEVELS, SLOTS_A_PAGE, clear_all, enter_text, remove_text
 from vllm_specplugins.structures.suffix_pages import (
     MULTIPLIER,
     NEWEST,
@@ -62,7 +62,7 @@ class Texts:
     def clear(self) -> None:
         """Forgets all texts."""
         self.state[:] = new_state()
-        clear_pages(0, 1 << 60, self.arrays)
+        clear_all(self.arrays)
 
     @property
     def num_bytes(self) -> int:
