@@ -43,6 +43,7 @@ LONGEST_LEVEL = LEVELS[-1]
 OLD, NEW = 0, 1  # columns of `links`
 UNLINKED = -3
 SLOTS_A_PAGE = 43  # the table is full to three quarters at most
+EVERYTHING = 1 << 40  # as much work as there may be
 CLEARING = 3  # the work of clearing a page's slots, in looks into a table
 
 
@@ -242,4 +243,4 @@ def clear(start: int, work: int, arrays: Arrays) -> tuple[int, int]:
 @compiled(types.void(arrays_type))
 def clear_all(arrays: Arrays) -> None:
     """Frees all pages."""
-    clear(0, arrays.table.size, borrowed_arrays(arrays))
+    clear(0, EVERYTHING, borrowed_arrays(arrays))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from numba import types
 
 from vllm_specplugins.structures.compiled import borrowed, compiled, inlined
-from vllm_specplugins.structures.suffix_chains import SLOTS_A_PAGE, clear, enter
+from vllm_specplugins.structures.suffix_chains import EVERYTHING, SLOTS_A_PAGE, clear, enter
 from vllm_specplugins.structures.suffix_chances import OWN, STORE, Float64Array, learn
 from vllm_specplugins.structures.suffix_pages import (
     NONE,
@@ -31,7 +31,6 @@ from vllm_specplugins.structures.suffix_use import use
 Float32Array = npt.NDArray[np.float32]
 
 MAX_DRAFT = 64
-EVERYTHING = 1 << 40  # as much work as there may be
 ONLY_OWNER = 1  # a request's own text lies alone in its piece of the memory
 # Columns of `requests`. The pages of the own text are those from START to END; the first NUM_CLEARED were made ready,
 # NUM_ENTERED tokens are entered, IS_WHOLE says that these are all. REFERENCE is the row of another text, or NONE;
@@ -68,11 +67,11 @@ class Drafts(NamedTuple):
     match_lengths: Float32Array  # [B] of the match that was taken
 
 
-asked_type = types.NamedTuple((types.int32[::1], types.int64[::1], types.int64, types.float64), Asked)
-kept_type = types.NamedTuple(
-    (types.float64[:, ::1], types.int64[:, ::1], types.int32[:, :, ::1], types.int32[:, :, ::1], types.int64[::1]), Kept
+asked_type = types.Tuple((types.int32[::1], types.int64[::1], types.int64, types.float64))
+kept_type = types.Tuple(
+    (types.float64[:, ::1], types.int64[:, ::1], types.int32[:, :, ::1], types.int32[:, :, ::1], types.int64[::1])
 )
-drafts_type = types.NamedTuple((types.int32[:, ::1], types.int32[::1], types.float32[::1]), Drafts)
+drafts_type = types.Tuple((types.int32[:, ::1], types.int32[::1], types.float32[::1]))
 
 
 @inlined
@@ -124,9 +123,10 @@ def draft_step(asked: Asked, kept: Kept, drafts: Drafts, own: Arrays, store: Arr
         own: texts of rows; its state, [R * 8], is of each row.
         store: texts of tenants.
     """
-    flat, requests, chances = borrowed(asked.flat), borrowed(kept.requests), borrowed(kept.chances)
-    newest, lines, places = borrowed(kept.newest), borrowed(kept.lines), borrowed(kept.places)
-    rows, num_begun, out = borrowed(asked.rows), asked.num_begun, borrowed(drafts.tokens)
+    flat, rows, num_begun, min_confidence = borrowed(asked[0]), borrowed(asked[1]), asked[2], asked[3]
+    chances, requests, newest = borrowed(kept[0]), borrowed(kept[1]), borrowed(kept[2])
+    lines, places = borrowed(kept[3]), borrowed(kept[4])
+    out, num_draft, match_lengths = borrowed(drafts[0]), borrowed(drafts[1]), borrowed(drafts[2])
     own, store = borrowed_arrays(own), borrowed_arrays(store)
     end, num_cut_off = 0, 0
     for index in range(len(out)):
@@ -164,7 +164,7 @@ def draft_step(asked: Asked, kept: Kept, drafts: Drafts, own: Arrays, store: Arr
                 source,
                 num_begun,
                 most,
-                asked.min_confidence,
+                min_confidence,
                 chances,
                 line,
                 texts,
@@ -174,7 +174,7 @@ def draft_step(asked: Asked, kept: Kept, drafts: Drafts, own: Arrays, store: Arr
                 if source == STORE and store.pages[first, OLDER] != UNORDERED:
                     use(first, store.pages, store.state)
         count = best_count - num_begun
-        drafts.num_draft[index], drafts.match_lengths[index] = count, match_length
+        num_draft[index], match_lengths[index] = count, match_length
         drafted[0] = count if num_begun == 0 else 0  # what comes next is not what the other draft is for
         for i in range(count):
             out[index, i] = drafted[i + 1] = lines[best, 0, num_begun + i]

@@ -37,21 +37,17 @@ class Arrays(NamedTuple):
 
 
 text_type = types.Array(types.int32, 1, "C", readonly=True)  # takes those that may be written, too
-arrays_type = types.NamedTuple(
-    (types.int32[::1], types.int32[:, :, ::1], types.int64[:, ::1], types.int32[:, ::1], types.int64[::1]), Arrays
+# Compiled functions are called with plain tuples: one with names takes 1 us to be looked at.
+arrays_type = types.Tuple(
+    (types.int32[::1], types.int32[:, :, ::1], types.int64[:, ::1], types.int32[:, ::1], types.int64[::1])
 )
 
 
 @inlined
 def borrowed_arrays(arrays: Arrays) -> Arrays:
-    """See borrowed."""
-    return Arrays(
-        borrowed(arrays.tokens),
-        borrowed(arrays.links),
-        borrowed(arrays.table),
-        borrowed(arrays.pages),
-        borrowed(arrays.state),
-    )
+    """See borrowed; with names."""
+    tokens, links, table, pages, state = arrays
+    return Arrays(borrowed(tokens), borrowed(links), borrowed(table), borrowed(pages), borrowed(state))
 
 
 @inlined

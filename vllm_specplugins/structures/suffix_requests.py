@@ -112,7 +112,7 @@ class SuffixRequests:
         start, end = self._kept.requests[row, :NUM_CLEARED].tolist()
         if len(text) > (end - start) * PAGE:
             self._find_room(row, len(text))
-        left: int = enter_row(text, row, work, self._kept.requests, self._arrays)
+        left: int = enter_row(text, row, work, self._kept.requests, tuple(self._arrays))
         return left
 
     def step(self, asked: Asked, store: Texts) -> tuple[Drafts, int]:
@@ -123,7 +123,9 @@ class SuffixRequests:
             np.empty(num_reqs, np.int32),
             np.empty(num_reqs, np.float32),
         )
-        num_cut_off: int = draft_step(asked, self._kept, drafts, self._arrays, store.arrays)
+        num_cut_off: int = draft_step(
+            tuple(asked), tuple(self._kept), tuple(drafts), tuple(self._arrays), tuple(store.arrays)
+        )
         return drafts, num_cut_off
 
     def _find_room(self, row: int, num_tokens: int) -> None:

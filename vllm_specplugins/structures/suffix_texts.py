@@ -62,7 +62,7 @@ class Texts:
     def clear(self) -> None:
         """Forgets all texts."""
         self.state[:] = new_state()
-        clear_all(self.arrays)
+        clear_all(tuple(self.arrays))
 
     @property
     def num_bytes(self) -> int:
@@ -83,12 +83,12 @@ class Texts:
     def enter(self, text: Int32Array, start: int, first: int, owner: int, work: int) -> tuple[int, int, int]:
         """Enters text[start:] behind what is there of it, as far as so much work, in looks into a table, and free pages
         go. Where the rest begins, the first page of the text (in: NONE if there is nothing of it), the work left."""
-        start, first, work = enter_text(text, start, first, owner, work, self.arrays)
+        start, first, work = enter_text(text, start, first, owner, work, tuple(self.arrays))
         return start, first, work
 
     def remove(self, first: int, work: int) -> tuple[int, int]:
         """Removes a text from its end, as far as so much work goes; NONE if nothing is left of it, and the work."""
-        first, work = remove_text(first, work, self.arrays)
+        first, work = remove_text(first, work, tuple(self.arrays))
         return first, work
 
     def read(self, first: int) -> Int32Array:
