@@ -10,6 +10,8 @@ tokens decide. Links: a place's older and newer neighbour, + 1, 0 where there is
 place is in no chain.
 """
 
+from typing import Any
+
 from numba import types
 
 from vllm_specplugins.structures.compiled import borrowed, compiled, inlined
@@ -194,13 +196,13 @@ def enter(text: Int32Array, start: int, first: int, owner: int, work: int, array
 
 
 @compiled(types.UniTuple(types.int64, 3)(text_type, *[types.int64] * 4, arrays_type))
-def enter_text(text: Int32Array, start: int, first: int, owner: int, work: int, arrays: Arrays) -> tuple[int, int, int]:
+def enter_text(text: Int32Array, start: int, first: int, owner: int, work: int, arrays: Any) -> tuple[int, int, int]:
     """See `enter`."""
     return enter(borrowed(text), start, first, owner, work, borrowed_arrays(arrays))
 
 
 @compiled(types.UniTuple(types.int64, 2)(types.int64, types.int64, arrays_type))
-def remove_text(first: int, work: int, arrays: Arrays) -> tuple[int, int]:
+def remove_text(first: int, work: int, arrays: Any) -> tuple[int, int]:
     """Removes a text from its end, as far as so much work goes; its first page, or NONE, and the work that is left."""
     tokens, links, table, pages, state = borrowed_arrays(arrays)
     owner, page = pages[first, OWNER], pages[first, LAST]
@@ -241,6 +243,6 @@ def clear(start: int, work: int, arrays: Arrays) -> tuple[int, int]:
 
 
 @compiled(types.void(arrays_type))
-def clear_all(arrays: Arrays) -> None:
+def clear_all(arrays: Any) -> None:
     """Frees all pages."""
     clear(0, EVERYTHING, borrowed_arrays(arrays))

@@ -3,7 +3,7 @@
 Dimensions: B requests of a step, R rows of requests, K draft tokens, C cells (see suffix_chances.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +100,7 @@ def _enter_new(history: Int32Array, num_tokens: int, row: int, requests: Int64Ar
 
 
 @compiled(types.int64(text_type, types.int64, types.int64, types.int64[:, ::1], arrays_type))
-def enter_row(text: Int32Array, row: int, work: int, requests: Int64Array, own: Arrays) -> int:
+def enter_row(text: Int32Array, row: int, work: int, requests: Int64Array, own: Any) -> int:
     """Goes on to clear the piece of a row's text, and to enter that, as far as so much work goes; what is left."""
     requests, piece = borrowed(requests), _text_of(row, requests, borrowed_arrays(own))
     num_cleared, num_entered = requests[row, NUM_CLEARED], requests[row, NUM_ENTERED]
@@ -114,14 +114,16 @@ def enter_row(text: Int32Array, row: int, work: int, requests: Int64Array, own: 
 
 
 @compiled(types.int64(asked_type, kept_type, drafts_type, arrays_type, arrays_type))
-def draft_step(asked: Asked, kept: Kept, drafts: Drafts, own: Arrays, store: Arrays) -> int:
+def draft_step(asked: Any, kept: Any, drafts: Any, own: Any, store: Any) -> int:
     """Enters what is new of requests' own texts, and drafts from there, from references and from tenants' stores: the
     draft with the largest sum of confidences. How many own texts are not whole now, for want of pages.
 
     Args:
-        drafts: written to.
-        own: texts of rows; its state, [R * 8], is of each row.
-        store: texts of tenants.
+        asked: a tuple of Asked.
+        kept: of Kept.
+        drafts: of Drafts, which is written to.
+        own: of Arrays, texts of rows; its state, [R * 8], is of each row.
+        store: of Arrays, texts of tenants.
     """
     flat, rows, num_begun, min_confidence = borrowed(asked[0]), borrowed(asked[1]), asked[2], asked[3]
     chances, requests, newest = borrowed(kept[0]), borrowed(kept[1]), borrowed(kept[2])

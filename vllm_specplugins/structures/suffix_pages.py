@@ -4,7 +4,7 @@ A text lies in pages of PAGE tokens and has an owner; a place is the index of a 
 L levels, S slots of a table (see suffix_chains.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ arrays_type = types.Tuple(
 
 
 @inlined
-def borrowed_arrays(arrays: Arrays) -> Arrays:
+def borrowed_arrays(arrays: Any) -> Arrays:
     """See borrowed; with names."""
     tokens, links, table, pages, state = arrays
     return Arrays(borrowed(tokens), borrowed(links), borrowed(table), borrowed(pages), borrowed(state))
