@@ -18,14 +18,15 @@ from vllm_specplugins.config import SuffixLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.proposers.store_saver import StoreSaver
 from vllm_specplugins.structures.store_file import fingerprint
-from vllm_specplugins.structures.suffix_chains import PAGE
-from vllm_specplugins.structures.suffix_drafts import LONGEST_MATCH
+from vllm_specplugins.structures.suffix_drafts import Asked, Drafts
+from vllm_specplugins.structures.suffix_pages import PAGE
 from vllm_specplugins.structures.suffix_requests import SuffixRequests
+from vllm_specplugins.structures.suffix_search import LONGEST_MATCH
 from vllm_specplugins.structures.suffix_store import SuffixStore
 
 # In looks into a table; no clock, so that all ranks of a tensor-parallel group do the same.
-SHARED_WORK = 6_000  # of all requests in a step, for prompts and references
-STORE_WORK = 2_000  # of a step, for outputs that enter the store, and for texts of requests that are gone
+SHARED_WORK = 10_000  # of all requests in a step, for prompts and references
+STORE_WORK = 2_000  # of a step, for outputs that enter the store, and what makes room for them
 MAX_NEW = 64  # tokens that a request takes in at once beside that
 NOTHING = np.empty(0, np.int32)
 NUM_PROMPT_TOKENS = 8  # the last of a prompt, which go into the store with the output: it begins somewhere
@@ -62,7 +63,7 @@ class SuffixLookup:
     """
 
     def __init__(self, config: SuffixLookupConfig, context: ProposerContext):
-        self._config = config
+        self._min_confidence = float(config.min_confidence)
         self.store = SuffixStore(config.store_bytes)
         self._table = SuffixRequests(config.max_index_bytes, context.max_num_reqs, context.max_num_draft)
         self._max_output_bytes = config.store_bytes // OUTPUT_SHARE
@@ -80,8 +81,8 @@ class SuffixLookup:
 
     def propose(self, batch: DraftBatch) -> Draft:
         """For each request the draft with the most confidence, of those from its own text and from earlier outputs."""
-        token_ids, num_draft, match_lengths = self._take_in(batch, batch.max_num_draft)
-        return Draft(token_ids, num_draft, confidence=match_lengths)
+        drafts = self._take_in(batch, batch.max_num_draft)
+        return Draft(drafts.tokens, drafts.num_draft, confidence=drafts.match_lengths)
 
     def continue_draft(
         self, batch: DraftBatch, row: int, begun: Sequence[int], max_tokens: int
@@ -92,18 +93,16 @@ class SuffixLookup:
             self._take_in(batch, np.zeros(batch.num_reqs, np.int32))
         request, history = self._requests[batch.request_ids[row]], batch.token_ids[row]
         flat = np.concatenate([history[-LONGEST_MATCH:], np.array(begun, np.int32)])
-        rows = np.array([request.row, len(flat), 0, len(history)])
-        wanted = np.array([max_tokens], np.int32)
-        token_ids, num_draft, match_lengths, _ = self._table.step(
-            flat, rows, wanted, len(begun), self._config.min_confidence, self.store.texts
-        )
-        return token_ids[0, : num_draft[0]], int(match_lengths[0])
+        rows = np.array([request.row, len(flat), 0, len(history), max_tokens])
+        asked = Asked(flat, rows, len(begun), self._min_confidence)
+        drafts, _ = self._table.step(asked, self.store.texts)
+        return drafts.tokens[0, : drafts.num_draft[0]], int(drafts.match_lengths[0])
 
     def observe(self, feedback: Feedback) -> None:
         """Nothing to learn: what came of the drafts shows in the next batch's histories."""
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Has the texts of these requests removed, and their outputs enter the store, in this order."""
+        """Drops the texts of these requests, and has their outputs enter the store, in this order."""
         self._taken_in = None
         for request_id in request_ids:
             self._finish(request_id)
@@ -137,36 +136,36 @@ class SuffixLookup:
         if self._saver is not None and self._saves:
             self._saver.save()
 
-    def _take_in(self, batch: DraftBatch, wanted: Int32Array) -> tuple[Int32Array, Int32Array, Any]:
-        """Enters each request's new tokens and drafts so many; tokens, numbers, lengths of matches. Of longer texts as
-        much is entered as goes; and the store gets on with its work."""
+    def _take_in(self, batch: DraftBatch, wanted: Int32Array) -> Drafts:
+        """Enters each request's new tokens and drafts so many. Of longer texts as much is entered as goes; and the
+        store gets on with its work."""
         self._taken_in = batch.token_ids
         pieces: list[Int32Array] = []
         rows = array("q")
-        for request_id, history, options in zip(batch.request_ids, batch.token_ids, batch.options, strict=True):
+        for request_id, history, options, limit in zip(
+            batch.request_ids, batch.token_ids, batch.options, wanted.tolist(), strict=True
+        ):
             request, num_tokens = self._requests.get(request_id), len(history)
             if request is None or not 0 <= num_tokens - request.num_seen <= MAX_NEW:
                 request = self._begin(request_id, history, options)
             num_seen = request.num_seen
             piece = history[num_seen - LONGEST_MATCH if num_seen > LONGEST_MATCH else 0 :]
             pieces.append(piece)
-            rows.extend((request.row, len(piece), num_tokens - num_seen, num_tokens))
+            rows.extend((request.row, len(piece), num_tokens - num_seen, num_tokens, limit))
             if request.learns and num_seen < num_tokens:
                 self._keep(request, history[num_seen:])
             request.num_seen = num_tokens
         if self._behind:
             self._catch_up(batch)
         self._tidy()
-        token_ids, num_draft, match_lengths, num_cut_off = self._table.step(
-            np.concatenate(pieces or [NOTHING]),
-            np.frombuffer(rows, np.int64),
-            *(wanted, 0, self._config.min_confidence, self.store.texts),
-        )
+        flat = np.concatenate(pieces or [NOTHING])
+        asked = Asked(flat, np.frombuffer(rows, np.int64), 0, self._min_confidence)
+        drafts, num_cut_off = self._table.step(asked, self.store.texts)
         if num_cut_off:
             self._behind.update(
                 name for name in batch.request_ids if not self._table.is_whole(self._requests[name].row)
             )
-        return token_ids, num_draft, match_lengths
+        return drafts
 
     def _begin(self, request_id: str, history: Int32Array, options: Mapping[str, Any]) -> _Request:
         """A request that is new, or whose text is another one."""
@@ -235,11 +234,10 @@ class SuffixLookup:
                 work = self._table.enter(row, text, work)
 
     def _tidy(self) -> None:
-        """Goes on with what the store has to do, and with removing texts of requests that are gone."""
+        """Goes on with what the store has to do."""
         if self.store.has_work:
             self.store.work(STORE_WORK)
             numbers = [self.store.number(request.tenant) for request in self._requests.values()]
             self._table.search_store([request.row for request in self._requests.values()], numbers)
-        self._table.remove(STORE_WORK)
         if self._saver is not None and self._saves:
             self._saver.step()
