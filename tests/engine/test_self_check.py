@@ -9,6 +9,7 @@ from conftest import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="of V2, in the interpreter")
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+REAL_KERNELS = True
 CONFIG = {
     "method": "early_exit",
     "exit_layer": 1,

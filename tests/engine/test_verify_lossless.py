@@ -151,7 +151,7 @@ def test_planted_errors_are_caught(plant: Any, judge: Judge, monkeypatch: pytest
     assert verdict == WRONG, judged
 
 
-@pytest.mark.skipif(RUNNER == "v2", reason="processes of their own have no interpreter")
+@pytest.mark.skipif(INTERPRETED, reason="the same program on both runners, and 34 cells through the interpreter")
 def test_command(tmp_path: Path) -> None:
     """From the command line to its exit status: engines in processes of their own."""
     command = [sys.executable, "-m", "vllm_specplugins", "verify-lossless", "--json", tmp_path / "report.json"]
