@@ -6,7 +6,7 @@ Medians over the steps of a generation behind its prompts, on Model Runner V2 wi
 after the warm-up that vLLM's worker does on a GPU; "compiled" are the kinds of arguments of Triton kernels that were
 first met in the whole generation, and "whole" the share of its steps without a prompt in which the target ran as one
 graph. Times are not measured. Exits with 1 if a method of ours waits for the device, launches more outside of graphs
-than vLLM's own draft_model or runs less than 95 % of these steps as one graph, or if anything is compiled while serving.
+than vLLM's own draft_model or runs less than 95 % of these steps as one graph, or if anything is compiled meanwhile.
 """
 
 import argparse

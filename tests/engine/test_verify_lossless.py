@@ -23,6 +23,7 @@ from vllm_specplugins.tools.lossless.report import PASSED, WRONG, Judged, Report
 from vllm_specplugins.tools.verify_lossless import NO_SPECULATION, Verification
 
 pytestmark = pytest.mark.slow
+WITHOUT_TAPES = "64 samples a step take minutes in Triton's interpreter"
 NUM_SAMPLES = 300 if INTERPRETED else 1500
 PASSING = ["cascade-verify"] if INTERPRETED else ["prompt_lookup", "cascade-verify"]
 if os.environ.get("SPECPLUGINS_METHODS") == "all":
