@@ -72,7 +72,7 @@ sys.path.insert(0, str(HERE.parent / "proposers"))
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
 def v2_on_a_cpu() -> Iterator[None]:
-    """What V2 lacks on a CPU; processes of their own have it from a plugin (triton_cpu)."""
+    """What V2 lacks on a CPU; processes of their own get the interpreter from a plugin (triton_cpu)."""
     from simulated_device.device import interpreted
 
     with interpreted():

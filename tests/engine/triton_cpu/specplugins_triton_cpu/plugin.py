@@ -1,4 +1,4 @@
-"""vLLM's plugin: what V2 lacks on a CPU (tests/simulated_device), in engine processes and workers, too."""
+"""vLLM's plugin: the interpreter of tests/simulated_device in engine processes and workers, too."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -12,11 +12,10 @@ def register() -> None:
     if "simulated_device" in sys.modules:
         return
     import_simulated_device()
-    from simulated_device.device import interpreted
+    from simulated_device.interpreter import patch_interpreter
+    from simulated_device.patches import Patches
 
-    global _for_good
-    _for_good = interpreted()
-    _for_good.__enter__()
+    patch_interpreter(Patches())  # for good
 
 
 def import_simulated_device() -> None:
