@@ -13,8 +13,8 @@ import numpy as np
 
 from vllm_specplugins.config import CascadeConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters
+from vllm_specplugins.proposers.accounts import Accounts
 from vllm_specplugins.proposers.built_in import BuiltIn, Offered
-from vllm_specplugins.proposers.drafted import Drafted, dense_logits
 from vllm_specplugins.proposers.drafters import Allowed, Drafter, Extend, First, Lookup, Whole
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import Gate
@@ -22,7 +22,6 @@ from vllm_specplugins.proposers.gated import Gated
 from vllm_specplugins.proposers.guard import Guard
 from vllm_specplugins.proposers.guarded import Guarded
 from vllm_specplugins.proposers.records import Rows
-from vllm_specplugins.proposers.sent import Sent, count_drafts, count_fates
 from vllm_specplugins.proposers.switch import Clock
 from vllm_specplugins.proposers.verified import Alone, Verified
 
@@ -51,7 +50,7 @@ class Cascade:
         self._width = context.max_num_draft
         self._most = [stage.num_speculative_tokens or self._width for stage in config.stages]
         self._gate = Gate(len(stages), self._width) if config.gate == "auto" else None
-        self._rows, self._sent = Rows(), Sent(self._width)
+        self._rows, self._accounts = Rows(), Accounts(len(stages), self._width)
         self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
         self._guards = {
@@ -70,13 +69,10 @@ class Cascade:
         if batch.offer is not None:
             self._counters[self._built_in].ms += batch.offer.ms
         rows = self._rows.of(batch.request_ids)
-        self._sent.make_room(self._rows.num_rows)
+        self._accounts.make_room(self._rows.num_rows)
         if self._gate is not None:
             self._gate.records.make_room(self._rows.num_rows)
-        drafts = self._drafter.draft(batch, None, batch.max_num_draft)
-        self._sent.put(rows, drafts)
-        count_drafts(self._counters, drafts)
-        draft = self._joined(drafts)
+        draft = self._accounts.put(rows, self._drafter.draft(batch, None, batch.max_num_draft.astype(np.int64)))
         self._drafting_ms = (time.perf_counter() - start) * 1000
         return draft
 
@@ -98,27 +94,12 @@ class Cascade:
                 stage.choose(batch.target, longest, firsts)
         return draft
 
-    def _joined(self, drafts: Drafted) -> Draft:
-        """As wide as the longest draft."""
-        num_draft, has_any = drafts.num_draft.astype(np.int32), drafts.num_draft > 0
-        width = int(num_draft.max(initial=0))
-        last = drafts.stage[np.arange(len(num_draft)), num_draft - 1]
-        return Draft(
-            drafts.token_ids[:, :width],
-            num_draft,
-            np.where(has_any, drafts.confidence[:, 0], 0.0).astype(np.float32),
-            dense_logits(drafts, width),
-            np.where(has_any, last, -1).astype(np.int32),
-        )
-
     def observe(self, feedback: Feedback) -> None:
         """Tells the stages' counters and the gate what became of the last drafts."""
         rows = self._rows.known(feedback.request_ids)
-        fates = self._sent.take(rows, feedback.num_draft, feedback.num_accepted)
-        if fates.num_draft.any():
-            count_fates(self._counters, fates)
-            if self._gate is not None:
-                self._gate.records.add(rows, *fates)
+        fates = self._accounts.take(rows, feedback.num_draft, feedback.num_accepted)
+        if self._gate is not None and fates is not None:
+            self._gate.records.add(rows, *fates)
         if self._gate is not None and feedback.step_ms is not None:
             self._add_times(self._gate, feedback, feedback.step_ms)
         for guard in self._guards.values():
@@ -139,7 +120,7 @@ class Cascade:
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what the stages, the gate and the accounts hold of these requests."""
         rows = self._rows.forget(request_ids)
-        self._sent.clear(rows)
+        self._accounts.clear(rows)
         if self._gate is not None:
             self._gate.records.clear(rows)
         for guard in self._guards.values():
@@ -152,6 +133,7 @@ class Cascade:
 
     def stage_counters(self) -> dict[str, StageCounters]:
         """Running totals by stage, under "index method"."""
+        self._accounts.move_to(self._counters)
         return {f"{index} {name}": self._counters[index] for index, name in enumerate(self._names)}
 
     def named_stages(self) -> list[tuple[str, Proposer]]:
@@ -205,6 +187,6 @@ class Cascade:
         is_free = not isinstance(self._stages[index], EarlyExit)
         if self._gate is None:
             return drafter
-        gated = Gated(drafter, self._gate, self._rows, index, is_free, self._counters[index], self._width, rival)
+        gated = Gated(drafter, self._gate, self._rows, index, is_free, self._accounts, self._width, rival)
         self._gated_stages.append(gated)
         return gated

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from vllm_specplugins.draft import DraftBatch, Proposer
 from vllm_specplugins.proposers.checks import checked_draft
-from vllm_specplugins.proposers.drafted import Array, Drafted, either, namespace, nothing, of_stage
+from vllm_specplugins.proposers.drafted import Array, Drafted, nothing, of_stage
 from vllm_specplugins.proposers.read_only import rows_of
 
 
@@ -101,7 +101,7 @@ class Allowed:
         drafts = self.drafter.draft(batch, begun, np.where(allowed, own_wanted, 0))
         if self.otherwise is None:
             return drafts
-        return either(allowed, drafts, self.otherwise.draft(batch, begun, np.where(allowed, 0, wanted)))
+        return drafts.followed_by(self.otherwise.draft(batch, begun, np.where(allowed, 0, wanted)))
 
 
 @dataclass(slots=True)
@@ -113,9 +113,8 @@ class First:
 
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
         drafts = self.first.draft(batch, begun, wanted)
-        is_first = drafts.num_draft > 0
-        rest = namespace(wanted).where(is_first, 0, wanted)
-        return either(is_first, drafts, self.second.draft(batch, begun, rest))
+        rest = wanted * (drafts.num_draft == 0)
+        return drafts.followed_by(self.second.draft(batch, begun, rest))
 
 
 @dataclass(slots=True)

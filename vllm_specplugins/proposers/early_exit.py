@@ -34,7 +34,7 @@ class EarlyExit:
 
     def fit(self, max_model_len: int) -> None:
         """No request is longer than this: what would be drafted behind its end is fed at its last position."""
-        self._max_position = max_model_len - 1
+        self.max_position = max_model_len - 1
 
     def propose(self, batch: DraftBatch) -> Draft:
         """K tokens of the exit, one step each; a request near the end of its context gets fewer."""
@@ -72,7 +72,7 @@ class EarlyExit:
                 if logits is None:
                     logits = step_logits.new_empty(len(last), num_steps, step_logits.shape[-1])
                 logits[:, step] = step_logits
-            positions.add_(1).clamp_(max=self._max_position)
+            positions.add_(1).clamp_(max=self.max_position)
         return token_ids, logits
 
     def _choose_behind(
@@ -97,7 +97,12 @@ class EarlyExit:
         """
         token_ids, firsts = (torch.as_tensor(array).to(target.num_tokens.device) for array in (token_ids, firsts))
         positions = (target.num_tokens + firsts - 1)[:, None] + torch.arange(token_ids.shape[1], device=firsts.device)
-        return self._choose(target, token_ids, positions.clamp_(max=self._max_position))
+        return self._choose(target, token_ids, positions.clamp_(max=self.max_position))
+
+    def choose_at(self, target: Target, token_ids: Any, positions: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same, of arrays, with the places [num_reqs, T] int64 where the tokens stand, at most max_position."""
+        device = target.num_tokens.device
+        return self._choose(target, torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device))
 
     def _choose(
         self, target: Target, token_ids: torch.Tensor, positions: torch.Tensor, begun: torch.Tensor | None = None

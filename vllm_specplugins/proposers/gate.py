@@ -13,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specplugins.proposers.costs import StepCosts, worth_of_a_ms
+from vllm_specplugins.proposers.host import gate as host
 from vllm_specplugins.proposers.records import Floats, Ints, Records
 
 GOOD_ACCEPTANCE = 0.75  # what text that suits a stage may be expected to have, whatever the record of other text
 FIRST_CONFIDENCE = 1.0  # of a stage that says none, or has not drafted yet
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
+ALL = np.empty(0, np.bool_)
 
 
 def worths(chances: Floats, most: Ints, price: float) -> tuple[Floats, Ints]:
@@ -63,7 +65,7 @@ class Gate:
 
     def __init__(self, num_stages: int, width: int):
         self.records = Records(num_stages)
-        self._places = np.arange(width)
+        self._width = width
         self._costs: dict[int, StepCosts] = {}
         self._sizes: set[int] = set()  # of batches that there have been
         self._draft_ms: dict[int, float] = {}  # by stage, a token of the whole batch
@@ -110,31 +112,33 @@ class Gate:
         if costs is None:
             return np.zeros(num_reqs, np.int64)
         rate = worth_of_a_ms(costs, num_reqs)
-        price = rate * costs.slope_ms
-        worth, lengths = self._worths(rows, stage, confidence, most, price)
-        if rival is not None:
-            share = rate * self._draft_ms.get(rival, 0.0) / num_reqs
-            others, _ = self._worths(rows, rival, np.full(num_reqs, FIRST_CONFIDENCE), most, price + share)
-            yields = others.sum(axis=1) > worth.sum(axis=1)
-            if has_rival is not None:
-                yields &= has_rival
-            worth, lengths = np.where(yields[:, None], 0.0, worth), np.where(yields, 0, lengths)
-        draft_price = rate * self._draft_ms.get(stage, 0.0)
-        depth = depth_that_pays(worth.sum(axis=0)[: lengths.max(initial=0)], draft_price)
-        lengths = np.minimum(lengths, min(depth, int(costs.weight)))
-        if price + draft_price / num_reqs < GOOD_ACCEPTANCE:
-            # A draft that was accepted whole is followed by one twice as long, whatever the record says: text changes.
-            followed = np.minimum(2 * self.records.whole[rows, stage].astype(np.int64), most)
-            lengths = np.where(lengths > 0, lengths, followed)
-        return self._explored(lengths, stage, most, costs)
+        price, draft_price = rate * costs.slope_ms, rate * self._draft_ms.get(stage, 0.0)
+        rival_price = price + (0.0 if rival is None else rate * self._draft_ms.get(rival, 0.0) / num_reqs)
+        # A draft that was accepted whole is followed by one twice as long, whatever the record says: text changes.
+        follows = price + draft_price / num_reqs < GOOD_ACCEPTANCE
+        lengths = np.empty(num_reqs, np.int64)
+        without = host.choose(
+            lengths,
+            rows,
+            stage,
+            confidence,
+            most,
+            -1 if rival is None else rival,
+            ALL if has_rival is None else has_rival,
+            FIRST_CONFIDENCE,
+            price,
+            rival_price,
+            draft_price,
+            int(costs.weight),
+            self._width,
+            follows,
+            self.records.on_host,
+            self.records.whole,
+        )
+        return self._explored(lengths, stage, most, costs, without)
 
-    def _worths(self, rows: Ints, stage: int, confidence: Floats, most: Ints, price: float) -> tuple[Floats, Ints]:
-        chances = self.records.chances(rows, stage, confidence[:, None] + self._places)
-        return worths(chances, most, price)
-
-    def _explored(self, lengths: Ints, stage: int, most: Ints, costs: StepCosts) -> Ints:
-        """Now and then one token for those who would get none, as often as EXPLORE_SHARE allows."""
-        without = np.count_nonzero((most > 0) & (lengths == 0))
+    def _explored(self, lengths: Ints, stage: int, most: Ints, costs: StepCosts, without: int) -> Ints:
+        """Now and then one token for those, so many, who would get none, as often as EXPLORE_SHARE allows."""
         if not without:
             return lengths
         quiet = self._quiet[stage] = self._quiet.get(stage, 0) + 1

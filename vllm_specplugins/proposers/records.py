@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.proposers import records_host
 from vllm_specplugins.proposers.drafted import Array, columns, like, namespace, picked, tally, up_to, zeros
+from vllm_specplugins.proposers.host import records as host
 
 DECAY = 0.8  # of a request's record of a stage, by draft; half of it is forgotten after three drafts
 SHARED_DECAY = 0.98  # of the record of all requests
@@ -86,6 +86,14 @@ class Records:
         self._shared_tried, self._shared_accepted = zeros(shape[1:], device), zeros(shape[1:], device)
         self.whole = zeros(shape[:2], device)  # length of the last draft if all of it was accepted
 
+    @property
+    def on_host(self) -> tuple[Any, ...]:
+        """What the compiled functions go by."""
+        return (
+            *(self._tried, self._accepted, self._shared_tried, self._shared_accepted),
+            *(PRIOR_WEIGHT, FIRST_GUESS),
+        )
+
     def make_room(self, num_rows: int) -> None:
         """For so many requests, on the host."""
         if num_rows > len(self.whole):
@@ -108,8 +116,7 @@ class Records:
         """
         if isinstance(confidence, np.ndarray) and isinstance(stage, int):
             found = np.empty_like(confidence)
-            counts = self._tried, self._accepted, self._shared_tried, self._shared_accepted
-            records_host.chances(found, *counts, rows, stage, confidence, PRIOR_WEIGHT, FIRST_GUESS)
+            host.chances(found, self.on_host, rows, stage, confidence)
             return found
         prior = (self._shared_accepted + PRIOR_WEIGHT * FIRST_GUESS) / (self._shared_tried + PRIOR_WEIGHT)
         rates = (self._accepted[rows] + PRIOR_WEIGHT * prior) / (self._tried[rows] + PRIOR_WEIGHT)
@@ -126,7 +133,7 @@ class Records:
         if isinstance(stage, np.ndarray):
             counts = self._tried, self._accepted, self._shared_tried, self._shared_accepted, self.whole
             fates = num_draft.astype(np.int64), num_accepted.astype(np.int64)
-            records_host.add(*counts, rows, stage, confidence, *fates, DECAY, SHARED_DECAY)
+            host.add(*counts, rows, stage, confidence, *fates, DECAY, SHARED_DECAY)
             return
         xp, places, shape = namespace(stage), columns(stage), (len(rows), *self._tried.shape[1:])
         is_drafted, is_accepted = places < num_draft[:, None], places < num_accepted[:, None]
