@@ -162,7 +162,7 @@ class Cascade:
         if isinstance(stage, BuiltIn):
             return Offered(index, counters, self._width)
         if self._names[index] in ("prompt_lookup", "suffix_lookup"):
-            drafter: Drafter = Lookup(stage, index, self._width)
+            drafter: Drafter = Lookup(stage, index)
         else:
             drafter = Whole(stage, index, self._width, self._context.vocab_size)
         guard = self._guards[index]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from vllm_specplugins.proposers.host import drafted as host
 
 Array = Any  # of NumPy, or a torch.Tensor
+NO_TOKENS, NO_COUNTS = np.empty((0, 0), np.int32), np.empty(0, np.int64)  # of drafts that nobody has begun
 
 
 def namespace(array: Array) -> Any:

@@ -63,7 +63,7 @@ class EarlyExit:
             if begun is None:
                 last, step_logits = self._choose(target, last, positions, token_ids[:, :step])
             elif step == 0:
-                last, step_logits = self._choose_behind(target, begun, num_begun)
+                last, step_logits = self._choose_behind(target, positions, begun, num_begun)
                 positions += num_begun
             else:
                 last, step_logits = self._choose(target, last, torch.minimum(positions, ends))
@@ -76,13 +76,16 @@ class EarlyExit:
         return token_ids, logits
 
     def _choose_behind(
-        self, target: Target, begun: torch.Tensor, num_begun: torch.Tensor
+        self, target: Target, positions: torch.Tensor, begun: torch.Tensor, num_begun: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What follows drafts that were begun, and their logits: one token of each request."""
+        """What follows drafts that were begun behind these positions, and their logits: one token of each request."""
         fed = torch.cat((target.last_token_ids[:, None], begun), dim=1)
-        chosen, logits = self.choose(target, fed, torch.zeros_like(num_begun))
-        rows, places = torch.arange(len(fed), device=fed.device), num_begun.clamp(max=begun.shape[1])
-        return chosen[rows, places], None if logits is None else logits[rows, places]
+        places = positions[:, None] + torch.arange(fed.shape[1], device=fed.device)
+        chosen, logits = self._choose(target, fed, places.clamp_(max=self.max_position))
+        ends = num_begun.clamp(max=begun.shape[1])
+        if logits is not None:
+            logits = logits[torch.arange(len(fed), device=fed.device), ends]
+        return chosen.gather(1, ends[:, None])[:, 0], logits
 
     def choose(self, target: Target, token_ids: Any, firsts: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Feeds several tokens of each request at once; for each, what the exit says comes next.

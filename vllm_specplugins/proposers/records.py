@@ -51,7 +51,7 @@ class Rows:
 
     def of(self, request_ids: Sequence[str]) -> Ints:
         """[R], rows of these requests; those that are new get one."""
-        if request_ids is self._newest[0]:
+        if request_ids == self._newest[0]:
             return self._newest[1]
         for request_id in request_ids:
             if request_id not in self._rows:
@@ -59,11 +59,13 @@ class Rows:
                     self._free.append(self.num_rows)
                     self.num_rows += 1
                 self._rows[request_id] = self._free.pop()
-        self._newest = request_ids, np.array([self._rows[request_id] for request_id in request_ids], np.int64)
+        self._newest = request_ids[:], np.array([self._rows[request_id] for request_id in request_ids], np.int64)
         return self._newest[1]
 
     def known(self, request_ids: Sequence[str]) -> Ints:
         """[R], rows of these requests, 0 for those that have none."""
+        if request_ids == self._newest[0]:
+            return self._newest[1]
         return np.array([self._rows.get(request_id, 0) for request_id in request_ids], np.int64)
 
     def forget(self, request_ids: Sequence[str]) -> Ints:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_specplugins.config import SuffixLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
@@ -28,6 +29,7 @@ SHARED_WORK = 6_000  # of all requests in a step, for prompts and references
 STORE_WORK = 2_000  # of a step, for outputs that enter the store, and for texts of requests that are gone
 MAX_NEW = 64  # tokens that a request takes in at once beside that
 NOTHING = np.empty(0, np.int32)
+Ints = npt.NDArray[np.int64]
 NUM_PROMPT_TOKENS = 8  # the last of a prompt, which go into the store with the output: it begins somewhere
 OUTPUT_SHARE = 16  # one part in so many of the store's memory, on top of it, is for outputs that are not finished
 
@@ -63,6 +65,7 @@ class SuffixLookup:
 
     def __init__(self, config: SuffixLookupConfig, context: ProposerContext):
         self._config = config
+        self._max_num_draft = context.max_num_draft
         self.store = SuffixStore(config.store_bytes)
         self._table = SuffixRequests(config.max_index_bytes, context.max_num_reqs, context.max_num_draft)
         self._max_output_bytes = config.store_bytes // OUTPUT_SHARE
@@ -83,21 +86,41 @@ class SuffixLookup:
         token_ids, num_draft, match_lengths = self._take_in(batch, batch.max_num_draft)
         return Draft(token_ids, num_draft, confidence=match_lengths)
 
-    def continue_draft(
-        self, batch: DraftBatch, row: int, begun: Sequence[int], max_tokens: int
-    ) -> tuple[Int32Array, int]:
-        """Up to max_tokens tokens to follow one request's history and a draft that was begun, which is not
-        remembered; and the length of the match."""
-        if batch.token_ids is not self._taken_in:
+    def continue_drafts(
+        self, batch: DraftBatch, begun: Int32Array, num_begun: Ints, wanted: Ints
+    ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
+        """What follows each request's history and a draft that was begun. See PromptLookup."""
+        limits, is_new = wanted.astype(np.int32), batch.token_ids is not self._taken_in
+        if is_new and not num_begun.any():
+            token_ids, num_draft, match_lengths = self._take_in(batch, limits)
+            return token_ids, num_draft.astype(np.int64), match_lengths.astype(np.float64)
+        if is_new:
             self._take_in(batch, np.zeros(batch.num_reqs, np.int32))
-        request, history = self._requests[batch.request_ids[row]], batch.token_ids[row]
-        flat = np.concatenate([history[-LONGEST_MATCH:], np.array(begun, np.int32)])
-        rows = np.array([request.row, len(flat), 0, len(history)])
-        wanted = np.array([max_tokens], np.int32)
-        token_ids, num_draft, match_lengths, _ = self._table.step(
-            flat, rows, wanted, len(begun), self._config.min_confidence, self.store.texts
+        token_ids = np.zeros((batch.num_reqs, self._max_num_draft), np.int32)
+        num_draft, match_lengths = np.zeros(batch.num_reqs, np.int64), np.zeros(batch.num_reqs)
+        counts = num_begun if len(num_begun) else np.zeros_like(wanted)
+        for count in np.unique(counts[wanted > 0]).tolist():
+            rows = np.flatnonzero((wanted > 0) & (counts == count))
+            found = self._behind_drafts(batch, rows, begun[:, :count], limits)
+            token_ids[rows], num_draft[rows], match_lengths[rows] = found
+        return token_ids, num_draft, match_lengths
+
+    def _behind_drafts(self, batch: DraftBatch, rows: Ints, begun: Int32Array, limits: Int32Array) -> tuple[Any, ...]:
+        """What follows the drafts of these requests, of as many tokens each."""
+        pieces: list[Int32Array] = []
+        asked = array("q")
+        for row in rows.tolist():
+            history = batch.token_ids[row]
+            ending = history[-LONGEST_MATCH:]
+            pieces += (ending, begun[row]) if begun.size else (ending,)
+            size = len(ending) + begun.shape[1]
+            asked.extend((self._requests[batch.request_ids[row]].row, size, 0, len(history)))
+        *drafts, _ = self._table.step(
+            np.concatenate(pieces),
+            np.frombuffer(asked, np.int64),
+            *(limits[rows], begun.shape[1], self._config.min_confidence, self.store.texts),
         )
-        return token_ids[0, : num_draft[0]], int(match_lengths[0])
+        return tuple(drafts)
 
     def observe(self, feedback: Feedback) -> None:
         """Nothing to learn: what came of the drafts shows in the next batch's histories."""

@@ -119,9 +119,11 @@ class Alone:
         behind: tuple[torch.Tensor, ...] = ()
         if begun is not None:
             # Rows that want nothing start at their newest token: behind it no slot is read that was not written.
-            lengths, device = np.where(wanted > 0, begun.num_draft, 0), batch.target.num_tokens.device
-            fed = begun.token_ids[:, : lengths.max()]
-            behind = tuple(torch.as_tensor(part).to(device) for part in (fed, lengths))
+            lengths = begun.num_draft * (wanted > 0)
+            if longest := max(lengths.tolist()):
+                device = batch.target.num_tokens.device
+                fed = np.ascontiguousarray(begun.token_ids[:, :longest])
+                behind = torch.from_numpy(fed).to(device), torch.from_numpy(lengths).to(device)
         chosen, logits = self.stage.go_on(batch.target, num_steps, *behind)
         token_ids = np.zeros((num_reqs, self.stage.max_num_draft), np.int32)
         token_ids[:, :num_steps] = chosen.cpu().numpy()
