@@ -92,8 +92,8 @@ class SuffixLookup:
         """What follows each request's history and a draft that was begun. See PromptLookup."""
         limits, is_new = wanted.astype(np.int32), batch.token_ids is not self._taken_in
         if is_new and not num_begun.any():
-            token_ids, num_draft, match_lengths = self._take_in(batch, limits)
-            return token_ids, num_draft.astype(np.int64), match_lengths.astype(np.float64)
+            found = self._take_in(batch, limits)
+            return found[0], found[1].astype(np.int64), found[2].astype(np.float64)
         if is_new:
             self._take_in(batch, np.zeros(batch.num_reqs, np.int32))
         token_ids = np.zeros((batch.num_reqs, self._max_num_draft), np.int32)
@@ -101,8 +101,8 @@ class SuffixLookup:
         counts = num_begun if len(num_begun) else np.zeros_like(wanted)
         for count in np.unique(counts[wanted > 0]).tolist():
             rows = np.flatnonzero((wanted > 0) & (counts == count))
-            found = self._behind_drafts(batch, rows, begun[:, :count], limits)
-            token_ids[rows], num_draft[rows], match_lengths[rows] = found
+            behind = self._behind_drafts(batch, rows, begun[:, :count], limits)
+            token_ids[rows], num_draft[rows], match_lengths[rows] = behind
         return token_ids, num_draft, match_lengths
 
     def _behind_drafts(self, batch: DraftBatch, rows: Ints, begun: Int32Array, limits: Int32Array) -> tuple[Any, ...]:
