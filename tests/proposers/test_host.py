@@ -116,7 +116,7 @@ def test_lengths(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(9):
         count = int(rng.integers(0, 9))
         gate.add_step(num_reqs, 20 + 0.4 * count, 0.5, count, num_reqs + count // 2)
-        gate.add_drafting(0, float(rng.random()), 1)
+        gate.add_drafting(0, 8 * float(rng.random()), 1)
         gate.add_drafting(1, 0.3, 1)
     [costs] = gate._costs.values()
     rate = worth_of_a_ms(costs, num_reqs)
