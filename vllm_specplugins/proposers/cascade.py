@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import zip_longest
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from vllm_specplugins.config import CascadeConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters
 from vllm_specplugins.proposers.accounts import Accounts
 from vllm_specplugins.proposers.built_in import BuiltIn, Offered
+from vllm_specplugins.proposers.cost_table import CostTable
 from vllm_specplugins.proposers.drafters import Allowed, Drafter, Extend, First, Lookup, Whole
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import Gate
@@ -50,6 +52,7 @@ class Cascade:
         self._width = context.max_num_draft
         self._most = [stage.num_speculative_tokens or self._width for stage in config.stages]
         self._gate = Gate(len(stages), self._width) if config.gate == "auto" else None
+        self._cost_table = self._table_of(config, self._gate, clock)
         self._rows, self._accounts = Rows(), Accounts(len(stages), self._width)
         self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
@@ -105,6 +108,18 @@ class Cascade:
         for guard in self._guards.values():
             guard.observe(feedback)
 
+    def _table_of(self, config: CascadeConfig, gate: Gate | None, clock: Clock) -> CostTable | None:
+        """The gate's table of costs, if it has one, taken in: on every rank the one of rank 0, which keeps it."""
+        if gate is None or config.cost_table is None:
+            return None
+        context = self._context
+        setting = f"{context.setting}, {config.policy} of {' '.join(self._names)}, {context.max_num_draft} tokens"
+        table = CostTable(Path(config.cost_table), setting, clock) if context.rank == 0 else None
+        costs = context.agreed(None if table is None else table.load())
+        if costs is not None:
+            gate.begin_with(costs)
+        return table
+
     def _add_times(self, gate: Gate, feedback: Feedback, step_ms: float) -> None:
         """Tells the gate what the last step cost: on every rank the same, or their drafts would differ."""
         stages = self._gated_stages
@@ -116,6 +131,8 @@ class Cascade:
         num_reqs = len(feedback.request_ids)
         num_emitted = num_reqs + int(feedback.num_accepted.sum())
         gate.add_step(num_reqs, step_ms, whole_ms, int(feedback.num_draft.sum()), num_emitted)
+        if self._cost_table is not None and self._cost_table.is_due:
+            self._cost_table.save(gate.costs)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what the stages, the gate and the accounts hold of these requests."""

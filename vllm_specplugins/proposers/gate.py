@@ -9,6 +9,9 @@ batch size that is new starts without drafts, then with short ones. Of two stage
 Pure arithmetic: times come in, nothing is measured here.
 """
 
+from dataclasses import asdict
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +22,7 @@ from vllm_specplugins.proposers.records import Floats, Ints, Records
 GOOD_ACCEPTANCE = 0.75  # what text that suits a stage may be expected to have, whatever the record of other text
 FIRST_CONFIDENCE = 1.0  # of a stage that says none, or has not drafted yet
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
+FEW_CALLS = 10  # of a stage, after which its time is known
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
 ALL = np.empty(0, np.bool_)
 
@@ -70,6 +74,7 @@ class Gate:
         self._sizes: set[int] = set()  # of batches that there have been
         self._draft_ms: dict[int, float] = {}  # by stage, a token of the whole batch
         self._draft_calls: dict[int, int] = {}
+        self._drafted: set[int] = set()  # stages
         self._quiet: dict[int, int] = {}  # by stage, steps in which somebody went without and nobody was tried
 
     def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
@@ -84,10 +89,24 @@ class Gate:
         """What a stage took to draft so many tokens for each request of the batch, all at once."""
         if num_tokens == 0:
             return
-        calls = self._draft_calls[stage] = self._draft_calls.get(stage, -1) + 1
-        if calls:  # the first one warms up caches and compilers
-            old = self._draft_ms.get(stage, 0.0)
-            self._draft_ms[stage] = old + max(0.1, 1 / calls) * (ms / num_tokens - old)
+        if stage not in self._drafted:  # the first time warms up caches and compilers
+            self._drafted.add(stage)
+            return
+        calls = self._draft_calls[stage] = self._draft_calls.get(stage, 0) + 1
+        old = self._draft_ms.get(stage, 0.0)
+        self._draft_ms[stage] = old + max(1 / FEW_CALLS, 1 / calls) * (ms / num_tokens - old)
+
+    @property
+    def costs(self) -> dict[str, Any]:
+        """What was learned of costs, as JSON can hold it."""
+        steps = {str(size): asdict(costs) for size, costs in self._costs.items()}
+        return {"steps": steps, "drafts": {str(stage): ms for stage, ms in self._draft_ms.items()}}
+
+    def begin_with(self, costs: dict[str, Any]) -> None:
+        """Goes by costs that were learned before, as if by this gate."""
+        self._costs = {int(size): StepCosts(**own) for size, own in costs["steps"].items()}
+        self._draft_ms = {int(stage): ms for stage, ms in costs["drafts"].items()}
+        self._draft_calls = dict.fromkeys(self._draft_ms, FEW_CALLS)
 
     def lengths(
         self,
