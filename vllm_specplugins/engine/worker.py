@@ -9,6 +9,7 @@ import platform
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplugins import __version__
@@ -159,12 +160,18 @@ def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
 def _setting(model_config: Any, device: Any, num_ranks: int) -> str:
     """What the times of steps depend on."""
     import torch
-    import vllm
 
     is_gpu = torch.device(device).type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    versions = f"vllm {vllm.__version__}, torch {torch.__version__}, vllm-specplugins {__version__}"
+    versions = f"vllm {_version('vllm')}, torch {torch.__version__}, vllm-specplugins {__version__}"
     return f"{model_config.model} in {model_config.dtype} on {num_ranks} x {name}, {versions}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # vLLM runs from a folder
+        return "unknown"
 
 
 def _rank_0s(value: Any) -> Any:
