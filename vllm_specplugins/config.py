@@ -130,8 +130,8 @@ class SuffixLookupConfig:
     """`suffix_lookup`: what most often followed the longest match, in the request's own text and in earlier outputs.
 
     Args:
-        max_index_bytes: memory of all requests' own texts, some 80 bytes a token, taken at the start; requests that
-            find it full are drafted for from the store alone.
+        max_index_bytes: memory of all requests' own texts, 80 bytes a token, for a quarter more than each has and
+            512 tokens, taken at the start; requests that find it full are drafted for from the store alone.
         store_bytes: memory of the store of earlier outputs, as much a token, taken at the start; where it is full,
             those used longest ago go.
         store_path: file that the store is loaded from at the start, and saved to; null: it is lost with the process.

@@ -35,8 +35,8 @@ class Method:
     The proposer is called with (own configuration, ProposerContext). None: the configuration names it.
     A method that runs the target gets `DraftBatch.target`, and K slots of the KV cache past the last token; one that
     reads histories gets `DraftBatch.token_ids`. Where vLLM has a method of the same name, ours is the one whose
-    dictionary has `own_field`. One that drafts on the device does so on Model Runner V2, where the tokens lie
-    (engine/v2/lookup.py); its class is V1's.
+    dictionary has `own_field`. One that is `on_device` drafts there on Model Runner V2, without the host
+    (engine/v2/lookup.py, engine/v2/on_device.py); the class of one that reads histories is then V1's.
     """
 
     config: type
@@ -53,7 +53,11 @@ METHODS: Mapping[str, Method] = {
     ),
     "suffix_lookup": Method(SuffixLookupConfig, "vllm_specplugins.proposers.suffix_lookup:SuffixLookup"),
     "early_exit": Method(
-        EarlyExitConfig, "vllm_specplugins.proposers.early_exit:EarlyExit", runs_target=True, reads_history=False
+        EarlyExitConfig,
+        "vllm_specplugins.proposers.early_exit:EarlyExit",
+        runs_target=True,
+        reads_history=False,
+        on_device=True,
     ),
     "medusa": Method(
         MedusaConfig,
@@ -71,6 +75,9 @@ BUILT_IN: Mapping[str, Method] = dict.fromkeys(
     ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"),
     Method(BuiltInConfig, "vllm_specplugins.proposers.built_in:BuiltIn", reads_history=False),
 )
+
+# The stages of a cascade that drafts on the device.
+DEVICE_CASCADE = ("prompt_lookup", "early_exit")
 
 
 def registered_methods() -> Mapping[str, Registered]:
@@ -184,8 +191,9 @@ def reads_history(config: SpecConfig) -> bool:
 
 
 def drafts_on_device(config: SpecConfig) -> bool:
-    """Whether the method, on Model Runner V2, reads its tokens where they lie."""
-    return _method(config.method).on_device
+    """Whether the method, on Model Runner V2, drafts without the host, and reads tokens where they lie if it does."""
+    stages = tuple(stage.method for stage in getattr(config.own, "stages", ()))
+    return _method(config.method).on_device or stages == DEVICE_CASCADE
 
 
 def built_in_stage(config: SpecConfig) -> StageConfig | None:

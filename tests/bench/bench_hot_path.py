@@ -4,8 +4,8 @@
 
 Medians over the steps of a generation behind its prompts, on Model Runner V2 with CUDA graphs for decoding, greedy,
 after the warm-up that vLLM's worker does on a GPU; "compiled" are the kinds of arguments of Triton kernels that were
-first met in the whole generation. Times are not measured. Exits with 1 if early_exit waits for the device or launches
-more outside of graphs than vLLM's own draft_model, or if anything is compiled while serving.
+first met in the whole generation. Times are not measured. Exits with 1 if a method of ours waits for the device or
+launches more outside of graphs than vLLM's own draft_model, or if anything is compiled while serving.
 """
 
 import argparse
@@ -29,15 +29,15 @@ from simulated_device.ledger import Counts
 
 K = 3
 NUM_TOKENS = 17  # one from the prompt and four whole steps of K + 1
+STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
     "draft_model": {"model": str(first_layers(DEMO_MODEL, 1))},  # as many layers as the exit has
     "early_exit": {"exit_layer": 1},
     "early_exit, sampled": {"exit_layer": 1, "draft_sample_method": "probabilistic"},
     "prompt_lookup": {},
-    "cascade": {"stages": [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]},
+    **{f"cascade, {policy}": {"policy": policy, "stages": STAGES} for policy in ("first", "extend", "verify")},
 }
-ASYNCHRONOUS = {"none", "draft_model", "early_exit", "early_exit, sampled", "prompt_lookup"}
 COLUMNS = {
     "launches": "launches",
     "replays": "graphs",
@@ -62,7 +62,7 @@ def start(method: str, max_batch: int) -> Any:
         block_size=32,
         num_gpu_blocks_override=256,
         enable_prefix_caching=False,
-        async_scheduling=method in ASYNCHRONOUS,
+        async_scheduling=True,
         speculative_config=None if method == "none" else own,
         **graphs(sizes),
     )
@@ -122,11 +122,12 @@ def main() -> int:
                 notes += [f"{method}, {batch}: waits at {place}, {n} times" for place, n in places.items()]
                 notes += [f"{method}, {batch}: compiles {name}, {n} kinds" for name, n in compiled.items()]
     for (method, batch), row in rows.items():
-        if method == "early_exit" and row["synchronisations"]:
-            missed.append(f"early_exit, {batch}: waits {row['synchronisations']:g} times a step, but must never.")
+        is_ours = method not in ("none", "draft_model")
+        if is_ours and row["synchronisations"]:
+            missed.append(f"{method}, {batch}: waits {row['synchronisations']:g} times a step, but must never.")
         theirs = rows.get(("draft_model", batch))
-        if method == "early_exit" and theirs and row["launches"] > theirs["launches"]:
-            missed.append(f"early_exit, {batch}: launches {row['launches']:g}, vLLM's own {theirs['launches']:g}.")
+        if is_ours and theirs and row["launches"] > theirs["launches"]:
+            missed.append(f"{method}, {batch}: launches {row['launches']:g}, vLLM's own {theirs['launches']:g}.")
         if row["compiled"]:
             missed.append(f"{method}, {batch}: compiles {row['compiled']:g} kernels while serving, but must none.")
     print(*notes, *missed, sep="\n")

@@ -40,7 +40,7 @@ from vllm_specplugins.tools.replay.simulate import Load, Totals, simulate
 
 DEPTH, MAX_REQUESTS, FACTOR, MIN_PROBABILITY = 24, 10_000, 1.0, 0.1  # vLLM's
 STEP_SHARE, INTAKE_FACTOR = 0.5, 5
-ROUNDS = 3
+ROUNDS = 5
 SETTLED = 3  # steps of a request after which its prompt is taken in
 
 
@@ -154,8 +154,13 @@ def intake_us(prompts: Sequence[np.ndarray]) -> float:
         ms += (time.thread_time() - start) * 1e3
         assert table.is_whole(row) or not table.num_left(row, prompt)
         table.drop(row)
-        table.remove(1 << 40)
     return 1e3 * ms / sum(map(len, prompts))
+
+
+def us_a_token(intake: Sequence[tuple[int, float]]) -> float:
+    """Of pairs of tokens and ms."""
+    tokens, ms = map(sum, zip(*intake, strict=True))
+    return 1e3 * ms / tokens
 
 
 def accepted(totals: Totals) -> float:
@@ -177,16 +182,16 @@ def compare(kind: str, args: argparse.Namespace) -> list[dict]:
                 last[name] = totals
                 found.setdefault(name, []).append((accepted(totals), 1e3 * statistics.mean(proposer.ms), proposer))
         peer, own = found["theirs"][-1][2], found["ours"][-1][2]
-        tokens, ms = map(sum, zip(*peer.intake, strict=True))
+        theirs_us = statistics.median(us_a_token(round_peer.intake) for _, _, round_peer in found["theirs"])
         lengths, sizes = map(sum, zip(*(peer.local_bytes or [(1, 0)]), strict=True))
-        us = min(intake_us(prompts) for _ in range(ROUNDS))
+        us = statistics.median(intake_us(prompts) for _ in range(ROUNDS))
         rows.append(
             {
                 "kind": kind,
                 "K": num_draft,
                 "accepted": {name: rounds[0][0] for name, rounds in found.items()},
-                "step_us": {name: min(us for _, us, _ in rounds) for name, rounds in found.items()},
-                "intake_us": {"theirs": 1e3 * ms / tokens, "ours": us},
+                "step_us": {name: statistics.median(us for _, us, _ in rounds) for name, rounds in found.items()},
+                "intake_us": {"theirs": theirs_us, "ours": us},
                 "prompt_bytes": {"theirs": sizes / lengths, "ours": BYTES_PER_TOKEN},
                 "store_bytes": {
                     "theirs": store_bytes / max(1, traffic.num_output_tokens),

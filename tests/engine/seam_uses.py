@@ -41,6 +41,7 @@ RECEIVERS: dict[str, str] = {
     "SamplingParams": "SamplingParams",
     "_config": "SpeculativeConfig",
     "_graphs": "SpeculatorCudaGraphManager CudaGraphManager",
+    "graphs": "CudaGraphManager",
     "_llm": "LLM",
     "_model_config": "ModelConfig",
     "_req_states": "RequestState",

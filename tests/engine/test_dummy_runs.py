@@ -110,7 +110,7 @@ def test_waits_are_meant(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             is_ours = "vllm_specplugins" in file and "upper_bound" not in line and "lengths" not in line
             if is_ours and not gpu_sync_debug._allow_depth.get() and not kwargs.get("non_blocking"):
                 to_host = name != "to" or "cpu" in map(str, (*args, *kwargs.values()))
-                if to_host and "self._counts" not in line:  # which has arrived
+                if to_host and "self._values" not in line:  # which has arrived
                     found.append(f"{file}: {line.strip()}")
             return original(self, *args, **kwargs)
 
@@ -138,9 +138,13 @@ def test_fewer_than_k(llm: Any, monkeypatch: pytest.MonkeyPatch, most: int) -> N
     )
     reports: list[int] = []
     tell = speculator.report.tell
-    monkeypatch.setattr(
-        speculator.report, "tell", lambda ids, rows: tell(ids, [reports.append(len(row)) or row for row in rows])
-    )
+
+    def told(first: Any, *rest: Any) -> None:
+        """Lengths by request, of what is drafted on the device; or names and drafts."""
+        reports.extend(first.as_dict().values() if hasattr(first, "as_dict") else map(len, rest[0]))
+        tell(first, *rest)
+
+    monkeypatch.setattr(speculator.report, "tell", told)
     assert generate(llm, PROMPTS, [2], max_tokens=6) == expected
     assert max(reports) == most
     assert most or layers.num_calls == 0

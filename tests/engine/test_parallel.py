@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from cases import PROMPT_LOOKUP, early_exit
+from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS
 
 PROGRAM = """
@@ -28,6 +28,7 @@ def main():
 if __name__ == "__main__":
     main()
 """
+LONG = os.environ.get("SPECPLUGINS_METHODS") == "all"
 PROMPTS = [[5, 6, 7, 8] * 8, list(range(30, 70)), [9, 9, 3] * 9]
 
 
@@ -82,9 +83,10 @@ def plain_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path: Path, plain_two_ranks: Result) -> None:
+@pytest.mark.parametrize("config", [PROMPT_LOOKUP, *([SUFFIX_LOOKUP] if LONG else [])])
+def test_two_ranks(tmp_path: Path, plain_two_ranks: Result, config: dict[str, Any]) -> None:
     """Both ranks verify the same drafts. Kills: on V1 a rank that drafts by itself, on V2 one that drafts otherwise."""
-    drafted = run_two_ranks(tmp_path, PROMPT_LOOKUP)
+    drafted = run_two_ranks(tmp_path, config)
     assert drafted.outputs == plain_two_ranks.outputs
     assert len(drafted.stats) == 2
     assert drafted.stats[0]["accepted_tokens"] > 10

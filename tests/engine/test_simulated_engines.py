@@ -13,10 +13,13 @@ from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, graphs, spec_metrics
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from recorded import recapture, replays, runner
+from recorded import drafts_pay, recapture, replays, runner
 from simulated_device.device import Device
 from simulated_device.guard import DeviceError
 from simulated_device.tape import CaptureError
+
+from vllm_specplugins.draft import Counters
+from vllm_specplugins.engine.v2.arriving import Arriving
 
 NUM_TOKENS = 13  # one from the prompt and three whole steps of K + 1
 K = 3
@@ -73,7 +76,9 @@ def test_lengths_that_only_the_device_knows(engine: Any, device: Device, prompts
 
 @pytest.fixture
 def all_layers(engine: Any, device: Device) -> Any:
-    return engine(early_exit(NUM_LAYERS, K), **graphs(SIZES))
+    llm = engine(early_exit(NUM_LAYERS, K), **graphs(SIZES))
+    drafts_pay(llm)
+    return llm
 
 
 def drafts(llm: Any, prompts: Any, batch_size: int) -> tuple[list[list[int]], int, int]:
@@ -104,15 +109,20 @@ def test_all_layers(device: Device, all_layers: Any, prompts: Any, expected: Any
 
 @pytest.fixture
 def planted(device: Device, all_layers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """planted(proposer method): the drafting graphs with another `EarlyExit.propose`; mended when the test is over."""
+    """planted(function of the target): the drafting graphs with it before `EarlyExit.follow`; mended when the test is
+    over."""
     speculator = runner(all_layers).speculator
     proposer = speculator.barrier.proposer
     replaced = []
 
-    def plant(propose: Any) -> None:
-        original = type(proposer).propose
+    def plant(mistake: Any) -> None:
+        original = type(proposer).follow
         replaced.append(True)
-        monkeypatch.setattr(type(proposer), "propose", lambda self, batch: propose(self, batch, original))
+        monkeypatch.setattr(
+            type(proposer),
+            "follow",
+            lambda self, target, *args, **options: mistake(target) or original(self, target, *args, **options),
+        )
         recapture(device, speculator)
 
     yield plant
@@ -147,27 +157,25 @@ def test_a_padding_row_that_names_a_request(
 def test_a_branch_on_a_length(planted: Any, all_layers: Any, prompts: Any) -> None:
     """Python that knows a length: the graph takes the branch of its capture for ever."""
 
-    def propose(self: Any, batch: Any, original: Any) -> Any:
-        lengths.append(batch.num_reqs)
+    def branch(target: Any) -> None:
+        lengths.append(len(target.num_tokens))
         if len(lengths) <= captures:  # while recording
-            batch.target.last_token_ids.zero_()
-        return original(self, batch)
+            target.last_token_ids.zero_()
 
     lengths: list[int] = []
     captures = 100
-    planted(propose)
+    planted(branch)
     captures = len(lengths)  # from now on the branch is not taken, says Python
     _, drafted, accepted = drafts(all_layers, prompts[:3], 3)
     assert len(lengths) == captures and accepted < drafted / 2
 
 
 def test_a_host_value_in_a_graph(planted: Any, all_layers: Any, prompts: Any) -> None:
-    def propose(self: Any, batch: Any, original: Any) -> Any:
-        batch.target.num_tokens.fill_(longest)  # right for as long as it is
-        return original(self, batch)
+    def fixed(target: Any) -> None:
+        target.num_tokens.fill_(longest)  # right for as long as it is
 
     longest = 7
-    planted(propose)
+    planted(fixed)
     longest = len(prompts[2]) + 1
     _, drafted, accepted = drafts(all_layers, prompts[2:3], 1)
     assert accepted < drafted / 2
@@ -175,7 +183,7 @@ def test_a_host_value_in_a_graph(planted: Any, all_layers: Any, prompts: Any) ->
 
 def test_a_hidden_item_in_a_graph(planted: Any) -> None:
     with pytest.raises(CaptureError, match="reads from the device"):
-        planted(lambda self, batch, original: original(self, batch) if batch.target.num_tokens[0].item() else None)
+        planted(lambda target: target.num_tokens[0].item() < 0)
 
 
 def test_a_hidden_item_in_a_step(
@@ -209,11 +217,10 @@ def test_a_copy_that_is_read_too_early(all_layers: Any, prompts: Any, monkeypatc
     before = counted()
     assert (counted() - before <= 18 + 2 * K).all(), "the drafts, and a step in vain for each request"
     speculator, told = runner(all_layers).speculator, []
-    feedback = speculator._feedback
     with monkeypatch.context() as patch:
-        patch.setattr(feedback, "_arrived", type(feedback._arrived)())
-        patch.setattr(type(feedback._arrived), "synchronize", lambda self: None)
-        patch.setattr(speculator.barrier, "count", told.append)  # which would make room for such lengths
+        patch.setattr(Arriving, "values", lambda self: self._values.numpy())
+        patch.setattr(speculator.barrier, "count", told.append)
+        patch.setattr(Counters, "add_drafts", lambda *args: None)  # which would make room for such lengths
         drafts(all_layers, prompts[:2], 2)
     assert any((found.num_draft > 10**6).any() for found in told)
 
@@ -222,6 +229,7 @@ def test_all_layers_asynchronously(engine: Any, device: Device, prompts: Any, ex
     """The same with sampled drafts, q = p: all are accepted, one step or none is planned in vain."""
     config = {**early_exit(NUM_LAYERS, K), "draft_sample_method": "probabilistic"}
     llm = engine(config, **graphs(SIZES), async_scheduling=True)
+    drafts_pay(llm)
     with device.waits_forbidden():
         assert generate(llm, prompts[:6], [6], max_tokens=NUM_TOKENS) == expected[:6]
     before = spec_metrics(llm)

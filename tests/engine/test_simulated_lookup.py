@@ -12,6 +12,7 @@ from conftest import DEMO_MODEL, INTERPRETED, TAPES, graphs, spec_metrics
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
+from recorded import drafts_pay, replays, runner
 from simulated_device.device import Device, simulated_device
 from vllm import SamplingParams
 
@@ -62,16 +63,12 @@ def flat(logprobs: Any) -> list[tuple[int, float]]:
     return [pair for place in places for pair in place]
 
 
-def runner(llm: Any) -> Any:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
-
-
 @pytest.fixture
 def llm(engine: Any, device: Device) -> Any:
     """Scheduled asynchronously, lengths trimmed on the device; costs of steps as of a device on which drafts pay."""
     llm = engine(PROMPT_LOOKUP, **graphs((1, 4, 8, 16, 40)))
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-    runner(llm).adaptive_verification.set_cost_curves([(1, 0.1), (8, 0.1)], [(n, 8 + 0.1 * n) for n in range(1, 4097)])
+    drafts_pay(llm)
     return llm
 
 
@@ -91,11 +88,12 @@ def verified(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
 
 
 def test_identity(device: Device, llm: Any, prompts: Any, expected: Any) -> None:
-    """Without a wait. Fails if a step reads the device, or if what is verified is not what was drafted."""
-    places = device.ledger.places.total()
+    """Without a wait, by replays. Fails if a step reads the device, or if what is verified is not what was drafted."""
+    places, graphs = device.ledger.places.total(), runner(llm).speculator._graphs
+    before = replays(graphs)
     with device.waits_forbidden():
         assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
-    assert device.ledger.places.total() == places
+    assert device.ledger.places.total() == places and replays(graphs) > before
     stats = llm.collective_rpc("specplugins_stats")[0]
     assert stats["faults"] == {} and 0 < stats["accepted_tokens"] <= stats["drafted_tokens"]
 
@@ -119,13 +117,11 @@ def test_any_confidence(
     llm: Any, prompts: Any, expected: Any, verified: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trimmed at random. Fails if verification takes a draft's scheduled length for its true one."""
-    speculator, rng = runner(llm).speculator, torch.Generator().manual_seed(1)
-
-    def rate(slots: Any, match: Any) -> None:
-        probs = speculator.draft_token_confidence_probs
-        probs.copy_(torch.rand(probs.shape, generator=rng))
-
-    monkeypatch.setattr(speculator, "_rate", rate)
+    manager, rng = runner(llm).adaptive_verification, torch.Generator().manual_seed(1)
+    record = manager.record_confidences
+    monkeypatch.setattr(
+        manager, "record_confidences", lambda probs, batch: record(probs.uniform_(generator=rng), batch)
+    )
     assert generate(llm, prompts[:4], [4], max_tokens=NUM_TOKENS) == expected[:4]
     assert any(len(set(lengths.values())) > 2 for lengths in verified), verified
 
@@ -145,7 +141,7 @@ def test_logprobs_and_edits(llm: Any, prompts: Any, expected_details: Any) -> No
 def test_references(llm: Any, prompts: Any, expected: Any) -> None:
     """Two requests share one, a third has its own, a fourth none; they come and go. Fails if a reference is another's,
     or is not given back."""
-    texts, asked = runner(llm).speculator.proposer, []
+    texts, asked = runner(llm).speculator.texts, []
     order = [0, 0, 2, 3]
     for i, tokens in zip(order, (expected[0], expected[0], expected[2], None), strict=True):
         options = {} if tokens is None else {"specplugins": {"reference": [*prompts[i][-3:], *tokens]}}

@@ -120,7 +120,7 @@ def test_reference():
 def test_long_prompts_are_taken_in_by_pieces():
     """A long prompt holds up no step, and the shorter one goes first. Fails if it is entered at once, or never."""
     own, rng = proposer(), np.random.default_rng(0)
-    long = np.concatenate([rng.integers(0, 1000, 20_000).astype(np.int32), TEXT[:20], TEXT[:10]])
+    long = np.concatenate([rng.integers(0, 1000, 50_000).astype(np.int32), TEXT[:20], TEXT[:10]])
     histories = {"long": long, "short": np.tile(TEXT[: MAX_NEW + 10], 2)}
     drafts = [step(own, histories) for _ in range(30)]
     first = [next(number for number, draft in enumerate(drafts) if draft[row]) for row in (0, 1)]
@@ -129,18 +129,28 @@ def test_long_prompts_are_taken_in_by_pieces():
 
 
 def test_room_that_is_gone():
-    """Requests that find no room get drafts from the store, and their own once there is room. Fails if one raises."""
+    """Requests that find no room get drafts from the store, and their own once there is room; one that is larger than
+    all of it takes none from others. Fails if one raises, or takes room that is too small."""
     own, rng = proposer(max_index_bytes=1 << 20), np.random.default_rng(0)
-    large = rng.integers(0, 1000, 50_000).astype(np.int32)
-    for _ in range(60):
-        step(own, {"large": large})
-    history = np.tile(TEXT, 2)
+    huge = rng.integers(0, 1000, 50_000).astype(np.int32)
+    large = np.tile(rng.integers(0, 1000, 4000).astype(np.int32), 2)
+    small = np.tile(TEXT, 6)
+    for _ in range(10):
+        drafts = step(own, {"huge": huge, "large": large})
+    assert drafts == [[], large[:K].tolist()]
     for _ in range(5):
-        assert step(own, {"large": large, "small": history}) == [[], []]
+        assert step(own, {"huge": huge, "large": large, "small": small}) == [[], large[:K].tolist(), []]
     own.forget(["large"])
-    for _ in range(100):
-        drafts = step(own, {"small": history})
-    assert drafts == [TEXT[:K].tolist()]
+    for _ in range(5):
+        drafts = step(own, {"huge": huge, "small": small})
+    assert drafts == [[], TEXT[:K].tolist()]
+
+
+def test_grows():
+    """A text that outgrows its room goes on being drafted for. Fails if it is not entered anew, or only in part."""
+    own, text = proposer(), np.tile(TEXT, 12)
+    drafts = [step(own, {"a": text[: 650 + 10 * number]}) for number in range(200)]
+    assert sum(not draft for [draft] in drafts) <= 4 and drafts[-1] == [text[2640 : 2640 + K].tolist()]
 
 
 def test_beside_prompt_lookup():

@@ -13,10 +13,18 @@ logger = logging.getLogger("vllm.specplugins")
 CAN = "FLASH_ATTN on Hopper, FLASHINFER on Blackwell and TRITON_ATTN"
 
 
+def place(vllm_config: Any) -> None:
+    """Leaves a cascade on the host where nothing would trim its drafts: there it has a gate of its own."""
+    config = vllm_config.speculative_config
+    if config.reads_history and config.runs_target:
+        config.stays_on_host = not vllm_config.use_v2_model_runner or _missing(vllm_config) is not None
+
+
 def settle(vllm_config: Any) -> None:
     """Switches it on in a finished configuration of a method that drafts on the device, or says why not."""
     config = vllm_config.speculative_config
-    if not (config.drafts_on_device and vllm_config.use_v2_model_runner):
+    keeps_all = getattr(config.plugin_config.own, "gate", "auto") == "off"
+    if keeps_all or not (config.drafts_on_device and vllm_config.use_v2_model_runner):
         return
     why_not = _missing(vllm_config)
     if why_not is None:
@@ -27,7 +35,9 @@ def settle(vllm_config: Any) -> None:
 
 def _missing(vllm_config: Any) -> str | None:
     """What adaptive verification lacks; None if nothing does as far as is known before the engine starts."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    parallel, model, config = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
+    if config.plugin_config.common.rejection == "block" and config.draft_sample_method == "probabilistic":
+        return "block verification decides on drafts that are sampled as a whole"
     if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         return "it needs full CUDA graphs"
     for name, is_set in (

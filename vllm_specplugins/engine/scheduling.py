@@ -50,7 +50,7 @@ def settle(vllm_config: Any, asked: bool | None) -> None:
 def _synchronous_for(vllm_config: Any) -> str | None:
     """Why scheduling has to wait for the drafts; None if it need not."""
     config = vllm_config.speculative_config
-    if config.reads_history and not config.drafts_on_device:
+    if config.reads_on_host:
         return "it reads tokens on the host (--async-scheduling plans each draft's length from the last one)"
     if not vllm_config.use_v2_model_runner:
         return "Model Runner V1 plans with the drafts at hand"

@@ -42,6 +42,7 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     method: str | None = None
     plugin_config: SkipValidation[Any] = None
+    stays_on_host: bool = False  # though it could draft on the device; see adaptive.py
 
     def __post_init__(self) -> None:
         if self.built_in is not None:
@@ -80,12 +81,17 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def drafts_on_device(self) -> bool:
-        """Whether the method, on Model Runner V2, reads its tokens where they lie."""
-        return drafts_on_device(self.plugin_config)
+        """Whether the method, on Model Runner V2, drafts without the host."""
+        return drafts_on_device(self.plugin_config) and not self.stays_on_host
+
+    @property
+    def reads_on_host(self) -> bool:
+        """Whether the method, on Model Runner V2, waits for tokens on the host."""
+        return self.reads_history and not self.drafts_on_device
 
     def use_ngram(self) -> bool:
         """What vLLM asks to know whether all tokens shall be in the device's memory."""
-        return self.drafts_on_device
+        return self.drafts_on_device and self.reads_history
 
 
 class PluginVllmConfig(VllmConfig):
@@ -185,6 +191,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     if worker not in WORKERS:
         raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
+    adaptive.place(vllm_config)
     scheduling.settle(vllm_config, async_scheduling)
     adaptive.settle(vllm_config)
 

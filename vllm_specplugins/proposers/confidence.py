@@ -45,6 +45,10 @@ class Calibration:
             rows: [R] int64.
         """
         self._sent.put(rows, drafts)
+        return self.chances(rows, drafts)
+
+    def chances(self, rows: Array, drafts: Drafted) -> Array:
+        """The same of drafts that are not kept."""
         chances = self._chances(self._features(rows, drafts.stage, drafts.confidence), drafts.stage)
         return namespace(chances).where(drafts.is_drafted, chances, 0.0)
 

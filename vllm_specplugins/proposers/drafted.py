@@ -63,6 +63,14 @@ def like(array: Array, other: Array) -> Array:
     return array.astype(other.dtype, copy=False) if isinstance(array, np.ndarray) else array.to(other.dtype)
 
 
+def clear(array: Array, rows: Array) -> None:
+    """Fills these rows with 0."""
+    if isinstance(array, np.ndarray):
+        array[rows] = 0
+    else:
+        array.index_fill_(0, rows, 0)
+
+
 def tally(places: Array, is_counted: Array, size: int) -> Array:
     """[size] float64: how many of the elements that are counted have each place.
 

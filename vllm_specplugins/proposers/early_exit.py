@@ -6,14 +6,44 @@ norm and head, or a trained one. K: num_speculative_tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, Target
-from vllm_specplugins.proposers.draft_sampler import DraftSampler
+from vllm_specplugins.proposers.draft_sampler import DraftSampler, how_sure
 from vllm_specplugins.proposers.exit_head import ExitHead
+
+
+@dataclass(slots=True)
+class Steps:
+    """What an exit says token by token.
+
+    Args:
+        token_ids: [num_reqs, num_steps] int32.
+        confidence: [num_reqs, num_steps] float32, as of a match of so many tokens; empty if nobody asks.
+        logits: [num_reqs, num_steps, vocab_size], if the tokens are drawn with noise of their own.
+    """
+
+    token_ids: torch.Tensor
+    confidence: torch.Tensor
+    logits: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, last: torch.Tensor, num_steps: int) -> "Steps":
+        """Nothing yet, of so many requests."""
+        shape = len(last), num_steps
+        return cls(last.new_empty(shape, dtype=torch.int32), last.new_empty(shape, dtype=torch.float32))
+
+    def put(self, step: int, chosen: torch.Tensor, q_logits: torch.Tensor | None) -> None:
+        """One token of each request, [num_reqs], and maybe what it was drawn from."""
+        self.token_ids[:, step] = chosen
+        if q_logits is not None:
+            if self.logits is None:
+                self.logits = q_logits.new_empty(*self.token_ids.shape, q_logits.shape[-1])
+            self.logits[:, step] = q_logits
 
 
 class EarlyExit:
@@ -31,6 +61,11 @@ class EarlyExit:
         self._head = None
         if config.exit_head is not None:
             self._head = ExitHead.load(config.exit_head, context.device, context.dtype)
+
+    @property
+    def is_one_hot(self) -> bool:
+        """Whether its tokens are certain, and not drawn with noise of their own."""
+        return self._sampler.is_one_hot
 
     def fit(self, max_model_len: int) -> None:
         """No request is longer than this: what would be drafted behind its end is fed at its last position."""
@@ -55,25 +90,44 @@ class EarlyExit:
             token ids [num_reqs, num_steps] int32 and, if the exit is "probabilistic", logits [num_reqs, num_steps,
             vocab_size].
         """
+        if begun is None:
+            steps = self.follow(target, num_steps)
+            return steps.token_ids, steps.logits
         last, positions = target.last_token_ids, target.num_tokens - 1
         ends = positions + (self.max_num_draft - 1)  # where the last reserved slot is
-        token_ids = last.new_empty(len(last), num_steps, dtype=torch.int32)
-        logits = None
+        steps = Steps.of(last, num_steps)
         for step in range(num_steps):
-            if begun is None:
-                last, step_logits = self._choose(target, last, positions, token_ids[:, :step])
-            elif step == 0:
-                last, step_logits = self._choose_behind(target, positions, begun, num_begun)
+            if step == 0:
+                last, q_logits = self._choose_behind(target, positions, begun, num_begun)
                 positions += num_begun
             else:
-                last, step_logits = self._choose(target, last, torch.minimum(positions, ends))
-            token_ids[:, step] = last
-            if step_logits is not None:
-                if logits is None:
-                    logits = step_logits.new_empty(len(last), num_steps, step_logits.shape[-1])
-                logits[:, step] = step_logits
+                last, q_logits, _ = self._choose(target, last, torch.minimum(positions, ends))
+            steps.put(step, last, q_logits)
             positions.add_(1).clamp_(max=self.max_position)
-        return token_ids, logits
+        return steps.token_ids, steps.logits
+
+    def follow(
+        self, target: Target, num_steps: int, followed: Any = None, num_followed: Any = None, rates: bool = False
+    ) -> Steps:
+        """What the exit says next behind each request's newest token, and then behind each token of a draft that it
+        follows, or else behind its own: one token after the other.
+
+        Args:
+            followed: [num_reqs, >= num_steps] int tensor, drafts; None: it follows its own tokens alone.
+            num_followed: [num_reqs] int tensor, how many of each.
+            rates: whether to say how sure it is.
+        """
+        last, positions = target.last_token_ids, target.num_tokens - 1
+        steps, path = Steps.of(last, num_steps), last.new_empty(len(last), num_steps, dtype=torch.int32)
+        for step in range(num_steps):
+            own, q_logits, logits = self._choose(target, last, positions, path[:, :step], rates)
+            steps.put(step, own, q_logits)
+            if rates:
+                steps.confidence[:, step] = how_sure(logits, target.sampling.temperature)
+            last = own if followed is None else torch.where(num_followed > step, followed[:, step], own)
+            path[:, step] = last
+            positions.add_(1).clamp_(max=self.max_position)
+        return steps
 
     def _choose_behind(
         self, target: Target, positions: torch.Tensor, begun: torch.Tensor, num_begun: torch.Tensor
@@ -81,7 +135,7 @@ class EarlyExit:
         """What follows drafts that were begun behind these positions, and their logits: one token of each request."""
         fed = torch.cat((target.last_token_ids[:, None], begun), dim=1)
         places = positions[:, None] + torch.arange(fed.shape[1], device=fed.device)
-        chosen, logits = self._choose(target, fed, places.clamp_(max=self.max_position))
+        chosen, logits, _ = self._choose(target, fed, places.clamp_(max=self.max_position))
         ends = num_begun.clamp(max=begun.shape[1])
         if logits is not None:
             logits = logits[torch.arange(len(fed), device=fed.device), ends]
@@ -100,27 +154,35 @@ class EarlyExit:
         """
         token_ids, firsts = (torch.as_tensor(array).to(target.num_tokens.device) for array in (token_ids, firsts))
         positions = (target.num_tokens + firsts - 1)[:, None] + torch.arange(token_ids.shape[1], device=firsts.device)
-        return self._choose(target, token_ids, positions.clamp_(max=self.max_position))
+        return self._choose(target, token_ids, positions.clamp_(max=self.max_position))[:2]
 
     def choose_at(self, target: Target, token_ids: Any, positions: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same, of arrays, with the places [num_reqs, T] int64 where the tokens stand, at most max_position."""
         device = target.num_tokens.device
-        return self._choose(target, torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device))
+        places = torch.from_numpy(positions).to(device)
+        return self._choose(target, torch.from_numpy(token_ids).to(device), places)[:2]
 
     def _choose(
-        self, target: Target, token_ids: torch.Tensor, positions: torch.Tensor, begun: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What follows each token: ids and, if it is drawn by itself, logits. Of shape [num_reqs] or [num_reqs, T].
+        self,
+        target: Target,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        begun: torch.Tensor | None = None,
+        rates: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """What follows each token: ids and, if it is drawn by itself, logits, of shape [num_reqs] or [num_reqs, T];
+        behind them all logits [N, vocab_size] if they had to be made, or are asked for by `rates`.
 
         `begun` [num_reqs, T]: what was drafted before; None: nobody edits the logits.
         """
         hidden_states = target.forward.hidden_states(self._exit_layer, token_ids, positions, normed=self._head is None)
         flat = hidden_states.view(-1, hidden_states.shape[-1])
-        if self._sampler.is_greedy and self._head is None and (target.edit is None or begun is None):
-            return target.forward.argmax(flat).view(token_ids.shape), None
+        if self._sampler.is_greedy and self._head is None and (target.edit is None or begun is None) and not rates:
+            return target.forward.argmax(flat).view(token_ids.shape), None, None
         logits = (target.forward if self._head is None else self._head).logits(flat)
         chosen, q_logits = self._sampler.choose(target, logits, positions.reshape(-1) + 1, begun)
-        return chosen.view(token_ids.shape), None if q_logits is None else q_logits.view(*token_ids.shape, -1)
+        q_logits = None if q_logits is None else q_logits.view(*token_ids.shape, -1)
+        return chosen.view(token_ids.shape), q_logits, logits
 
     def observe(self, feedback: Feedback) -> None:
         """Nothing to learn."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.proposers.drafted import Array, columns, like, namespace, picked, tally, up_to, zeros
+from vllm_specplugins.proposers.drafted import Array, clear, columns, like, namespace, picked, tally, up_to, zeros
 from vllm_specplugins.proposers.host import records as host
 
 DECAY = 0.8  # of a request's record of a stage, by draft; half of it is forgotten after three drafts
@@ -106,7 +106,7 @@ class Records:
     def clear(self, rows: Array) -> None:
         """Forgets these requests."""
         for array in (self._tried, self._accepted, self.whole):
-            array[rows] = 0.0
+            clear(array, rows)
 
     def chances(self, rows: Array, stage: int | Array, confidence: Array) -> Array:
         """[R, K]: chance that each token is accepted, the ones before it being right.
@@ -123,6 +123,13 @@ class Records:
         prior = (self._shared_accepted + PRIOR_WEIGHT * FIRST_GUESS) / (self._shared_tried + PRIOR_WEIGHT)
         rates = (self._accepted[rows] + PRIOR_WEIGHT * prior) / (self._tried[rows] + PRIOR_WEIGHT)
         return picked(rates.reshape(len(rows), -1), stage * NUM_GRADES + grades(confidence))
+
+    def rate(self, rows: Array, stage: int) -> Array:
+        """[R]: share of a stage's tokens that are accepted, however sure it is of them."""
+        tried, accepted = self._shared_tried[stage].sum(), self._shared_accepted[stage].sum()
+        prior = (accepted + PRIOR_WEIGHT * FIRST_GUESS) / (tried + PRIOR_WEIGHT)
+        tried, accepted = (array[rows, stage].sum(axis=1) for array in (self._tried, self._accepted))
+        return (accepted + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
 
     def add(self, rows: Array, stage: Array, confidence: Array, num_draft: Array, num_accepted: Array) -> None:
         """What became of drafts: tokens behind the first rejected one were not tried.
@@ -153,8 +160,9 @@ class Records:
         # As if one draft after the other had been added.
         so_far = xp.cumsum(like(is_new, tried), axis=0)
         keep, weights = SHARED_DECAY ** so_far[-1], SHARED_DECAY ** (so_far[-1] - so_far)
-        self._shared_tried = self._shared_tried * keep + (tried * weights).sum(axis=0)
-        self._shared_accepted = self._shared_accepted * keep + (accepted * weights).sum(axis=0)
+        for shared, found in ((self._shared_tried, tried), (self._shared_accepted, accepted)):
+            shared *= keep  # in place, where a graph finds it again
+            shared += (found * weights).sum(axis=0)
         lengths, num_right = drafted.sum(axis=2), accepted.sum(axis=2)
         whole = xp.where(lengths == num_right, lengths, 0.0)
         self.whole[rows] = xp.where(is_new.any(axis=2), whole, self.whole[rows])

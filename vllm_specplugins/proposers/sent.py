@@ -1,8 +1,12 @@
-"""What was drafted last for each request, until it is known what became of it."""
+"""What a cascade drafted last for each request, until it is known what became of it; and the counts of both."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vllm_specplugins.proposers.drafted import Array, Drafted, like, namespace, zeros
+import numpy as np
+
+from vllm_specplugins.draft import StageCounters, count
+from vllm_specplugins.proposers.drafted import Array, Drafted, clear, columns, like, namespace, zeros
 from vllm_specplugins.proposers.records import with_room
 
 
@@ -44,9 +48,32 @@ class Sent:
     def take(self, rows: Array, num_draft: Array, num_accepted: Array) -> Fates:
         """What became of these drafts, whose verified tokens are told; they are not kept any longer."""
         known = namespace(num_draft).minimum(self._num_draft[rows], num_draft)
-        self._num_draft[rows] = 0
+        clear(self._num_draft, rows)
         return Fates(self._stage[rows], self._confidence[rows], known, num_accepted)
 
     def clear(self, rows: Array) -> None:
         """Forgets these requests."""
-        self._num_draft[rows] = 0
+        clear(self._num_draft, rows)
+
+
+def count_drafts(counters: Sequence[StageCounters], drafts: Drafted) -> None:
+    """Counts, by stage, tokens that go to the target and drafts that have any of them."""
+    is_drafted = drafts.is_drafted
+    for index, own in enumerate(counters):
+        is_own = is_drafted & (drafts.stage == index)
+        own.kept += int(np.count_nonzero(is_own))
+        own.drafts += int(np.count_nonzero(is_own.any(axis=1)))
+
+
+def count_fates(counters: Sequence[StageCounters], fates: Fates) -> None:
+    """Counts, by stage, tokens that the target looked at and those that it accepted."""
+    places = columns(fates.stage)
+    is_verified, is_accepted = places < fates.num_draft[:, None], places < fates.num_accepted[:, None]
+    for index, own in enumerate(counters):
+        is_own = is_verified & (fates.stage == index)
+        own.verified += int(np.count_nonzero(is_own))
+        accepted_at = (is_own & is_accepted).sum(axis=0).tolist()
+        own.accepted += sum(accepted_at)
+        for position, num in enumerate(accepted_at):
+            if num:
+                count(own.accepted_at, position, num)

@@ -19,14 +19,15 @@ from vllm_specplugins.config import SuffixLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.proposers.store_saver import StoreSaver
 from vllm_specplugins.structures.store_file import fingerprint
-from vllm_specplugins.structures.suffix_chains import PAGE
-from vllm_specplugins.structures.suffix_drafts import LONGEST_MATCH
+from vllm_specplugins.structures.suffix_drafts import Asked, Drafts
+from vllm_specplugins.structures.suffix_pages import PAGE
 from vllm_specplugins.structures.suffix_requests import SuffixRequests
+from vllm_specplugins.structures.suffix_search import LONGEST_MATCH
 from vllm_specplugins.structures.suffix_store import SuffixStore
 
 # In looks into a table; no clock, so that all ranks of a tensor-parallel group do the same.
-SHARED_WORK = 6_000  # of all requests in a step, for prompts and references
-STORE_WORK = 2_000  # of a step, for outputs that enter the store, and for texts of requests that are gone
+SHARED_WORK = 10_000  # of all requests in a step, for prompts and references
+STORE_WORK = 2_000  # of a step, for outputs that enter the store, and what makes room for them
 MAX_NEW = 64  # tokens that a request takes in at once beside that
 NOTHING = np.empty(0, np.int32)
 Ints = npt.NDArray[np.int64]
@@ -64,8 +65,7 @@ class SuffixLookup:
     """
 
     def __init__(self, config: SuffixLookupConfig, context: ProposerContext):
-        self._config = config
-        self._max_num_draft = context.max_num_draft
+        self._min_confidence, self._max_num_draft = float(config.min_confidence), context.max_num_draft
         self.store = SuffixStore(config.store_bytes)
         self._table = SuffixRequests(config.max_index_bytes, context.max_num_reqs, context.max_num_draft)
         self._max_output_bytes = config.store_bytes // OUTPUT_SHARE
@@ -83,17 +83,17 @@ class SuffixLookup:
 
     def propose(self, batch: DraftBatch) -> Draft:
         """For each request the draft with the most confidence, of those from its own text and from earlier outputs."""
-        token_ids, num_draft, match_lengths = self._take_in(batch, batch.max_num_draft)
-        return Draft(token_ids, num_draft, confidence=match_lengths)
+        drafts = self._take_in(batch, batch.max_num_draft)
+        return Draft(drafts.tokens, drafts.num_draft, confidence=drafts.match_lengths)
 
     def continue_drafts(
         self, batch: DraftBatch, begun: Int32Array, num_begun: Ints, wanted: Ints
     ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
         """What follows each request's history and a draft that was begun. See PromptLookup."""
-        limits, is_new = wanted.astype(np.int32), batch.token_ids is not self._taken_in
+        is_new = batch.token_ids is not self._taken_in
         if is_new and not num_begun.any():
-            found = self._take_in(batch, limits)
-            return found[0], found[1].astype(np.int64), found[2].astype(np.float64)
+            found = self._take_in(batch, wanted.astype(np.int32))
+            return found.tokens, found.num_draft.astype(np.int64), found.match_lengths.astype(np.float64)
         if is_new:
             self._take_in(batch, np.zeros(batch.num_reqs, np.int32))
         token_ids = np.zeros((batch.num_reqs, self._max_num_draft), np.int32)
@@ -101,32 +101,34 @@ class SuffixLookup:
         counts = num_begun if len(num_begun) else np.zeros_like(wanted)
         for count in np.unique(counts[wanted > 0]).tolist():
             rows = np.flatnonzero((wanted > 0) & (counts == count))
-            behind = self._behind_drafts(batch, rows, begun[:, :count], limits)
-            token_ids[rows], num_draft[rows], match_lengths[rows] = behind
+            behind = self._behind_drafts(batch, rows, begun[:, :count], wanted)
+            token_ids[rows], num_draft[rows], match_lengths[rows] = (
+                behind.tokens,
+                behind.num_draft,
+                behind.match_lengths,
+            )
         return token_ids, num_draft, match_lengths
 
-    def _behind_drafts(self, batch: DraftBatch, rows: Ints, begun: Int32Array, limits: Int32Array) -> tuple[Any, ...]:
+    def _behind_drafts(self, batch: DraftBatch, rows: Ints, begun: Int32Array, wanted: Ints) -> Drafts:
         """What follows the drafts of these requests, of as many tokens each."""
         pieces: list[Int32Array] = []
-        asked = array("q")
+        numbers = array("q")
         for row in rows.tolist():
             history = batch.token_ids[row]
             ending = history[-LONGEST_MATCH:]
             pieces += (ending, begun[row]) if begun.size else (ending,)
             size = len(ending) + begun.shape[1]
-            asked.extend((self._requests[batch.request_ids[row]].row, size, 0, len(history)))
-        *drafts, _ = self._table.step(
-            np.concatenate(pieces),
-            np.frombuffer(asked, np.int64),
-            *(limits[rows], begun.shape[1], self._config.min_confidence, self.store.texts),
-        )
-        return tuple(drafts)
+            own_row = self._requests[batch.request_ids[row]].row
+            numbers.extend((own_row, size, 0, len(history), int(wanted[row])))
+        flat, asked_rows = np.concatenate(pieces), np.frombuffer(numbers, np.int64)
+        drafts, _ = self._table.step(Asked(flat, asked_rows, begun.shape[1], self._min_confidence), self.store.texts)
+        return drafts
 
     def observe(self, feedback: Feedback) -> None:
         """Nothing to learn: what came of the drafts shows in the next batch's histories."""
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Has the texts of these requests removed, and their outputs enter the store, in this order."""
+        """Drops the texts of these requests, and has their outputs enter the store, in this order."""
         self._taken_in = None
         for request_id in request_ids:
             self._finish(request_id)
@@ -160,36 +162,36 @@ class SuffixLookup:
         if self._saver is not None and self._saves:
             self._saver.save()
 
-    def _take_in(self, batch: DraftBatch, wanted: Int32Array) -> tuple[Int32Array, Int32Array, Any]:
-        """Enters each request's new tokens and drafts so many; tokens, numbers, lengths of matches. Of longer texts as
-        much is entered as goes; and the store gets on with its work."""
+    def _take_in(self, batch: DraftBatch, wanted: Int32Array) -> Drafts:
+        """Enters each request's new tokens and drafts so many. Of longer texts as much is entered as goes; and the
+        store gets on with its work."""
         self._taken_in = batch.token_ids
         pieces: list[Int32Array] = []
         rows = array("q")
-        for request_id, history, options in zip(batch.request_ids, batch.token_ids, batch.options, strict=True):
+        for request_id, history, options, limit in zip(
+            batch.request_ids, batch.token_ids, batch.options, wanted.tolist(), strict=True
+        ):
             request, num_tokens = self._requests.get(request_id), len(history)
             if request is None or not 0 <= num_tokens - request.num_seen <= MAX_NEW:
                 request = self._begin(request_id, history, options)
             num_seen = request.num_seen
             piece = history[num_seen - LONGEST_MATCH if num_seen > LONGEST_MATCH else 0 :]
             pieces.append(piece)
-            rows.extend((request.row, len(piece), num_tokens - num_seen, num_tokens))
+            rows.extend((request.row, len(piece), num_tokens - num_seen, num_tokens, limit))
             if request.learns and num_seen < num_tokens:
                 self._keep(request, history[num_seen:])
             request.num_seen = num_tokens
         if self._behind:
             self._catch_up(batch)
         self._tidy()
-        token_ids, num_draft, match_lengths, num_cut_off = self._table.step(
-            np.concatenate(pieces or [NOTHING]),
-            np.frombuffer(rows, np.int64),
-            *(wanted, 0, self._config.min_confidence, self.store.texts),
-        )
+        flat = np.concatenate(pieces or [NOTHING])
+        asked = Asked(flat, np.frombuffer(rows, np.int64), 0, self._min_confidence)
+        drafts, num_cut_off = self._table.step(asked, self.store.texts)
         if num_cut_off:
             self._behind.update(
                 name for name in batch.request_ids if not self._table.is_whole(self._requests[name].row)
             )
-        return token_ids, num_draft, match_lengths
+        return drafts
 
     def _begin(self, request_id: str, history: Int32Array, options: Mapping[str, Any]) -> _Request:
         """A request that is new, or whose text is another one."""
@@ -258,11 +260,10 @@ class SuffixLookup:
                 work = self._table.enter(row, text, work)
 
     def _tidy(self) -> None:
-        """Goes on with what the store has to do, and with removing texts of requests that are gone."""
+        """Goes on with what the store has to do."""
         if self.store.has_work:
             self.store.work(STORE_WORK)
             numbers = [self.store.number(request.tenant) for request in self._requests.values()]
             self._table.search_store([request.row for request in self._requests.values()], numbers)
-        self._table.remove(STORE_WORK)
         if self._saver is not None and self._saves:
             self._saver.step()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from numba import carray, types
 from numba.extending import intrinsic
 
+from vllm_specplugins.structures.compiled import compiled, inlined
 from vllm_specplugins.structures.ngram_index import NgramIndex, Reference
 from vllm_specplugins.structures.ngram_table import (
     IS_DONE,
@@ -19,11 +20,9 @@ from vllm_specplugins.structures.ngram_table import (
     LAST_SHOWN,
     NEXT,
     NUM_SHOWN,
-    compiled,
     enter_text,
     find_draft,
     find_match,
-    inlined,
 )
 
 Int64Array = npt.NDArray[np.int64]

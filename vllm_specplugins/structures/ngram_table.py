@@ -7,16 +7,14 @@ longer match. Of 7 slots (n from 2 to 8) a token takes 1.0 (random text), 1.4 (s
 twice). Memory: 11-22 bytes per used slot.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
+
+from vllm_specplugins.structures.compiled import compiled, inlined
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 LARGEST_N = 16  # n - 1 has four bits of a slot
 REPEATED = 1 << 31
@@ -34,21 +32,6 @@ MOVED_PER_WORK = 2  # such as are, which go into a larger table
 
 text_type = types.Array(types.int32, 1, "C", readonly=True)  # takes those that may be written, too
 table_type = types.int64[::1]
-
-# Without it numba counts references, atomically, at each call: 23 ns per token taken in, and not 9.
-inlined: Callable[[Function], Function] = njit(inline="always")
-
-
-def compiled(signature: Any) -> Callable[[Function], Function]:
-    """Compile at import, for this signature only, and keep the machine code beside the module if possible."""
-
-    def decorate(function: Function) -> Function:
-        try:
-            return njit(signature, cache=True)(function)  # type: ignore[no-any-return]
-        except RuntimeError:  # neither the package's folder nor the user's cache can be written
-            return njit(signature)(function)  # type: ignore[no-any-return]
-
-    return decorate
 
 
 @inlined

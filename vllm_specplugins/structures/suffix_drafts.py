@@ -1,368 +1,184 @@
-"""Drafts from chains of places: the most frequent continuation of the longest match. Compiled.
+"""A step of all requests' suffix lookups, in one compiled call.
 
-Of the texts of an owner the MOST_PLACES places are looked at that were entered last among those where the longest
-n-gram of LEVELS ends that is there at all; of these count those with the longest match, LONGEST_MATCH at most. A draft
-takes the token that most of them have next, that of the latest place among equals; from there on those count that have
-it. The chance of a token is learned by `cell`: by source, length of the match and share of the places.
-Dimensions: B requests, K draft tokens, C cells.
+Dimensions: B requests of a step, R rows of requests, K draft tokens, C cells (see suffix_chances.py).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from vllm_specplugins.structures.ngram_table import compiled, inlined
-from vllm_specplugins.structures.suffix_chains import (
-    FIRST,
-    LEVELS,
-    MULTIPLIER,
-    NEWER,
-    NEWEST,
+from vllm_specplugins.structures.compiled import borrowed, compiled, inlined
+from vllm_specplugins.structures.suffix_chains import EVERYTHING, SLOTS_A_PAGE, clear, enter
+from vllm_specplugins.structures.suffix_chances import OWN, STORE, Float64Array, learn
+from vllm_specplugins.structures.suffix_pages import (
     NONE,
-    NUM_USES,
+    NUM_FIELDS,
     OLDER,
-    OLDEST,
     PAGE,
-    UNLINKED,
     UNORDERED,
-    USED,
+    Arrays,
     Int32Array,
     Int64Array,
-    enter,
-    find,
-    hash_ending,
-    match,
-    place_behind,
-    texts_type,
+    arrays_type,
+    borrowed_arrays,
+    text_type,
 )
+from vllm_specplugins.structures.suffix_search import find_places, vote
+from vllm_specplugins.structures.suffix_use import use
 
 Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 
 MAX_DRAFT = 64
-LONGEST_MATCH = 32
-MOST_PLACES = 16
-OWN, STORE = 0, 1  # sources
-NUM_GRADES, NUM_SHARES = 7, 5
-NUM_CELLS = 2 * NUM_GRADES * NUM_SHARES
-MEMORY = 1024.0  # how many tokens of a cell are remembered
-FIRST_WEIGHT = 8.0  # tokens that the first guess of a chance counts as
-FIRST_CHANCES = (0.3, 0.5, 0.6, 0.75, 0.85, 0.92, 0.96)  # by grade, where all places agree
-# Columns of `requests`, [R, 6] int64: the number of the request's own text and its first page, how many tokens of it
-# are entered, whether these are all; numbers of the other owners that it has, or 0.
-OWNER, FIRST_PAGE, NUM_ENTERED, IS_WHOLE, REFERENCE, TENANT = range(6)
-NUM_COLUMNS = 6
-OWNERS = (OWNER, REFERENCE, TENANT)
+ONLY_OWNER = 1  # a request's own text lies alone in its piece of the memory
+# Columns of `requests`. The pages of the own text are those from START to END; the first NUM_CLEARED were made ready,
+# NUM_ENTERED tokens are entered, IS_WHOLE says that these are all. REFERENCE is the row of another text, or NONE;
+# TENANT the number of the owner of texts in the store, or 0.
+START, END, NUM_CLEARED, NUM_ENTERED, IS_WHOLE, REFERENCE, TENANT = range(7)
+NUM_COLUMNS = 7
+NUM_ASKED = 5  # numbers of a request in Asked.rows
 
 
-def first_chances() -> Float64Array:
-    """[2, C] float64: tokens tried and accepted of each cell, before there was any."""
-    tried = np.full((2, NUM_GRADES, NUM_SHARES), FIRST_WEIGHT)
-    shares = np.array([0.9, 0.35, 0.65, 0.85, 1.0])
-    accepted = tried * np.array(FIRST_CHANCES)[None, :, None] * shares
-    return np.stack([tried.ravel(), accepted.ravel()])
+class Asked(NamedTuple):
+    """What a step is asked for."""
+
+    flat: Int32Array  # the ends of texts, one behind the other, each with what was begun to be drafted
+    rows: Int64Array  # [B * NUM_ASKED] row; its tokens in `flat`, new ones, those of all its text; how many to draft
+    num_begun: int  # tokens that were begun, of all
+    min_confidence: float  # a draft ends before a token that is less sure
 
 
-@inlined
-def _cell(source: int, length: int, votes: int, num_places: int) -> int:
-    """Of a token behind a match of this length, or one that grew to it. 0: one place, 4: several that all agree."""
-    grade = (length > 1) + (length > 2) + (length > 3) + (length > 5) + (length > 8) + (length > 16)
-    share = 0
-    if num_places > 1:
-        share = 1 + (2 * votes > num_places) + (4 * votes > 3 * num_places) + (votes == num_places)
-    return (source * NUM_GRADES + grade) * NUM_SHARES + share
+class Kept(NamedTuple):
+    """What is kept from step to step, and room to work in."""
+
+    chances: Float64Array  # [2, C] see first_chances
+    requests: Int64Array  # [R, 7] see above
+    newest: Int32Array  # [R, 2, K + 1] each request's newest draft: their number and the tokens; and their cells
+    lines: Int32Array  # [2, 2, 2 * MAX_DRAFT] tokens and cells of the best draft, and of another
+    places: Int64Array  # [MOST_PLACES]
 
 
-@inlined
-def _find_places(
-    ending: Int32Array,
-    owner: int,
-    hashes: Int64Array,
-    places: Int64Array,
-    texts: Any,
-) -> tuple[int, int]:
-    """Where the longest match of the owner's texts with `ending` ends, into `places`; how many these are, how long."""
-    tokens, links, table, pages, state = texts
-    last = ending.size - 1
-    num_levels = hash_ending(ending, last, owner, state[MULTIPLIER], hashes)
-    level, place, longest, num_places = -1, 0, 0, 0
-    for longer in range(num_levels):
-        slot = find(tokens, table, pages, longer, hashes[longer], ending, last, owner)
-        latest = table[longer, slot] & 0xFFFFFFFF
-        if latest == 0:
-            break
-        level, place = longer, latest
-        if links[longer, latest - 1, 0] == 0 and (
-            longer + 1 == len(LEVELS) or links[longer + 1, latest - 1, 1] == UNLINKED
-        ):
-            break
-    most = min(LONGEST_MATCH, last + 1)
-    for _ in range(MOST_PLACES):
-        if place == 0:
-            break
-        length = match(tokens, pages, place - 1, ending, last, most)
-        if length > longest:
-            longest, num_places = length, 0
-        if length == longest:
-            places[num_places] = place - 1
-            num_places += 1
-        place = links[level, place - 1, 0]
-    return num_places, longest
+class Drafts(NamedTuple):
+    """What comes of a step."""
+
+    tokens: Int32Array  # [B, K]
+    num_draft: Int32Array  # [B]
+    match_lengths: Float32Array  # [B] of the match that was taken
 
 
-@inlined
-def _vote(
-    places: Int64Array,
-    num_places: int,
-    longest: int,
-    source: int,
-    copies: bool,
-    begun: int,
-    end: int,
-    min_confidence: float,
-    chances: Float64Array,
-    line: Int32Array,
-    cells: Int32Array,
-    texts: Any,
-) -> tuple[int, float, int]:
-    """Continues the draft in `line` from `begun` to `end` at most; where it ends, the sum of its confidences, its text.
-
-    A place below NONE is one in the draft, -2 - its index: where the text `copies` itself, its end is followed by the
-    draft, as in LZ77.
-    """
-    tokens, pages = texts[0], texts[3]
-    confidence, score, first = 1.0, 0.0, NONE
-    count = begun
-    while count < end:
-        num_next = 0
-        for i in range(num_places):
-            if places[i] < NONE:
-                behind = places[i] - 1
-            else:
-                behind = place_behind(pages, places[i])
-                if behind == NONE and copies and count > 0:
-                    behind = -2
-            if behind != NONE:
-                places[num_next] = behind
-                num_next += 1
-        if num_next == 0:
-            break
-        best, best_votes, best_token = 0, 0, 0
-        for i in range(num_next):
-            token = tokens[places[i]] if places[i] >= 0 else line[-2 - places[i]]
-            votes = 0
-            for j in range(i, num_next):
-                votes += token == (tokens[places[j]] if places[j] >= 0 else line[-2 - places[j]])
-            if votes > best_votes:
-                best, best_votes, best_token = i, votes, token
-        cell = _cell(source, longest + count - begun, best_votes, num_next)
-        confidence *= chances[1, cell] / chances[0, cell]
-        if confidence < min_confidence or best_token < 0:
-            break
-        if first == NONE and places[best] >= 0:
-            first = pages[places[best] // PAGE, FIRST]
-        line[count], cells[count] = best_token, cell
-        score += confidence
-        count += 1
-        num_places = 0
-        for i in range(num_next):
-            if best_token == (tokens[places[i]] if places[i] >= 0 else line[-2 - places[i]]):
-                places[num_places] = places[i]
-                num_places += 1
-    return count, score, first
-
-
-@inlined
-def use(first: int, pages: Int32Array, state: Int64Array) -> None:
-    """Makes a text the one that was used last."""
-    state[NUM_USES] += 1
-    pages[first, USED] = state[NUM_USES]
-    if pages[first, OLDER] != UNORDERED:
-        if state[NEWEST] == first:
-            return
-        take_out(first, pages, state)
-    newest = state[NEWEST]
-    pages[first, OLDER], pages[first, NEWER] = newest, NONE
-    if newest != NONE:
-        pages[newest, NEWER] = first
-    else:
-        state[OLDEST] = first
-    state[NEWEST] = first
-
-
-@inlined
-def take_out(first: int, pages: Int32Array, state: Int64Array) -> None:
-    """Takes a text out of the order of use."""
-    older, newer = pages[first, OLDER], pages[first, NEWER]
-    if older != NONE:
-        pages[older, NEWER] = newer
-    else:
-        state[OLDEST] = newer
-    if newer != NONE:
-        pages[newer, OLDER] = older
-    else:
-        state[NEWEST] = older
-    pages[first, OLDER] = UNORDERED
-
-
-@compiled(types.void(types.int64, types.boolean, types.int32[:, ::1], types.int64[::1]))
-def order(first: int, stays: bool, pages: Int32Array, state: Int64Array) -> None:
-    """Makes a text the one that was used last, or, unless it stays, takes it out of the order of use."""
-    if stays:
-        use(first, pages, state)
-    else:
-        take_out(first, pages, state)
-
-
-@inlined
-def _learn(drafted: Int32Array, cells: Int32Array, said: Int32Array, chances: Float64Array) -> None:
-    """Counts which tokens of a draft, of which there are drafted[0], were those that came."""
-    for i in range(min(drafted[0], said.size)):
-        cell = cells[i + 1]
-        if chances[0, cell] > MEMORY:
-            chances[0, cell] *= 0.5
-            chances[1, cell] *= 0.5
-        chances[0, cell] += 1
-        if drafted[i + 1] != said[i]:
-            break
-        chances[1, cell] += 1
-
-
-@compiled(
-    types.Tuple((types.int64, types.float64, types.int64, types.int64))(
-        *(types.int32[::1], types.int64, types.int64, types.boolean, types.int64, types.int64, types.float64),
-        *(types.float64[:, ::1], types.int32[:, ::1], texts_type),
-    )
+asked_type = types.Tuple((types.int32[::1], types.int64[::1], types.int64, types.float64))
+kept_type = types.Tuple(
+    (types.float64[:, ::1], types.int64[:, ::1], types.int32[:, :, ::1], types.int32[:, :, ::1], types.int64[::1])
 )
-def _search(
-    ending: Int32Array,
-    owner: int,
-    source: int,
-    copies: bool,
-    begun: int,
-    end: int,
-    min_confidence: float,
-    chances: Float64Array,
-    line: Int32Array,
-    texts: Any,
-) -> tuple[int, float, int, int]:
-    """The draft from an owner's texts, into `line`: its end, the sum of its confidences, the length of the match, and
-    the first page of the text."""
-    hashes = np.empty(len(LEVELS), np.int64)
-    places = np.empty(MOST_PLACES, np.int64)
-    num_places, longest = _find_places(ending, owner, hashes, places, texts)
-    count, score, first = _vote(
-        places,
-        num_places,
-        longest,
-        source,
-        copies,
-        begun,
-        end,
-        min_confidence,
-        chances,
-        line[0],
-        line[1],
-        texts,
+drafts_type = types.Tuple((types.int32[:, ::1], types.int32[::1], types.float32[::1]))
+
+
+@inlined
+def _text_of(row: int, requests: Int64Array, own: Arrays) -> Arrays:
+    """The piece of the memory where a row's text lies."""
+    start, end = requests[row, START], requests[row, END]
+    return Arrays(
+        own.tokens[start * PAGE : end * PAGE],
+        own.links[start * PAGE : end * PAGE],
+        own.table[start * SLOTS_A_PAGE : end * SLOTS_A_PAGE],
+        own.pages[start:end],
+        own.state[row * NUM_FIELDS : (row + 1) * NUM_FIELDS],
     )
-    return count, score, longest, first
 
 
-steps = (types.int32[::1], types.int64[::1], types.Array(types.int32, 1, "C", readonly=True), types.int64)
-kept = (types.float64, types.float64[:, ::1], types.int64[:, ::1], types.int32[:, :, ::1])
-results = (types.int32[:, ::1], types.int32[::1], types.float32[::1])
+@inlined
+def _enter_new(history: Int32Array, num_tokens: int, row: int, requests: Int64Array, own: Arrays) -> bool:
+    """Enters the end of a text of which all the rest is there; whether there was room."""
+    start = history.size - (num_tokens - requests[row, NUM_ENTERED])
+    first = 0 if requests[row, NUM_ENTERED] else NONE
+    next_one, _, _ = enter(history, start, first, ONLY_OWNER, EVERYTHING, _text_of(row, requests, own))
+    left = history.size - next_one
+    requests[row, NUM_ENTERED] = num_tokens - left
+    requests[row, IS_WHOLE] = left == 0
+    return left == 0
 
 
-@compiled(types.int64(*steps, *kept, *results, texts_type, texts_type))
-def draft_step(
-    flat: Int32Array,
-    rows: Int64Array,
-    wanted: Int32Array,
-    num_begun: int,
-    min_confidence: float,
-    chances: Float64Array,
-    requests: Int64Array,
-    newest: Int32Array,
-    out: Int32Array,
-    num_draft: Int32Array,
-    match_lengths: Float32Array,
-    own: Any,
-    store: Any,
-) -> int:
+@compiled(types.int64(text_type, types.int64, types.int64, types.int64[:, ::1], arrays_type))
+def enter_row(text: Int32Array, row: int, work: int, requests: Int64Array, own: Any) -> int:
+    """Goes on to clear the piece of a row's text, and to enter that, as far as so much work goes; what is left."""
+    requests, piece = borrowed(requests), _text_of(row, requests, borrowed_arrays(own))
+    num_cleared, num_entered = requests[row, NUM_CLEARED], requests[row, NUM_ENTERED]
+    if num_cleared < len(piece.pages):
+        num_cleared, work = clear(num_cleared, work, piece)
+    if 0 < num_cleared == len(piece.pages):
+        num_entered, _, work = enter(borrowed(text), num_entered, 0 if num_entered else NONE, ONLY_OWNER, work, piece)
+    requests[row, NUM_CLEARED], requests[row, NUM_ENTERED] = num_cleared, num_entered
+    requests[row, IS_WHOLE] = num_entered == text.size
+    return work
+
+
+@compiled(types.int64(asked_type, kept_type, drafts_type, arrays_type, arrays_type))
+def draft_step(asked: Any, kept: Any, drafts: Any, own: Any, store: Any) -> int:
     """Enters what is new of requests' own texts, and drafts from there, from references and from tenants' stores: the
-    draft with the largest sum of confidences.
+    draft with the largest sum of confidences. How many own texts are not whole now, for want of pages.
 
     Args:
-        flat: the ends of their texts, one behind the other, each with what was begun to be drafted.
-        rows: [B * 4], of each request its row in `requests`, the length of its piece of `flat`, how many tokens of that
-            are new, and the length of its text.
-        wanted: [B] how many tokens to draft.
-        num_begun: tokens that were begun, of all.
-        min_confidence: a draft ends before a token that is less sure.
-        chances: [2, C], see first_chances.
-        requests: [R, 6], see above.
-        newest: [R, 2, K + 1], each request's newest draft, in and out: their number and the tokens; and their cells.
-        out: [B, K] tokens.
-        num_draft: [B] how many.
-        match_lengths: [B] of the match that was taken.
-
-    Returns how many own texts are not whole now, for want of pages.
+        asked: a tuple of Asked.
+        kept: of Kept.
+        drafts: of Drafts, which is written to.
+        own: of Arrays, texts of rows; its state, [R * 8], is of each row.
+        store: of Arrays, texts of tenants.
     """
-    hashes = np.empty(len(LEVELS), np.int64)
-    lines = np.empty((2, 2, 2 * MAX_DRAFT), np.int32)  # tokens and cells, of the best draft and of another
+    flat, rows, num_begun, min_confidence = borrowed(asked[0]), borrowed(asked[1]), asked[2], asked[3]
+    chances, requests, newest = borrowed(kept[0]), borrowed(kept[1]), borrowed(kept[2])
+    lines, places = borrowed(kept[3]), borrowed(kept[4])
+    out, num_draft, match_lengths = borrowed(drafts[0]), borrowed(drafts[1]), borrowed(drafts[2])
+    own, store = borrowed_arrays(own), borrowed_arrays(store)
     end, num_cut_off = 0, 0
-    for row in range(wanted.size):
-        request, size, num_new, num_tokens = rows[4 * row], rows[4 * row + 1], rows[4 * row + 2], rows[4 * row + 3]
+    for index in range(len(out)):
+        row, size, num_new, num_tokens, wanted = rows[NUM_ASKED * index : NUM_ASKED * (index + 1)]
         ending = flat[end : end + size]
         end += size
         history = ending[: size - num_begun]
-        drafted, cells = newest[request, 0], newest[request, 1]
+        drafted, cells = newest[row, 0], newest[row, 1]
         if num_new:
-            _learn(drafted, cells, history[history.size - num_new :], chances)
-        left = num_tokens - requests[request, NUM_ENTERED]
-        if left and requests[request, IS_WHOLE]:
-            next_one, first, _ = enter(
-                history,
-                history.size - left,
-                requests[request, FIRST_PAGE],
-                requests[request, OWNER],
-                1 << 40,
-                hashes,
-                own,
-            )
-            requests[request, FIRST_PAGE] = first
-            left = history.size - next_one
-            requests[request, NUM_ENTERED] = num_tokens - left
-            requests[request, IS_WHOLE] = left == 0
-            num_cut_off += left > 0
-        most = num_begun + wanted[row]
-        best, best_count, best_score, match_lengths[row] = 0, num_begun, 0.0, 0
+            learn(drafted, cells, history[history.size - num_new :], chances)
+        if num_tokens > requests[row, NUM_ENTERED] and requests[row, IS_WHOLE]:
+            num_cut_off += not _enter_new(history, num_tokens, row, requests, own)
+        most = num_begun + wanted
+        best, best_count, best_score, match_length = 0, num_begun, 0.0, 0
         for i in range(num_begun):
             lines[0, 0, i] = lines[1, 0, i] = ending[history.size + i]
         for source in range(3):
-            other = 1 - best
-            line = lines[other]
-            owner = requests[request, OWNERS[source]]
-            if owner == 0 or most == num_begun or (source == 0 and requests[request, IS_WHOLE] == 0):
+            if most == num_begun:
+                break
+            texts, owner = store, requests[row, TENANT]
+            if source != STORE:
+                other = row if source == OWN else requests[row, REFERENCE]
+                is_there = other != NONE and requests[other, NUM_ENTERED] > 0
+                if not is_there or (source == OWN and not requests[row, IS_WHOLE]):
+                    continue
+                texts, owner = _text_of(other, requests, own), ONLY_OWNER
+            elif owner == 0:
                 continue
-            if source < 2:
-                count, score, longest, first = _search(
-                    ending, owner, OWN, source == 0, num_begun, most, min_confidence, chances, line, own
-                )
-            else:
-                count, score, longest, first = _search(
-                    ending, owner, STORE, False, num_begun, most, min_confidence, chances, line, store
-                )
+            line = lines[1 - best]
+            num_places, longest = find_places(ending, owner, places, texts)
+            count, score, first = vote(
+                places,
+                num_places,
+                longest,
+                source,
+                num_begun,
+                most,
+                min_confidence,
+                chances,
+                line,
+                texts,
+            )
             if score > best_score:
-                best, best_count, best_score, match_lengths[row] = other, count, score, longest
-                if source == 2 and store[3][first, OLDER] != UNORDERED:
-                    use(first, store[3], store[4])
+                best, best_count, best_score, match_length = 1 - best, count, score, longest
+                if source == STORE and store.pages[first, OLDER] != UNORDERED:
+                    use(first, store.pages, store.state)
         count = best_count - num_begun
-        num_draft[row] = count
+        num_draft[index], match_lengths[index] = count, match_length
         drafted[0] = count if num_begun == 0 else 0  # what comes next is not what the other draft is for
         for i in range(count):
-            out[row, i] = drafted[i + 1] = lines[best, 0, num_begun + i]
+            out[index, i] = drafted[i + 1] = lines[best, 0, num_begun + i]
             cells[i + 1] = lines[best, 1, num_begun + i]
     return num_cut_off

@@ -1,25 +1,44 @@
-"""The texts of requests that are being served, and their newest drafts: rows of arrays that compiled code works on."""
+"""The texts of requests that are being served, and their newest drafts: rows of arrays that compiled code works on.
 
-from collections import deque
+Each text has a piece of the memory of its own, with some room to grow. It is small as a rule, so that the caches hold
+its tables while it is entered, and nothing has to be removed: a piece is cleared when another text gets it.
+"""
+
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from vllm_specplugins.structures.suffix_chains import NONE, Int32Array
+from vllm_specplugins.structures.extents import Extents
+from vllm_specplugins.structures.suffix_chances import first_chances
 from vllm_specplugins.structures.suffix_drafts import (
-    FIRST_PAGE,
+    END,
     IS_WHOLE,
+    MAX_DRAFT,
+    NUM_ASKED,
+    NUM_CLEARED,
     NUM_COLUMNS,
     NUM_ENTERED,
-    OWNER,
     REFERENCE,
+    START,
     TENANT,
-    Float32Array,
+    Asked,
+    Drafts,
+    Kept,
     draft_step,
-    first_chances,
+    enter_row,
 )
-from vllm_specplugins.structures.suffix_texts import Texts
+from vllm_specplugins.structures.suffix_pages import (
+    MULTIPLIER,
+    NONE,
+    NUM_FIELDS,
+    NUM_TOKENS,
+    PAGE,
+    Int32Array,
+)
+from vllm_specplugins.structures.suffix_search import MOST_PLACES
+from vllm_specplugins.structures.suffix_texts import Texts, new_arrays
+
+SPARE_SHARE, SPARE_TOKENS = 4, 512  # room to grow: one part in so many of a text, and so many tokens
 
 
 class SuffixRequests:
@@ -32,101 +51,103 @@ class SuffixRequests:
     """
 
     def __init__(self, max_bytes: int, num_rows: int, max_num_draft: int):
-        self._texts = Texts(max_bytes)
-        self._chances = first_chances()
-        self._num_owners = 0
-        self._leaving: deque[int] = deque()  # first pages of texts that are to be removed
+        self._arrays = new_arrays(max_bytes)
+        self._multiplier = self._arrays.state[MULTIPLIER]
+        self._extents = Extents(len(self._arrays.pages))
         self._free: list[int] = []
-        self._rows = np.zeros((0, NUM_COLUMNS), np.int64)
-        self._newest = np.zeros((0, 2, max_num_draft + 1), np.int32)
+        lines, places = np.empty((2, 2, 2 * MAX_DRAFT), np.int32), np.empty(MOST_PLACES, np.int64)
+        newest = np.zeros((0, 2, max_num_draft + 1), np.int32)
+        self._kept = Kept(first_chances(), np.zeros((0, NUM_COLUMNS), np.int64), newest, lines, places)
+        self._states = np.zeros((0, NUM_FIELDS), np.int64)
         self._max_num_draft = max_num_draft
         self._grow(max(1, num_rows))
 
     @property
     def num_bytes(self) -> int:
         """Memory of all texts."""
-        return self._texts.num_bytes
+        return sum(array.nbytes for array in self._arrays)
 
     @property
     def num_tokens(self) -> int:
-        """Of all texts, those included that are being removed."""
-        return self._texts.num_tokens
+        """Of all texts."""
+        return int(self._states[:, NUM_TOKENS].sum())
 
     def add(self) -> int:
         """A new row, of a text of which nothing is there."""
         if not self._free:
-            self._grow(len(self._rows))
+            self._grow(len(self._states))
         row = self._free.pop()
-        self._num_owners += 1
-        self._rows[row] = 0
-        self._rows[row, OWNER], self._rows[row, FIRST_PAGE] = self._num_owners, NONE
-        self._newest[row] = 0
+        self._kept.requests[row] = 0
+        self._kept.requests[row, REFERENCE] = NONE
+        self._kept.newest[row] = 0
         return row
 
     def drop(self, row: int) -> None:
-        """Frees a row; its text goes by and by."""
-        if self._rows[row, FIRST_PAGE] != NONE:
-            self._leaving.append(int(self._rows[row, FIRST_PAGE]))
+        """Frees a row, and the room of its text."""
+        self._leave_room(row)
         self._free.append(row)
 
     def search(self, row: int, other: int) -> None:
         """Has a request search the text of another row beside its own."""
-        self._rows[row, REFERENCE] = self._rows[other, OWNER]
+        self._kept.requests[row, REFERENCE] = other
 
     def search_store(self, rows: Any, tenants: Any) -> None:
         """Has requests search the texts of these tenants, by number; 0 is none."""
-        self._rows[rows, TENANT] = tenants
+        self._kept.requests[rows, TENANT] = tenants
 
     def is_whole(self, row: int) -> bool:
         """Whether all of the text that was shown last is there; otherwise it is not searched."""
-        return bool(self._rows[row, IS_WHOLE])
+        return bool(self._kept.requests[row, IS_WHOLE])
 
     # text: [num_tokens] int32, contiguous
     def num_left(self, row: int, text: Int32Array) -> int:
         """How many tokens of a row's text are not there yet."""
-        return len(text) - int(self._rows[row, NUM_ENTERED])
+        return len(text) - int(self._kept.requests[row, NUM_ENTERED])
 
     def enter(self, row: int, text: Int32Array, work: int) -> int:
-        """Goes on to enter a row's text, as far as so much work, in looks into a table, goes; what is left of it."""
-        own = self._rows[row]
-        start, first, number = own[[NUM_ENTERED, FIRST_PAGE, OWNER]].tolist()
-        start, first, work = self._texts.enter(text, start, first, number, work)
-        own[NUM_ENTERED], own[FIRST_PAGE], own[IS_WHOLE] = start, first, start == len(text)
-        return work
+        """Goes on to enter a row's text, as far as so much work, in looks into a table, goes; what is left of it.
 
-    def remove(self, work: int) -> int:
-        """Goes on to remove texts of rows that were dropped; the work that is left."""
-        while self._leaving and work > 0:
-            first, work = self._texts.remove(self._leaving[0], work)
-            if first == NONE:
-                self._leaving.popleft()
-            else:
-                self._leaving[0] = first
-        return work
+        A text that needs more room than it has gets another piece, and begins anew; without one nothing is entered.
+        """
+        start, end = self._kept.requests[row, :NUM_CLEARED].tolist()
+        if len(text) > (end - start) * PAGE:
+            self._find_room(row, len(text))
+        left: int = enter_row(text, row, work, self._kept.requests, tuple(self._arrays))
+        return left
 
-    # flat: int32; rows: [num_reqs * 4] int64; wanted: [num_reqs] int32
-    def step(
-        self,
-        flat: Int32Array,
-        rows: npt.NDArray[np.int64],
-        wanted: Int32Array,
-        num_begun: int,
-        min_confidence: float,
-        store: Texts,
-    ) -> tuple[Int32Array, Int32Array, Float32Array, int]:
-        """See draft_step: tokens [num_reqs, K], their number [num_reqs], lengths of matches [num_reqs], and how many
-        requests' texts are not whole any more, for want of room."""
-        num_reqs = len(wanted)
-        out = np.zeros((num_reqs, self._max_num_draft), np.int32)
-        num_draft, match_lengths = np.empty(num_reqs, np.int32), np.empty(num_reqs, np.float32)
-        num_cut_off: int = draft_step(
-            *(flat, rows, wanted, num_begun, min_confidence, self._chances, self._rows, self._newest),
-            *(out, num_draft, match_lengths, self._texts.arrays, store.arrays),
+    def step(self, asked: Asked, store: Texts) -> tuple[Drafts, int]:
+        """See draft_step: drafts, and how many requests' texts are not whole any more, for want of room."""
+        num_reqs = len(asked.rows) // NUM_ASKED
+        drafts = Drafts(
+            np.zeros((num_reqs, self._max_num_draft), np.int32),
+            np.empty(num_reqs, np.int32),
+            np.empty(num_reqs, np.float32),
         )
-        return out, num_draft, match_lengths, num_cut_off
+        num_cut_off: int = draft_step(
+            tuple(asked), tuple(self._kept), tuple(drafts), tuple(self._arrays), tuple(store.arrays)
+        )
+        return drafts, num_cut_off
+
+    def _find_room(self, row: int, num_tokens: int) -> None:
+        """Another piece for a text of so many tokens, instead of the one that it has; none if there is none."""
+        self._leave_room(row)
+        num_pages = -(-(num_tokens + num_tokens // SPARE_SHARE + SPARE_TOKENS) // PAGE)
+        start = self._extents.take(num_pages)
+        if start is not None:
+            self._kept.requests[row, START], self._kept.requests[row, END] = start, start + num_pages
+
+    def _leave_room(self, row: int) -> None:
+        self._extents.give(*self._kept.requests[row, :NUM_CLEARED].tolist())
+        self._kept.requests[row, : IS_WHOLE + 1] = 0
+        self._states[row] = 0
+        self._states[row, MULTIPLIER] = self._multiplier
 
     def _grow(self, more: int) -> None:
-        count = len(self._rows)
+        count, kept = len(self._states), self._kept
         self._free += range(count + more - 1, count - 1, -1)
-        self._rows = np.concatenate([self._rows, np.zeros((more, NUM_COLUMNS), np.int64)])
-        self._newest = np.concatenate([self._newest, np.zeros((more, *self._newest.shape[1:]), np.int32)])
+        requests = np.concatenate([kept.requests, np.zeros((more, NUM_COLUMNS), np.int64)])
+        newest = np.concatenate([kept.newest, np.zeros((more, *kept.newest.shape[1:]), np.int32)])
+        self._kept = kept._replace(requests=requests, newest=newest)
+        self._states = np.concatenate([self._states, np.zeros((more, NUM_FIELDS), np.int64)])
+        self._states[count:, MULTIPLIER] = self._multiplier
+        self._arrays = self._arrays._replace(state=self._states.reshape(-1))

@@ -13,10 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numba import types
 
-from vllm_specplugins.structures.ngram_table import compiled
-from vllm_specplugins.structures.suffix_chains import (
+from vllm_specplugins.structures.suffix_pages import (
     FIRST,
     NEWER,
     NONE,
@@ -27,27 +25,14 @@ from vllm_specplugins.structures.suffix_chains import (
     UNORDERED,
     USED,
     Int32Array,
-    Int64Array,
 )
-from vllm_specplugins.structures.suffix_drafts import order
 from vllm_specplugins.structures.suffix_texts import SMALLEST_BYTES, Texts
+from vllm_specplugins.structures.suffix_use import oldest_of, order
 
 WAITING_SHARE = 16  # one part in so many is for texts that wait to be entered
 TENANT_BYTES = 400  # of what is kept of a tenant
 FURTHEST = 1000  # texts that are looked at for a tenant's oldest one
 WHOLE = 1 << 62
-
-
-@compiled(types.int64(types.int64, types.int64, types.int32[:, ::1], types.int64[::1]))
-def _oldest_of(owner: int, furthest: int, pages: Int32Array, state: Int64Array) -> int:
-    """The owner's text that was used longest ago, if it is among so many; otherwise that of all owners."""
-    oldest: int = state[OLDEST]
-    first = oldest
-    for _ in range(furthest):
-        if first == NONE or pages[first, OWNER] == owner:
-            break
-        first = pages[first, NEWER]
-    return oldest if first == NONE or pages[first, OWNER] != owner else first
 
 
 @dataclass(slots=True)
@@ -169,7 +154,7 @@ class SuffixStore:
         known = self._tenants.get(tenant)
         if known is None or known.num_pages * len(self._tenants) <= self.texts.num_pages:
             return int(self.texts.state[OLDEST])
-        return int(_oldest_of(known.number, FURTHEST, self.texts.pages, self.texts.state))
+        return int(oldest_of(known.number, FURTHEST, self.texts.pages, self.texts.state))
 
     def _begin_to_enter(self, entering: _Entering) -> None:
         known = self._tenants.get(entering.tenant)

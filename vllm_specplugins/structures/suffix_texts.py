@@ -5,28 +5,46 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.structures.suffix_chains import (
-    FOLLOWING,
-    LEVELS,
+from vllm_specplugins.structures.suffix_chains import LEVELS, SLOTS_A_PAGE, clear_all, enter_text, remove_text
+from vllm_specplugins.structures.suffix_pages import (
     MULTIPLIER,
     NEWEST,
     NONE,
+    NUM_FIELDS,
     NUM_FREE,
+    NUM_PAGE_COLUMNS,
     NUM_TOKENS,
-    OLDER,
     OLDEST,
     PAGE,
-    UNORDERED,
+    Arrays,
     Int32Array,
-    enter_text,
     read_text,
-    remove_text,
 )
 
-MAX_LOAD = 0.75
-PAGE_COLUMNS = 9
-BYTES_PER_TOKEN = 4 + 4 * PAGE_COLUMNS / PAGE + len(LEVELS) * (8 + 8 / MAX_LOAD)
+BYTES_PER_TOKEN = 4 + 4 * NUM_PAGE_COLUMNS / PAGE + 8 * len(LEVELS) * (1 + SLOTS_A_PAGE / PAGE)
 SMALLEST_BYTES = 1 << 16
+
+
+def new_arrays(max_bytes: int) -> Arrays:
+    """As many pages as go into max_bytes; not cleared. ValueError if max_bytes is less than SMALLEST_BYTES."""
+    if max_bytes < SMALLEST_BYTES:
+        raise ValueError(f"max_bytes is {max_bytes}; it must be at least {SMALLEST_BYTES}.")
+    num_pages = int(max_bytes / BYTES_PER_TOKEN) // PAGE
+    return Arrays(
+        _zeros((num_pages * PAGE,), np.int32),
+        _zeros((num_pages * PAGE, len(LEVELS), 2), np.int32),
+        _zeros((num_pages * SLOTS_A_PAGE, len(LEVELS)), np.int64),
+        _zeros((num_pages, NUM_PAGE_COLUMNS), np.int32),
+        new_state(),
+    )
+
+
+def new_state() -> Any:
+    """[8] int64, of texts of which there are none."""
+    state = np.zeros(NUM_FIELDS, np.int64)
+    state[OLDEST] = state[NEWEST] = NONE
+    state[MULTIPLIER] = secrets.randbits(63) | 1  # secret: nobody can write texts whose hashes collide
+    return state
 
 
 class Texts:
@@ -36,30 +54,15 @@ class Texts:
     """
 
     def __init__(self, max_bytes: int):
-        if max_bytes < SMALLEST_BYTES:
-            raise ValueError(f"max_bytes is {max_bytes}; it must be at least {SMALLEST_BYTES}.")
-        self.num_pages = int(max_bytes / BYTES_PER_TOKEN) // PAGE
-        num_places = self.num_pages * PAGE
-        self.pages: Int32Array = np.zeros((self.num_pages, PAGE_COLUMNS), np.int32)
-        self.state = np.zeros(8, np.int64)
-        self.arrays = (
-            _zeros((num_places,), np.int32),
-            _zeros((len(LEVELS), num_places, 2), np.int32),
-            _zeros((len(LEVELS), int(num_places / MAX_LOAD)), np.int64),
-            self.pages,
-            self.state,
-        )
+        self.arrays = new_arrays(max_bytes)
+        self.pages, self.state = self.arrays.pages, self.arrays.state
+        self.num_pages = len(self.pages)
         self.clear()
 
     def clear(self) -> None:
         """Forgets all texts."""
-        self.arrays[2].fill(0)
-        self.pages[:, FOLLOWING] = np.arange(1, self.num_pages + 1)
-        self.pages[-1, FOLLOWING] = NONE
-        self.pages[:, OLDER] = UNORDERED
-        self.state[:] = 0
-        self.state[NUM_FREE], self.state[OLDEST], self.state[NEWEST] = self.num_pages, NONE, NONE
-        self.state[MULTIPLIER] = secrets.randbits(63) | 1  # secret: nobody can write texts whose hashes collide
+        self.state[:] = new_state()
+        clear_all(tuple(self.arrays))
 
     @property
     def num_bytes(self) -> int:
@@ -80,18 +83,18 @@ class Texts:
     def enter(self, text: Int32Array, start: int, first: int, owner: int, work: int) -> tuple[int, int, int]:
         """Enters text[start:] behind what is there of it, as far as so much work, in looks into a table, and free pages
         go. Where the rest begins, the first page of the text (in: NONE if there is nothing of it), the work left."""
-        start, first, work = enter_text(text, start, first, owner, work, self.arrays)
+        start, first, work = enter_text(text, start, first, owner, work, tuple(self.arrays))
         return start, first, work
 
     def remove(self, first: int, work: int) -> tuple[int, int]:
         """Removes a text from its end, as far as so much work goes; NONE if nothing is left of it, and the work."""
-        first, work = remove_text(first, work, self.arrays)
+        first, work = remove_text(first, work, tuple(self.arrays))
         return first, work
 
     def read(self, first: int) -> Int32Array:
         """The tokens of a text."""
-        text = np.empty(read_text(first, np.empty(0, np.int32), self.arrays[0], self.pages), np.int32)
-        read_text(first, text, self.arrays[0], self.pages)
+        text = np.empty(read_text(first, np.empty(0, np.int32), self.arrays.tokens, self.pages), np.int32)
+        read_text(first, text, self.arrays.tokens, self.pages)
         return text
 
 

@@ -6,67 +6,69 @@ host one step late.
 
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_specplugins.draft import Feedback
-from vllm_specplugins.engine.v2.arriving import Arriving, Lengths
+from vllm_specplugins.engine.v2.graphs import graphs_of_rows, record, replayed
+from vllm_specplugins.engine.v2.limits import Limits
+from vllm_specplugins.engine.v2.outcomes import Outcomes
 from vllm_specplugins.engine.v2.report import LateReport, warms_up
 from vllm_specplugins.engine.v2.texts import DeviceTexts
-from vllm_specplugins.kernels.history_match import Match, history_match
 from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.confidence import Calibration
 from vllm_specplugins.proposers.drafted import of_stage
-
-_SAMPLED, _REJECTED, _WANTED, _DRAFTED = range(4)  # columns of what is counted of a row
 
 
 class LookupSpeculator(BaseSpeculator):
-    """Drafts for all rows of a step in two launches of kernels/history_match."""
+    """Drafts for all rows of a step by two launches of kernels/history_match, in one CUDA graph with all the rest."""
 
     supports_mm_inputs = False
     draft_logits = None
     barrier: FaultBarrier  # set by runner.attach; it counts, and has nothing to guard
-    implementation: str | None = None  # of the kernel; the reference where the kernel failed its check
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         config = vllm_config.speculative_config
-        self.device, self._req_states = device, req_states
-        self._lookup = config.plugin_config.own
+        self.device, self._vllm_config = device, vllm_config
         self._max_num_draft = vllm_config.num_speculative_tokens
-        self.proposer = DeviceTexts(req_states, self._max_num_draft, self._lookup.max_index_bytes, device)
+        self._limits = Limits(req_states, vllm_config.model_config, self._max_num_draft, device)
+        self.texts = DeviceTexts(req_states, self._max_num_draft, config.plugin_config.own, device)
         self.report = LateReport()
-        self._counts: Arriving | None = None
-        # vLLM's adaptive verification; see engine/adaptive.py
-        self.enable_adaptive_verification = config.enable_adaptive_verification
+        self.enable_adaptive_verification = config.enable_adaptive_verification  # vLLM's; see engine/adaptive.py
+        self._outcomes = Outcomes(1, req_states, self._max_num_draft, device)
+        self.draft_token_confidence_probs = self._outcomes.probs
+        self._graphs: CudaGraphManager | None = None
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._draft_tokens = torch.zeros(max_num_reqs, self._max_num_draft, dtype=torch.int64, device=device)
-        self.draft_token_confidence_probs = torch.zeros_like(self._draft_tokens, dtype=torch.float32)
-        self._calibration = Calibration(1, max_num_reqs, self._max_num_draft, device)
 
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Nothing to capture."""
+    @property
+    def proposer(self) -> Any:
+        """What the barrier holds."""
+        return self.texts
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
+            self._graphs = graphs_of_rows(self._vllm_config, self.device)
 
     def capture(self) -> None:
-        """Nothing to capture."""
+        """Records one graph for each batch size."""
+        if self._graphs is not None:
+            record(self._graphs, self._draft)
 
     def add(self, new_requests: Any) -> None:
         """Takes requests that are new, or back after a preemption."""
-        self.proposer.add(new_requests)
-        if new_requests:
-            slots = np.array([self._req_states.req_id_to_index[new.req_id] for new in new_requests], np.int64)
-            self._calibration.clear(async_tensor_h2d(slots, self.device))
+        self._limits.add(new_requests)
+        self.texts.add(new_requests)
+        self._outcomes.add(new_requests)
 
     def remove(self, request_ids: set[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""
-        self.proposer.remove(request_ids)
+        self.texts.remove(request_ids)
 
     def settle(self) -> None:
         """Counts what became of the last drafts, where no step follows for a while."""
-        self._count()
+        self._outcomes.count(self.barrier)
 
     @torch.inference_mode()
     def propose(
@@ -91,55 +93,28 @@ class LookupSpeculator(BaseSpeculator):
     ) -> torch.Tensor:
         """vLLM's signature; returns [num_reqs, K] int64, padded with 0, which is a token that can be verified."""
         num_reqs = input_batch.num_reqs
-        slots, num_sampled = input_batch.idx_mapping[:num_reqs], num_sampled[:num_reqs]
-        most = self._max_num_draft if num_speculative_tokens is None else num_speculative_tokens
-        wanted = self.proposer.wanted(slots, num_sampled, most)
-        # A step's last token is the one that it sampled.
-        longest = 1 + int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
-        match = self._match(slots, wanted, longest)
-        drafts = self._draft_tokens[:num_reqs]
-        drafts.copy_(match.token_ids)
+        self._limits.most = self._max_num_draft if num_speculative_tokens is None else num_speculative_tokens
         rehearses = dummy_run or warms_up(input_batch.req_ids)
-        if self.enable_adaptive_verification:
-            if not rehearses:
-                num_accepted = (num_sampled - 1).clamp_(min=0)
-                self._calibration.learn(slots, num_accepted + num_rejected[:num_reqs], num_accepted)
-            self._rate(slots, match)
+        self._outcomes.begin(
+            input_batch.idx_mapping[:num_reqs], num_sampled[:num_reqs], num_rejected[:num_reqs], rehearses
+        )
+        if not replayed(self._graphs, num_reqs):  # a step's last token is the one that it sampled
+            self._draft(num_reqs, 1 + int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max()))
+        drafts = self._draft_tokens[:num_reqs]
         if rehearses:
             return drafts
-        self._count()
-        columns = num_sampled, num_rejected[:num_reqs], wanted, match.num_draft
-        self._counts = Arriving(input_batch.req_ids, torch.stack([column.int() for column in columns], dim=1))
+        self._outcomes.count(self.barrier)
         sees_drafts = drafts if input_batch.has_structured_output_reqs else None  # a grammar
-        self.report.tell(Lengths(self._counts, _DRAFTED), input_batch.req_ids, sees_drafts)
+        self.report.tell(self._outcomes.send(input_batch.req_ids), input_batch.req_ids, sees_drafts)
         return drafts
 
-    def _match(self, slots: torch.Tensor, wanted: torch.Tensor, longest: int) -> Match:
-        return history_match(
-            self.proposer.histories,
-            slots,
-            wanted,
-            self._max_num_draft,
-            self._lookup.min_ngram,
-            self._lookup.max_ngram,
-            self.proposer.references,
-            longest=max(longest, self.proposer.longest_reference),
-            implementation=self.implementation,
-        )
-
-    def _rate(self, slots: torch.Tensor, match: Match) -> None:
-        """How likely each token is to be accepted if those before it are; 0 behind a draft's end."""
+    def _draft(self, num_rows: int, longest: int | None = None) -> None:
+        """What a graph records: of texts of any length, where none is known to be the longest."""
+        if self.enable_adaptive_verification:
+            self._outcomes.learn(num_rows)
+        slots, num_sampled = self._outcomes.rows(num_rows)
+        wanted = self._limits.wanted(slots, num_sampled)
+        match = self.texts.match(slots, wanted, longest)
+        self._draft_tokens[:num_rows].copy_(match.token_ids)
         drafts = of_stage(0, match.token_ids, match.num_draft, match.match_length)
-        self.draft_token_confidence_probs[: len(slots)] = self._calibration.predict(slots, drafts)
-
-    def _count(self) -> None:
-        """Counts the step before, of which all is on the host by now."""
-        counts, self._counts = self._counts, None
-        if counts is None:
-            return
-        values = counts.values()
-        rows = values[:, _SAMPLED] > 0  # the others were in the middle of their prompt
-        sampled, rejected, wanted, drafted = values[rows].T
-        request_ids = [name for name, is_in in zip(counts.request_ids, rows, strict=True) if is_in]
-        self.barrier.count(Feedback(request_ids, sampled - 1 + rejected, sampled - 1))
-        self.barrier.counters.add_drafts(int((wanted > 0).sum()), drafted)
+        self._outcomes.keep(drafts, wanted, self.enable_adaptive_verification)

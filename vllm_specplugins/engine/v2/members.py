@@ -77,7 +77,7 @@ V2_MEMBERS: tuple[Seam, ...] = (
         "v1/worker/gpu/cudagraph_utils.py",
         "CudaGraphManager",
         "__init__(self, vllm_config, device, cudagraph_mode, decode_query_len, lora_capture_cases, varlen_decode, "
-        "ubatch_runner) run_fullgraph(self, desc)",
+        "ubatch_runner) run_fullgraph(self, desc) capture(self, create_forward_fn, progress_bar_desc)",
         "one CUDA graph for a whole draft",
     ),
     *members_of(
@@ -162,6 +162,8 @@ V2_MEMBERS: tuple[Seam, ...] = (
         "config/speculative.py", "SpeculativeConfig", "use_ngram(self)", "tokens on the device", kind="override"
     ),
     *_trims("v1/worker/gpu/model_runner.py", "", "maybe_create_adaptive_verification_manager", "swap"),
+    *_trims("v1/worker/gpu/model_runner.py", "GPUModelRunner", "adaptive_verification", "instance"),
+    *_trims("v1/worker/gpu/spec_decode/adaptive_verification.py", "AdaptiveVerificationManager", "cost_tables"),
     *_trims(
         "v1/worker/gpu/model_runner.py",
         "GPUModelRunner",

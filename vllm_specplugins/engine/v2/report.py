@@ -31,6 +31,10 @@ class DraftReport:
         """The drafts of the step that is just being finished."""
         self._token_ids = dict(zip(request_ids, token_ids, strict=True))
 
+    def tell_none(self, request_ids: Sequence[str]) -> None:
+        """Where nothing is drafted."""
+        self.tell(request_ids, [[]] * len(request_ids))
+
     def set_draft_tokens(self, input_batch: Any, draft_tokens: Any) -> None:
         """The runner's note of what it just got from `propose`; `tell` has said it already."""
 
@@ -47,7 +51,7 @@ class LateReport:
     """The same of drafts that were made on the device: their lengths are on their way, and whoever asks waits."""
 
     def __init__(self) -> None:
-        self._lengths: Lengths | None = None
+        self._lengths: Lengths | dict[str, int] = {}
         self._tokens: Arriving | None = None  # where a grammar has to see them
 
     def tell(self, lengths: Lengths, request_ids: Sequence[str], drafts: torch.Tensor | None) -> None:
@@ -55,12 +59,16 @@ class LateReport:
         self._lengths = lengths
         self._tokens = None if drafts is None else Arriving(request_ids, drafts)
 
+    def tell_none(self, request_ids: Sequence[str]) -> None:
+        """Where nothing is drafted."""
+        self._lengths, self._tokens = dict.fromkeys(request_ids, 0), None
+
     def set_draft_tokens(self, input_batch: Any, draft_tokens: Any) -> None:
         """As above."""
 
     def get_draft_tokens(self) -> DraftTokenIds:
         """For a scheduler that plans after the drafts, or has to check them."""
-        lengths = {} if self._lengths is None else self._lengths.as_dict()
+        lengths = dict(self._lengths.items())
         if self._tokens is None:
             return DraftTokenIds(list(lengths), [[-1] * num for num in lengths.values()])
         rows = self._tokens.values().tolist()
@@ -68,4 +76,4 @@ class LateReport:
 
     def num_draft(self) -> Lengths | dict[str, int]:
         """For a scheduler that plans before the drafts exist."""
-        return self._lengths or {}
+        return self._lengths

@@ -23,6 +23,7 @@ from vllm_specplugins.engine.v2 import verify
 from vllm_specplugins.engine.v2.built_in import DeviceOffer, run_before
 from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.lookup import LookupSpeculator
+from vllm_specplugins.engine.v2.on_device import DeviceSpeculator
 from vllm_specplugins.engine.v2.report import REPORT, DraftReport, warms_up
 from vllm_specplugins.engine.v2.self_check import prepare
 from vllm_specplugins.engine.v2.target import TargetSpeculator
@@ -40,7 +41,7 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
         speculative_config = vllm_config.speculative_config
         kind: Any = TargetSpeculator if speculative_config.runs_target else HostSpeculator
         if speculative_config.drafts_on_device:
-            kind = LookupSpeculator
+            kind = DeviceSpeculator if speculative_config.runs_target else LookupSpeculator
         if speculative_config.built_in is None:
             return kind(vllm_config, device, req_states)
         ours = kind(without_built_in(vllm_config), device, req_states)
@@ -80,8 +81,10 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
     runner.add_requests, runner.finish_requests, runner.sample_tokens = add, finish, sample
     runner.draft_tokens_handler = speculator.report
-    if isinstance(speculator, LookupSpeculator):
+    if isinstance(speculator, LookupSpeculator | DeviceSpeculator):
         runner.initialize_kv_cache = _trimming_if_it_can(runner)
+    if isinstance(speculator, DeviceSpeculator):
+        speculator.cost_tables = lambda: getattr(runner.adaptive_verification, "cost_tables", None)
     if isinstance(speculator, TargetSpeculator):
         speculator.rejection_sampler = lambda: runner.rejection_sampler
         speculator.sampling_states = lambda: runner.sampler.sampling_states

@@ -67,7 +67,7 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
     if "noise" in failed:
         stop_drafting(speculator)
     if "lookup" in failed:
-        speculator.implementation = "reference"
+        speculator.texts.implementation = "reference"
 
 
 def shapes_of(vllm_config: Any) -> Shapes:
@@ -78,7 +78,7 @@ def shapes_of(vllm_config: Any) -> Shapes:
         max_num_draft=vllm_config.num_speculative_tokens,
         samples=config.draft_sample_method == "probabilistic",
         block=config.plugin_config.common.rejection == "block",
-        looks_up=config.drafts_on_device,
+        looks_up=config.use_ngram(),
     )
 
 
@@ -97,7 +97,7 @@ def stop_drafting(speculator: Any) -> None:
     speculator.draft_tokens.zero_()
 
     def propose(input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        speculator.report.tell(input_batch.req_ids, [[]] * input_batch.num_reqs)
+        speculator.report.tell_none(input_batch.req_ids)
         drafts: torch.Tensor = speculator.draft_tokens[: input_batch.num_reqs]
         return drafts
 

@@ -17,7 +17,6 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
@@ -27,6 +26,7 @@ from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.metadata import updates_in_place
 from vllm_specplugins.engine.v2.built_in import DeviceOffer
 from vllm_specplugins.engine.v2.feedback import LateFeedback
+from vllm_specplugins.engine.v2.graphs import graph_for
 from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.paged import PagedForward
 from vllm_specplugins.engine.v2.report import DraftReport, warms_up
@@ -56,10 +56,10 @@ class TargetSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         rows = self.max_num_reqs
         self._histories = None
-        if vllm_config.speculative_config.reads_history:
+        if vllm_config.speculative_config.reads_on_host:
             self._histories = Histories(req_states, self.max_model_len, self.num_speculative_steps, device)
         self._rejection = vllm_config.speculative_config.plugin_config.common.rejection
-        self.report = DraftReport()
+        self.report: Any = DraftReport()
         self._feedback = LateFeedback()
         self._options: dict[str, Options] = {}  # of requests that have any, where there are no histories
         self._drafted_at = 0.0  # when the last drafting from histories ended
@@ -178,6 +178,21 @@ class TargetSpeculator(DraftModelSpeculator):
         if dummy_run or warms_up(input_batch.req_ids):
             self._rehearse(input_batch, is_profile, skip_attn_for_dummy_run)
             return drafts
+        self._take_inputs(input_batch, last_hidden_states, num_rejected, last_sampled, temperature, seeds)
+        self._draft_step(input_batch, num_sampled, num_rejected, num_speculative_tokens)
+        return drafts
+
+    def _take_inputs(
+        self,
+        input_batch: Any,
+        last_hidden_states: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+    ) -> None:
+        """Copies what drafting begins with to where a graph finds it."""
+        num_reqs = input_batch.num_reqs
         # What attention plans for, where a draft is not a graph.
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
         self.draft_max_seq_len = min(longest + self.num_speculative_steps, self._most_tokens)
@@ -195,19 +210,21 @@ class TargetSpeculator(DraftModelSpeculator):
             for name in ("seeds", "top_k", "top_p", "min_p"):
                 getattr(self._verified, name)[:num_reqs].copy_(getattr(states, name).gpu[requests])
 
+    def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
+        """Puts drafts of at most so many tokens into `draft_tokens`, and reports their lengths."""
+        num_reqs = input_batch.num_reqs
         if self._histories is not None:
             with gpu_sync_allowed():
-                num_draft = self._draft_from_histories(input_batch, num_sampled, num_rejected, num_speculative_tokens)
+                num_draft = self._draft_from_histories(input_batch, num_sampled, num_rejected, most)
         else:
             feedback = self._feedback.exchange(input_batch.req_ids, num_sampled, num_rejected)
-            num_draft = self._draft_for_all(input_batch, feedback, num_speculative_tokens)
+            num_draft = self._draft_for_all(input_batch, feedback, most)
         if input_batch.has_structured_output_reqs:  # a grammar has to see the tokens
             with gpu_sync_allowed():
-                rows = drafts.tolist()
+                rows = self.draft_tokens[:num_reqs].tolist()
         else:
             rows = [[-1] * self.num_speculative_steps] * num_reqs
         self.report.tell(input_batch.req_ids, [row[:n] for row, n in zip(rows, num_draft, strict=True)])
-        return drafts
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
         """A dummy run: costs in memory and time what drafting costs, and belongs to no request.
@@ -253,17 +270,12 @@ class TargetSpeculator(DraftModelSpeculator):
 
     def _replays(self, num_reqs: int) -> bool:
         """Drafts by one graph, if one has this batch size."""
-        if self._graphs is None:
-            return False
-        batch, _ = dispatch_cg_and_sync_dp(
-            self._graphs, num_reqs, num_reqs, uniform_token_count=1, dp_size=1, dp_rank=0
-        )
-        if batch.cg_mode != CUDAGraphMode.FULL:
+        if self._graphs is None or (graph := graph_for(self._graphs, num_reqs)) is None:
             return False
         for groups in self.attn_groups:
             for group in groups:
                 group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
-        self._graphs.run_fullgraph(batch)
+        self._graphs.run_fullgraph(graph)
         return True
 
     def _edit_of(self, input_batch: Any) -> Any:
@@ -332,7 +344,7 @@ class TargetSpeculator(DraftModelSpeculator):
         forward = PagedForward(self, num_reqs, num_tokens, attn_metadata, slot_mappings)
         self._keep(self.barrier.proposer.propose(self._batch([""] * num_reqs, forward)))
 
-    def _batch(self, request_ids: list[str], forward: PagedForward, edit: Any = None) -> DraftBatch:
+    def _batch(self, request_ids: list[str], forward: Any, edit: Any = None) -> DraftBatch:
         rows = slice(len(request_ids))
         target = Target(
             forward=forward,

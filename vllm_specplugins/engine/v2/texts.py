@@ -1,4 +1,4 @@
-"""Model Runner V2: what prompt lookup searches on the device, and what requests allow.
+"""Model Runner V2: what prompt lookup searches on the device.
 
 A request's own tokens are vLLM's, which keeps all of them on the device where `use_dense_all_token_ids` is set: 4 bytes
 for each place of max_num_seqs x max_model_len. A reference is copied there once, when the first request comes with it.
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
+from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.engine.options import request_options
-from vllm_specplugins.kernels.history_match import References, Texts
-from vllm_specplugins.request_options import DIGEST, MAX_CONTEXT, REFERENCE, Options
+from vllm_specplugins.kernels.history_match import Match, References, Texts, history_match
+from vllm_specplugins.request_options import DIGEST, REFERENCE, Options
 from vllm_specplugins.structures.spans import Spans
 
 MAX_REFERENCE_BYTES = 1 << 26  # of all references together, unless there cannot be as many
@@ -36,69 +36,73 @@ class _Reference:
 
 
 class DeviceTexts:
-    """Histories, references and limits of all slots.
+    """Histories and references of all slots.
 
     Args:
         req_states: vLLM's states of requests.
         max_num_draft: K.
-        max_bytes: most memory for references.
     """
 
-    def __init__(self, req_states: Any, max_num_draft: int, max_bytes: int, device: torch.device):
-        self._req_states, self._max_num_draft = req_states, max_num_draft
+    implementation: str | None = None  # of the kernel; the reference where the kernel failed its check
+
+    def __init__(self, req_states: Any, max_num_draft: int, config: PromptLookupConfig, device: torch.device):
+        self._req_states, self._max_num_draft, self._config = req_states, max_num_draft, config
         num_slots, self._max_model_len = req_states.max_num_reqs, req_states.max_model_len
         self.histories = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu)
-        room = min(max_bytes // 4, MAX_REFERENCE_BYTES // 4, num_slots * (self._max_model_len + _ALIGNED))
+        room = min(config.max_index_bytes // 4, MAX_REFERENCE_BYTES // 4, num_slots * (self._max_model_len + _ALIGNED))
         self._pool = torch.zeros(room // _ALIGNED * _ALIGNED, dtype=torch.int32, device=device)
         self._spans = Spans(len(self._pool))
         self._references: dict[bytes, _Reference] = {}
         self._digests: dict[str, bytes] = {}  # of requests that have a reference
-        self._starts = UvaBackedTensor(num_slots, dtype=torch.int64)
-        self._sizes = UvaBackedTensor(num_slots, dtype=torch.int32)
-        self._limits = UvaBackedTensor((num_slots, 2), dtype=torch.int32)  # tokens of a draft, tokens of a context
+        # Of all slots; no buffers of vLLM's, which change places where a graph would not find them again.
+        self._starts = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._sizes = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
     @property
     def references(self) -> References | None:
         """Of all slots; None while no request has one."""
-        return References(self._pool, self._starts.gpu, self._sizes.gpu) if self._digests else None
-
-    @property
-    def longest_reference(self) -> int:
-        return max((reference.num_tokens for reference in self._references.values()), default=0)
+        return self._all_references() if self._digests else None
 
     def num_bytes(self) -> int:
         """Memory of all references."""
         return 4 * (len(self._pool) - self._spans.num_free)
 
     def add(self, new_requests: Any) -> None:
-        """Takes what requests that are new, or back after a preemption, allow and bring."""
+        """Takes what requests that are new, or back after a preemption, bring."""
+        rows = []
         for new in new_requests:
             self._forget(new.req_id)
-            slot = self._req_states.req_id_to_index[new.req_id]
-            options = request_options(new.sampling_params)
-            allowed = options.get("max_draft", self._max_num_draft) if options.get("enabled", True) else 0
-            self._limits.np[slot] = allowed, options.get("max_context", MAX_CONTEXT)
-            reference = self._taken(new.req_id, options)
-            self._starts.np[slot], self._sizes.np[slot] = reference.start, reference.num_tokens
-        if new_requests:
-            for array in (self._limits, self._starts, self._sizes):
-                array.copy_to_uva()
+            reference = self._taken(new.req_id, request_options(new.sampling_params))
+            rows.append((self._req_states.req_id_to_index[new.req_id], reference.num_tokens, reference.start))
+        if rows:
+            slots, sizes, starts = async_tensor_h2d(np.array(rows, np.int64), self._pool.device).T
+            self._sizes[slots], self._starts[slots] = sizes.int(), starts
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Drops requests that finished, were aborted or were preempted; steps that are under way still find them."""
         for request_id in request_ids:
             self._forget(request_id)
 
-    def wanted(
-        self,
-        slots: torch.Tensor,  # [num_reqs]
-        num_sampled: torch.Tensor,  # [num_reqs]
-        most: int,
-    ) -> torch.Tensor:
-        """How many tokens each row wants, [num_reqs] int32: `draft_limit` of them, 0 in the middle of a prompt."""
-        lengths, limits = self.histories.lengths[slots], self._limits.gpu[slots]
-        wanted = torch.minimum(limits[:, 0], self._max_model_len - 1 - lengths).clamp_(0, most)
-        return wanted.mul_((lengths <= limits[:, 1]) & (num_sampled > 0))
+    def match(self, slots: torch.Tensor, wanted: torch.Tensor, longest: int | None) -> Match:
+        """What is found for each row; `longest` is the most tokens of a text, None: a graph is recorded, that has to
+        do for any text and reference."""
+        references = self._all_references() if longest is None else self.references
+        if longest is not None:
+            longest = max(longest, *(reference.num_tokens for reference in self._references.values()), 1)
+        return history_match(
+            self.histories,
+            slots,
+            wanted,
+            self._max_num_draft,
+            self._config.min_ngram,
+            self._config.max_ngram,
+            references,
+            longest=longest,
+            implementation=self.implementation,
+        )
+
+    def _all_references(self) -> References:
+        return References(self._pool, self._starts, self._sizes)
 
     def _taken(self, request_id: str, options: Options) -> _Reference:
         """The reference of a request, which has one user more; an empty one where there is none, or no room."""

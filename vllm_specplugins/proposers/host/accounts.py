@@ -5,7 +5,7 @@ from typing import Any
 
 from numba import types
 
-from vllm_specplugins.structures.ngram_table import compiled
+from vllm_specplugins.structures.compiled import compiled
 
 KEPT, DRAFTS, VERIFIED = range(3)
 NUM_COUNTS = 3

@@ -6,7 +6,7 @@ import numpy as np
 from numba import types
 
 from vllm_specplugins.proposers.host.records import chance, records_type
-from vllm_specplugins.structures.ngram_table import compiled, inlined
+from vllm_specplugins.structures.compiled import compiled, inlined
 
 _ints, _table, _real = types.int64[::1], types.float64[:, ::1], types.float64
 

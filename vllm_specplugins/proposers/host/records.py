@@ -4,7 +4,7 @@ from typing import Any
 
 from numba import types
 
-from vllm_specplugins.structures.ngram_table import compiled, inlined
+from vllm_specplugins.structures.compiled import compiled, inlined
 
 _counts, _table = types.float64[:, :, ::1], types.float64[:, ::1]
 _whole, _rows = types.float64[:, ::1], types.int64[::1]

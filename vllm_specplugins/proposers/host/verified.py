@@ -4,7 +4,7 @@ from typing import Any
 
 from numba import types
 
-from vllm_specplugins.structures.ngram_table import compiled
+from vllm_specplugins.structures.compiled import compiled
 
 _ids, _ints, _places = types.int32[:, ::1], types.int64[::1], types.int64[:, ::1]
 

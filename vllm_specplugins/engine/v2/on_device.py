@@ -1,0 +1,221 @@
+"""Model Runner V2: an exit, alone or behind a lookup, that drafts on the device. Nothing here waits.
+
+The match, the exit's steps, who is followed, how likely each token is to be accepted, and what is counted are one CUDA
+graph for each batch size and depth; every rank of a tensor-parallel group draws the same. R: rows of the batch or of a
+graph, K: most tokens of a draft.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+from vllm_specplugins.config import CascadeConfig, PromptLookupConfig
+from vllm_specplugins.draft import DraftBatch
+from vllm_specplugins.engine.v2.graphs import graphs_of_rows, record, replayed
+from vllm_specplugins.engine.v2.limits import Limits
+from vllm_specplugins.engine.v2.outcomes import Outcomes
+from vllm_specplugins.engine.v2.paged import PagedForward
+from vllm_specplugins.engine.v2.report import LateReport
+from vllm_specplugins.engine.v2.target import TargetSpeculator
+from vllm_specplugins.engine.v2.texts import DeviceTexts
+from vllm_specplugins.methods import parts
+from vllm_specplugins.proposers.drafted import Drafted, of_stage
+from vllm_specplugins.proposers.on_device import EXIT, LOOKUP, OnDevice, with_certain
+from vllm_specplugins.proposers.told import Told
+
+
+class DeviceSpeculator(TargetSpeculator):
+    """See the module. Drafting by another way than a graph is guarded like any proposer."""
+
+    texts: DeviceTexts | None = None
+    cost_tables: Callable[[], Any] = staticmethod(
+        lambda: None
+    )  # vLLM's, of drafting and verifying; set by runner.attach
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
+        super().__init__(vllm_config, device, req_states)
+        config, width = vllm_config.speculative_config.plugin_config, self.num_speculative_steps
+        cascade = config.own if isinstance(config.own, CascadeConfig) else None
+        stages = cascade.stages if cascade else ()
+        self._policy = cascade.policy if cascade else None
+        self._limits = Limits(req_states, vllm_config.model_config, width, device, stages)
+        for lookup in parts(config, PromptLookupConfig):
+            self.texts = DeviceTexts(req_states, width, lookup, device)
+        self.use_acceptance_estimator = False  # of vLLM, which knows of no stages
+        self._outcomes = Outcomes(max(1, len(stages)), req_states, width, device, num_more=4 + width)
+        self.draft_token_confidence_probs = self._outcomes.probs
+        self.report = LateReport()
+        self._told: Told | None = None
+        self._shallow: CudaGraphManager | None = None  # of steps without the exit
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        super().init_cudagraph_manager(cudagraph_mode)
+        self._shallow = None if self._graphs is None else graphs_of_rows(self.vllm_config, self.device)
+
+    def capture(self) -> None:
+        """Records, for each batch size, one graph of all K steps, and one without the exit."""
+        super().capture()
+        if self._shallow is not None:
+            record(self._shallow, lambda num_rows: self._draft_on_device(self._batch([""] * num_rows, None), None, 0))
+
+    def add(self, new_requests: Any) -> None:
+        """Takes requests that are new, or back after a preemption."""
+        self._limits.add(new_requests)
+        self._outcomes.add(new_requests)
+        if self.texts is not None:
+            self.texts.add(new_requests)
+
+    def remove(self, request_ids: set[str]) -> None:
+        """Drops requests that finished, were aborted or were preempted."""
+        super().remove(request_ids)
+        if self.texts is not None:
+            self.texts.remove(request_ids)
+        if self._told is not None:
+            self._told.forget(sorted(request_ids))
+
+    def settle(self) -> None:
+        """Counts what became of the last drafts, where no step follows for a while."""
+        request_ids, numbers = self._outcomes.count(self.barrier)
+        if self._policy is None:
+            return
+        if self._told is None:
+            proposer: Any = self.barrier.proposer
+            self._told = Told(list(proposer.stage_counters().values()), self._policy, self.num_speculative_steps)
+        self._told.add(request_ids, *np.split(numbers, range(1, 9), axis=1))
+
+    def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
+        num_reqs = input_batch.num_reqs
+        self._begin(input_batch, num_sampled, num_rejected, most, rehearses=False)
+        num_steps = min(most, self._cascade.num_steps) if self._exit_pays(num_reqs) else 0
+        edit = self._edit_of(input_batch) if num_steps else None
+        if edit is not None or not (self._replays(num_reqs) if num_steps else replayed(self._shallow, num_reqs)):
+            self._draft_eagerly_on_device(input_batch, edit, num_steps)
+        self.settle()
+        drafts = self.draft_tokens[:num_reqs] if input_batch.has_structured_output_reqs else None  # a grammar
+        self.report.tell(self._outcomes.send(input_batch.req_ids), input_batch.req_ids, drafts)
+
+    def _draft_eagerly_on_device(self, input_batch: Any, edit: Any, num_steps: int) -> None:
+        start, num_reqs, guard = time.perf_counter(), input_batch.num_reqs, self.barrier.guard
+        longest = 1 + int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+        forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
+        batch = self._batch(input_batch.req_ids, forward, edit)
+        guard.begin_step()
+        if guard.call(batch, partial(self._draft_on_device, batch, longest, num_steps)) is None:
+            self._draft_nothing(num_reqs)
+        self.barrier.counters.propose_ms += (time.perf_counter() - start) * 1000
+
+    def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
+        """As that of TargetSpeculator, of all that a step does."""
+        num_reqs = input_batch.num_reqs
+        once = torch.ones(num_reqs, dtype=torch.int32, device=self.device)
+        self._begin(input_batch, once, torch.zeros_like(once), self.num_speculative_steps, rehearses=True)
+        for buffer in (self._last_token_ids, self._num_tokens, self._last_hidden_states, self._temperature):
+            buffer.zero_()
+        if not is_profile and self._replays(num_reqs):
+            return
+        seq_lens = input_batch.seq_lens_cpu_upper_bound
+        forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=seq_lens, attends=not skip_attn)
+        longest = 1 + int(seq_lens[:num_reqs].max())
+        self._draft_on_device(self._batch(input_batch.req_ids, forward), longest, self._cascade.num_steps)
+
+    def _begin(
+        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int, rehearses: bool
+    ) -> None:
+        self._limits.most = most
+        rows = slice(input_batch.num_reqs)
+        self._outcomes.begin(input_batch.idx_mapping[rows], num_sampled[rows], num_rejected[rows], rehearses)
+
+    def _draft(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        num_tokens_across_dp: Any,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        num_speculative_steps: int,
+    ) -> None:
+        """What a graph records; vLLM's signature."""
+        forward = PagedForward(self, num_reqs, num_tokens, attn_metadata, slot_mappings)
+        self._draft_on_device(self._batch([""] * num_reqs, forward), None, self._cascade.num_steps)
+
+    def _exit_pays(self, num_reqs: int) -> bool:
+        """Whether the exit drafts in this step, by what was counted until the step before the last."""
+        tables = self.cost_tables() if self.enable_adaptive_verification else None
+        if self._told is None or tables is None:
+            return True
+        return self._told.gate.pays(float(tables[0][num_reqs]), float(tables[1][num_reqs]))
+
+    def _draft_on_device(self, batch: DraftBatch, longest: int | None, num_steps: int) -> bool:
+        """Drafts for all rows, with so many tokens of the exit; see DeviceTexts.match for `longest`."""
+        assert batch.target is not None
+        num_rows = batch.num_reqs
+        if self.enable_adaptive_verification:
+            self._outcomes.learn(num_rows)
+        slots, num_sampled = self._outcomes.rows(num_rows)
+        wanted = self._limits.wanted(slots, num_sampled)
+        own = self._limits.of_stage(wanted, slots, EXIT if self._policy else 0).clamp_(max=num_steps)
+        found = None if self.texts is None else self._found(slots, wanted, own, longest)
+        drafts, steps, told = self._cascade.draft(batch.target, found, own, num_steps)
+        self._outcomes.keep(
+            drafts, wanted, self.enable_adaptive_verification,
+            (told.looked_up, told.exited, told.confirmed, torch.full_like(wanted, num_steps), drafts.stage),
+        )  # fmt: skip
+        self.draft_tokens[:num_rows] = drafts.token_ids
+        if self.draft_logits is not None:
+            logits = None if steps is None else steps.logits
+            self._keep_logits(drafts, logits, drafts.stage == LOOKUP if self._policy else None)
+        return True
+
+    def _found(self, slots: torch.Tensor, wanted: torch.Tensor, own: torch.Tensor, longest: int | None) -> Drafted:
+        assert self.texts is not None
+        wanted = self._limits.of_stage(wanted, slots, LOOKUP).clamp_(max=self._limits.of_stages[LOOKUP])
+        if self._policy == "verify":  # the exit's own choice comes behind it
+            wanted = (wanted - (own > 0).int()).clamp_(min=0)
+        match = self.texts.match(slots, wanted, longest)
+        found = of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length)
+        if self._policy == "verify" or not self.enable_adaptive_verification:
+            return found
+        # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
+        worth = self._outcomes.worth(found, than=EXIT)
+        num_worth = worth.sum(dim=1) if self._policy == "extend" else worth[:, 0] * found.num_draft
+        return found._replace(num_draft=torch.where(own > 0, num_worth, found.num_draft))
+
+    def _keep_logits(self, drafts: Drafted, logits: torch.Tensor | None, is_certain: torch.Tensor | None) -> None:
+        """What the tokens were drawn from; those that were not, and all behind the exit's last step, are one-hot."""
+        requests, num_steps = self.idx_mapping[: len(drafts.num_draft)].long(), 0
+        if logits is not None:
+            num_steps = logits.shape[1]
+            if is_certain is not None:
+                logits = with_certain(logits, drafts, is_certain)
+            self._draft_logits[requests, :num_steps] = logits.to(self._draft_logits.dtype)
+        rest = drafts.token_ids[:, num_steps:, None].long()
+        if rest.shape[1]:
+            one_hot = self._draft_logits.new_full((*rest.shape[:2], self._draft_logits.shape[-1]), -torch.inf)
+            self._draft_logits[requests, num_steps:] = one_hot.scatter_(2, rest, 0.0)
+
+    def _draft_nothing(self, num_reqs: int) -> None:
+        """After a fault: tokens that are verified, and certain."""
+        none = torch.zeros(num_reqs, dtype=torch.int32, device=self.device)
+        self.draft_tokens[:num_reqs].zero_()
+        drafts = of_stage(0, self.draft_tokens[:num_reqs].int(), none, none)
+        self._outcomes.keep(
+            drafts, none, self.enable_adaptive_verification, (none - 1, none - 1, none, none, drafts.stage)
+        )
+        if self.draft_logits is not None:
+            self._keep_logits(drafts, None, None)
+
+    @property
+    def _cascade(self) -> OnDevice:
+        proposer: Any = self.barrier.proposer
+        rates, width = self.enable_adaptive_verification, self.num_speculative_steps
+        if self._policy is None:
+            return OnDevice(proposer, None, rates, width)
+        return OnDevice(proposer.named_stages()[EXIT][1], self._policy, rates, self._limits.of_stages[EXIT])

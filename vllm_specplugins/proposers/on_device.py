@@ -1,0 +1,128 @@
+"""A lookup and an exit of a cascade, by a policy, on tensors.
+
+Nothing here waits, or goes by what a tensor holds, so that an adapter may record it in a CUDA graph.
+
+The exit goes token by token. Under `extend` it is fed the lookup's tokens first; under `verify` all tokens are its own
+(see verified.py: they are so on the host, too), and the lookup's say how sure they are. R: requests, K: most tokens of
+a draft.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specplugins.draft import Target
+from vllm_specplugins.proposers.drafted import Drafted, either, of_stage
+from vllm_specplugins.proposers.early_exit import EarlyExit, Steps
+
+LOOKUP, EXIT = 0, 1  # stages
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What each stage did, [R] int each: tokens that it drafted, -1 where it was not asked; of the lookup's, how many
+    the exit would have drafted itself, where it is there to check them."""
+
+    looked_up: torch.Tensor
+    exited: torch.Tensor
+    confirmed: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """See the module.
+
+    Args:
+        policy: of the cascade; None: the exit is alone.
+        rates: whether to say how sure each token is.
+        most: tokens that the exit drafts for one request.
+    """
+
+    stage: EarlyExit
+    policy: str | None
+    rates: bool
+    most: int
+
+    @property
+    def num_steps(self) -> int:
+        """As many steps of the exit as a draft may need."""
+        return self.stage.max_num_draft if self.policy == "extend" else self.most
+
+    def draft(
+        self,
+        target: Target,
+        found: Drafted | None,  # of the lookup; under `verify` shorter than is wanted of the exit; None without one
+        wanted: torch.Tensor,  # [R], of the exit
+        num_steps: int,
+    ) -> tuple[Drafted, Steps | None, Parts]:
+        """The drafts; what the exit said, if it was asked for any token; and what each stage did."""
+        own = torch.clamp(wanted, max=num_steps)  # the end of its tokens
+        if found is None:
+            steps, drafts = self._alone(target, own, num_steps)
+            return drafts, steps, Parts(own * 0 - 1, own, own * 0)
+        none = found.num_draft * 0
+        if num_steps == 0:
+            nobody = none - 1
+            return found, None, Parts(found.num_draft, nobody, none)
+        if self.policy == "extend":
+            return self._extended(target, found, own, num_steps)
+        steps, drafts = self._alone(target, own, num_steps)
+        if self.policy == "first":
+            is_first = found.num_draft > 0
+            asked = torch.where(is_first, -1, own)
+            return either(is_first, found, drafts), steps, Parts(found.num_draft, asked, none)
+        return self._verified(drafts, found, own, steps)
+
+    def _alone(self, target: Target, own: torch.Tensor, num_steps: int) -> tuple[Steps | None, Drafted]:
+        width, index = self.stage.max_num_draft, EXIT if self.policy else 0
+        steps = self.stage.follow(target, num_steps, rates=self.rates) if num_steps else None
+        token_ids = own.new_zeros((len(own), width), dtype=torch.int32)
+        drafts = of_stage(index, token_ids, own, own * 0.0 + 1)
+        return steps, self._said(drafts, steps)
+
+    def _extended(
+        self, target: Target, found: Drafted, own: torch.Tensor, num_steps: int
+    ) -> tuple[Drafted, Steps | None, Parts]:
+        steps = self.stage.follow(target, num_steps, found.token_ids, found.num_draft, self.rates)
+        is_found = found.is_drafted
+        own = torch.minimum(own, found.num_draft + self.most)
+        num_draft = torch.maximum(found.num_draft, own)
+        said = self._said(of_stage(EXIT, torch.zeros_like(found.token_ids), num_draft, own * 0.0 + 1), steps)
+        parts = ((getattr(found, name), getattr(said, name)) for name in ("token_ids", "stage", "confidence"))
+        token_ids, stage, confidence = (torch.where(is_found, one, other) for one, other in parts)
+        more = num_draft - found.num_draft
+        exited = torch.where(own > found.num_draft, more, -1)
+        return Drafted(token_ids, num_draft, stage, confidence), steps, Parts(found.num_draft, exited, more * 0)
+
+    def _verified(
+        self, drafts: Drafted, found: Drafted, own: torch.Tensor, steps: Steps | None
+    ) -> tuple[Drafted, Steps | None, Parts]:
+        is_asked = own > 0  # the lookup drafts alone for requests that do not allow the exit
+        is_right = (drafts.token_ids == found.token_ids) & found.is_drafted & drafts.is_drafted
+        is_right = is_right.int().cumprod(dim=1)
+        if self.rates and self.stage.is_one_hot:  # a drawn token must not say how likely it is to be verified
+            drafts = drafts._replace(confidence=drafts.confidence + is_right * found.confidence)
+        told = Parts(found.num_draft, torch.where(is_asked, own, -1), torch.where(is_asked, is_right.sum(dim=1), 0))
+        return either(is_asked, drafts, found), steps, told
+
+    def _said(self, drafts: Drafted, steps: Steps | None) -> Drafted:
+        """The first columns of a draft as the exit has said them."""
+        if steps is None:
+            return drafts
+        num_steps = steps.token_ids.shape[1]
+        drafts.token_ids[:, :num_steps] = steps.token_ids
+        if self.rates:
+            drafts.confidence[:, :num_steps] = steps.confidence.to(drafts.confidence.dtype)
+        return drafts
+
+
+def with_certain(
+    logits: torch.Tensor,  # [R, num_steps, vocab_size], changed
+    drafts: Drafted,
+    is_certain: torch.Tensor,  # [R, K] bool
+) -> torch.Tensor:
+    """What tokens were drawn from: of those that are certain, one-hot."""
+    num_steps = logits.shape[1]
+    token_ids, is_certain = drafts.token_ids[:, :num_steps, None].long(), is_certain[:, :num_steps, None]
+    logits.masked_fill_(is_certain, -torch.inf)
+    return logits.scatter_(2, token_ids, logits.gather(2, token_ids).masked_fill_(is_certain, 0.0))

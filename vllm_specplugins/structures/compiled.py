@@ -1,0 +1,43 @@
+"""Compiled code: how functions become it."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from numba import njit
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Without it numba counts references, atomically, at each call.
+inlined: Callable[[Function], Function] = njit(inline="always")
+
+
+def compiled(signature: Any) -> Callable[[Function], Function]:
+    """Compile at import, for this signature only, and keep the machine code beside the module if possible."""
+
+    def decorate(function: Function) -> Function:
+        try:
+            return njit(signature, cache=True)(function)  # type: ignore[no-any-return]
+        except RuntimeError:  # neither the package's folder nor the user's cache can be written
+            return njit(signature)(function)  # type: ignore[no-any-return]
+
+    return decorate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def borrowed(typing_context: Any, array: Any) -> Any:
+    """The same array, whose references are not counted; for arguments alone, which the caller keeps.
+
+    Counts are atomic and came at each use of a tuple of arrays: taking a token into a suffix text took 370 ns, and
+    takes 80 without them.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        view = make_array(array)(context, builder, arguments[0])
+        view.meminfo = cgutils.get_null_value(view.meminfo.type)
+        view.parent = cgutils.get_null_value(view.parent.type)
+        return view._getvalue()
+
+    return array(array), generate
