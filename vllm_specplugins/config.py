@@ -199,11 +199,15 @@ class CascadeConfig:
             target; "first": the first stage that has something drafts; "extend": each stage continues where the
             one before it ends.
         gate: "auto" chooses by request and step how many tokens are drafted, down to none; "off" drafts all.
+        cost_table: file that the gate's costs are taken from at the start, and saved to while it serves, so that a
+            restart need not learn them again; one of another model, device, version or cascade is not used. null:
+            they are lost with the process.
     """
 
     stages: tuple["StageConfig", ...] = field(metadata={"kind": list})
     policy: str = choice("verify", "first", "extend")
     gate: str = choice("auto", "off")
+    cost_table: str | None = optional_text()
 
     def __post_init__(self) -> None:
         check_fields(self, "cascade")

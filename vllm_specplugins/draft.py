@@ -56,6 +56,7 @@ class ProposerContext:
         num_ranks: of the tensor-parallel group.
         rank: of this process among those that draft for the same requests.
         agreed: a value (times, drafts) to that which rank 0 has; every rank calls it at the same places.
+        setting: what the times of steps depend on, in words: model, device, versions.
     """
 
     vocab_size: int
@@ -69,6 +70,7 @@ class ProposerContext:
     num_ranks: int = 1
     rank: int = 0
     agreed: Callable[[Any], Any] = _own
+    setting: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Successors:
         return hidden_states[:, 0]
 
 
-def texts(num_reqs: int, length: int, successors: np.ndarray) -> list[np.ndarray]:
+def texts(num_reqs: int, length: int, successors: np.ndarray) -> np.ndarray:
     """Each goes on as the model stage says, or repeats itself, or neither."""
     rng = np.random.default_rng(7)
     made = []
@@ -52,7 +52,16 @@ def texts(num_reqs: int, length: int, successors: np.ndarray) -> list[np.ndarray
             elif chance > 0.8:
                 text[place] = rng.integers(0, VOCAB_SIZE)
         made.append(text)
-    return made
+    return np.stack(made)
+
+
+def shown(all_texts: np.ndarray, lengths: list[int]) -> Any:
+    """Histories as Model Runner V1's adapter hands them on, of whatever tree."""
+    from vllm_specplugins.proposers.read_only import Views, view
+
+    if hasattr(Views, "of_rows"):
+        return Views.of_rows(view(all_texts), range(len(lengths)), lengths)
+    return Views(text[:length] for text, length in zip(view(all_texts), lengths, strict=True))
 
 
 def seconds_of(proposer: Any, num_reqs: int, forward: Successors) -> float:
@@ -65,8 +74,8 @@ def seconds_of(proposer: Any, num_reqs: int, forward: Successors) -> float:
     sampling = Sampling(torch.zeros(num_reqs), torch.arange(num_reqs))
     total = 0.0
     for step in range(NUM_STEPS * 11 // 10):
-        histories = [text[:length] for text, length in zip(all_texts, lengths.tolist(), strict=True)]
-        last = torch.tensor([int(history[-1]) for history in histories], dtype=torch.int32)
+        histories = shown(all_texts, lengths.tolist())
+        last = torch.from_numpy(all_texts[np.arange(num_reqs), lengths - 1])
         target = Target(forward, last, torch.from_numpy(lengths.copy()), None, sampling)
         batch = DraftBatch(ids, histories, wanted, options, target)
         start = time.thread_time()

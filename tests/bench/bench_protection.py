@@ -48,6 +48,8 @@ def work(num_reqs: int, num_steps: int, num_rounds: int) -> None:
 
     def batch_of(ends):  # as adapters make it
         tokens = view(texts)
+        if hasattr(Views, "of_rows"):
+            return DraftBatch(request_ids, Views.of_rows(tokens, range(num_reqs), ends), limits, options)
         return DraftBatch(request_ids, Views(tokens[row, :end] for row, end in enumerate(ends)), limits, options)
 
     ends = np.full(num_reqs, BEGIN)

@@ -36,6 +36,17 @@ def drafts(proposer: PromptLookup, *args: Any, **kwargs: Any) -> list[list[int]]
     return [tokens[:n].tolist() for tokens, n in zip(draft.token_ids, draft.num_draft, strict=True)]
 
 
+def continued(proposer: PromptLookup, now: DraftBatch, row: int, begun: list[int], most: int) -> list[int]:
+    """What follows one request's draft; nobody else wants any."""
+    tokens, num_begun = np.full((now.num_reqs, 5), 3, np.int32), np.zeros(now.num_reqs, np.int64)
+    tokens[row, : len(begun)], num_begun[row] = begun, len(begun)
+    wanted = np.where(np.arange(now.num_reqs) == row, most, 0)
+    token_ids, num_draft, _ = proposer.continue_drafts(now, tokens, num_begun, wanted)
+    assert num_draft.sum() == num_draft[row]
+    found: list[int] = token_ids[row, : num_draft[row]].tolist()
+    return found
+
+
 def test_batch() -> None:
     """Kills: rows mixed up; a request without a match that gets a draft."""
     requests = {"a": [1, 2, 3, 4, 9, 1, 2], "b": [1, 2, 3], "c": [7, 7, 7]}
@@ -229,15 +240,15 @@ def test_full_memory() -> None:
 
 @pytest.mark.parametrize("bad", [[1, 2, -1, 4, 1, 2], [-1, 1]])
 def test_a_fault_in_one_requests_data(bad: list[int]) -> None:
-    """Costs that request its drafts, and nobody else. Kills: an exception that leaves propose or continue_draft, and a
+    """Costs that request its drafts, and nobody else. Kills: an exception that leaves propose or continue_drafts, and a
     request that is tried again at every step."""
     proposer = lookup()
     requests = {"a": [1, 2, 3, 4, 9, 1, 2], "bad": bad, "c": [7, 7, 7]}
     for _ in range(3):
         assert drafts(proposer, requests) == [[3, 4, 9, 1], [], [7, 7, 7, 7]]
     again = batch(requests)
-    assert proposer.continue_draft(again, 1, [], 4)[0].tolist() == []
-    assert proposer.continue_draft(again, 0, [3], 3)[0].tolist() == [4, 9, 1]
+    assert continued(proposer, again, 1, [], 4) == []
+    assert continued(proposer, again, 0, [3], 3) == [4, 9, 1]
     assert set(proposer._requests) == {"a", "c"}
     proposer.forget(["bad"])
     assert drafts(proposer, {"bad": [1, 2, 3, 1, 2]}) == [[3, 1, 2, 3]]
@@ -249,10 +260,10 @@ def test_continued_drafts() -> None:
     """A begun draft stands behind the history, and is not remembered."""
     proposer = lookup()
     now = batch({"a": [1, 2, 3, 4, 9, 1, 2]})
-    assert proposer.continue_draft(now, 0, [3], 2)[0].tolist() == [4, 9]
-    assert proposer.continue_draft(now, 0, [3, 4, 9], 9)[0].tolist() == [1, 2, 3, 4, 9, 1, 2, 3, 4]
-    assert proposer.continue_draft(now, 0, [50, 51], 2)[0].tolist() == []
-    assert proposer.continue_draft(now, 0, [50, 51, 8, 50, 51], 2)[0].tolist() == []
+    assert continued(proposer, now, 0, [3], 2) == [4, 9]
+    assert continued(proposer, now, 0, [3, 4, 9], 9) == [1, 2, 3, 4], "as many as there may be"
+    assert continued(proposer, now, 0, [50, 51], 2) == []
+    assert continued(proposer, now, 0, [50, 51, 8, 50, 51], 2) == []
 
 
 def test_a_reference_is_not_kept_waiting() -> None:

@@ -86,13 +86,22 @@ def test_statistics_and_reset():
 
 
 def test_continues_drafts():
-    """A draft that was begun is continued, and not remembered. Fails if its tokens enter the text, or do not count."""
+    """Drafts that were begun are continued, and not remembered. Fails if their tokens enter the text, or do not count,
+    or if another request's do."""
     own = proposer()
     history = np.array([5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 1, 5], np.int32)
-    batch = DraftBatch(["a"], [history], np.array([K], np.int32), [{}])
-    tokens, match_length = own.continue_draft(batch, 0, [6, 7], 3)
-    assert (tokens.tolist(), match_length) == ([8, 9, 1], 3)
-    assert own.continue_draft(batch, 0, [], 2)[0].tolist() == [6, 7]
+    batch = DraftBatch(["a", "b"], [history] * 2, np.array([K, K], np.int32), [{}] * 2)
+
+    def behind(begun, *wanted):
+        ids, counts = np.zeros((2, K), np.int32), np.array([len(tokens) for tokens in begun], np.int64)
+        for row, tokens in enumerate(begun):
+            ids[row, : len(tokens)] = tokens
+        token_ids, num_draft, lengths = own.continue_drafts(batch, ids, counts, np.array(wanted))
+        return [(row[:n].tolist(), length) for row, n, length in zip(token_ids, num_draft, lengths, strict=True)]
+
+    for _ in range(2):  # the first of a step, and another
+        assert behind([[6, 7], []], 3, 2) == [([8, 9, 1], 3), ([6, 7], 1)]
+        assert behind([[], [6, 7]], 2, 0) == [([6, 7], 1), ([], 0)]
 
 
 def test_reference():

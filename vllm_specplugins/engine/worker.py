@@ -5,11 +5,14 @@ the patches that stay (kind "patch" in the files seams.py) check the options of 
 vLLM's, mend its sampling on CPUs.
 """
 
+import platform
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from vllm_specplugins import __version__
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, time_verification
 from vllm_specplugins.methods import build_proposer
@@ -149,8 +152,26 @@ def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
         dtype=model_config.dtype,
         time_budget_ms=common.time_budget_ms,
         num_ranks=group.world_size,
+        setting=_setting(model_config, device, group.world_size),
         **({"rank": group.rank_in_group, "agreed": _rank_0s} if on_all_ranks else {}),
     )
+
+
+def _setting(model_config: Any, device: Any, num_ranks: int) -> str:
+    """What the times of steps depend on."""
+    import torch
+
+    is_gpu = torch.device(device).type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    versions = f"vllm {_version('vllm')}, torch {torch.__version__}, vllm-specplugins {__version__}"
+    return f"{model_config.model} in {model_config.dtype} on {num_ranks} x {name}, {versions}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # vLLM runs from a folder
+        return "unknown"
 
 
 def _rank_0s(value: Any) -> Any:

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import zip_longest
+from pathlib import Path
 
 import numpy as np
 
 from vllm_specplugins.config import CascadeConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters
+from vllm_specplugins.proposers.accounts import Accounts
 from vllm_specplugins.proposers.built_in import BuiltIn, Offered
-from vllm_specplugins.proposers.drafted import Drafted, dense_logits
+from vllm_specplugins.proposers.cost_table import CostTable
 from vllm_specplugins.proposers.drafters import Allowed, Drafter, Extend, First, Lookup, Whole
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import Gate
@@ -22,7 +24,6 @@ from vllm_specplugins.proposers.gated import Gated
 from vllm_specplugins.proposers.guard import Guard
 from vllm_specplugins.proposers.guarded import Guarded
 from vllm_specplugins.proposers.records import Rows
-from vllm_specplugins.proposers.sent import Sent, count_drafts, count_fates
 from vllm_specplugins.proposers.switch import Clock
 from vllm_specplugins.proposers.verified import Alone, Verified
 
@@ -51,7 +52,8 @@ class Cascade:
         self._width = context.max_num_draft
         self._most = [stage.num_speculative_tokens or self._width for stage in config.stages]
         self._gate = Gate(len(stages), self._width) if config.gate == "auto" else None
-        self._rows, self._sent = Rows(), Sent(self._width)
+        self._cost_table = self._table_of(config, self._gate, clock)
+        self._rows, self._accounts = Rows(), Accounts(len(stages), self._width)
         self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
         self._guards = {
@@ -70,13 +72,10 @@ class Cascade:
         if batch.offer is not None:
             self._counters[self._built_in].ms += batch.offer.ms
         rows = self._rows.of(batch.request_ids)
-        self._sent.make_room(self._rows.num_rows)
+        self._accounts.make_room(self._rows.num_rows)
         if self._gate is not None:
             self._gate.records.make_room(self._rows.num_rows)
-        drafts = self._drafter.draft(batch, None, batch.max_num_draft)
-        self._sent.put(rows, drafts)
-        count_drafts(self._counters, drafts)
-        draft = self._joined(drafts)
+        draft = self._accounts.put(rows, self._drafter.draft(batch, None, batch.max_num_draft.astype(np.int64)))
         self._drafting_ms = (time.perf_counter() - start) * 1000
         return draft
 
@@ -98,31 +97,28 @@ class Cascade:
                 stage.choose(batch.target, longest, firsts)
         return draft
 
-    def _joined(self, drafts: Drafted) -> Draft:
-        """As wide as the longest draft."""
-        num_draft, has_any = drafts.num_draft.astype(np.int32), drafts.num_draft > 0
-        width = int(num_draft.max(initial=0))
-        last = drafts.stage[np.arange(len(num_draft)), num_draft - 1]
-        return Draft(
-            drafts.token_ids[:, :width],
-            num_draft,
-            np.where(has_any, drafts.confidence[:, 0], 0.0).astype(np.float32),
-            dense_logits(drafts, width),
-            np.where(has_any, last, -1).astype(np.int32),
-        )
-
     def observe(self, feedback: Feedback) -> None:
         """Tells the stages' counters and the gate what became of the last drafts."""
         rows = self._rows.known(feedback.request_ids)
-        fates = self._sent.take(rows, feedback.num_draft, feedback.num_accepted)
-        if fates.num_draft.any():
-            count_fates(self._counters, fates)
-            if self._gate is not None:
-                self._gate.records.add(rows, *fates)
+        fates = self._accounts.take(rows, feedback.num_draft, feedback.num_accepted)
+        if self._gate is not None and fates is not None:
+            self._gate.records.add(rows, *fates)
         if self._gate is not None and feedback.step_ms is not None:
             self._add_times(self._gate, feedback, feedback.step_ms)
         for guard in self._guards.values():
             guard.observe(feedback)
+
+    def _table_of(self, config: CascadeConfig, gate: Gate | None, clock: Clock) -> CostTable | None:
+        """The gate's table of costs, if it has one, taken in: on every rank the one of rank 0, which keeps it."""
+        if gate is None or config.cost_table is None:
+            return None
+        context = self._context
+        setting = f"{context.setting}, {config.policy} of {' '.join(self._names)}, {context.max_num_draft} tokens"
+        table = CostTable(Path(config.cost_table), setting, clock) if context.rank == 0 else None
+        costs = context.agreed(None if table is None else table.load())
+        if costs is not None:
+            gate.begin_with(costs)
+        return table
 
     def _add_times(self, gate: Gate, feedback: Feedback, step_ms: float) -> None:
         """Tells the gate what the last step cost: on every rank the same, or their drafts would differ."""
@@ -135,11 +131,13 @@ class Cascade:
         num_reqs = len(feedback.request_ids)
         num_emitted = num_reqs + int(feedback.num_accepted.sum())
         gate.add_step(num_reqs, step_ms, whole_ms, int(feedback.num_draft.sum()), num_emitted)
+        if self._cost_table is not None and self._cost_table.is_due:
+            self._cost_table.save(gate.costs)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what the stages, the gate and the accounts hold of these requests."""
         rows = self._rows.forget(request_ids)
-        self._sent.clear(rows)
+        self._accounts.clear(rows)
         if self._gate is not None:
             self._gate.records.clear(rows)
         for guard in self._guards.values():
@@ -152,6 +150,7 @@ class Cascade:
 
     def stage_counters(self) -> dict[str, StageCounters]:
         """Running totals by stage, under "index method"."""
+        self._accounts.move_to(self._counters)
         return {f"{index} {name}": self._counters[index] for index, name in enumerate(self._names)}
 
     def named_stages(self) -> list[tuple[str, Proposer]]:
@@ -180,7 +179,7 @@ class Cascade:
         if isinstance(stage, BuiltIn):
             return Offered(index, counters, self._width)
         if self._names[index] in ("prompt_lookup", "suffix_lookup"):
-            drafter: Drafter = Lookup(stage, index, self._width)
+            drafter: Drafter = Lookup(stage, index)
         else:
             drafter = Whole(stage, index, self._width, self._context.vocab_size)
         guard = self._guards[index]
@@ -205,6 +204,6 @@ class Cascade:
         is_free = not isinstance(self._stages[index], EarlyExit)
         if self._gate is None:
             return drafter
-        gated = Gated(drafter, self._gate, self._rows, index, is_free, self._counters[index], self._width, rival)
+        gated = Gated(drafter, self._gate, self._rows, index, is_free, self._accounts, self._width, rival)
         self._gated_stages.append(gated)
         return gated

@@ -1,13 +1,18 @@
-"""Drafts in the making, as arrays: NumPy's on the host, torch's where the target is, by the same code.
+"""Drafts in the making, as arrays: NumPy's on the host, torch's where the target is.
 
+What costs most is compiled for the host (`host/drafted.py`); the rest is the same code for both.
 Nothing here waits for a device or branches on what is in an array. K: most tokens of a draft.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+
+from vllm_specplugins.proposers.host import drafted as host
 
 Array = Any  # of NumPy, or a torch.Tensor
+NO_TOKENS, NO_COUNTS = np.empty((0, 0), np.int32), np.empty(0, np.int64)  # of drafts that nobody has begun
 
 
 def namespace(array: Array) -> Any:
@@ -83,10 +88,10 @@ class Drafted(NamedTuple):
 
     Args:
         token_ids: [num_reqs, K] int32.
-        num_draft: [num_reqs] int.
-        stage: [num_reqs, K] int, index of the stage that answers for a token.
-        confidence: [num_reqs, K] float, in that stage's unit; a token is surer by 1 than the one before it, if that is
-            of its stage: it is looked at only if that one was right.
+        num_draft: [num_reqs] int; on the host int64.
+        stage: [num_reqs, K] int, index of the stage that answers for a token; on the host int64.
+        confidence: [num_reqs, K] float, on the host float64, in that stage's unit; a token is surer by 1 than the one
+            before it, if that is of its stage: it is looked at only if that one was right.
         q: [num_reqs, K] int64, the row of `logits` that the token was drawn from, -1 where its q is one-hot; None: all.
         logits: [N, vocab_size] tensor.
     """
@@ -105,6 +110,10 @@ class Drafted(NamedTuple):
 
     def followed_by(self, other: "Drafted") -> "Drafted":
         """Each request's draft, and behind it its other one, as far as K goes."""
+        if isinstance(self.token_ids, np.ndarray) and self.q is other.q is None:
+            joined = _empty(self.token_ids)
+            host.join(*self[:4], *other[:4], *joined[:4])
+            return joined
         ends = self.num_draft[:, None]
         places = columns(self.token_ids) - ends
         moved = other._replace(
@@ -125,15 +134,24 @@ def of_stage(
     logits: Any = None,
 ) -> Drafted:
     """Drafts that one stage made."""
-    xp = namespace(token_ids)
+    if isinstance(token_ids, np.ndarray):
+        stages, sure = np.empty(token_ids.shape, np.int64), np.empty(token_ids.shape)
+        host.label(stage, confidence.astype(np.float64, copy=False), stages, sure)
+        return Drafted(token_ids, num_draft.astype(np.int64, copy=False), stages, sure, q, logits)
     sure = confidence[:, None] + columns(token_ids)
-    return Drafted(token_ids, num_draft, xp.full_like(token_ids, stage), sure, q, logits)
+    return Drafted(token_ids, num_draft, namespace(token_ids).full_like(token_ids, stage), sure, q, logits)
 
 
 def nothing(num_reqs: int, width: int) -> Drafted:
     """No draft for anybody, on the host."""
     token_ids = np.zeros((num_reqs, width), np.int32)
     return of_stage(0, token_ids, np.zeros(num_reqs, np.int64), np.zeros(num_reqs))
+
+
+def _empty(token_ids: npt.NDArray[np.int32]) -> Drafted:
+    """To be filled."""
+    shape = token_ids.shape
+    return Drafted(np.empty(shape, np.int32), np.empty(shape[0], np.int64), np.empty(shape, np.int64), np.empty(shape))
 
 
 def either(is_first: Array, first: Drafted, second: Drafted) -> Drafted:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from vllm_specplugins.draft import DraftBatch, Proposer
 from vllm_specplugins.proposers.checks import checked_draft
-from vllm_specplugins.proposers.drafted import Array, Drafted, either, namespace, nothing, of_stage
+from vllm_specplugins.proposers.drafted import NO_COUNTS, NO_TOKENS, Array, Drafted, nothing, of_stage
 from vllm_specplugins.proposers.read_only import rows_of
 
 
@@ -29,19 +29,10 @@ class Lookup:
 
     stage: Any  # PromptLookup or SuffixLookup
     index: int
-    width: int  # K
 
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
-        token_ids, num_draft = np.zeros((len(wanted), self.width), np.int32), np.zeros(len(wanted), np.int64)
-        match_length = np.zeros(len(wanted))
-        lengths = [0] * len(wanted) if begun is None else begun.num_draft.tolist()
-        for row, (limit, length) in enumerate(zip(wanted.tolist(), lengths, strict=True)):
-            if limit:
-                before = () if begun is None else begun.token_ids[row, :length]
-                tokens, match_length[row] = self.stage.continue_draft(batch, row, before, limit)
-                if found := len(tokens):
-                    token_ids[row, :found], num_draft[row] = tokens, found
-        return of_stage(self.index, token_ids, num_draft, match_length)
+        behind = (NO_TOKENS, NO_COUNTS) if begun is None else (begun.token_ids, begun.num_draft)
+        return of_stage(self.index, *self.stage.continue_drafts(batch, *behind, wanted))
 
 
 @dataclass(slots=True)
@@ -101,7 +92,7 @@ class Allowed:
         drafts = self.drafter.draft(batch, begun, np.where(allowed, own_wanted, 0))
         if self.otherwise is None:
             return drafts
-        return either(allowed, drafts, self.otherwise.draft(batch, begun, np.where(allowed, 0, wanted)))
+        return drafts.followed_by(self.otherwise.draft(batch, begun, np.where(allowed, 0, wanted)))
 
 
 @dataclass(slots=True)
@@ -113,9 +104,8 @@ class First:
 
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
         drafts = self.first.draft(batch, begun, wanted)
-        is_first = drafts.num_draft > 0
-        rest = namespace(wanted).where(is_first, 0, wanted)
-        return either(is_first, drafts, self.second.draft(batch, begun, rest))
+        rest = wanted * (drafts.num_draft == 0)
+        return drafts.followed_by(self.second.draft(batch, begun, rest))
 
 
 @dataclass(slots=True)

@@ -69,7 +69,7 @@ class EarlyExit:
 
     def fit(self, max_model_len: int) -> None:
         """No request is longer than this: what would be drafted behind its end is fed at its last position."""
-        self._max_position = max_model_len - 1
+        self.max_position = max_model_len - 1
 
     def propose(self, batch: DraftBatch) -> Draft:
         """K tokens of the exit, one step each; a request near the end of its context gets fewer."""
@@ -98,12 +98,12 @@ class EarlyExit:
         steps = Steps.of(last, num_steps)
         for step in range(num_steps):
             if step == 0:
-                last, q_logits = self._choose_behind(target, begun, num_begun)
+                last, q_logits = self._choose_behind(target, positions, begun, num_begun)
                 positions += num_begun
             else:
                 last, q_logits, _ = self._choose(target, last, torch.minimum(positions, ends))
             steps.put(step, last, q_logits)
-            positions.add_(1).clamp_(max=self._max_position)
+            positions.add_(1).clamp_(max=self.max_position)
         return steps.token_ids, steps.logits
 
     def follow(
@@ -126,17 +126,20 @@ class EarlyExit:
                 steps.confidence[:, step] = how_sure(logits, target.sampling.temperature)
             last = own if followed is None else torch.where(num_followed > step, followed[:, step], own)
             path[:, step] = last
-            positions.add_(1).clamp_(max=self._max_position)
+            positions.add_(1).clamp_(max=self.max_position)
         return steps
 
     def _choose_behind(
-        self, target: Target, begun: torch.Tensor, num_begun: torch.Tensor
+        self, target: Target, positions: torch.Tensor, begun: torch.Tensor, num_begun: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What follows drafts that were begun, and their logits: one token of each request."""
+        """What follows drafts that were begun behind these positions, and their logits: one token of each request."""
         fed = torch.cat((target.last_token_ids[:, None], begun), dim=1)
-        chosen, logits = self.choose(target, fed, torch.zeros_like(num_begun))
-        rows, places = torch.arange(len(fed), device=fed.device), num_begun.clamp(max=begun.shape[1])
-        return chosen[rows, places], None if logits is None else logits[rows, places]
+        places = positions[:, None] + torch.arange(fed.shape[1], device=fed.device)
+        chosen, logits, _ = self._choose(target, fed, places.clamp_(max=self.max_position))
+        ends = num_begun.clamp(max=begun.shape[1])
+        if logits is not None:
+            logits = logits[torch.arange(len(fed), device=fed.device), ends]
+        return chosen.gather(1, ends[:, None])[:, 0], logits
 
     def choose(self, target: Target, token_ids: Any, firsts: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Feeds several tokens of each request at once; for each, what the exit says comes next.
@@ -151,7 +154,13 @@ class EarlyExit:
         """
         token_ids, firsts = (torch.as_tensor(array).to(target.num_tokens.device) for array in (token_ids, firsts))
         positions = (target.num_tokens + firsts - 1)[:, None] + torch.arange(token_ids.shape[1], device=firsts.device)
-        return self._choose(target, token_ids, positions.clamp_(max=self._max_position))[:2]
+        return self._choose(target, token_ids, positions.clamp_(max=self.max_position))[:2]
+
+    def choose_at(self, target: Target, token_ids: Any, positions: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same, of arrays, with the places [num_reqs, T] int64 where the tokens stand, at most max_position."""
+        device = target.num_tokens.device
+        places = torch.from_numpy(positions).to(device)
+        return self._choose(target, torch.from_numpy(token_ids).to(device), places)[:2]
 
     def _choose(
         self,

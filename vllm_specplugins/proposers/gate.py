@@ -9,16 +9,22 @@ batch size that is new starts without drafts, then with short ones. Of two stage
 Pure arithmetic: times come in, nothing is measured here.
 """
 
+from dataclasses import asdict
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from vllm_specplugins.proposers.costs import StepCosts, worth_of_a_ms
+from vllm_specplugins.proposers.host import gate as host
 from vllm_specplugins.proposers.records import Floats, Ints, Records
 
 GOOD_ACCEPTANCE = 0.75  # what text that suits a stage may be expected to have, whatever the record of other text
 FIRST_CONFIDENCE = 1.0  # of a stage that says none, or has not drafted yet
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
+FEW_CALLS = 10  # of a stage, after which its time is known
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
+ALL = np.empty(0, np.bool_)
 
 
 def worths(chances: Floats, most: Ints, price: float) -> tuple[Floats, Ints]:
@@ -63,11 +69,12 @@ class Gate:
 
     def __init__(self, num_stages: int, width: int):
         self.records = Records(num_stages)
-        self._places = np.arange(width)
+        self._width = width
         self._costs: dict[int, StepCosts] = {}
         self._sizes: set[int] = set()  # of batches that there have been
         self._draft_ms: dict[int, float] = {}  # by stage, a token of the whole batch
         self._draft_calls: dict[int, int] = {}
+        self._drafted: set[int] = set()  # stages
         self._quiet: dict[int, int] = {}  # by stage, steps in which somebody went without and nobody was tried
 
     def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
@@ -82,10 +89,24 @@ class Gate:
         """What a stage took to draft so many tokens for each request of the batch, all at once."""
         if num_tokens == 0:
             return
-        calls = self._draft_calls[stage] = self._draft_calls.get(stage, -1) + 1
-        if calls:  # the first one warms up caches and compilers
-            old = self._draft_ms.get(stage, 0.0)
-            self._draft_ms[stage] = old + max(0.1, 1 / calls) * (ms / num_tokens - old)
+        if stage not in self._drafted:  # the first time warms up caches and compilers
+            self._drafted.add(stage)
+            return
+        calls = self._draft_calls[stage] = self._draft_calls.get(stage, 0) + 1
+        old = self._draft_ms.get(stage, 0.0)
+        self._draft_ms[stage] = old + max(1 / FEW_CALLS, 1 / calls) * (ms / num_tokens - old)
+
+    @property
+    def costs(self) -> dict[str, Any]:
+        """What was learned of costs, as JSON can hold it."""
+        steps = {str(size): asdict(costs) for size, costs in self._costs.items()}
+        return {"steps": steps, "drafts": {str(stage): ms for stage, ms in self._draft_ms.items()}}
+
+    def begin_with(self, costs: dict[str, Any]) -> None:
+        """Goes by costs that were learned before, as if by this gate."""
+        self._costs = {int(size): StepCosts(**own) for size, own in costs["steps"].items()}
+        self._draft_ms = {int(stage): ms for stage, ms in costs["drafts"].items()}
+        self._draft_calls = dict.fromkeys(self._draft_ms, FEW_CALLS)
 
     def lengths(
         self,
@@ -110,31 +131,33 @@ class Gate:
         if costs is None:
             return np.zeros(num_reqs, np.int64)
         rate = worth_of_a_ms(costs, num_reqs)
-        price = rate * costs.slope_ms
-        worth, lengths = self._worths(rows, stage, confidence, most, price)
-        if rival is not None:
-            share = rate * self._draft_ms.get(rival, 0.0) / num_reqs
-            others, _ = self._worths(rows, rival, np.full(num_reqs, FIRST_CONFIDENCE), most, price + share)
-            yields = others.sum(axis=1) > worth.sum(axis=1)
-            if has_rival is not None:
-                yields &= has_rival
-            worth, lengths = np.where(yields[:, None], 0.0, worth), np.where(yields, 0, lengths)
-        draft_price = rate * self._draft_ms.get(stage, 0.0)
-        depth = depth_that_pays(worth.sum(axis=0)[: lengths.max(initial=0)], draft_price)
-        lengths = np.minimum(lengths, min(depth, int(costs.weight)))
-        if price + draft_price / num_reqs < GOOD_ACCEPTANCE:
-            # A draft that was accepted whole is followed by one twice as long, whatever the record says: text changes.
-            followed = np.minimum(2 * self.records.whole[rows, stage].astype(np.int64), most)
-            lengths = np.where(lengths > 0, lengths, followed)
-        return self._explored(lengths, stage, most, costs)
+        price, draft_price = rate * costs.slope_ms, rate * self._draft_ms.get(stage, 0.0)
+        rival_price = price + (0.0 if rival is None else rate * self._draft_ms.get(rival, 0.0) / num_reqs)
+        # A draft that was accepted whole is followed by one twice as long, whatever the record says: text changes.
+        follows = price + draft_price / num_reqs < GOOD_ACCEPTANCE
+        lengths = np.empty(num_reqs, np.int64)
+        without = host.choose(
+            lengths,
+            rows,
+            stage,
+            confidence,
+            most,
+            -1 if rival is None else rival,
+            ALL if has_rival is None else has_rival,
+            FIRST_CONFIDENCE,
+            price,
+            rival_price,
+            draft_price,
+            int(costs.weight),
+            self._width,
+            follows,
+            self.records.on_host,
+            self.records.whole,
+        )
+        return self._explored(lengths, stage, most, costs, without)
 
-    def _worths(self, rows: Ints, stage: int, confidence: Floats, most: Ints, price: float) -> tuple[Floats, Ints]:
-        chances = self.records.chances(rows, stage, confidence[:, None] + self._places)
-        return worths(chances, most, price)
-
-    def _explored(self, lengths: Ints, stage: int, most: Ints, costs: StepCosts) -> Ints:
-        """Now and then one token for those who would get none, as often as EXPLORE_SHARE allows."""
-        without = np.count_nonzero((most > 0) & (lengths == 0))
+    def _explored(self, lengths: Ints, stage: int, most: Ints, costs: StepCosts, without: int) -> Ints:
+        """Now and then one token for those, so many, who would get none, as often as EXPLORE_SHARE allows."""
         if not without:
             return lengths
         quiet = self._quiet[stage] = self._quiet.get(stage, 0) + 1

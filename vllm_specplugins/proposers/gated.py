@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specplugins.draft import DraftBatch, StageCounters, count
+from vllm_specplugins.draft import DraftBatch
+from vllm_specplugins.proposers.accounts import Accounts
 from vllm_specplugins.proposers.drafted import Array, Drafted, nothing
 from vllm_specplugins.proposers.drafters import Drafter, allows
 from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE, Gate
@@ -25,7 +26,7 @@ class Gated:
     rows: Rows
     index: int
     is_free: bool
-    counters: StageCounters
+    accounts: Accounts
     width: int  # K
     rival: tuple[int, str] | None = None
     drafting_ms: float = 0.0  # of the last step
@@ -34,10 +35,10 @@ class Gated:
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
         if self.is_free:
             drafts = self.drafter.draft(batch, begun, wanted)
-            confidence = np.where(drafts.num_draft > 0, drafts.confidence[:, 0], 0.0)
+            confidence = np.ascontiguousarray(drafts.confidence[:, 0])
             return drafts._replace(num_draft=self._lengths(batch, confidence, drafts.num_draft))
         lengths = self._lengths(batch, np.full(batch.num_reqs, FIRST_CONFIDENCE), wanted)
-        self.num_drafted = int(lengths.max(initial=0))
+        self.num_drafted = max(lengths.tolist(), default=0)
         if self.num_drafted == 0:
             return nothing(batch.num_reqs, self.width)
         start = time.perf_counter()
@@ -49,7 +50,5 @@ class Gated:
         index, name = self.rival or (None, "")
         has_rival = None if index is None else allows(batch.options, name)
         lengths = self.gate.lengths(self.rows.of(batch.request_ids), self.index, confidence, most, index, has_rival)
-        for length, requests in enumerate(np.bincount(lengths[most > 0]).tolist()):
-            if requests:
-                count(self.counters.gate_lengths, length, requests)
+        self.accounts.add_lengths(self.index, lengths, most)
         return lengths

@@ -32,7 +32,7 @@ class Guarded:
         start = time.perf_counter()
         drafts: Drafted = self.agreed(self._draft(batch, begun, wanted) if self.rank == 0 else None)
         self.counters.asked += int(np.count_nonzero(wanted))
-        self.counters.drafted += int(drafts.num_draft.sum())
+        self.counters.drafted += sum(drafts.num_draft.tolist())
         self.counters.ms += (time.perf_counter() - start) * 1000
         return drafts
 
@@ -41,6 +41,6 @@ class Guarded:
         if may_draft is not None:
             wanted = np.where(may_draft, wanted, 0)
         drafts = None
-        if wanted.any() or self.guard.has_to_forget:
+        if np.count_nonzero(wanted) or self.guard.has_to_forget:
             drafts = self.guard.call(batch, lambda: self.drafter.draft(batch, begun, wanted))
         return nothing(len(wanted), self.width) if drafts is None else drafts

@@ -9,16 +9,21 @@ hold no more than `max_index_bytes` together, and a fault in one request's data 
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
+from vllm_specplugins.proposers.drafted import NO_COUNTS, NO_TOKENS
+from vllm_specplugins.proposers.read_only import places_of
 from vllm_specplugins.structures.allowance import Allowance
 from vllm_specplugins.structures.ngram_index import NgramIndex, Reference
+from vllm_specplugins.structures.ngram_rows import SPENT, TAKEN_IN, NgramRows, draft, take_in
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -26,22 +31,25 @@ logger = logging.getLogger("vllm.specplugins")
 OWN_WORK = 64  # of each request that is no more tokens behind, in each step: a decoding one needs some twenty
 SHARED_WORK = 5_000  # of all in a step, for prompts and references: 0.3 ms, 1.1 where caches are cold
 FREED_BYTES = 1 << 21  # of tables that are over, in each step, and with each request that ends
-NOTHING: tuple[Int32Array, int] = np.empty(0, np.int32), 0
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request's index, and the digest of its reference."""
+    """A request's index, the digest of its reference, and its row."""
 
     index: NgramIndex
     digest: bytes | None
+    row: int
 
 
 @dataclass(slots=True)
 class _Shared:
-    """A reference and how many requests search it."""
+    """A reference, its row, and how many requests search it."""
 
     reference: Reference
+    row: int
     num_users: int = 0
 
 
@@ -60,26 +68,38 @@ class PromptLookup:
         self._requests: dict[str, _Request] = {}
         self._references: dict[bytes, _Shared] = {}
         self._failed: set[str] = set()
-        self._taken_in: Any = None  # the histories of the step that was taken in last
+        self._rows = NgramRows()
+        self._newest_ids: Sequence[str] | None = None  # the requests that were asked for last, and their rows
+        self._newest_rows: Ints = NO_COUNTS
+        self._taken_in: Any = None  # the histories of the step that was taken in last, and where they lie
+        self._places = NO_COUNTS, NO_COUNTS
 
     def propose(self, batch: DraftBatch) -> Draft:
         """The continuation of the longest match for each request, the most recent one among equals."""
-        token_ids = np.zeros((batch.num_reqs, self._max_num_draft), np.int32)
-        num_draft = np.zeros(batch.num_reqs, np.int32)
-        match_length = np.zeros(batch.num_reqs, np.float32)
-        self._take_in(batch)
-        for row, limit in enumerate(batch.max_num_draft.tolist()):
-            tokens, match_length[row] = self._look_up(batch, row, (), limit, token_ids[row])
-            num_draft[row] = len(tokens)
-        return Draft(token_ids, num_draft, confidence=match_length)
+        wanted = batch.max_num_draft.astype(np.int64)
+        token_ids, num_draft, match_lengths = self.continue_drafts(batch, NO_TOKENS, NO_COUNTS, wanted)
+        return Draft(token_ids, num_draft.astype(np.int32), confidence=match_lengths.astype(np.float32))
 
-    def continue_draft(
-        self, batch: DraftBatch, row: int, begun: Sequence[int], max_tokens: int
-    ) -> tuple[Int32Array, int]:
-        """Up to max_tokens tokens to follow one request's history and a draft that was begun, which is not
-        remembered; and the length of the match."""
-        self._take_in(batch)
-        return self._look_up(batch, row, begun, max_tokens, None)
+    def continue_drafts(
+        self, batch: DraftBatch, begun: Int32Array, num_begun: Ints, wanted: Ints
+    ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
+        """What follows each request's history and a draft that was begun, which is not remembered.
+
+        Args:
+            begun: [num_reqs, K] int32.
+            num_begun: [num_reqs] int64, how many tokens of each were begun; empty: none of any.
+            wanted: [num_reqs] int64, how many more there may be.
+
+        Returns tokens [num_reqs, K], their number [num_reqs], and the lengths of the matches [num_reqs].
+        """
+        if batch.token_ids is not self._taken_in:
+            self._take_in(batch)
+        num_reqs = batch.num_reqs
+        token_ids = np.zeros((num_reqs, self._max_num_draft), np.int32)
+        num_draft, match_lengths = np.empty(num_reqs, np.int64), np.empty(num_reqs)
+        histories = *self._places, self._rows_of(batch.request_ids)
+        draft(*histories, self._rows.table, begun, num_begun, wanted, token_ids, num_draft, match_lengths)
+        return token_ids, num_draft, match_lengths
 
     def observe(self, feedback: Feedback) -> None:
         """Nothing to learn: the accepted tokens come with the next batch's histories."""
@@ -99,55 +119,76 @@ class PromptLookup:
     def _take_in(self, batch: DraftBatch) -> None:
         """Once a step: each request's new tokens, and of longer texts as much as goes, the shortest rest first; a
         reference is as short as its share for each of its users, or those who come and go would keep it waiting."""
-        if batch.token_ids is self._taken_in:
-            return
         self._taken_in = batch.token_ids
         self._allowance.free(FREED_BYTES)
+        self._places = places_of(batch.token_ids)
+        fates = np.empty(batch.num_reqs, np.int64)
+        wanted, rows = batch.max_num_draft.astype(np.int64), self._rows_of(batch.request_ids)
+        if not take_in(*self._places, wanted, rows, self._rows.table, OWN_WORK, fates):
+            return
         self._allowance.work = OWN_WORK * batch.num_reqs
-        behind: list[tuple[float, int, NgramIndex, Int32Array]] = []
-        rows = zip(batch.request_ids, batch.token_ids, batch.options, batch.max_num_draft.tolist(), strict=True)
-        for row, (request_id, history, options, limit) in enumerate(rows):
-            if limit == 0 or request_id in self._failed:
-                continue
-            try:
-                request = self._requests.get(request_id)
-                if request is None or not request.index.continues(history):
-                    request = self._begin(request_id, options)
-                left = request.index.num_left(history)
-                if left > OWN_WORK or not request.index.take_in(history, OWN_WORK):
-                    behind.append((left, row, request.index, history))
-                if request.digest is not None:
-                    shared = self._references[request.digest]
-                    other = shared.reference
-                    if left := other.index.num_left(other.text):
-                        behind.append((left / shared.num_users, row, other.index, other.text))
-            except Exception as error:
-                self._fail(request_id, error)
+        behind: list[tuple[float, int, int, NgramIndex, Int32Array]] = []
+        for row, fate in enumerate(fates.tolist()):
+            if fate != TAKEN_IN and batch.request_ids[row] not in self._failed:
+                with self._failing(batch.request_ids[row]):
+                    behind += self._own_work(batch, row, fate == SPENT)
         self._allowance.work = SHARED_WORK  # what requests did not need of their own is not for others
-        for _, row, index, text in sorted(behind, key=lambda item: item[:2]):
-            try:
-                index.take_in(text)
-            except Exception as error:
-                self._fail(batch.request_ids[row], error)
+        for _, row, index_row, index, text in sorted(behind, key=lambda item: item[:2]):
+            with self._failing(batch.request_ids[row]):
+                self._enter(index_row, index, text)
 
-    def _look_up(
-        self, batch: DraftBatch, row: int, begun: Sequence[int], max_tokens: int, out: Int32Array | None
-    ) -> tuple[Int32Array, int]:
-        request, history = self._requests.get(batch.request_ids[row]), batch.token_ids[row]
-        if request is None or max_tokens == 0 or request.index.num_left(history):
-            return NOTHING
-        other = None
+    def _own_work(
+        self, batch: DraftBatch, row: int, is_spent: bool
+    ) -> list[tuple[float, int, int, NgramIndex, Int32Array]]:
+        """Does for a request what is its own, unless that is spent; what is left: how much, for whom, and of what."""
+        request_id, history = batch.request_ids[row], batch.token_ids[row]
+        request = self._requests.get(request_id)
+        if request is None or not request.index.continues(history):
+            request = self._begin(request_id, batch.options[row])
+        found: list[tuple[float, int, int, NgramIndex, Int32Array]] = []
+        left = request.index.num_left(history)
+        waits = left > 0 if is_spent else left > OWN_WORK
+        if waits or not self._enter(request.row, request.index, history, OWN_WORK):
+            found.append((left, row, request.row, request.index, history))
         if request.digest is not None:
-            other = self._references[request.digest].reference
-            if other.index.num_left(other.text):
-                return NOTHING
-        return request.index.draft(history, max_tokens, out, begun, other)
+            shared = self._references[request.digest]
+            other = shared.reference
+            if left := other.index.num_left(other.text):
+                found.append((left / shared.num_users, row, shared.row, other.index, other.text))
+        return found
+
+    def _enter(self, row: int, index: NgramIndex, text: Int32Array, most: int | None = None) -> bool:
+        """See NgramIndex.take_in."""
+        try:
+            return index.take_in(text, most)
+        finally:
+            self._rows.update(row, index)
+
+    @contextmanager
+    def _failing(self, request_id: str) -> Iterator[None]:
+        """What is raised within is this request's fault."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(request_id, error)
+
+    def _rows_of(self, request_ids: Sequence[str]) -> Ints:
+        """[num_reqs], rows of the requests' indexes, 0 for those that have none."""
+        if self._newest_ids != request_ids:
+            rows = (self._requests.get(request_id) for request_id in request_ids)
+            self._newest_rows = np.array([0 if own is None else own.row for own in rows], np.int64)
+            self._newest_ids = request_ids[:]
+        return self._newest_rows
 
     def _begin(self, request_id: str, options: Mapping[str, Any]) -> _Request:
         """A request that is new, or begins anew: its history is not the one that was shown."""
         self._drop(request_id)
         digest = self._shared(options) if options else None
-        request = self._requests[request_id] = _Request(self._index(), digest)
+        index = self._index()
+        request = self._requests[request_id] = _Request(index, digest, self._rows.add(index))
+        if digest is not None:
+            self._rows.search(request.row, self._references[digest].row)
+        self._newest_ids = None
         return request
 
     def _shared(self, options: Mapping[str, Any]) -> bytes | None:
@@ -157,7 +198,8 @@ class PromptLookup:
             return None
         digest: bytes = options.get("reference_digest") or hashlib.blake2b(text.tobytes(), digest_size=16).digest()
         if digest not in self._references:
-            self._references[digest] = _Shared(Reference(text, self._index()))
+            reference = Reference(text, self._index())
+            self._references[digest] = _Shared(reference, self._rows.add_reference(reference))
         self._references[digest].num_users += 1
         return digest
 
@@ -168,12 +210,16 @@ class PromptLookup:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        self._newest_ids = None
+        self._rows.drop(request.row)
         request.index.free()
         if request.digest is not None:
             shared = self._references[request.digest]
             shared.num_users -= 1
             if shared.num_users == 0:
-                self._references.pop(request.digest).reference.index.free()
+                del self._references[request.digest]
+                self._rows.drop(shared.row)
+                shared.reference.index.free()
 
     def _fail(self, request_id: str, error: Exception) -> None:
         """Drafts no more for a request whose data cannot be taken in, until it is forgotten."""

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.proposers import records_host
 from vllm_specplugins.proposers.drafted import Array, clear, columns, like, namespace, picked, tally, up_to, zeros
+from vllm_specplugins.proposers.host import records as host
 
 DECAY = 0.8  # of a request's record of a stage, by draft; half of it is forgotten after three drafts
 SHARED_DECAY = 0.98  # of the record of all requests
@@ -51,7 +51,7 @@ class Rows:
 
     def of(self, request_ids: Sequence[str]) -> Ints:
         """[R], rows of these requests; those that are new get one."""
-        if request_ids is self._newest[0]:
+        if request_ids == self._newest[0]:
             return self._newest[1]
         for request_id in request_ids:
             if request_id not in self._rows:
@@ -59,11 +59,13 @@ class Rows:
                     self._free.append(self.num_rows)
                     self.num_rows += 1
                 self._rows[request_id] = self._free.pop()
-        self._newest = request_ids, np.array([self._rows[request_id] for request_id in request_ids], np.int64)
+        self._newest = request_ids[:], np.array([self._rows[request_id] for request_id in request_ids], np.int64)
         return self._newest[1]
 
     def known(self, request_ids: Sequence[str]) -> Ints:
         """[R], rows of these requests, 0 for those that have none."""
+        if request_ids == self._newest[0]:
+            return self._newest[1]
         return np.array([self._rows.get(request_id, 0) for request_id in request_ids], np.int64)
 
     def forget(self, request_ids: Sequence[str]) -> Ints:
@@ -85,6 +87,14 @@ class Records:
         self._tried, self._accepted = zeros(shape, device), zeros(shape, device)
         self._shared_tried, self._shared_accepted = zeros(shape[1:], device), zeros(shape[1:], device)
         self.whole = zeros(shape[:2], device)  # length of the last draft if all of it was accepted
+
+    @property
+    def on_host(self) -> tuple[Any, ...]:
+        """What the compiled functions go by."""
+        return (
+            *(self._tried, self._accepted, self._shared_tried, self._shared_accepted),
+            *(PRIOR_WEIGHT, FIRST_GUESS),
+        )
 
     def make_room(self, num_rows: int) -> None:
         """For so many requests, on the host."""
@@ -108,8 +118,7 @@ class Records:
         """
         if isinstance(confidence, np.ndarray) and isinstance(stage, int):
             found = np.empty_like(confidence)
-            counts = self._tried, self._accepted, self._shared_tried, self._shared_accepted
-            records_host.chances(found, *counts, rows, stage, confidence, PRIOR_WEIGHT, FIRST_GUESS)
+            host.chances(found, self.on_host, rows, stage, confidence)
             return found
         prior = (self._shared_accepted + PRIOR_WEIGHT * FIRST_GUESS) / (self._shared_tried + PRIOR_WEIGHT)
         rates = (self._accepted[rows] + PRIOR_WEIGHT * prior) / (self._tried[rows] + PRIOR_WEIGHT)
@@ -133,7 +142,7 @@ class Records:
         if isinstance(stage, np.ndarray):
             counts = self._tried, self._accepted, self._shared_tried, self._shared_accepted, self.whole
             fates = num_draft.astype(np.int64), num_accepted.astype(np.int64)
-            records_host.add(*counts, rows, stage, confidence, *fates, DECAY, SHARED_DECAY)
+            host.add(*counts, rows, stage, confidence, *fates, DECAY, SHARED_DECAY)
             return
         xp, places, shape = namespace(stage), columns(stage), (len(rows), *self._tried.shape[1:])
         is_drafted, is_accepted = places < num_draft[:, None], places < num_accepted[:, None]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_specplugins.config import SuffixLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
@@ -29,6 +30,7 @@ SHARED_WORK = 10_000  # of all requests in a step, for prompts and references
 STORE_WORK = 2_000  # of a step, for outputs that enter the store, and what makes room for them
 MAX_NEW = 64  # tokens that a request takes in at once beside that
 NOTHING = np.empty(0, np.int32)
+Ints = npt.NDArray[np.int64]
 NUM_PROMPT_TOKENS = 8  # the last of a prompt, which go into the store with the output: it begins somewhere
 OUTPUT_SHARE = 16  # one part in so many of the store's memory, on top of it, is for outputs that are not finished
 
@@ -63,7 +65,7 @@ class SuffixLookup:
     """
 
     def __init__(self, config: SuffixLookupConfig, context: ProposerContext):
-        self._min_confidence = float(config.min_confidence)
+        self._min_confidence, self._max_num_draft = float(config.min_confidence), context.max_num_draft
         self.store = SuffixStore(config.store_bytes)
         self._table = SuffixRequests(config.max_index_bytes, context.max_num_reqs, context.max_num_draft)
         self._max_output_bytes = config.store_bytes // OUTPUT_SHARE
@@ -84,19 +86,43 @@ class SuffixLookup:
         drafts = self._take_in(batch, batch.max_num_draft)
         return Draft(drafts.tokens, drafts.num_draft, confidence=drafts.match_lengths)
 
-    def continue_draft(
-        self, batch: DraftBatch, row: int, begun: Sequence[int], max_tokens: int
-    ) -> tuple[Int32Array, int]:
-        """Up to max_tokens tokens to follow one request's history and a draft that was begun, which is not
-        remembered; and the length of the match."""
-        if batch.token_ids is not self._taken_in:
+    def continue_drafts(
+        self, batch: DraftBatch, begun: Int32Array, num_begun: Ints, wanted: Ints
+    ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
+        """What follows each request's history and a draft that was begun. See PromptLookup."""
+        is_new = batch.token_ids is not self._taken_in
+        if is_new and not num_begun.any():
+            found = self._take_in(batch, wanted.astype(np.int32))
+            return found.tokens, found.num_draft.astype(np.int64), found.match_lengths.astype(np.float64)
+        if is_new:
             self._take_in(batch, np.zeros(batch.num_reqs, np.int32))
-        request, history = self._requests[batch.request_ids[row]], batch.token_ids[row]
-        flat = np.concatenate([history[-LONGEST_MATCH:], np.array(begun, np.int32)])
-        rows = np.array([request.row, len(flat), 0, len(history), max_tokens])
-        asked = Asked(flat, rows, len(begun), self._min_confidence)
-        drafts, _ = self._table.step(asked, self.store.texts)
-        return drafts.tokens[0, : drafts.num_draft[0]], int(drafts.match_lengths[0])
+        token_ids = np.zeros((batch.num_reqs, self._max_num_draft), np.int32)
+        num_draft, match_lengths = np.zeros(batch.num_reqs, np.int64), np.zeros(batch.num_reqs)
+        counts = num_begun if len(num_begun) else np.zeros_like(wanted)
+        for count in np.unique(counts[wanted > 0]).tolist():
+            rows = np.flatnonzero((wanted > 0) & (counts == count))
+            behind = self._behind_drafts(batch, rows, begun[:, :count], wanted)
+            token_ids[rows], num_draft[rows], match_lengths[rows] = (
+                behind.tokens,
+                behind.num_draft,
+                behind.match_lengths,
+            )
+        return token_ids, num_draft, match_lengths
+
+    def _behind_drafts(self, batch: DraftBatch, rows: Ints, begun: Int32Array, wanted: Ints) -> Drafts:
+        """What follows the drafts of these requests, of as many tokens each."""
+        pieces: list[Int32Array] = []
+        numbers = array("q")
+        for row in rows.tolist():
+            history = batch.token_ids[row]
+            ending = history[-LONGEST_MATCH:]
+            pieces += (ending, begun[row]) if begun.size else (ending,)
+            size = len(ending) + begun.shape[1]
+            own_row = self._requests[batch.request_ids[row]].row
+            numbers.extend((own_row, size, 0, len(history), int(wanted[row])))
+        flat, asked_rows = np.concatenate(pieces), np.frombuffer(numbers, np.int64)
+        drafts, _ = self._table.step(Asked(flat, asked_rows, begun.shape[1], self._min_confidence), self.store.texts)
+        return drafts
 
     def observe(self, feedback: Feedback) -> None:
         """Nothing to learn: what came of the drafts shows in the next batch's histories."""

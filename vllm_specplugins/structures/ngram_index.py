@@ -19,9 +19,13 @@ from vllm_specplugins.structures.allowance import Allowance, Int64Array, work_of
 from vllm_specplugins.structures.ngram_table import (
     ID_IS_NEGATIVE,
     IS_DONE,
+    IS_GROWING,
     LARGEST_N,
+    LAST_SHOWN,
+    NEXT,
     NUM_CLEARED,
     NUM_MOVED,
+    NUM_SHOWN,
     NUM_SLOTS_USED,
     enter_text,
     find_draft,
@@ -57,9 +61,7 @@ class NgramIndex:
         self._table = np.zeros(SMALLEST_TABLE, np.int64)
         self._larger: Int64Array | None = None  # while the table's slots are moved into it
         multiplier = secrets.randbits(63) | 1  # secret: nobody can write a prompt whose n-grams collide
-        self._state = np.array([0, 0, min_ngram, max_ngram, multiplier, 0, 0], np.int64)
-        self._num_tokens, self._last_token = 0, -1  # of the text that was shown last
-        self._num_entered = 0  # of its tokens
+        self._state = np.array([0, 0, min_ngram, max_ngram, multiplier, 0, 0, 0, -1, 0], np.int64)
         self._allowance.num_bytes += self.num_bytes
 
     @property
@@ -67,6 +69,10 @@ class NgramIndex:
         """Memory held by the arrays."""
         larger = 0 if self._larger is None else self._larger.nbytes
         return self._table.nbytes + larger + self._state.nbytes
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Where the table lies, how many slots it has, and where the state lies, until tokens are taken in."""
+        return self._table.ctypes.data, len(self._table), self._state.ctypes.data
 
     def free(self) -> None:
         """Drops what the index holds; it must not be used again."""
@@ -79,13 +85,13 @@ class NgramIndex:
     # text: [num_tokens] int32, contiguous
     def continues(self, text: Int32Array) -> bool:
         """Whether a text still begins with the one that was last shown, judged by its length and last token."""
-        held = self._num_tokens
-        return held == 0 or (held <= len(text) and text.item(held - 1) == self._last_token)
+        held = self._state.item(NUM_SHOWN)
+        return held == 0 or (held <= len(text) and text.item(held - 1) == self._state.item(LAST_SHOWN))
 
     # text: [num_tokens] int32, contiguous
     def num_left(self, text: Int32Array) -> int:
         """How much is left to be taken in: 0, or about as many tokens."""
-        left = len(text) - 1 - self._num_entered
+        left = len(text) - 1 - self._state.item(NEXT)
         return left if left > 0 else int(self._larger is not None)
 
     # text: [num_tokens] int32, contiguous
@@ -99,12 +105,12 @@ class NgramIndex:
         if most is not None and most < granted:
             granted = most
         work = granted
-        self._num_tokens, self._last_token = len(text), text.item(-1) if len(text) else -1
+        self._state[NUM_SHOWN], self._state[LAST_SHOWN] = len(text), text.item(-1) if len(text) else -1
         while work > 0:
             if self._larger is not None:
                 work = self._move_on(self._larger, work)
                 continue
-            why, work, self._num_entered = enter_text(text, self._table, self._state, work)
+            why, work = enter_text(text, self._table, self._state, work)
             if why == ID_IS_NEGATIVE:
                 raise ValueError(f"text holds the id {np.min(text)}; ids must be >= 0.")
             if why == IS_DONE:
@@ -167,6 +173,7 @@ class NgramIndex:
         if making <= work:
             self._larger = self._allowance.make_table(size)
             self._state[NUM_CLEARED] = self._state[NUM_MOVED] = 0
+            self._state[IS_GROWING] = self._larger is not None
         return 0 if self._larger is None else making
 
     def _move_on(self, larger: Int64Array, work: int) -> int:
@@ -175,6 +182,7 @@ class NgramIndex:
         if self._state[NUM_MOVED] == len(self._table):
             self._allowance.drop_table(self._table)
             self._table, self._larger = larger, None
+            self._state[IS_GROWING] = 0
         return work
 
 

@@ -21,6 +21,7 @@ REPEATED = 1 << 31
 PLACE = REPEATED - 1
 # Fields of the state array, which the class shares with the compiled code.
 NEXT, NUM_SLOTS_USED, MIN_NGRAM, MAX_NGRAM, MULTIPLIER, NUM_CLEARED, NUM_MOVED = range(7)
+NUM_SHOWN, LAST_SHOWN, IS_GROWING = range(7, 10)  # of the text that was shown last; whether a larger table is made
 # Why enter_text ended.
 IS_DONE, TABLE_IS_FULL, ID_IS_NEGATIVE = range(3)
 # Work is counted in looks into a table, some 100 ns each where the caches are cold.
@@ -96,23 +97,22 @@ def _enter(text: Int32Array, table: Int64Array, state: Int64Array, last: int) ->
     return num_looks
 
 
-@compiled(types.UniTuple(types.int64, 3)(text_type, table_type, table_type, types.int64))
-def enter_text(text: Int32Array, table: Int64Array, state: Int64Array, work: int) -> tuple[int, int, int]:
-    """Enter text[:-1] as far as this much work goes; why it ended, the work that is left, which may be below 0, and how
-    many tokens are entered.
+@compiled(types.UniTuple(types.int64, 2)(text_type, table_type, table_type, types.int64))
+def enter_text(text: Int32Array, table: Int64Array, state: Int64Array, work: int) -> tuple[int, int]:
+    """Enter text[:-1] as far as this much work goes; why it ended, and the work that is left, which may be below 0.
 
     An n-gram is entered when the token after it exists: it cannot find itself, and each match goes on.
     """
     if state[NEXT] == 0 and text.size > 0 and text[0] < 0:
-        return ID_IS_NEGATIVE, work, state[NEXT]
+        return ID_IS_NEGATIVE, work
     while state[NEXT] < text.size - 1 and work > 0:
         if text[state[NEXT] + 1] < 0:
-            return ID_IS_NEGATIVE, work, state[NEXT]
+            return ID_IS_NEGATIVE, work
         if state[NUM_SLOTS_USED] > table.size * 3 // 4 - LARGEST_N:  # a token takes at most one slot per n
-            return TABLE_IS_FULL, work, state[NEXT]
+            return TABLE_IS_FULL, work
         work -= _enter(text, table, state, state[NEXT])
         state[NEXT] += 1
-    return IS_DONE, work, state[NEXT]
+    return IS_DONE, work
 
 
 @compiled(types.int64(table_type, table_type, table_type, types.int64))

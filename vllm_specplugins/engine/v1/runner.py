@@ -224,10 +224,9 @@ class _Adapter:
                 partial(self._built_in.offer, rows, scheduler_output, sampled_token_ids, *step),
                 is_timed=not takes_in_prompts,
             )
-        tokens = view(input_batch.token_ids_cpu)
         batch = DraftBatch(
             request_ids=request_ids,
-            token_ids=Views(tokens[row, :n] for row, n in zip(rows, num_tokens, strict=True)),
+            token_ids=Views.of_rows(view(input_batch.token_ids_cpu), rows, num_tokens.tolist()),
             max_num_draft=np.array(limits, np.int32),
             options=[request.options for request in requests],
             target=target,

@@ -39,7 +39,7 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "config/model.py",
         "ModelConfig",
-        "get_total_num_hidden_layers(self) get_hidden_size(self) get_vocab_size(self) max_model_len dtype seed",
+        "get_total_num_hidden_layers(self) get_hidden_size(self) get_vocab_size(self) max_model_len dtype seed model",
         "the target's shape",
     ),
     *members_of(

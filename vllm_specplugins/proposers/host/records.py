@@ -1,37 +1,35 @@
-"""What `Records` does, as compiled loops: on a host many small operations on arrays take longer than their work."""
+"""What `Records` does."""
 
 from typing import Any
 
 from numba import types
 
-from vllm_specplugins.structures.compiled import compiled
+from vllm_specplugins.structures.compiled import compiled, inlined
 
 _counts, _table = types.float64[:, :, ::1], types.float64[:, ::1]
 _whole, _rows = types.float64[:, ::1], types.int64[::1]
 _real = types.float64
 
 
-@compiled(types.void(_table, _counts, _counts, _table, _table, _rows, types.int64, _table, _real, _real))
-def chances(
-    out: Any,
-    tried: Any,
-    accepted: Any,
-    shared_tried: Any,
-    shared_accepted: Any,
-    rows: Any,
-    stage: int,
-    confidence: Any,
-    weight: float,
-    guess: float,
-) -> None:
+records_type = types.Tuple((_counts, _counts, _table, _table, _real, _real))
+
+
+@inlined
+def chance(records: Any, row: int, stage: int, sure: float) -> float:
+    """See Records.chances; of one token."""
+    tried, accepted, shared_tried, shared_accepted, weight, guess = records
+    grade = int(sure > 2) + int(sure > 4) + int(sure > 8)
+    prior = (shared_accepted[stage, grade] + weight * guess) / (shared_tried[stage, grade] + weight)
+    found: float = (accepted[row, stage, grade] + weight * prior) / (tried[row, stage, grade] + weight)
+    return found
+
+
+@compiled(types.void(_table, records_type, _rows, types.int64, _table))
+def chances(out: Any, records: Any, rows: Any, stage: int, confidence: Any) -> None:
     """See Records.chances; of one stage."""
     for index in range(len(rows)):
-        row = rows[index]
         for place in range(confidence.shape[1]):
-            sure = confidence[index, place]
-            grade = int(sure > 2) + int(sure > 4) + int(sure > 8)
-            prior = (shared_accepted[stage, grade] + weight * guess) / (shared_tried[stage, grade] + weight)
-            out[index, place] = (accepted[row, stage, grade] + weight * prior) / (tried[row, stage, grade] + weight)
+            out[index, place] = chance(records, rows[index], stage, confidence[index, place])
 
 
 @compiled(
