@@ -26,6 +26,7 @@ os.environ["VLLM_SPECPLUGINS_SELF_CHECK"] = "0"  # its inputs are not the warm-u
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 
 from conftest import DEMO_MODEL, first_layers, graphs, shut_down
+from recorded import drafts_pay, runner
 from simulated_device.device import Device, interpreted, simulated_device
 from simulated_device.ledger import Counts
 from vllm.config import CUDAGraphMode
@@ -59,7 +60,7 @@ def start(method: str, max_batch: int) -> Any:
     width = 1 if method == "none" else K + 1
     sizes = sorted({n * w for n in (1, 8, 32) if n <= max_batch for w in (1, width)})
     own = {"method": method.split(",")[0], "num_speculative_tokens": K, **METHODS[method]}
-    return LLM(
+    llm = LLM(
         model=str(DEMO_MODEL),
         dtype="float32",
         max_model_len=256,
@@ -71,6 +72,9 @@ def start(method: str, max_batch: int) -> Any:
         speculative_config=None if method == "none" else own,
         **graphs(sizes),
     )
+    if runner(llm).adaptive_verification is not None:
+        drafts_pay(llm)
+    return llm
 
 
 @contextmanager
