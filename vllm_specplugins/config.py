@@ -171,6 +171,23 @@ class EarlyExitConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JumpConfig:
+    """`jump`: a trained part guesses the state in front of the target's last layers from its embedding of the newest
+    token and its last hidden state; these layers run on the target's own KV cache, and its norm and head draft.
+
+    Args:
+        head: folder of the trained part (`python -m vllm_specplugins train-jump`), which says what runs.
+        draft_sample_method: as of `early_exit`.
+    """
+
+    head: str = text()
+    draft_sample_method: str = choice("greedy", "probabilistic", "coupled")
+
+    def __post_init__(self) -> None:
+        check_fields(self, "jump")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig:
     """`medusa`: trained heads on the target's last hidden state draft a token each, in one pass and without layers.
 

@@ -31,6 +31,7 @@ from vllm_specplugins.proposers.drafted import (
 from vllm_specplugins.proposers.drafters import Drafter
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE
+from vllm_specplugins.proposers.jump import Jump
 
 
 @dataclass(slots=True)
@@ -106,14 +107,17 @@ def _beside(tensor: Any, array: Array) -> Array:
 
 @dataclass(slots=True)
 class Alone:
-    """The model stage with this index by itself, token by token."""
+    """The model stage with this index by itself, token by token. A jump only begins drafts: it needs the target's last
+    state."""
 
-    stage: EarlyExit
+    stage: EarlyExit | Jump
     index: int
     counters: StageCounters
 
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
         assert batch.target is not None
+        if isinstance(self.stage, Jump) and begun is not None:
+            wanted, begun = np.where(begun.num_draft == 0, wanted, 0), None
         num_steps, num_reqs = int(wanted.max(initial=0)), len(wanted)
         if num_steps == 0:
             return nothing(num_reqs, self.stage.max_num_draft)

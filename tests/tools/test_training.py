@@ -1,4 +1,4 @@
-"""Training of exit heads on a tiny model."""
+"""Training of exit heads and jumps on a tiny model."""
 
 import argparse
 import resource
@@ -13,15 +13,21 @@ import torch
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.proposers.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, check_exit_head
-from vllm_specplugins.tools import train_exit_head
+from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig, check_jump
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_tokenizer
-from vllm_specplugins.tools.files import token_rows
-from vllm_specplugins.tools.train_exit_head import Settings, initial_head, rows_of_step, schedule, scores, train
+from vllm_specplugins.tools.files import save_whole, token_rows
+from vllm_specplugins.tools.training import command, core
+from vllm_specplugins.tools.training.core import LOSSES, rows_of_step, schedule, train
+from vllm_specplugins.tools.training.exit_head import ExitHeadSettings, TrainedExitHead, initial_head
+from vllm_specplugins.tools.training.jump import JumpSettings, TrainedJump
+from vllm_specplugins.tools.training.scores import scores
 
-SETTINGS = Settings(
-    model="tiny", exit_layer=1, rank=0, steps=12, batch_tokens=128, row_tokens=64, learning_rate=0.02, seed=0,
-    heldout=0.1, data=1,
-)  # fmt: skip
+COMMON: dict[str, Any] = {
+    "model": "tiny", "steps": 12, "batch_tokens": 128, "row_tokens": 64, "learning_rate": 0.02, "seed": 0,
+    "heldout": 0.1, "data": 1,
+}  # fmt: skip
+SETTINGS = ExitHeadSettings(**COMMON, exit_layer=1, rank=0)
+JUMP = JumpSettings(**COMMON, early_layers=0, late_layer=2, inner_size=16, num_draft=2)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +45,8 @@ def test_hidden_states(base: BaseModel, rows: list[list[int]]) -> None:
     expected = base.model(torch.tensor([rows[0]]), output_hidden_states=True)
     batch = [rows[0], rows[1][:9], rows[0][:20]]
     whole, _, part = base.hidden_states(batch)
-    assert len(whole) == 3 and all(
-        torch.allclose(a, b[0], atol=1e-4) for a, b in zip(whole, expected.hidden_states[1:], strict=True)
+    assert len(whole) == 4 and all(
+        torch.allclose(a, b[0], atol=1e-4) for a, b in zip(whole, expected.hidden_states, strict=True)
     )
     assert torch.allclose(base.logits(whole[-1]), expected.logits[0], atol=1e-3)
     assert torch.allclose(part[0], whole[0][:20], atol=1e-4)
@@ -49,7 +55,7 @@ def test_hidden_states(base: BaseModel, rows: list[list[int]]) -> None:
 @pytest.mark.parametrize("rank", [0, 32])
 def test_starts_as_the_models_own(base: BaseModel, rows: list[list[int]], rank: int) -> None:
     """At full rank, too. Kills: a head that starts at random, transposed factors, the smallest directions kept."""
-    head = initial_head(base, replace(SETTINGS, rank=rank))
+    head = initial_head(base, 1, rank)
     [states] = base.hidden_states(rows[:1])
     own = Exit(1).logits(base, states)
     assert torch.allclose(Exit(1, head).logits(base, states), own, atol=own.abs().max().item() * 1e-4)
@@ -57,7 +63,7 @@ def test_starts_as_the_models_own(base: BaseModel, rows: list[list[int]], rank: 
 
 def test_low_rank_is_the_nearest(base: BaseModel) -> None:
     """Kills: directions that are not the largest."""
-    weights = initial_head(base, replace(SETTINGS, rank=5)).weights
+    weights = initial_head(base, 1, 5).weights
     u, s, v = torch.linalg.svd(base.head_weight, full_matrices=False)
     nearest = u[:, :5] * s[:5] @ v[:5]
     assert torch.allclose(weights["up.weight"] @ weights["down.weight"], nearest, atol=1e-3)
@@ -68,10 +74,11 @@ def test_learns(base: BaseModel, rows: list[list[int]], tmp_path: Path, rank: in
     """Held-out agreement of a bad exit rises. Kills: no step taken, the wrong layer read, labels for the teacher."""
     settings = replace(SETTINGS, rank=rank, steps=60, batch_tokens=256)
     train(base, rows[:-8], settings, tmp_path)
-    head = ExitHead.load(tmp_path)
-    before, after = scores(base, rows[-8:], [Exit(1), Exit(1, head)])
-    assert before.match < 0.7 and after.match > least, (before, after)
-    assert after.overlap > before.overlap + 0.1
+    heads = initial_head(base, 1, rank), ExitHead.load(tmp_path)
+    before, after = (scores(base, rows[-8:], TrainedExitHead(head), 1) for head in heads)
+    assert before.match[0] < 0.7 and after.match[0] > least, (before, after)
+    assert after.overlap[0] > before.overlap[0] + 0.1
+    assert after.length == pytest.approx(1 + after.match[0])
     check_exit_head(tmp_path, exit_layer=1, hidden_size=32, vocab_size=3072)
 
 
@@ -114,15 +121,15 @@ def test_resumed_is_uninterrupted(
     clock = iter(range(0, 10**6, 25))  # seconds: saved at every third step
     done: list[int] = []
     with monkeypatch.context() as patched:
-        patched.setattr(train_exit_head.time, "monotonic", lambda: float(next(clock)))
+        patched.setattr(core.time, "monotonic", lambda: float(next(clock)))
         for calls in (5, 4, 100):
-            patched.setattr(train_exit_head, "distil", dying(train_exit_head.distil, calls))
+            patched.setattr(core, "distil", dying(core.distil, calls))
             try:
                 train(base, rows, settings, tmp_path / "killed", lambda step, loss: done.append(step))
             except Killed:
                 assert calls < 100
             patched.undo()
-            patched.setattr(train_exit_head.time, "monotonic", lambda: float(next(clock)))
+            patched.setattr(core.time, "monotonic", lambda: float(next(clock)))
     assert done.count(4) == 2 and done[-1] == 12 and len(done) < 20
     for name in (WEIGHTS_FILE, CONFIG_FILE):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -147,7 +154,7 @@ def test_resumes_with_the_same_settings_only(
 def test_broken_state(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
     """Kills: a traceback for half a file."""
     train(base, rows, replace(SETTINGS, steps=1), tmp_path)
-    path = tmp_path / train_exit_head.STATE_FILE
+    path = tmp_path / core.STATE_FILE
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ConfigError, match=r"^--out must be a folder whose training_state.pt is whole, not .*\.$"):
         train(base, rows, replace(SETTINGS, steps=1), tmp_path)
@@ -172,7 +179,7 @@ def test_schedule() -> None:
 def arguments(model: Path, data: list[Path], out: Path, steps: int) -> argparse.Namespace:
     return argparse.Namespace(
         model=str(model), data=data, out=out, exit_layer=1, rank=0, steps=steps, batch_tokens=64, row_tokens=64,
-        learning_rate=0.01, heldout=0.2, device="cpu", seed=0,
+        learning_rate=0.01, heldout=0.2, device="cpu", seed=0, command="train-exit-head",
     )  # fmt: skip
 
 
@@ -187,7 +194,7 @@ def test_interrupted(
 
     Kills: nothing saved before SAVE_SECONDS, a step that is cut in two, and a handler that stays.
     """
-    assert train_exit_head.run(arguments(tiny_model, text_files, tmp_path / "whole", steps=6)) == 0
+    assert command.run(arguments(tiny_model, text_files, tmp_path / "whole", steps=6)) == 0
     calls: list[int] = []
 
     def interrupting(*args: Any) -> float:
@@ -196,16 +203,16 @@ def test_interrupted(
             signal.raise_signal(signal.SIGINT)
         return distil(*args)
 
-    distil, before = train_exit_head.distil, signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(train_exit_head, "distil", interrupting)
+    distil, before = core.distil, signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(core, "distil", interrupting)
     args = arguments(tiny_model, text_files, tmp_path / "cut", steps=6)
     capsys.readouterr()
-    assert train_exit_head.run(args) == 130
+    assert command.run(args) == 130
     assert capsys.readouterr().err == (
         f"Interrupted. The training is saved in {args.out}: the same command goes on from there.\n"
     )
     assert len(calls) == 3 and signal.getsignal(signal.SIGINT) is before
-    assert train_exit_head.run(args) == 0
+    assert command.run(args) == 0
     assert len(calls) == 6
     for name in (WEIGHTS_FILE, CONFIG_FILE):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -220,7 +227,7 @@ def test_full_disk(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> No
     try:
         for out in (tmp_path, tmp_path / "new"):
             with pytest.raises(ConfigError, match=r"^--out must be a folder on a disk with room, not .* \(.+\)\.$"):
-                train_exit_head.save_whole(out, initial_head(base, SETTINGS).save)
+                save_whole(out, initial_head(base, 1, 0).save)
             with pytest.raises(ConfigError, match=r"^--out must be a folder on a disk with room, not .* \(.+\)\.$"):
                 train(base, rows, replace(SETTINGS, steps=1, seed=0), tmp_path / "new")
     finally:
@@ -234,19 +241,81 @@ def test_scores_only_what_was_not_trained_on(
 ) -> None:
     """Kills: held-out rows in the training set, and a share that is ignored."""
     seen: dict[str, Any] = {}
-    original = train_exit_head.train
+    original = command.train
 
-    def spying_train(base: Any, rows: Any, *args: Any) -> ExitHead:
+    def spying_train(base: Any, rows: Any, *args: Any) -> Any:
         seen["trained"] = rows
         return original(base, rows, *args)
 
-    def spying_scores(base: Any, rows: Any, exits: Any) -> Any:
+    def spying_scores(base: Any, rows: Any, *args: Any) -> Any:
         seen["scored"] = rows
-        return scores(base, rows, exits)
+        return scores(base, rows, *args)
 
-    monkeypatch.setattr(train_exit_head, "train", spying_train)
-    monkeypatch.setattr(train_exit_head, "scores", spying_scores)
-    assert train_exit_head.run(arguments(tiny_model, text_files, tmp_path, steps=1)) == 0
+    monkeypatch.setattr(command, "train", spying_train)
+    monkeypatch.setattr(command, "scores", spying_scores)
+    assert command.run(arguments(tiny_model, text_files, tmp_path, steps=1)) == 0
     trained, scored = ({tuple(row) for row in seen[name]} for name in ("trained", "scored"))
     assert not trained & scored
     assert len(scored) == round(0.2 * (len(trained) + len(scored)))
+
+
+@pytest.mark.parametrize("early_layers", [0, 1])
+def test_jump_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]], early_layers: int) -> None:
+    """Each draft token of a place by its definition: the model over the text before the draft, the jump over the draft.
+
+    Fails if a pass sees text that its draft replaces, or not what an earlier pass left, or stands at another place.
+    """
+    torch.manual_seed(0)
+    config = JumpHeadConfig(
+        early_layers=early_layers, late_layer=1, num_layers=3, hidden_size=32, inner_size=8, rms_norm_eps=1e-5
+    )
+    head = JumpHead(config, {name: 0.1 * torch.randn(shape) for name, shape in config.shapes().items()})
+    row = rows[0][:12]
+    [states] = base.hidden_states([row])
+    guesses = list(TrainedJump(head).guesses(base, states, 3))
+    assert [guess.start for guess in guesses] == [1, 2, 3] and len(guesses[2].logits) == 12 - 3
+    for begin in (1, 5, 9):  # of the newest token
+        late, last = states[1][:begin], states[-1][begin - 1]
+        for step, guess in enumerate(guesses):
+            early = states[early_layers][begin + step]
+            late = torch.cat((late, head.states(early, last)[None]))
+            layers = base.cut(1, 3)
+            last = layers(inputs_embeds=late[None], use_cache=False).last_hidden_state[0, -1]
+            torch.testing.assert_close(guess.logits[begin - 1], base.logits(last[None])[0], atol=1e-3, rtol=1e-3)
+
+
+def test_exact_jump(base: BaseModel, rows: list[list[int]]) -> None:
+    """What adds nothing to the exact state says what the model says. Fails if a guess is compared at another place."""
+    config = JumpHeadConfig(early_layers=2, late_layer=2, num_layers=3, hidden_size=32, inner_size=1, rms_norm_eps=1e-5)
+    head = JumpHead(config, {name: torch.zeros(shape) for name, shape in config.shapes().items()})
+    found = scores(base, rows[:3], TrainedJump(head), 3)
+    assert found.match == [1, 1, 1] and min(found.overlap) > 0.999
+    assert found.length == pytest.approx(4)
+
+
+def test_jump_learns(base: BaseModel, rows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out agreement rises by the fit alone, and by steps alone.
+
+    Fails if no step is taken, if the fit's halves change places, or if what is saved is not what was trained.
+    """
+    settings = replace(JUMP, steps=40, learning_rate=0.003)
+    fitted, nothing = settings.begin(base, rows[:-8]), settings.begin(base, rows[:-8])
+    nothing.weights["mix.weight"].zero_()
+    before, by_fit = (scores(base, rows[-8:], part, 2).sampled_length for part in (nothing, fitted))
+    monkeypatch.setattr(TrainedJump, "begin", lambda *_: nothing)
+    by_steps = scores(base, rows[-8:], train(base, rows[:-8], settings, tmp_path), 2).sampled_length
+    assert before + 0.3 < min(by_fit, by_steps), (before, by_fit, by_steps)
+    check_jump(tmp_path, num_layers=3, hidden_size=32)
+    assert scores(base, rows[-8:], TrainedJump(JumpHead.load(tmp_path)), 2).sampled_length == by_steps
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    """Least where the distributions are the same, and finite where they share nothing. Fails if p and q are logits, or
+    if a gradient is lost."""
+    full = torch.tensor([[0.0, 1.0, 2.0]])
+    same, other, apart = full.clone().requires_grad_(), torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[99.0, 0, -99]])
+    loss = LOSSES[name]
+    assert loss(same, full) < loss(other, full) < loss(apart, full) < 1e3
+    loss(same, full).sum().backward()
+    assert (same.grad is not None and same.grad.abs().max() < 1e-5) or name != "cross-entropy"
