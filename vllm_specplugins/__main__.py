@@ -14,6 +14,7 @@ from vllm_specplugins.config import ConfigError, shown
 # A command's module, and what it needs beside this package.
 COMMANDS = {
     "train-exit-head": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
+    "train-look-ahead": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
     "train-jump": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
     "calibrate": ("vllm_specplugins.tools.calibrate", ("vllm", "torch", "transformers", "rich", "matplotlib")),
     "check": ("vllm_specplugins.tools.check.run", ("rich",)),
@@ -127,6 +128,7 @@ def parser() -> Parser:
     subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _train_exit_head(subparsers)
     _train_jump(subparsers)
+    _train_look_ahead(subparsers)
     _calibrate(subparsers)
     _verify_lossless(subparsers)
     _check(subparsers)
@@ -159,6 +161,18 @@ def _train_jump(subparsers: Any) -> None:
     add("--inner-size", type=whole(1, 1_000_000), default=512, metavar="R", help="of the part (default: 512)")
     add("--num-draft", type=whole(1, 64), default=3, metavar="K",
         help="how many jumps it learns to make one behind the other (default: 3)")  # fmt: skip
+    _training(command)
+
+
+def _train_look_ahead(subparsers: Any) -> None:
+    words = "train embeddings that stand for draft tokens not yet known, so that an early exit drafts all in one pass"
+    example = "Example: python -m vllm_specplugins train-look-ahead MODEL --exit-layer 8 --data c/*.txt --out AHEAD"
+    command = subparsers.add_parser("train-look-ahead", help=words, description=f"Will {words}.", epilog=example)
+    add = command.add_argument
+    add("--exit-layer", type=whole(1, 10_000), required=True, metavar="E", help="how many layers they run through")
+    add("--exit-head", metavar="DIR", help="a trained head for this layer (default: the model's own norm and head)")
+    add("--num-draft", type=whole(2, 64), default=4, metavar="K",
+        help="how many tokens one pass drafts, one more than there are embeddings (default: 4)")  # fmt: skip
     _training(command)
 
 

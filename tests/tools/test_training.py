@@ -14,12 +14,14 @@ import torch
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.proposers.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, check_exit_head
 from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig, check_jump
+from vllm_specplugins.proposers.look_ahead import LookAheadConfig, check_look_ahead
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_tokenizer
 from vllm_specplugins.tools.files import save_whole, token_rows
 from vllm_specplugins.tools.training import command, core
 from vllm_specplugins.tools.training.core import LOSSES, rows_of_step, schedule, train
 from vllm_specplugins.tools.training.exit_head import ExitHeadSettings, TrainedExitHead, initial_head
 from vllm_specplugins.tools.training.jump import JumpSettings, TrainedJump
+from vllm_specplugins.tools.training.look_ahead import LookAheadSettings, TrainedLookAhead
 from vllm_specplugins.tools.training.scores import scores
 
 COMMON: dict[str, Any] = {
@@ -319,3 +321,36 @@ def test_losses(name: str) -> None:
     assert loss(same, full) < loss(other, full) < loss(apart, full) < 1e3
     loss(same, full).sum().backward()
     assert (same.grad is not None and same.grad.abs().max() < 1e-5) or name != "cross-entropy"
+
+
+def test_look_ahead_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]]) -> None:
+    """Each draft token of a place by its definition: the exit over the text and the embeddings behind it.
+
+    Fails if an embedding sees text that its draft replaces, or another draft's embeddings, or stands elsewhere.
+    """
+    torch.manual_seed(0)
+    config = LookAheadConfig(exit_layer=2, hidden_size=32, num_embeddings=2)
+    embeddings = torch.randn(2, 32)
+    row = rows[0][:12]
+    [states] = base.hidden_states([row])
+    guesses = list(TrainedLookAhead(config, embeddings, None).guesses(base, states, 3))
+    assert [guess.start for guess in guesses] == [0, 1, 2]
+    for newest in (0, 5, 9):
+        fed = torch.cat((states[0][: newest + 1], embeddings))
+        exits = base.cut(0, 2)(inputs_embeds=fed[None], use_cache=False).last_hidden_state[0, newest:]
+        found = torch.stack([guess.logits[newest] for guess in guesses])
+        torch.testing.assert_close(found, base.logits(exits), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_look_ahead_learns(base: BaseModel, rows: list[list[int]], tmp_path: Path, with_head: bool) -> None:
+    """Held-out agreement of the second token rises, that of the first stays. Fails if the head is left out."""
+    head = None
+    if with_head:
+        initial_head(base, 2, 0).save(tmp_path / "head")
+        head = str(tmp_path / "head")
+    settings = LookAheadSettings(**{**COMMON, "steps": 30}, exit_layer=2, exit_head=head, num_draft=2)
+    before = scores(base, rows[-8:], settings.begin(base, rows[:-8]), 2)
+    after = scores(base, rows[-8:], train(base, rows[:-8], settings, tmp_path), 2)
+    check_look_ahead(tmp_path, exit_layer=2, hidden_size=32, num_draft=2)
+    assert after.match[0] == before.match[0] and after.overlap[1] > 2 * before.overlap[1], (before, after)

@@ -241,14 +241,14 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     if not may_be_cut(module):
         raise uncuttable(method, model.architecture)
     for exit_config in exits:
-        _check_exit(exit_config, model)
+        _check_exit(exit_config, model, config.common.num_speculative_tokens)
     for jump in jumps:
         from vllm_specplugins.proposers.jump_head import check_jump
 
         check_jump(jump.head, num_layers=model.get_total_num_hidden_layers(), hidden_size=model.get_hidden_size())
 
 
-def _check_exit(config: EarlyExitConfig, model: ModelConfig) -> None:
+def _check_exit(config: EarlyExitConfig, model: ModelConfig, num_draft: int) -> None:
     num_layers = model.get_total_num_hidden_layers()
     if config.exit_layer > num_layers:
         raise ConfigError(
@@ -263,4 +263,13 @@ def _check_exit(config: EarlyExitConfig, model: ModelConfig) -> None:
             exit_layer=config.exit_layer,
             hidden_size=model.get_hidden_size(),
             vocab_size=model.get_vocab_size(),
+        )
+    if config.look_ahead is not None:
+        from vllm_specplugins.proposers.look_ahead import check_look_ahead
+
+        check_look_ahead(
+            config.look_ahead,
+            exit_layer=config.exit_layer,
+            hidden_size=model.get_hidden_size(),
+            num_draft=num_draft,
         )

@@ -91,9 +91,9 @@ class BaseModel:
             del layers.forward  # what hid the class's own
         return logits
 
-    def tail(self, first: int, num_tokens: int) -> "Tail":
-        """The layers from `first` on, over a row of so many tokens."""
-        return Tail(self.cut(first, self.num_layers), first, num_tokens)
+    def passes(self, first: int, num_tokens: int, end: int | None = None, normed: bool = True) -> "Passes":
+        """The layers [first, end), or all from there on, over a row of so many tokens."""
+        return Passes(self.cut(first, self.num_layers if end is None else end, normed), num_tokens)
 
     def cut(self, first: int, end: int, normed: bool = True) -> Any:
         """The model's body with the layers [first, end) alone; weights are shared."""
@@ -103,20 +103,20 @@ class BaseModel:
         return body
 
 
-class Tail:
-    """Late layers that run over a row again and again: first on the text, then on what stands in its place in drafts.
+class Passes:
+    """Layers that run over a row again and again: first on the text, then on what stands in its place in drafts.
 
     A pass of step k sees, of the text, what stands k tokens or more before it, and of the passes of steps 1 to k the
     tokens between.
     """
 
-    def __init__(self, body: Any, first: int, num_tokens: int):
+    def __init__(self, body: Any, num_tokens: int):
         self._body, self._num_tokens, self._cache = body, num_tokens, DynamicCache()
         distance = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)
         self._distance = distance.to(next(body.parameters()).device)  # [T, T] how far a key stands before a query
 
     def run(self, states: torch.Tensor, step: int = 0) -> torch.Tensor:
-        """[T, H] behind the final norm, of states [T, H] in front of the first of these layers; steps in order."""
+        """[T, H] behind the layers, of states [T, H] in front of them; steps in order, from the text's, 0, on."""
         seen = [self._distance >= step]
         seen += [self._distance == step - earlier for earlier in range(1, step + 1)]
         allowed = torch.cat(seen, dim=1)[None, None]

@@ -31,11 +31,11 @@ class FirstLayers:
         self._body = body
         self._run: dict[tuple[int, int, bool], Callable[..., torch.Tensor]] = {}
         self._compiled: set[tuple[int, bool]] = set()
-        model, jumps = type(target).__name__, parts(config, JumpConfig)
-        cuts = bool(parts(config, EarlyExitConfig) or jumps)
-        if cuts and not all(hasattr(body, name) for name in PARTS):
+        model, exits = type(target).__name__, parts(config, EarlyExitConfig)
+        enters = bool(parts(config, JumpConfig)) or any(part.look_ahead for part in exits)
+        if (exits or enters) and not all(hasattr(body, name) for name in PARTS):
             _refuse(uncuttable(config.method, model))
-        if jumps and not self._takes_states():
+        if enters and not self._takes_states():
             _refuse(takes_no_states(config.method, model))
 
     def __call__(

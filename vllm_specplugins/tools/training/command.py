@@ -23,10 +23,15 @@ from vllm_specplugins.tools.files import every_nth, make_folder, token_rows
 from vllm_specplugins.tools.training.core import Settings, train
 from vllm_specplugins.tools.training.exit_head import ExitHeadSettings
 from vllm_specplugins.tools.training.jump import JumpSettings
+from vllm_specplugins.tools.training.look_ahead import LookAheadSettings
 from vllm_specplugins.tools.training.parts import Part
 from vllm_specplugins.tools.training.scores import Scores, scores
 
-PARTS: dict[str, type[Settings]] = {"train-exit-head": ExitHeadSettings, "train-jump": JumpSettings}
+PARTS: dict[str, type[Settings]] = {
+    "train-exit-head": ExitHeadSettings,
+    "train-jump": JumpSettings,
+    "train-look-ahead": LookAheadSettings,
+}
 MAX_SCORED_ROWS = 64
 NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration
 

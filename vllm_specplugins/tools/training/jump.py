@@ -83,7 +83,7 @@ class TrainedJump:
         """See Part. Drafts begin behind each token of the row but the first, before which there is no state."""
         config, num_tokens = self.head.config, len(states[0])
         early, last = states[config.early_layers].float(), states[-1].float()
-        text = base.tail(config.late_layer, num_tokens)
+        text = base.passes(config.late_layer, num_tokens)
         text.run(states[config.late_layer])
         for step in range(1, min(num_draft, num_tokens - 1) + 1):
             last = F.pad(last[:-1], (0, 0, 1, 0))  # of the token before
