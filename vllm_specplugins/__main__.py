@@ -15,6 +15,7 @@ from vllm_specplugins.config import ConfigError, shown
 COMMANDS = {
     "train-exit-head": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
     "train-look-ahead": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
+    "train-medusa": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
     "train-jump": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
     "calibrate": ("vllm_specplugins.tools.calibrate", ("vllm", "torch", "transformers", "rich", "matplotlib")),
     "check": ("vllm_specplugins.tools.check.run", ("rich",)),
@@ -129,6 +130,7 @@ def parser() -> Parser:
     _train_exit_head(subparsers)
     _train_jump(subparsers)
     _train_look_ahead(subparsers)
+    _train_medusa(subparsers)
     _calibrate(subparsers)
     _verify_lossless(subparsers)
     _check(subparsers)
@@ -173,6 +175,14 @@ def _train_look_ahead(subparsers: Any) -> None:
     add("--exit-head", metavar="DIR", help="a trained head for this layer (default: the model's own norm and head)")
     add("--num-draft", type=whole(2, 64), default=4, metavar="K",
         help="how many tokens one pass drafts, one more than there are embeddings (default: 4)")  # fmt: skip
+    _training(command)
+
+
+def _train_medusa(subparsers: Any) -> None:
+    words = "train Medusa heads, which draft from a model's last state without a layer"
+    example = "Example: python -m vllm_specplugins train-medusa MODEL --data corpus/*.txt --out HEADS"
+    command = subparsers.add_parser("train-medusa", help=words, description=f"Will {words}.", epilog=example)
+    command.add_argument("--num-draft", type=whole(1, 64), default=4, metavar="K", help="how many heads (default: 4)")
     _training(command)
 
 

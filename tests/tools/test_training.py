@@ -1,7 +1,9 @@
 """Training of exit heads and jumps on a tiny model."""
 
 import argparse
+import json
 import resource
+import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +14,11 @@ import pytest
 import torch
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.methods import parse_config
 from vllm_specplugins.proposers.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, check_exit_head
 from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig, check_jump
 from vllm_specplugins.proposers.look_ahead import LookAheadConfig, check_look_ahead
+from vllm_specplugins.proposers.medusa_heads import MedusaHeads
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_tokenizer
 from vllm_specplugins.tools.files import save_whole, token_rows
 from vllm_specplugins.tools.training import command, core
@@ -22,6 +26,7 @@ from vllm_specplugins.tools.training.core import LOSSES, rows_of_step, schedule,
 from vllm_specplugins.tools.training.exit_head import ExitHeadSettings, TrainedExitHead, initial_head
 from vllm_specplugins.tools.training.jump import JumpSettings, TrainedJump
 from vllm_specplugins.tools.training.look_ahead import LookAheadSettings, TrainedLookAhead
+from vllm_specplugins.tools.training.medusa import MedusaSettings
 from vllm_specplugins.tools.training.scores import scores
 
 COMMON: dict[str, Any] = {
@@ -333,7 +338,7 @@ def test_look_ahead_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]])
     embeddings = torch.randn(2, 32)
     row = rows[0][:12]
     [states] = base.hidden_states([row])
-    guesses = list(TrainedLookAhead(config, embeddings, None).guesses(base, states, 3))
+    guesses = list(TrainedLookAhead(config, embeddings).guesses(base, states, 3))
     assert [guess.start for guess in guesses] == [0, 1, 2]
     for newest in (0, 5, 9):
         fed = torch.cat((states[0][: newest + 1], embeddings))
@@ -354,3 +359,45 @@ def test_look_ahead_learns(base: BaseModel, rows: list[list[int]], tmp_path: Pat
     after = scores(base, rows[-8:], train(base, rows[:-8], settings, tmp_path), 2)
     check_look_ahead(tmp_path, exit_layer=2, hidden_size=32, num_draft=2)
     assert after.match[0] == before.match[0] and after.overlap[1] > 2 * before.overlap[1], (before, after)
+
+
+def test_medusa(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
+    """Saved heads say what they said in training, of the places that they were trained for, and learn.
+
+    Fails if a head's place is off by one, or if a layer is stored transposed or without its bias.
+    """
+    settings = MedusaSettings(**{**COMMON, "steps": 30}, num_draft=2)
+    part = train(base, rows[:-8], settings, tmp_path)
+    [states] = base.hidden_states(rows[-1:])
+    heads = MedusaHeads.load(tmp_path, 2, 3072)
+    served = heads.logits(states[-1], 2, base.logits)
+    for place, guess in enumerate(part.guesses(base, states, 2)):
+        assert guess.start == place + 1 and len(guess.of(states[-1])) == len(guess.logits) == len(states[0]) - 1 - place
+        torch.testing.assert_close(guess.logits, served[place, : len(guess.logits)])
+    before, after = (scores(base, rows[-8:], one, 2) for one in (settings.begin(base, rows), part))
+    assert after.overlap[0] > 2 * before.overlap[0], (before, after)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("train-exit-head", {"exit_layer": 1, "rank": 0}),
+        ("train-jump", {"early_layers": 0, "late_layer": None, "inner_size": 4, "num_draft": 2}),
+        ("train-look-ahead", {"exit_layer": 1, "exit_head": None, "num_draft": 3}),
+        ("train-medusa", {"num_draft": 3}),
+    ],
+)
+def test_commands(
+    tiny_model: Path, text_files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, own: Any
+) -> None:
+    """Each command ends with a table, a card and a configuration that our methods take. Fails if one of its arguments
+    does not reach the part."""
+    args = arguments(tiny_model, text_files, tmp_path, steps=2)
+    for key in ("exit_layer", "rank"):
+        delattr(args, key)
+    assert command.run(argparse.Namespace(**{**vars(args), "command": name, "loss": "both", **own})) == 0
+    said = capsys.readouterr().out
+    config = json.loads(shlex.split(said.rpartition("--speculative-config ")[2])[0])
+    assert parse_config(config).common.num_speculative_tokens == own.get("num_draft", 3) or name == "train-jump"
+    card = (tmp_path / "README.md").read_text()
+    assert json.dumps(config) in card and "| trained |" in card and "* loss: both" in card

@@ -1,8 +1,7 @@
-"""`train-exit-head`, `train-jump`: a command for each part that can be trained, with the same core."""
+"""`train-exit-head`, `train-jump` and others: a command for each part that can be trained, with the same core."""
 
 import argparse
 import json
-import shlex
 import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,25 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
-from vllm_specplugins.tools.files import every_nth, make_folder, token_rows
+from vllm_specplugins.tools.files import every_nth, make_folder, save_whole, token_rows
 from vllm_specplugins.tools.training.core import Settings, train
 from vllm_specplugins.tools.training.exit_head import ExitHeadSettings
 from vllm_specplugins.tools.training.jump import JumpSettings
 from vllm_specplugins.tools.training.look_ahead import LookAheadSettings
+from vllm_specplugins.tools.training.medusa import MedusaSettings
 from vllm_specplugins.tools.training.parts import Part
-from vllm_specplugins.tools.training.scores import Scores, scores
+from vllm_specplugins.tools.training.report import card, show
+from vllm_specplugins.tools.training.scores import scores
 
 PARTS: dict[str, type[Settings]] = {
     "train-exit-head": ExitHeadSettings,
     "train-jump": JumpSettings,
     "train-look-ahead": LookAheadSettings,
+    "train-medusa": MedusaSettings,
 }
 MAX_SCORED_ROWS = 64
 NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration
@@ -65,8 +65,12 @@ def run(args: argparse.Namespace) -> int:
         return 130
     except torch.OutOfMemoryError:
         raise ConfigError("--batch-tokens and --row-tokens must be smaller: the GPU's memory is full.") from None
-    config = part.serving(args.out) | {"num_speculative_tokens": NUM_SCORED_TOKENS}
-    _report(before, after, config, args.out, sum(map(len, test_rows)))
+    config = part.serving(args.out)
+    config.setdefault("num_speculative_tokens", NUM_SCORED_TOKENS)
+    num_tokens = sum(map(len, test_rows))
+    words = card(before, after, config, settings, num_tokens)
+    save_whole(args.out, lambda folder: _write(folder / "README.md", words))
+    show(before, after, config, args.out, num_tokens)
     return 0
 
 
@@ -111,21 +115,5 @@ def _train_with_progress(
         return train(base, rows, settings, out, advance, interrupted)
 
 
-def _report(before: Scores, after: Scores, config: dict[str, Any], out: Path, num_tokens: int) -> None:
-    console = Console()
-    table = Table(title=f"On {num_tokens:,} held-out tokens", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for title in ("", "same token", "min(p, q)", "tokens a step"):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for name, found in (("as it began", before), ("trained", after)):
-        shares = (", ".join(f"{share:.1%}" for share in shares) for shares in (found.match, found.overlap))
-        table.add_row(name, *shares, f"{found.length:.2f}, {found.sampled_length:.2f}")
-    console.print(table)
-    if after.length <= before.length:
-        console.print("It is no better than it began: train it for longer, or leave it out.")
-    console.print(
-        "Of each draft token, if those before it are the text's. same token: as the full model's, greedily; min(p, q): "
-        "accepted at temperature 1; tokens a step: at temperatures 0 and 1.",
-        highlight=False,
-    )
-    console.print(f"Saved in {out}. To serve with it:", highlight=False, soft_wrap=True)
-    console.print(f"--speculative-config {shlex.quote(json.dumps(config))}", highlight=False, soft_wrap=True)
+def _write(path: Path, words: str) -> None:
+    path.write_text(words)

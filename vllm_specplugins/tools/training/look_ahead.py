@@ -39,8 +39,9 @@ class LookAheadSettings(Settings):
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> "TrainedLookAhead":
         """See Settings. All embeddings begin as the mean of the tokens' in some rows."""
-        head = None
+        head = folder = None
         if self.exit_head is not None:
+            folder = str(Path(self.exit_head).resolve())
             vocab_size, hidden_size = base.head_weight.shape
             check_exit_head(self.exit_head, exit_layer=self.exit_layer, hidden_size=hidden_size, vocab_size=vocab_size)
             head = ExitHead.load(self.exit_head, base.model.device)
@@ -49,14 +50,21 @@ class LookAheadSettings(Settings):
         config = LookAheadConfig(
             exit_layer=self.exit_layer, hidden_size=base.hidden_size, num_embeddings=self.num_draft - 1
         )
-        return TrainedLookAhead(config, tokens.mean(0).repeat(self.num_draft - 1, 1), head)
+        return TrainedLookAhead(config, tokens.mean(0).repeat(self.num_draft - 1, 1), head, folder)
 
 
 class TrainedLookAhead:
     """See the module."""
 
-    def __init__(self, config: LookAheadConfig, embeddings: torch.Tensor, head: ExitHead | None):
-        self.config, self.weights, self._head = config, {"embeddings.weight": embeddings}, head
+    def __init__(
+        self,
+        config: LookAheadConfig,
+        embeddings: torch.Tensor,  # [M, H]
+        head: ExitHead | None = None,
+        head_folder: str | None = None,
+    ):
+        self.config, self.weights = config, {"embeddings.weight": embeddings}
+        self._head, self._head_folder = head, head_folder
 
     def guesses(self, base: BaseModel, states: States, num_draft: int) -> Iterator[Guess]:
         """See Part. The first draft token is the exit's own."""
@@ -78,5 +86,7 @@ class TrainedLookAhead:
         save_look_ahead(folder, self.config, self.weights["embeddings.weight"].detach().to(dtype))
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """See Part. Whoever has a trained head names it beside."""
-        return {"method": "early_exit", "exit_layer": self.config.exit_layer, "look_ahead": str(folder.resolve())}
+        """See Part."""
+        head = {} if self._head_folder is None else {"exit_head": self._head_folder}
+        own = {"look_ahead": str(folder.resolve()), "num_speculative_tokens": self.config.num_embeddings + 1}
+        return {"method": "early_exit", "exit_layer": self.config.exit_layer, **head, **own}
