@@ -27,6 +27,7 @@ from vllm_specplugins.tools.training.exit_head import ExitHeadSettings, TrainedE
 from vllm_specplugins.tools.training.jump import JumpSettings, TrainedJump
 from vllm_specplugins.tools.training.look_ahead import LookAheadSettings, TrainedLookAhead
 from vllm_specplugins.tools.training.medusa import MedusaSettings
+from vllm_specplugins.tools.training.parts import Guess
 from vllm_specplugins.tools.training.scores import scores
 
 COMMON: dict[str, Any] = {
@@ -401,3 +402,24 @@ def test_commands(
     assert parse_config(config).common.num_speculative_tokens == own.get("num_draft", 3) or name == "train-jump"
     card = (tmp_path / "README.md").read_text()
     assert json.dumps(config) in card and "| trained |" in card and "* loss: both" in card
+
+
+class HalfRight:
+    """Guesses wrongly at one place of a draft, and as the model does at the others."""
+
+    def __init__(self, wrong: int):
+        self._wrong = wrong
+
+    def guesses(self, base: BaseModel, states: Any, num_draft: int) -> Any:
+        full = base.logits(states[-1])
+        for place in range(num_draft):
+            yield Guess(-full[place:] if place == self._wrong else full[place:], place)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_draft_ends_at_its_first_wrong_token(base: BaseModel, rows: list[list[int]], wrong: int) -> None:
+    """Fails if what stands behind a wrong token counts."""
+    part: Any = HalfRight(wrong)
+    found = scores(base, rows[:2], part, 3)
+    assert found.length == pytest.approx(1 + wrong)
+    assert found.match == [float(place != wrong) for place in range(3)]
