@@ -193,6 +193,8 @@ def reads_history(config: SpecConfig) -> bool:
 
 def drafts_on_device(config: SpecConfig) -> bool:
     """Whether the method, on Model Runner V2, drafts without the host, and reads tokens where they lie if it does."""
+    if any(part.look_ahead for part in parts(config, EarlyExitConfig)):
+        return False  # its graphs are of single tokens
     stages = tuple(stage.method for stage in getattr(config.own, "stages", ()))
     return _method(config.method).on_device or stages == DEVICE_CASCADE
 
