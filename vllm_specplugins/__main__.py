@@ -156,8 +156,8 @@ def _train_jump(subparsers: Any) -> None:
     example = "Example: python -m vllm_specplugins train-jump MODEL --data corpus/*.txt --out HEAD"
     command = subparsers.add_parser("train-jump", help=words, description=f"Will {words}.", epilog=example)
     add = command.add_argument
-    add("--early-layers", type=whole(0, 10_000), default=0, metavar="E",
-        help="how many layers run for a token before the jump (default: 0)")  # fmt: skip
+    add("--early-layers", type=whole(0, 10_000), default=1, metavar="E",
+        help="how many layers run for a token before the jump (default: 1)")  # fmt: skip
     add("--late-layer", type=whole(0, 10_000), metavar="J",
         help="how many layers lie before the first one behind the jump (default: all but one)")  # fmt: skip
     add("--inner-size", type=whole(1, 1_000_000), default=512, metavar="R", help="of the part (default: 512)")
