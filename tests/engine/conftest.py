@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +58,9 @@ if INTERPRETED:
         "PYTHONPATH": os.pathsep.join(paths),
     }
     sys.path.insert(0, str(HERE / "triton_cpu"))
+    from specplugins_triton_cpu.plugin import import_simulated_device
+
+    import_simulated_device()
 elif RUNNER == "v2":
     ENGINE_ENVIRONMENT["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ.update(ENGINE_ENVIRONMENT)
@@ -66,16 +68,11 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for the engines of this pr
 sys.path.insert(0, str(EXAMPLES / "demo"))
 sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent / "proposers"))
-# By its path: with its folder's parent on sys.path transformers would take tests/kernels for a package that it knows.
-_device = spec_from_file_location("simulated_device", HERE.parent / "simulated_device" / "__init__.py")
-assert _device is not None and _device.loader is not None
-sys.modules["simulated_device"] = module_from_spec(_device)
-_device.loader.exec_module(sys.modules["simulated_device"])
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
 def v2_on_a_cpu() -> Iterator[None]:
-    """What V2 lacks on a CPU."""
+    """What V2 lacks on a CPU; processes of their own get the interpreter from a plugin (triton_cpu)."""
     from simulated_device.device import interpreted
 
     with interpreted():
@@ -84,16 +81,39 @@ def v2_on_a_cpu() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=TAPES)
 def tapes(request: pytest.FixtureRequest, engine: Any) -> Iterator[None]:
-    """Engines run on the simulated device, but in the files of its own tests, which switch it on."""
-    if "test_simulated" in request.module.__name__:
-        engine.stop()
+    """Engines run on the simulated device and record graphs, but in files that say why not (WITHOUT_TAPES), and in the
+    device's own, which switch it on.
+
+    Verification is the reference's where a file is not about it (REAL_KERNELS).
+    """
+    engine.stop()
+    if "test_simulated" in request.module.__name__ or hasattr(request.module, "WITHOUT_TAPES"):
         yield
         return
     from simulated_device.device import simulated_device
 
-    with simulated_device(is_cuda=True):
+    with simulated_device(is_cuda=True), pytest.MonkeyPatch.context() as patches:
+        if not hasattr(request.module, "REAL_KERNELS"):
+            verify_by_reference(patches)
+        engine.records = True
         yield
+        engine.records = False
         engine.stop()
+
+
+def verify_by_reference(patches: pytest.MonkeyPatch) -> None:
+    """As if the reference were a kernel: the real ones take up to a second a step here."""
+    from torch.utils._python_dispatch import _disable_current_modes
+    from vllm_specplugins.kernels import rejection
+
+    load = rejection.load
+
+    def run(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            results = load("reference")(*arguments)
+        return tuple(result.to(torch.device("cpu"), non_blocking=True) for result in results)
+
+    patches.setattr(rejection, "load", lambda name: run)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +172,7 @@ def engine() -> Iterator[Callable[..., Any]]:
                 "enable_prefix_caching": False,
                 "block_size": 32,
             }
-            if TAPES and not {"enforce_eager", "compilation_config"} & arguments.keys():
+            if start.records and not {"enforce_eager", "compilation_config"} & arguments.keys():
                 defaults |= graphs()
             if INTERPRETED:  # a capture puts back what stood in the KV cache
                 defaults["num_gpu_blocks_override"] = 256
@@ -160,7 +180,7 @@ def engine() -> Iterator[Callable[..., Any]]:
             alive.update(llm=llm, key=key)
         return alive["llm"]
 
-    start.stop = stop  # type: ignore[attr-defined]
+    start.stop, start.records = stop, False  # type: ignore[attr-defined]
     yield start
     stop()
 

@@ -9,7 +9,6 @@ from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, spec_metrics
 
 METHODS = [PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit(NUM_LAYERS // 2)]
 SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
-ASYNC = [False, True] if RUNNER == "v2" else [False]
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +22,9 @@ def expected(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", ASYNC)
-def test_batches(engine: Any, prompts: Any, expected: Any, asynchronous: bool) -> None:
+def test_batches(engine: Any, prompts: Any, expected: Any) -> None:
     """50 prompts of mixed lengths in batches of 1 to 8. Kills: a draft put into another request's row."""
-    llm = engine(PROMPT_LOOKUP, **({"async_scheduling": True} if asynchronous else {}))
+    llm = engine(PROMPT_LOOKUP)
     assert generate(llm, prompts, SIZES) == expected
     [stats] = llm.collective_rpc("specplugins_stats")
     assert stats["accepted_tokens"] > 100, "the drafts must matter to the outcome"
@@ -34,10 +32,9 @@ def test_batches(engine: Any, prompts: Any, expected: Any, asynchronous: bool) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", ASYNC)
-def test_stress(engine: Any, prompts: Any, expected: Any, asynchronous: bool) -> None:
+def test_stress(engine: Any, prompts: Any, expected: Any) -> None:
     """Preemption, prefix-cache hits and chunked prefill. Kills: a history that misses a resumed request's output."""
-    llm = engine(PROMPT_LOOKUP, **STRESS, **({"async_scheduling": True} if asynchronous else {}))
+    llm = engine(PROMPT_LOOKUP, **STRESS)
     assert generate(llm, prompts, [8]) == expected
     assert generate(llm, prompts[:16], [8]) == expected[:16], "the second time from the prefix cache"
     assert spec_metrics(llm)["preemptions"] > 0

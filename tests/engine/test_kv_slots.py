@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "enable_chunked_prefill": True,
     "enable_prefix_caching": True,
+    "enforce_eager": True,  # a graph's writes are not seen step by step
     "async_scheduling": False,  # or else the scheduler counts tokens that no step has computed yet
 }
 # One block for nobody and the rest for little more than one request of full length. Gemma 3 has four KV-cache groups,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RUNNER, spec_metrics
+from conftest import RUNNER, TAPES, spec_metrics
 from safetensors.torch import save_file
 from test_exit_sampling import ARGUMENTS, EDITS, PROMPT
 from test_exit_sampling import checkpoint as checkpoint
@@ -47,10 +47,11 @@ def test_heads_that_repeat(
         return draft
 
     monkeypatch.setattr(Medusa, "propose", recorded)
-    llm = engine(config_of(heads, method), model=str(checkpoint), **ARGUMENTS)
+    arguments = {**ARGUMENTS, "model": str(checkpoint)}
+    llm = engine(config_of(heads, method), enforce_eager=True, **arguments)  # in a graph nobody sees the drafts
     asked = [{"temperature": 0.0}] * 3 + [{}, {"top_p": 0.7}, *EDITS]
 
-    def run(**options: Any) -> list[list[int]]:
+    def run(llm: Any, **options: Any) -> list[list[int]]:
         params = [
             SamplingParams(
                 **{"max_tokens": 13, "ignore_eos": True, "seed": seed, "detokenize": False} | own,
@@ -63,7 +64,7 @@ def test_heads_that_repeat(
 
     before = spec_metrics(llm)
     drafts.clear()  # of dummy runs
-    drafted = run()
+    drafted = run(llm)
     accepted = spec_metrics(llm)["accepted_tokens"] - before["accepted_tokens"]
     greedy = [
         own == [token] * K
@@ -74,8 +75,10 @@ def test_heads_that_repeat(
     assert len(greedy) >= 3 * 12 // (K + 1)
     assert all(greedy)
     assert accepted > 0
-    assert drafted == run(max_draft=0)
+    assert drafted == run(llm, max_draft=0)
     assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+    if TAPES and method == "coupled":
+        assert drafted == run(engine(config_of(heads, method), **arguments)), "in a graph"
 
 
 @pytest.mark.skipif(RUNNER == "v2", reason="refused in the front end, whatever runs")

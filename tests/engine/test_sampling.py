@@ -13,7 +13,7 @@ from scipy.stats import chi2_contingency
 if RUNNER == "v1":
     import torch
 
-
+WITHOUT_TAPES = "64 samples a step take minutes in Triton's interpreter"
 Pairs = Counter[tuple[int, ...]]
 
 

@@ -9,6 +9,7 @@ from conftest import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="of V2, in the interpreter")
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+WITHOUT_TAPES = "has a device of its own, that is a CPU"
 CONFIG = {
     "method": "early_exit",
     "exit_layer": 1,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from cases import generate, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, TAPES, graphs
+from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, graphs
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -43,8 +43,6 @@ def expected(engine: Any, prompts: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def device(engine: Any, expected: Any) -> Iterator[Device]:
-    if TAPES:
-        pytest.skip("has a device of its own")
     with simulated_device(is_cuda=True) as device:
         yield device
         engine.stop()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import PROMPT_LOOKUP, generate, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, TAPES, graphs, spec_metrics
+from conftest import DEMO_MODEL, INTERPRETED, graphs, spec_metrics
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -40,8 +40,6 @@ def expected_details(engine: Any, expected: Any, prompts: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def device(engine: Any, expected_details: Any) -> Iterator[Device]:
-    if TAPES:
-        pytest.skip("has a device of its own")
     with simulated_device(is_cuda=True) as device:
         yield device
         engine.stop()

@@ -6,13 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from cases import early_exit
-from conftest import INTERPRETED, graphs, spec_metrics
+from conftest import INTERPRETED, graphs, spec_metrics, verify_by_reference
 from recorded import replays, runner
 from small_vocabulary import VOCAB_SIZE, exact_probs, sampled, write_checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
-from vllm_specplugins.kernels import rejection
 
 from vllm_specplugins.tools.lossless.statistics import chi_squared
 
@@ -32,22 +29,14 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_by_reference(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(autouse=True)
-def fast_verification(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the reference, as if that were a kernel: the real one takes a second a step in the interpreter."""
-    load = rejection.load
-
-    def run(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            results = load("reference")(*arguments)
-        return tuple(result.to(torch.device("cpu"), non_blocking=True) for result in results)
-
-    monkeypatch.setattr(rejection, "load", lambda name: run)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from cases import PROMPT_LOOKUP, early_exit, generate, mixed_prompts
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER
 from scripted import CONFIG as SCRIPTED
 
+REAL_KERNELS = True
 NUM_TOKENS = 10 if INTERPRETED else 24
 PARAMETERS: dict[str, dict[str, Any]] = {
     "none": {},

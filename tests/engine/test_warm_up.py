@@ -15,6 +15,7 @@ from conftest import RUNNER
 
 pytestmark = pytest.mark.skipif(RUNNER == "v1", reason="of V2")
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+WITHOUT_TAPES = "has a device of its own, that is a CPU"
 KERNELS = "vllm_specplugins.kernels"
 MAX_NUM_REQS, NUM_DRAFT = 17, 5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

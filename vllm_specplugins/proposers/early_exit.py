@@ -5,7 +5,7 @@ and no second KV cache: verification by all layers overwrites what drafting wrot
 norm and head, or a trained one. K: num_speculative_tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, Target
-from vllm_specplugins.proposers.draft_sampler import DraftSampler, how_sure
+from vllm_specplugins.proposers.draft_sampler import DraftSampler
 from vllm_specplugins.proposers.exit_head import ExitHead
 
 
@@ -23,19 +23,16 @@ class Steps:
 
     Args:
         token_ids: [num_reqs, num_steps] int32.
-        confidence: [num_reqs, num_steps] float32, as of a match of so many tokens; empty if nobody asks.
         logits: [num_reqs, num_steps, vocab_size], if the tokens are drawn with noise of their own.
     """
 
     token_ids: torch.Tensor
-    confidence: torch.Tensor
     logits: torch.Tensor | None = None
 
     @classmethod
     def of(cls, last: torch.Tensor, num_steps: int) -> "Steps":
         """Nothing yet, of so many requests."""
-        shape = len(last), num_steps
-        return cls(last.new_empty(shape, dtype=torch.int32), last.new_empty(shape, dtype=torch.float32))
+        return cls(last.new_empty(len(last), num_steps, dtype=torch.int32))
 
     def put(self, step: int, chosen: torch.Tensor, q_logits: torch.Tensor | None) -> None:
         """One token of each request, [num_reqs], and maybe what it was drawn from."""
@@ -107,7 +104,12 @@ class EarlyExit:
         return steps.token_ids, steps.logits
 
     def follow(
-        self, target: Target, num_steps: int, followed: Any = None, num_followed: Any = None, rates: bool = False
+        self,
+        target: Target,
+        num_steps: int,
+        followed: Any = None,
+        num_followed: Any = None,
+        sees: Callable[[int, torch.Tensor], None] | None = None,
     ) -> Steps:
         """What the exit says next behind each request's newest token, and then behind each token of a draft that it
         follows, or else behind its own: one token after the other.
@@ -115,16 +117,17 @@ class EarlyExit:
         Args:
             followed: [num_reqs, >= num_steps] int tensor, drafts; None: it follows its own tokens alone.
             num_followed: [num_reqs] int tensor, how many of each.
-            rates: whether to say how sure it is.
+            sees: is shown each step's logits [num_reqs, vocab_size].
         """
         last, positions = target.last_token_ids, target.num_tokens - 1
         steps = Steps.of(last, num_steps)
         path = steps.token_ids if followed is None else torch.empty_like(steps.token_ids)
         for step in range(num_steps):
-            own, q_logits, logits = self._choose(target, last, positions, path[:, :step], rates)
+            own, q_logits, logits = self._choose(target, last, positions, path[:, :step], sees is not None)
             steps.put(step, own, q_logits)
-            if rates:
-                steps.confidence[:, step] = how_sure(logits, target.sampling.temperature)
+            if sees is not None:
+                assert logits is not None
+                sees(step, logits)
             last = own
             if followed is not None:
                 last = path[:, step] = torch.where(num_followed > step, followed[:, step], own)

@@ -82,8 +82,8 @@ class ExitHead:
     def load(cls, folder: str | Path, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> "ExitHead":
         """The head in a folder that `check_exit_head` has passed."""
         config = read_head_config(folder)
-        weights = load_file(Path(folder) / WEIGHTS_FILE, device=str(device))
-        return cls(config, {name: weights[name].to(dtype) for name in config.shapes()})
+        weights = load_file(Path(folder) / WEIGHTS_FILE)
+        return cls(config, {name: weights[name].to(device, dtype) for name in config.shapes()})
 
 
 def check_exit_head(folder: str | Path, *, exit_layer: int, hidden_size: int, vocab_size: int) -> None:

@@ -7,11 +7,13 @@ The exit goes token by token. Under `extend` it is fed the lookup's tokens first
 a draft.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from vllm_specplugins.draft import Target
+from vllm_specplugins.proposers.draft_sampler import how_sure
 from vllm_specplugins.proposers.drafted import Drafted, either, of_stage
 from vllm_specplugins.proposers.early_exit import EarlyExit, Steps
 
@@ -36,12 +38,14 @@ class OnDevice:
         policy: of the cascade; None: the exit is alone.
         rates: whether to say how sure each token is.
         most: tokens that the exit drafts for one request.
+        sees: of an exit that is alone, who is shown the logits of its steps.
     """
 
     stage: EarlyExit
     policy: str | None
     rates: bool
     most: int
+    sees: Callable[[int, torch.Tensor], None] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -75,19 +79,29 @@ class OnDevice:
 
     def _alone(self, target: Target, own: torch.Tensor, num_steps: int) -> tuple[Steps | None, Drafted]:
         width, index = self.stage.max_num_draft, EXIT if self.policy else 0
-        steps = self.stage.follow(target, num_steps, rates=self.rates) if num_steps else None
-        token_ids = own.new_zeros((len(own), width), dtype=torch.int32)
-        drafts = of_stage(index, token_ids, own, own * 0.0 + 1)
+        drafts = of_stage(index, own.new_zeros((len(own), width), dtype=torch.int32), own, own * 0.0 + 1)
+        steps = self._follow(target, num_steps, drafts) if num_steps else None
         return steps, self._said(drafts, steps)
+
+    def _follow(self, target: Target, num_steps: int, drafts: Drafted, found: Drafted | None = None) -> Steps:
+        """The exit's steps, which say how sure they are of a draft's tokens."""
+
+        def rate(step: int, logits: torch.Tensor) -> None:
+            drafts.confidence[:, step] = how_sure(logits, target.sampling.temperature).to(drafts.confidence.dtype)
+
+        token_ids, num_tokens = (None, None) if found is None else (found.token_ids, found.num_draft)
+        sees = self.sees or (rate if self.rates else None)
+        return self.stage.follow(target, num_steps, token_ids, num_tokens, sees)
 
     def _extended(
         self, target: Target, found: Drafted, own: torch.Tensor, num_steps: int
     ) -> tuple[Drafted, Steps | None, Parts]:
-        steps = self.stage.follow(target, num_steps, found.token_ids, found.num_draft, self.rates)
         is_found = found.is_drafted
         own = torch.minimum(own, found.num_draft + self.most)
         num_draft = torch.maximum(found.num_draft, own)
-        said = self._said(of_stage(EXIT, torch.zeros_like(found.token_ids), num_draft, own * 0.0 + 1), steps)
+        said = of_stage(EXIT, torch.zeros_like(found.token_ids), num_draft, own * 0.0 + 1)
+        steps = self._follow(target, num_steps, said, found)
+        said = self._said(said, steps)
         parts = ((getattr(found, name), getattr(said, name)) for name in ("token_ids", "stage", "confidence"))
         token_ids, stage, confidence = (torch.where(is_found, one, other) for one, other in parts)
         more = num_draft - found.num_draft
@@ -107,12 +121,8 @@ class OnDevice:
 
     def _said(self, drafts: Drafted, steps: Steps | None) -> Drafted:
         """The first columns of a draft as the exit has said them."""
-        if steps is None:
-            return drafts
-        num_steps = steps.token_ids.shape[1]
-        drafts.token_ids[:, :num_steps] = steps.token_ids
-        if self.rates:
-            drafts.confidence[:, :num_steps] = steps.confidence.to(drafts.confidence.dtype)
+        if steps is not None:
+            drafts.token_ids[:, : steps.token_ids.shape[1]] = steps.token_ids
         return drafts
 
 

@@ -26,7 +26,7 @@ from vllm_specplugins.structures.suffix_search import LONGEST_MATCH
 from vllm_specplugins.structures.suffix_store import SuffixStore
 
 # In looks into a table; no clock, so that all ranks of a tensor-parallel group do the same.
-SHARED_WORK = 10_000  # of all requests in a step, for prompts and references
+SHARED_WORK = 8_000  # of all requests in a step, for prompts and references
 STORE_WORK = 2_000  # of a step, for outputs that enter the store, and what makes room for them
 MAX_NEW = 64  # tokens that a request takes in at once beside that
 NOTHING = np.empty(0, np.int32)

@@ -173,7 +173,8 @@ V2_MEMBERS: tuple[Seam, ...] = (
     *_trims(
         "v1/worker/gpu/spec_decode/speculator.py",
         "DraftModelSpeculator",
-        "enable_adaptive_verification draft_token_confidence_probs",
+        "enable_adaptive_verification draft_token_confidence_probs use_acceptance_estimator "
+        "_maybe_predict_acceptance(self, logits, idx_mapping, draft_step)",
         "instance",
     ),
     *_trims("config/speculative.py", "SpeculativeConfig", "enable_adaptive_verification", "instance"),

@@ -48,7 +48,9 @@ class DeviceSpeculator(TargetSpeculator):
         self._limits = Limits(req_states, vllm_config.model_config, width, device, stages)
         for lookup in parts(config, PromptLookupConfig):
             self.texts = DeviceTexts(req_states, width, lookup, device)
-        self.use_acceptance_estimator = False  # of vLLM, which knows of no stages
+        # vLLM's estimator rates an exit that is alone, in fewer launches; it knows of no stages.
+        self.use_acceptance_estimator &= self._policy is None
+        self._steps = torch.arange(width, device=device)
         self._outcomes = Outcomes(max(1, len(stages)), req_states, width, device, num_more=4 + width)
         self.draft_token_confidence_probs = self._outcomes.probs
         self.report = LateReport()
@@ -157,15 +159,17 @@ class DeviceSpeculator(TargetSpeculator):
         """Drafts for all rows, with so many tokens of the exit; see DeviceTexts.match for `longest`."""
         assert batch.target is not None
         num_rows = batch.num_reqs
-        if self.enable_adaptive_verification:
+        if self._rates:
             self._outcomes.learn(num_rows)
         slots, num_sampled = self._outcomes.rows(num_rows)
         wanted = self._limits.wanted(slots, num_sampled)
         own = self._limits.of_stage(wanted, slots, EXIT if self._policy else 0).clamp_(max=num_steps)
         found = None if self.texts is None else self._found(slots, wanted, own, longest)
         drafts, steps, told = self._cascade.draft(batch.target, found, own, num_steps)
+        if self._policy is None:
+            self._outcomes.probs[:num_rows].mul_(drafts.is_drafted)
         self._outcomes.keep(
-            drafts, wanted, self.enable_adaptive_verification,
+            drafts, wanted, self._rates,
             (told.looked_up, told.exited, told.confirmed, torch.full_like(wanted, num_steps), drafts.stage),
         )  # fmt: skip
         self.draft_tokens[:num_rows] = drafts.token_ids
@@ -181,7 +185,7 @@ class DeviceSpeculator(TargetSpeculator):
             wanted = (wanted - (own > 0).int()).clamp_(min=0)
         match = self.texts.match(slots, wanted, longest)
         found = of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length)
-        if self._policy == "verify" or not self.enable_adaptive_verification:
+        if self._policy == "verify" or not self._rates:
             return found
         # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
         worth = self._outcomes.worth(found, than=EXIT)
@@ -205,17 +209,25 @@ class DeviceSpeculator(TargetSpeculator):
         """After a fault: tokens that are verified, and certain."""
         none = torch.zeros(num_reqs, dtype=torch.int32, device=self.device)
         self.draft_tokens[:num_reqs].zero_()
+        self._outcomes.probs[:num_reqs].zero_()
         drafts = of_stage(0, self.draft_tokens[:num_reqs].int(), none, none)
-        self._outcomes.keep(
-            drafts, none, self.enable_adaptive_verification, (none - 1, none - 1, none, none, drafts.stage)
-        )
+        self._outcomes.keep(drafts, none, self._rates, (none - 1, none - 1, none, none, drafts.stage))
         if self.draft_logits is not None:
             self._keep_logits(drafts, None, None)
 
     @property
+    def _rates(self) -> bool:
+        """Whether chances are ours to say, from the stages' records."""
+        return self.enable_adaptive_verification and self._policy is not None
+
+    def _estimate(self, step: int, logits: torch.Tensor) -> None:
+        """By vLLM's estimator, which it tells itself what became of the last drafts."""
+        self._maybe_predict_acceptance(logits, self.idx_mapping[: len(logits)], self._steps[step])
+
+    @property
     def _cascade(self) -> OnDevice:
         proposer: Any = self.barrier.proposer
-        rates, width = self.enable_adaptive_verification, self.num_speculative_steps
         if self._policy is None:
-            return OnDevice(proposer, None, rates, width)
-        return OnDevice(proposer.named_stages()[EXIT][1], self._policy, rates, self._limits.of_stages[EXIT])
+            sees = self._estimate if self.enable_adaptive_verification else None
+            return OnDevice(proposer, None, False, self.num_speculative_steps, sees)
+        return OnDevice(proposer.named_stages()[EXIT][1], self._policy, self._rates, self._limits.of_stages[EXIT])
