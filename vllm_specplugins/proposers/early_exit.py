@@ -124,15 +124,17 @@ class EarlyExit:
             sees: is shown each step's logits [num_reqs, vocab_size].
         """
         last, positions = target.last_token_ids, target.num_tokens - 1
-        steps, path = Steps.of(last, num_steps), last.new_empty(len(last), num_steps, dtype=torch.int32)
+        steps = Steps.of(last, num_steps)
+        path = steps.token_ids if followed is None else torch.empty_like(steps.token_ids)
         for step in range(num_steps):
             own, q_logits, logits = self._choose(target, last, positions, path[:, :step], sees is not None)
             steps.put(step, own, q_logits)
             if sees is not None:
                 assert logits is not None
                 sees(step, logits)
-            last = own if followed is None else torch.where(num_followed > step, followed[:, step], own)
-            path[:, step] = last
+            last = own
+            if followed is not None:
+                last = path[:, step] = torch.where(num_followed > step, followed[:, step], own)
             positions.add_(1).clamp_(max=self.max_position)
         return steps
 
