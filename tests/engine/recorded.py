@@ -24,7 +24,7 @@ def recapture(device: Any, speculator: Any) -> None:
         speculator.capture()
 
 
-def drafts_pay(llm: Any) -> None:
+def drafts_pay(llm: Any, token_ms: float = 0.001) -> None:
     """Costs of steps as of a device on which drafts pay, for who trims them, in place of a simulation's times."""
-    costs = [(n, 8 + 0.001 * n) for n in range(1, 4097)]
-    runner(llm).adaptive_verification.set_cost_curves([(1, 0.1), (8, 0.1)], costs)
+    verify_ms = [(n, 8 + token_ms * n) for n in range(1, 4097)]
+    runner(llm).adaptive_verification.set_cost_curves([(1, 0.1), (8, 0.1)], verify_ms)

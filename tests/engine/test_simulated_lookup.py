@@ -66,7 +66,7 @@ def llm(engine: Any, device: Device) -> Any:
     """Scheduled asynchronously, lengths trimmed on the device; costs of steps as of a device on which drafts pay."""
     llm = engine(PROMPT_LOOKUP, **graphs((1, 4, 8, 16, 40)))
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-    drafts_pay(llm)
+    drafts_pay(llm, token_ms=0.1)
     return llm
 
 
