@@ -188,6 +188,7 @@ def test_built_in_stage() -> None:
 def test_frozen(name: str) -> None:
     stages = [{"method": "early_exit"}] * 2
     needed = {"custom": {"proposer": "json:loads"}, "cascade": {"stages": stages}, "medusa": {"heads": "folder"}}
+    needed["jump"] = {"head": "folder"}
     raw = {"method": name, **needed.get(name, {})}
     config = parse_config(raw)
     with pytest.raises(AttributeError):

@@ -13,7 +13,10 @@ from vllm_specplugins.config import ConfigError, shown
 
 # A command's module, and what it needs beside this package.
 COMMANDS = {
-    "train-exit-head": ("vllm_specplugins.tools.train_exit_head", ("torch", "transformers", "rich")),
+    "train-exit-head": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
+    "train-look-ahead": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
+    "train-medusa": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
+    "train-jump": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
     "calibrate": ("vllm_specplugins.tools.calibrate", ("vllm", "torch", "transformers", "rich", "matplotlib")),
     "check": ("vllm_specplugins.tools.check.run", ("rich",)),
     "doctor": ("vllm_specplugins.tools.doctor", ("vllm", "torch", "rich")),
@@ -125,6 +128,9 @@ def parser() -> Parser:
     )
     subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _train_exit_head(subparsers)
+    _train_jump(subparsers)
+    _train_look_ahead(subparsers)
+    _train_medusa(subparsers)
     _calibrate(subparsers)
     _verify_lossless(subparsers)
     _check(subparsers)
@@ -139,11 +145,55 @@ def _train_exit_head(subparsers: Any) -> None:
     words = "train a norm and a head for an early layer, so that it drafts more like the whole model"
     example = "Example: python -m vllm_specplugins train-exit-head MODEL --exit-layer 8 --data corpus/*.txt --out HEAD"
     command = subparsers.add_parser("train-exit-head", help=words, description=f"Will {words}.", epilog=example)
-    _common(command)
     add = command.add_argument
     add("--exit-layer", type=whole(1, 10_000), required=True, metavar="E", help="how many layers run before the head")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder of the head; an interrupted run goes on there")
     add("--rank", type=whole(0, 100_000), default=0, metavar="R", help="of the head; 0 is a full matrix (default: 0)")
+    _training(command)
+
+
+def _train_jump(subparsers: Any) -> None:
+    words = "train what guesses the state in front of a model's last layers, so that they draft without the others"
+    example = "Example: python -m vllm_specplugins train-jump MODEL --data corpus/*.txt --out HEAD"
+    command = subparsers.add_parser("train-jump", help=words, description=f"Will {words}.", epilog=example)
+    add = command.add_argument
+    add("--early-layers", type=whole(0, 10_000), default=1, metavar="E",
+        help="how many layers run for a token before the jump (default: 1)")  # fmt: skip
+    add("--late-layer", type=whole(0, 10_000), metavar="J",
+        help="how many layers lie before the first one behind the jump (default: all but one)")  # fmt: skip
+    add("--inner-size", type=whole(1, 1_000_000), default=512, metavar="R", help="of the part (default: 512)")
+    add("--num-draft", type=whole(1, 64), default=3, metavar="K",
+        help="how many jumps it learns to make one behind the other (default: 3)")  # fmt: skip
+    _training(command)
+
+
+def _train_look_ahead(subparsers: Any) -> None:
+    words = "train embeddings that stand for draft tokens not yet known, so that an early exit drafts all in one pass"
+    example = "Example: python -m vllm_specplugins train-look-ahead MODEL --exit-layer 8 --data c/*.txt --out AHEAD"
+    command = subparsers.add_parser("train-look-ahead", help=words, description=f"Will {words}.", epilog=example)
+    add = command.add_argument
+    add("--exit-layer", type=whole(1, 10_000), required=True, metavar="E", help="how many layers they run through")
+    add("--exit-head", metavar="DIR", help="a trained head for this layer (default: the model's own norm and head)")
+    add("--num-draft", type=whole(2, 64), default=4, metavar="K",
+        help="how many tokens one pass drafts, one more than there are embeddings (default: 4)")  # fmt: skip
+    _training(command)
+
+
+def _train_medusa(subparsers: Any) -> None:
+    words = "train Medusa heads, which draft from a model's last state without a layer"
+    example = "Example: python -m vllm_specplugins train-medusa MODEL --data corpus/*.txt --out HEADS"
+    command = subparsers.add_parser("train-medusa", help=words, description=f"Will {words}.", epilog=example)
+    command.add_argument("--num-draft", type=whole(1, 64), default=4, metavar="K", help="how many heads (default: 4)")
+    _training(command)
+
+
+def _training(command: Any) -> None:
+    """What all training takes."""
+    _common(command)
+    add = command.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of the part; an interrupted run goes on there")
+    add("--loss", choices=("cross-entropy", "acceptance", "both"), default="cross-entropy",
+        help="what is made small: the cross-entropy with the model's own distribution, the negative log of the chance "
+        "to be accepted at temperature 1, or their sum (default: cross-entropy)")  # fmt: skip
     add("--steps", type=whole(1, 10_000_000), default=1000, metavar="N", help="default: 1000")
     add("--batch-tokens", type=whole(16, 10_000_000), default=4096, metavar="N", help="tokens a step (default: 4096)")
     add("--row-tokens", type=whole(16, 1_000_000), default=512, metavar="N", help="tokens a row (default: 512)")

@@ -160,14 +160,34 @@ class EarlyExitConfig:
             run the race that verification will run, with the same noise and the request's temperature, top-k, top-p
             and min-p: nearly as often accepted, q is one-hot, and a seeded request says the same whatever is drafted.
         exit_head: folder of a trained head (see proposers/exit_head.py); None is the target's own norm and head.
+        look_ahead: folder of trained embeddings (`python -m vllm_specplugins train-look-ahead`) that stand for draft
+            tokens not yet known, so that one pass through the layers drafts all; None: a pass for each token.
     """
 
     exit_layer: int = integer(1, 1, 10_000)
     draft_sample_method: str = choice("greedy", "probabilistic", "coupled")
     exit_head: str | None = optional_text()
+    look_ahead: str | None = optional_text()
 
     def __post_init__(self) -> None:
         check_fields(self, "early_exit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JumpConfig:
+    """`jump`: a trained part guesses the state in front of the target's last layers from its embedding of the newest
+    token and its last hidden state; these layers run on the target's own KV cache, and its norm and head draft.
+
+    Args:
+        head: folder of the trained part (`python -m vllm_specplugins train-jump`), which says what runs.
+        draft_sample_method: as of `early_exit`.
+    """
+
+    head: str = text()
+    draft_sample_method: str = choice("greedy", "probabilistic", "coupled")
+
+    def __post_init__(self) -> None:
+        check_fields(self, "jump")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

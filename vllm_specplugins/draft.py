@@ -108,6 +108,14 @@ class PagedForward(Protocol):
             normed: whether the target's final norm is applied.
         """
 
+    def embeddings(self, token_ids: Any) -> Any:
+        """What stands in front of the first layer: [..., hidden_size] of token ids [...]."""
+
+    def hidden_states_of(
+        self, first_layer: int, end_layer: int, states: Any, positions: Any, normed: bool = True
+    ) -> Any:
+        """As `hidden_states`, after layers [first_layer, end_layer), of states [..., hidden_size] in front of them."""
+
     def logits(self, hidden_states: Any) -> Any:
         """The target's logits [N, vocab_size] of normed hidden states [N, hidden_size]."""
 

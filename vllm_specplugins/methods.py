@@ -12,6 +12,7 @@ from vllm_specplugins.config import (
     ConfigError,
     CustomConfig,
     EarlyExitConfig,
+    JumpConfig,
     MedusaConfig,
     PromptLookupConfig,
     RegisteredConfig,
@@ -59,6 +60,7 @@ METHODS: Mapping[str, Method] = {
         reads_history=False,
         on_device=True,
     ),
+    "jump": Method(JumpConfig, "vllm_specplugins.proposers.jump:Jump", runs_target=True, reads_history=False),
     "medusa": Method(
         MedusaConfig,
         "vllm_specplugins.proposers.medusa:Medusa",
@@ -134,10 +136,9 @@ def _check_stages(config: CascadeConfig, num_speculative_tokens: int) -> None:
             )
     if config.policy == "verify":
         for index, stage in enumerate(config.stages[1:], start=1):
-            if not _method(stage.method).runs_target:
+            if not isinstance(stage.own, EarlyExitConfig):
                 raise ConfigError(
-                    f"cascade: stages[{index}] must run the target (early_exit) where policy is 'verify', "
-                    f"not {stage.method!r}."
+                    f"cascade: stages[{index}] must be early_exit where policy is 'verify', not {stage.method!r}."
                 )
     if {"prompt_lookup", "suffix_lookup"} <= {stage.method for stage in config.stages}:
         raise ConfigError(
@@ -192,6 +193,8 @@ def reads_history(config: SpecConfig) -> bool:
 
 def drafts_on_device(config: SpecConfig) -> bool:
     """Whether the method, on Model Runner V2, drafts without the host, and reads tokens where they lie if it does."""
+    if any(part.look_ahead for part in parts(config, EarlyExitConfig)):
+        return False  # its graphs are of single tokens
     stages = tuple(stage.method for stage in getattr(config.own, "stages", ()))
     return _method(config.method).on_device or stages == DEVICE_CASCADE
 
@@ -210,8 +213,8 @@ def parts(config: SpecConfig, kind: type[T]) -> list[T]:
 
 def sample_methods(config: SpecConfig) -> set[str]:
     """How the drafts of a method's model proposers are drawn."""
-    exits, heads = parts(config, EarlyExitConfig), parts(config, MedusaConfig)
-    return {part.draft_sample_method for part in exits} | {part.draft_sample_method for part in heads}
+    kinds: tuple[Any, ...] = (EarlyExitConfig, JumpConfig, MedusaConfig)
+    return {part.draft_sample_method for kind in kinds for part in parts(config, kind)}
 
 
 def _names(config: SpecConfig) -> list[str]:

@@ -87,8 +87,8 @@ CARD = """\
 
 A Llama of {parameters:,} parameters (8 layers, hidden size 256, vocabulary 3072) that writes Python-like text
 and was taught to copy code and rename identifiers in it. It exists so that speculative decoding can be measured
-without a download: its early layers were trained to predict like the whole model (LayerSkip, Elhoushi et al.
-2024). It is not useful for anything else. `../widen.py` makes checkpoints of larger cost with the same logits.
+without a download: {exits}. It is not useful for anything else. \
+`../widen.py` makes checkpoints of larger cost with the same logits.
 Its chat template only joins the messages, so that chat requests can be served: it was not trained on conversations.
 
 Made by `python examples/demo/train.py` with seed {seed} in {training_minutes} minutes of training on 2 CPU cores
@@ -113,12 +113,20 @@ licence); `../heldout.jsonl` contains excerpts of it under the PSF licence.
 """
 
 
+EXITS = """its early layers were trained to predict like the whole model (LayerSkip, Elhoushi et al.
+2024)"""
+PLAIN = "its early layers were never asked to predict, as most models'"
+
+
 def model_card(facts: dict) -> str:
     """README.md of a checkpoint, from the contents of its training.json."""
     code, edit = facts["heldout"]["code"], facts["heldout"]["edit"]
     columns = zip(code["loss"], code["agreement"], edit["loss"], edit["agreement"], strict=True)
     table = [f"| {layer} | {a:.3f} | {b:.1%} | {c:.3f} | {d:.1%} |" for layer, (a, b, c, d) in enumerate(columns, 1)]
-    fields = facts | {"notes": textwrap.fill(facts.get("notes", ""), 110)}
+    fields = facts | {
+        "exits": PLAIN if facts.get("plain") else EXITS,
+        "notes": textwrap.fill(facts.get("notes", ""), 110),
+    }
     return CARD.format(table="\n".join(table), copied=edit["copied"], exact=edit["exact"], **fields)
 
 

@@ -7,6 +7,8 @@ the standard library of the running interpreter, plus copy-and-rename tasks made
 
     python examples/demo/train.py --minutes 55
 
+`--plain` leaves both out: a model like most, whose early layers were never asked to predict.
+
 Under glibc, page faults can cost as much as the arithmetic; this keeps freed memory in the process:
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_MMAP_THRESHOLD_=8589934592.
 Needs torch, transformers, tokenizers and tqdm. B: rows, T: tokens per row, H: hidden size, V: vocabulary.
@@ -128,6 +130,13 @@ def block(x: Tensor, cos: Tensor, sin: Tensor, norms: list[Tensor], weights: lis
 
 
 @torch.compile(dynamic=False)
+def plain_loss(final: Tensor, norm: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    """Loss of the full model."""
+    logits = F.linear(rms_norm(final, norm), head.to(final.dtype)).float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@torch.compile(dynamic=False)
 def losses(final: Tensor, early: Tensor, norm: Tensor, head: Tensor, labels: Tensor, mix: Tensor) -> tuple:
     """(loss of the full model, loss of the exit); mix moves the exit's target from labels to full model."""
     head = head.to(final.dtype)
@@ -143,8 +152,9 @@ def losses(final: Tensor, early: Tensor, norm: Tensor, head: Tensor, labels: Ten
 class Trainer:
     """The model in float32, its optimizers (Muon for matrices, AdamW for the rest) and the counts."""
 
-    def __init__(self, model: LlamaForCausalLM, minutes: float, max_steps: int, seed: int) -> None:
+    def __init__(self, model: LlamaForCausalLM, minutes: float, max_steps: int, seed: int, plain: bool) -> None:
         self.model, self.seconds, self.max_steps, self.seed = model, 60 * minutes, max_steps, seed
+        self.plain = plain
         matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
         ids = {id(p) for p in matrices}
         others = [p for p in model.parameters() if id(p) not in ids]
@@ -178,13 +188,19 @@ class Trainer:
         num_layers = len(self.layers)
         for index, (norms, weights) in enumerate(self.layers):
             # LayerSkip equation 1: 0 at the first layer, MAX_LAYER_DROPOUT at the last.
-            if rng.random() >= MAX_LAYER_DROPOUT * (2 ** (index / (num_layers - 1)) - 1):
+            if self.plain or rng.random() >= MAX_LAYER_DROPOUT * (2 ** (index / (num_layers - 1)) - 1):
                 x = block(x, cos, sin, norms, weights)
             if index + 1 == exit_layer:
                 early = x
-        norm, head = self.model.model.norm.weight, self.model.lm_head.weight
-        loss, exit_loss = losses(x, early, norm, head, batch[:, 1:].contiguous(), torch.tensor(progress))
-        (loss + EXIT_WEIGHT * exit_loss).backward()
+        norm, head, labels = self.model.model.norm.weight, self.model.lm_head.weight, batch[:, 1:].contiguous()
+        found = {}
+        if self.plain:
+            loss = whole_loss = plain_loss(x, norm, head, labels)
+        else:
+            loss, exit_loss = losses(x, early, norm, head, labels, torch.tensor(progress))
+            whole_loss = loss + EXIT_WEIGHT * exit_loss
+            found[f"exit{exit_layer}"] = exit_loss.item()
+        whole_loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -192,16 +208,23 @@ class Trainer:
         self.num_steps += 1
         # A step that compiled, or was suspended, does not use up the time box.
         self.elapsed += min(time.perf_counter() - start, MAX_STEP_SECONDS)
-        return {"loss": loss.item(), f"exit{exit_layer}": exit_loss.item(), "minutes": self.elapsed / 60}
+        return {"loss": loss.item(), **found, "minutes": self.elapsed / 60}
 
     def state(self, rows: Rows) -> dict:
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         counts = {"num_steps": self.num_steps, "elapsed": self.elapsed, "cursor": rows.cursor}
-        return {"seed": self.seed, "model": self.model.state_dict(), "optimizers": optimizers} | counts
+        return {
+            "seed": self.seed,
+            "plain": self.plain,
+            "model": self.model.state_dict(),
+            "optimizers": optimizers,
+        } | counts
 
     def load(self, state: dict, rows: Rows) -> None:
         if state["seed"] != self.seed:
             raise SystemExit(f"error: --seed is {self.seed}, but the run in --state has seed {state['seed']}")
+        if state["plain"] != self.plain:
+            raise SystemExit(f"error: --plain is {self.plain}, but the run in --state has {state['plain']}")
         self.model.load_state_dict(state["model"])
         for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer_state)
@@ -224,7 +247,8 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=prompts.HERE / "model")
+    parser.add_argument("--out", type=Path, help="default: the folder of the demo model; with --plain it must be given")
+    parser.add_argument("--plain", action="store_true", help="no exits, no layers skipped")
     parser.add_argument("--minutes", type=float, default=55.0, help="time box of the training steps")
     parser.add_argument("--steps", type=int, default=100_000, help="stop here at the latest; repeatable")
     parser.add_argument("--seed", type=int, default=0)
@@ -233,6 +257,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.minutes <= 0 or args.steps < 1:
         parser.error(f"--minutes is {args.minutes}, --steps is {args.steps}; allowed: more than 0, 1 or more")
+    if args.plain and args.out is None:
+        parser.error("--out is missing; with --plain it must be given")
+    args.out = args.out or prompts.HERE / "model"
 
     files = list(prompts.library_files())
     train_files = [file for file in files if not prompts.is_held_out(file[0])]
@@ -250,7 +277,7 @@ def main() -> None:
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=8192,
         rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
-    trainer = Trainer(LlamaForCausalLM(config), args.minutes, args.steps, args.seed)
+    trainer = Trainer(LlamaForCausalLM(config), args.minutes, args.steps, args.seed, args.plain)
     if args.state.exists():
         trainer.load(torch.load(args.state), rows)
     print(f"{trainer.model.num_parameters():,} parameters, {len(rows.stream):,} training tokens")
@@ -274,6 +301,7 @@ def main() -> None:
         "steps": trainer.num_steps,
         "tokens_seen": trainer.num_steps * STEP_TOKENS,
         "training_minutes": round(trainer.elapsed / 60, 1),
+        "plain": args.plain,
         "parameters": trainer.model.num_parameters(),
         "versions": {"python": platform.python_version()}
         | {module.__name__: module.__version__ for module in (torch, transformers, tokenizers)},

@@ -26,6 +26,5 @@ def recapture(device: Any, speculator: Any) -> None:
 
 def drafts_pay(llm: Any) -> None:
     """Costs of steps as of a device on which drafts pay, for who trims them, in place of a simulation's times."""
-    runner(llm).adaptive_verification.set_cost_curves(
-        [(1, 0.1), (8, 0.1)], [(n, 8 + 0.001 * n) for n in range(1, 4097)]
-    )
+    costs = [(n, 8 + 0.001 * n) for n in range(1, 4097)]
+    runner(llm).adaptive_verification.set_cost_curves([(1, 0.1), (8, 0.1)], costs)

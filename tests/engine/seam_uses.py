@@ -79,6 +79,7 @@ RECEIVERS: dict[str, str] = {
     "tables[]": "BlockTable",
     "target_model_config": "ModelConfig",
     "block_tables": "BlockTables",
+    "_body": "LlamaModel",
     "body": "LlamaModel",
     "buffers": "InputBuffers",
     "context": "LogitsContext",

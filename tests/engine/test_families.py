@@ -75,6 +75,32 @@ def test_all_layers_accept_everything(engine: Any, prompts: Outputs, plain: Any,
 
 
 @pytest.mark.slow
+def test_entered_in_the_middle(
+    engine: Any, prompts: Outputs, plain: Any, run: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same exit, from embeddings through half of the layers and from the states there through the rest: what jumps
+    and look-ahead tokens do. Fails if states are scaled like tokens' on their way in, or lose their residual."""
+    from vllm_specplugins.engine.v1.target import _PagedForward
+    from vllm_specplugins.engine.v2.paged import PagedForward
+
+    def in_halves(self: Any, end_layer: int, token_ids: Any, positions: Any, normed: bool = True) -> Any:
+        half = end_layer // 2
+        states = self.hidden_states_of(0, half, self.embeddings(token_ids), positions, normed=False)
+        return self.hidden_states_of(half, end_layer, states, positions, normed)
+
+    family, asynchronous = run
+    few, expected = prompts[:8], plain(family)[:8]
+    llm = engine(early_exit(NUM_LAYERS), **arguments(family, asynchronous))
+    for runner in (_PagedForward, PagedForward):
+        monkeypatch.setattr(runner, "hidden_states", in_halves)
+    before = spec_metrics(llm)
+    assert generate(llm, few, [8], max_tokens=NUM_TOKENS) == expected
+    after = spec_metrics(llm)
+    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    assert accepted >= drafted - (len(few) * 4 if asynchronous else 0) > 0
+
+
+@pytest.mark.slow
 def test_stress(engine: Any, prompts: Outputs, plain: Any, run: tuple[str, bool]) -> None:
     """Half of the layers draft, in batches of 1 to 8, under preemption, prefix-cache hits and chunked prefill.
 

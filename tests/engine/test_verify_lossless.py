@@ -17,7 +17,7 @@ from vllm_specplugins.kernels.rejection import reference
 from vllm_specplugins.engine import verify
 from vllm_specplugins.engine.measure.samples import SETTINGS, Samples
 from vllm_specplugins.tools.lossless import grid
-from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint
+from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.grid import BIAS, CUTS, METHODS, PENALTIES, REWARDS, TOP_K, Cell, cell
 from vllm_specplugins.tools.lossless.report import PASSED, WRONG, Judged, Report
 from vllm_specplugins.tools.verify_lossless import NO_SPECULATION, Verification
@@ -25,7 +25,7 @@ from vllm_specplugins.tools.verify_lossless import NO_SPECULATION, Verification
 pytestmark = pytest.mark.slow
 WITHOUT_TAPES = "64 samples a step take minutes in Triton's interpreter"
 NUM_SAMPLES = 300 if INTERPRETED else 1500
-PASSING = ["cascade-verify"] if INTERPRETED else ["prompt_lookup", "cascade-verify"]
+PASSING = ["cascade-verify"] if INTERPRETED else ["prompt_lookup", "cascade-verify", "jump-probabilistic"]
 if os.environ.get("SPECPLUGINS_METHODS") == "all":
     PASSING = list(METHODS)
 PASSING_CELLS = [cell(1.0, CUTS, PENALTIES, BIAS)] if INTERPRETED else [cell(0.0, PENALTIES), *grid.quick()[-6:]]
@@ -37,6 +37,7 @@ def judge(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Judge:
     """judge(method, cells, num_samples): each cell and its verdict, and that of all at once."""
     folder = tmp_path_factory.mktemp("tiny")
     model = write_checkpoint(folder, seed=0)
+    write_parts(folder, seed=0)
     settings = {**SETTINGS, "model": str(folder), "seed": 0, "max_num_seqs": 64 if INTERPRETED else 256}
 
     def judge(method: str, cells: list[Cell], num_samples: int = NUM_SAMPLES) -> list[tuple[Judged, str]]:
@@ -44,7 +45,7 @@ def judge(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Judge:
         plain: list[Judged] = []
         if any(cell.is_greedy for cell in cells):
             plain = verification.judge(Samples(engine(**settings)), NO_SPECULATION)
-        judged = verification.judge(Samples(engine(METHODS[method], **settings)), method)
+        judged = verification.judge(Samples(engine(grid.placed(METHODS[method], folder), **settings)), method)
         none = plain or [Judged(NO_SPECULATION, "")]
         verdicts = Report([*none, *judged], {}).verdicts
         return list(zip(judged, verdicts[len(none) :], strict=True))

@@ -24,6 +24,7 @@ OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "draft_sample_method": st.sampled_from(["greedy", "probabilistic"]),
         "exit_head": st.none() | st.just("folder"),
     },
+    "jump": {"head": st.just("folder"), "draft_sample_method": st.sampled_from(["greedy", "coupled"])},
     "custom": {"proposer": st.sampled_from(CLASSES), "options": st.dictionaries(st.text(), JSON, max_size=2)},
 }
 BUILT_IN_OWN = {"model": st.none() | st.just("m"), **{key: JSON for key in BUILT_IN_SETTINGS}}

@@ -12,9 +12,10 @@ from rubbish import JSON, NUMBERS, check_sentence
 from spoil import spoilt
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.tools.train_exit_head import STATE_FILE, Settings, _resume, _save_state
+from vllm_specplugins.tools.training.core import STATE_FILE, _resume, _save_state
+from vllm_specplugins.tools.training.exit_head import ExitHeadSettings
 
-SETTINGS = Settings(
+SETTINGS = ExitHeadSettings(
     model="m", exit_layer=1, rank=0, steps=12, batch_tokens=128, row_tokens=64, learning_rate=0.02, seed=0,
     heldout=0.1, data=1,
 )  # fmt: skip

@@ -11,7 +11,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 from vllm.platforms import current_platform
 
-from vllm_specplugins.config import ConfigError, EarlyExitConfig, MedusaConfig, SpecConfig, StageConfig
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, MedusaConfig, SpecConfig, StageConfig
 from vllm_specplugins.engine import adaptive, scheduling
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
@@ -204,7 +204,7 @@ def _has_state(model: ModelConfig) -> bool:
 def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     """Raises ConfigError for a target whose layers a proposer of ours cannot run."""
     model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
-    exits = parts(config, EarlyExitConfig)
+    exits, jumps = parts(config, EarlyExitConfig), parts(config, JumpConfig)
     for name, size in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size),
         ("data_parallel_size", parallel.data_parallel_size),
@@ -214,7 +214,8 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
         if size > 1:
             raise ConfigError(f"{method}: {name} must be 1, not {size}.")
     if vllm_config.lora_config is not None:
-        why = "drafts would run another request's adapter" if exits else "the heads know the model without adapters"
+        runs_layers = "drafts would run another request's adapter"
+        why = runs_layers if exits or jumps else "the heads know the model without adapters"
         raise ConfigError(f"{method}: enable_lora must be false, not True: {why}.")
     kinds = {
         "a hybrid or state-space model": _has_state(model),
@@ -233,17 +234,21 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
             hidden_size=model.get_hidden_size(),
             vocab_size=model.get_vocab_size(),
         )
-    if not exits:
+    if not exits and not jumps:
         return
     registered = model.registry.models.get(model.architecture)
     module = getattr(registered, "module_name", "")  # of a class of the user's own there is none
     if not may_be_cut(module):
         raise uncuttable(method, model.architecture)
     for exit_config in exits:
-        _check_exit(exit_config, model)
+        _check_exit(exit_config, model, config.common.num_speculative_tokens)
+    for jump in jumps:
+        from vllm_specplugins.proposers.jump_head import check_jump
+
+        check_jump(jump.head, num_layers=model.get_total_num_hidden_layers(), hidden_size=model.get_hidden_size())
 
 
-def _check_exit(config: EarlyExitConfig, model: ModelConfig) -> None:
+def _check_exit(config: EarlyExitConfig, model: ModelConfig, num_draft: int) -> None:
     num_layers = model.get_total_num_hidden_layers()
     if config.exit_layer > num_layers:
         raise ConfigError(
@@ -258,4 +263,13 @@ def _check_exit(config: EarlyExitConfig, model: ModelConfig) -> None:
             exit_layer=config.exit_layer,
             hidden_size=model.get_hidden_size(),
             vocab_size=model.get_vocab_size(),
+        )
+    if config.look_ahead is not None:
+        from vllm_specplugins.proposers.look_ahead import check_look_ahead
+
+        check_look_ahead(
+            config.look_ahead,
+            exit_layer=config.exit_layer,
+            hidden_size=model.get_hidden_size(),
+            num_draft=num_draft,
         )

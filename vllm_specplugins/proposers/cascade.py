@@ -23,10 +23,12 @@ from vllm_specplugins.proposers.gate import Gate
 from vllm_specplugins.proposers.gated import Gated
 from vllm_specplugins.proposers.guard import Guard
 from vllm_specplugins.proposers.guarded import Guarded
+from vllm_specplugins.proposers.jump import Jump
 from vllm_specplugins.proposers.records import Rows
 from vllm_specplugins.proposers.switch import Clock
 from vllm_specplugins.proposers.verified import Alone, Verified
 
+RUN_TARGET = EarlyExit, Jump
 POLICIES: dict[str, Callable[[Drafter, Drafter], Drafter]] = {"first": First, "extend": Extend}
 
 
@@ -57,7 +59,7 @@ class Cascade:
         self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
         self._guards = {
-            index: self._guard(index, clock) for index, stage in enumerate(stages) if not isinstance(stage, EarlyExit)
+            index: self._guard(index, clock) for index, stage in enumerate(stages) if not isinstance(stage, RUN_TARGET)
         }
         self._gated_stages: list[Gated] = []
         self._drafter = self._combine(config.policy)
@@ -82,7 +84,7 @@ class Cascade:
     def fit(self, max_model_len: int) -> None:
         """See EarlyExit.fit."""
         for stage in self._stages:
-            if isinstance(stage, EarlyExit):
+            if isinstance(stage, RUN_TARGET):
                 stage.fit(max_model_len)
 
     def rehearse(self, batch: DraftBatch) -> Draft:
@@ -91,8 +93,9 @@ class Cascade:
         firsts = np.zeros(batch.num_reqs, np.int64)
         draft = Draft.empty(batch.num_reqs)
         for stage in self._stages:
-            if isinstance(stage, EarlyExit):
+            if isinstance(stage, RUN_TARGET):
                 draft = stage.propose(batch)
+            if isinstance(stage, EarlyExit):
                 longest = np.zeros((batch.num_reqs, int(batch.max_num_draft.max(initial=1))), np.int64)
                 stage.choose(batch.target, longest, firsts)
         return draft
@@ -174,7 +177,7 @@ class Cascade:
 
     def _drafter_of(self, index: int) -> Drafter:
         stage, counters = self._stages[index], self._counters[index]
-        if isinstance(stage, EarlyExit):
+        if isinstance(stage, RUN_TARGET):
             return Alone(stage, index, counters)
         if isinstance(stage, BuiltIn):
             return Offered(index, counters, self._width)
@@ -186,7 +189,7 @@ class Cascade:
         return Guarded(drafter, guard, counters, self._width, self._context.rank, self._context.agreed)
 
     def _guard(self, index: int, clock: Clock) -> Guard:
-        """An exit has none: it fails with the cascade, or with the target."""
+        """What runs the target has none: it fails with the cascade, or with the target."""
         budget_ms, num_ranks = self._context.time_budget_ms, self._context.num_ranks
         in_thread = index != self._built_in and budget_ms is not None
         on_all_ranks = index == self._built_in and num_ranks > 1
@@ -201,7 +204,7 @@ class Cascade:
         )
 
     def _gated(self, drafter: Drafter, index: int, rival: tuple[int, str] | None = None) -> Drafter:
-        is_free = not isinstance(self._stages[index], EarlyExit)
+        is_free = not isinstance(self._stages[index], RUN_TARGET)
         if self._gate is None:
             return drafter
         gated = Gated(drafter, self._gate, self._rows, index, is_free, self._accounts, self._width, rival)

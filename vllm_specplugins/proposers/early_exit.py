@@ -15,6 +15,7 @@ from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, Target
 from vllm_specplugins.proposers.draft_sampler import DraftSampler
 from vllm_specplugins.proposers.exit_head import ExitHead
+from vllm_specplugins.proposers.look_ahead import load_look_ahead
 
 
 @dataclass(slots=True)
@@ -55,7 +56,9 @@ class EarlyExit:
         self._exit_layer = config.exit_layer
         self._sampler = DraftSampler(config.draft_sample_method)
         self.fit(context.max_model_len)
-        self._head = None
+        self._head = self._ahead = None
+        if config.look_ahead is not None:
+            self._ahead = load_look_ahead(config.look_ahead, context.device, context.dtype or torch.float32)
         if config.exit_head is not None:
             self._head = ExitHead.load(config.exit_head, context.device, context.dtype)
 
@@ -88,7 +91,8 @@ class EarlyExit:
             vocab_size].
         """
         if begun is None:
-            steps = self.follow(target, num_steps)
+            ahead = self._ahead
+            steps = self.follow(target, num_steps) if ahead is None else self._look_ahead(target, ahead, num_steps)
             return steps.token_ids, steps.logits
         last, positions = target.last_token_ids, target.num_tokens - 1
         ends = positions + (self.max_num_draft - 1)  # where the last reserved slot is
@@ -132,6 +136,24 @@ class EarlyExit:
             if followed is not None:
                 last = path[:, step] = torch.where(num_followed > step, followed[:, step], own)
             positions.add_(1).clamp_(max=self.max_position)
+        return steps
+
+    def _look_ahead(self, target: Target, ahead: torch.Tensor, num_steps: int) -> Steps:
+        """As `follow`, by one pass: behind the newest token stand embeddings for those that are not known yet."""
+        forward, num_reqs = target.forward, len(target.last_token_ids)
+        steps = Steps.of(target.last_token_ids, num_steps)
+        if num_steps == 0:
+            return steps
+        newest = forward.embeddings(target.last_token_ids)[:, None]
+        fed = torch.cat((newest, ahead[: num_steps - 1].expand(num_reqs, -1, -1)), dim=1)
+        positions = (target.num_tokens - 1)[:, None] + torch.arange(num_steps, device=fed.device)
+        positions.clamp_(max=self.max_position)
+        states = forward.hidden_states_of(0, self._exit_layer, fed, positions, normed=self._head is None)
+        logits = (forward if self._head is None else self._head).logits(states.flatten(0, 1))
+        logits = logits.view(num_reqs, num_steps, -1)
+        for step in range(num_steps):
+            begun, places = steps.token_ids[:, :step], positions[:, step] + 1
+            steps.put(step, *self._sampler.choose(target, logits[:, step], places, begun))
         return steps
 
     def _choose_behind(

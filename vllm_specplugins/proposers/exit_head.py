@@ -5,20 +5,18 @@ A folder with `config.json` and `exit_head.safetensors`. The head is a matrix of
 N: tokens, H: hidden size, V: vocabulary, R: rank.
 """
 
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
 
-from vllm_specplugins.config import ConfigError, said, shown
+from vllm_specplugins.proposers.trained import CONFIG_FILE, Kind, Weights
 
-DTYPES = ("F16", "BF16", "F32", "F64")
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "exit_head.safetensors"
+__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "ExitHead", "ExitHeadConfig", "check_exit_head", "read_head_config"]
+
+WEIGHTS_FILE = "exit_head.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +45,9 @@ class ExitHeadConfig:
         return {"norm.weight": (hidden,), "down.weight": (rank, hidden), "up.weight": (vocab, rank)}
 
 
+KIND = Kind(ExitHeadConfig, WEIGHTS_FILE, "early_exit: exit_head", "head")
+
+
 @dataclass(frozen=True, slots=True)
 class ExitHead:
     """A head in memory; `weights` as ExitHeadConfig.shapes lists them.
@@ -58,7 +59,7 @@ class ExitHead:
     """
 
     config: ExitHeadConfig
-    weights: dict[str, torch.Tensor]
+    weights: Weights
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of hidden states [N, H] after layer `exit_layer`, before any norm."""
@@ -72,60 +73,20 @@ class ExitHead:
 
     def save(self, folder: Path) -> None:
         """Writes the head into a folder, which is made if need be."""
-        folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.weights.items()}
-        # Not `save_file`, which lets nobody else read the file.
-        (folder / WEIGHTS_FILE).write_bytes(save(weights, metadata={"format": "pt"}))
-        (folder / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=1) + "\n")
+        KIND.save(folder, self.config, self.weights)
 
     @classmethod
     def load(cls, folder: str | Path, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> "ExitHead":
         """The head in a folder that `check_exit_head` has passed."""
-        config = read_head_config(folder)
-        weights = load_file(Path(folder) / WEIGHTS_FILE)
-        return cls(config, {name: weights[name].to(device, dtype) for name in config.shapes()})
+        return cls(*KIND.load(folder, device, dtype))
 
 
 def check_exit_head(folder: str | Path, *, exit_layer: int, hidden_size: int, vocab_size: int) -> None:
     """Raises ConfigError unless a folder holds a whole head for this layer of a model of these sizes."""
-    config = read_head_config(folder)
-    wanted = {"exit_layer": exit_layer, "hidden_size": hidden_size, "vocab_size": vocab_size}
-    for name, value in wanted.items():
-        if getattr(config, name) != value:
-            _refuse(folder, f"a head whose {name} is {value}", f"{getattr(config, name)}")
-    path = Path(folder) / WEIGHTS_FILE
-    if not path.is_file():
-        _refuse(folder, f"a folder with {WEIGHTS_FILE}", "one without it")
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        _refuse(folder, f"a folder with a whole {WEIGHTS_FILE}", f"one that cannot be read ({said(error)})")
-    for name, shape in config.shapes().items():
-        found = tuple(slices[name].get_shape()) if name in slices else None
-        if found != shape:
-            words = "nothing" if found is None else shown(list(found))
-            _refuse(folder, f"a head with {name} of shape {list(shape)}", words)
-        if (dtype := slices[name].get_dtype()) not in DTYPES:
-            _refuse(folder, f"a head with {name} of {', '.join(DTYPES)}", dtype)
+    KIND.check(folder, exit_layer=exit_layer, hidden_size=hidden_size, vocab_size=vocab_size)
 
 
 def read_head_config(folder: str | Path) -> ExitHeadConfig:
     """What the head in a folder was made for; ConfigError if there is none."""
-    path = Path(folder) / CONFIG_FILE
-    try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        _refuse(folder, f"a folder with a readable {CONFIG_FILE}", "one without it")
-    names = [entry.name for entry in fields(ExitHeadConfig)]
-    if not isinstance(raw, dict) or not set(names) <= raw.keys():
-        _refuse(folder, f"a head's folder, whose {CONFIG_FILE} holds {', '.join(names)}", "one of something else")
-    for name in names:
-        kind = (int, float) if name == "rms_norm_eps" else int
-        if not isinstance(raw[name], kind) or isinstance(raw[name], bool) or not 0 <= raw[name] < 2**31:
-            _refuse(folder, f"a head's folder, whose {name} in {CONFIG_FILE} is a number from 0 on", shown(raw[name]))
-    return ExitHeadConfig(**{name: raw[name] for name in names})
-
-
-def _refuse(folder: str | Path, wanted: str, found: str) -> Any:
-    raise ConfigError(f"early_exit: exit_head must be {wanted}, not {found} ({folder}).")
+    config: ExitHeadConfig = KIND.read_config(folder)
+    return config

@@ -22,6 +22,7 @@ from vllm_specplugins.proposers.drafters import Drafter
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE
 from vllm_specplugins.proposers.host import verified as host
+from vllm_specplugins.proposers.jump import Jump
 from vllm_specplugins.proposers.records import Ints
 
 
@@ -104,14 +105,17 @@ def _array(tensor: torch.Tensor, dtype: Any) -> Any:
 
 @dataclass(slots=True)
 class Alone:
-    """The model stage with this index by itself, token by token."""
+    """The model stage with this index by itself, token by token. A jump only begins drafts: it needs the target's last
+    state."""
 
-    stage: EarlyExit
+    stage: EarlyExit | Jump
     index: int
     counters: StageCounters
 
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
         assert batch.target is not None
+        if isinstance(self.stage, Jump) and begun is not None:
+            wanted, begun = np.where(begun.num_draft == 0, wanted, 0), None
         num_steps, num_reqs = max(wanted.tolist(), default=0), len(wanted)
         if num_steps == 0:
             return nothing(num_reqs, self.stage.max_num_draft)

@@ -3,6 +3,7 @@
 Knows nothing of vLLM. T: tokens, H: hidden size, V: vocabulary, L: layers.
 """
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
@@ -71,15 +72,14 @@ class BaseModel:
 
     @torch.no_grad()
     def hidden_states(self, rows: Sequence[Sequence[int]]) -> Iterator[list[torch.Tensor]]:
-        """For each row of token ids, what each layer leaves: L tensors [T, H], of which the last is normed."""
+        """For each row of token ids, what n layers leave, n from 0 on: L + 1 tensors [T, H], the last one normed."""
         tensors = [torch.tensor(row) for row in rows]
         # Attention is causal: padding at the end reaches no token before it.
         batch = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(self.model.device)
         states = self.model.base_model(batch, output_hidden_states=True, use_cache=False).hidden_states
         for index, row in enumerate(rows):
-            yield [state[index, : len(row)] for state in states[1:]]
+            yield [state[index, : len(row)] for state in states]
 
-    @torch.no_grad()
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [T, V] float32 of normed hidden states [T, H], by all that the model does after its layers."""
         layers = self.model.base_model
@@ -90,6 +90,44 @@ class BaseModel:
         finally:
             del layers.forward  # what hid the class's own
         return logits
+
+    def passes(self, first: int, num_tokens: int, end: int | None = None, normed: bool = True) -> "Passes":
+        """The layers [first, end), or all from there on, over a row of so many tokens."""
+        return Passes(self.cut(first, self.num_layers if end is None else end, normed), num_tokens)
+
+    def cut(self, first: int, end: int, normed: bool = True) -> Any:
+        """The model's body with the layers [first, end) alone; weights are shared."""
+        body = copy.copy(self.model.base_model)
+        parts = {"layers": body.layers[first:end]} | ({} if normed else {"norm": torch.nn.Identity()})
+        body._modules = {**body._modules, **parts}
+        return body
+
+
+class Passes:
+    """Layers that run over a row again and again: first on the text, then on what stands in its place in drafts.
+
+    A pass of step k sees, of the text, what stands k tokens or more before it, and of the passes of steps 1 to k the
+    tokens between.
+    """
+
+    def __init__(self, body: Any, num_tokens: int):
+        self._body, self._num_tokens, self._cache = body, num_tokens, DynamicCache()
+        distance = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)
+        self._distance = distance.to(next(body.parameters()).device)  # [T, T] how far a key stands before a query
+
+    def run(self, states: torch.Tensor, step: int = 0) -> torch.Tensor:
+        """[T, H] behind the layers, of states [T, H] in front of them; steps in order, from the text's, 0, on."""
+        seen = [self._distance >= step]
+        seen += [self._distance == step - earlier for earlier in range(1, step + 1)]
+        allowed = torch.cat(seen, dim=1)[None, None]
+        states = states.to(next(self._body.parameters()).dtype)
+        mask = torch.zeros(allowed.shape, dtype=states.dtype, device=states.device)
+        mask.masked_fill_(~allowed, torch.finfo(states.dtype).min)
+        positions = torch.arange(self._num_tokens, device=states.device)[None]
+        result: torch.Tensor = self._body(
+            inputs_embeds=states[None], attention_mask=mask, position_ids=positions, past_key_values=self._cache
+        ).last_hidden_state[0]
+        return result.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +140,7 @@ class Exit:
     @torch.no_grad()
     def logits(self, base: BaseModel, states: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits [T, V] float32, from what `BaseModel.hidden_states` gives for a row."""
-        hidden_states = states[self.layer - 1]
+        hidden_states = states[self.layer]
         if self.head is not None:
             return self.head.logits(hidden_states.float())
         return base.logits(base.model.base_model.norm(hidden_states))

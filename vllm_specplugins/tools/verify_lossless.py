@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.engine.measure.samples import Drawn, Request, SamplingEngine
 from vllm_specplugins.tools.lossless import grid
-from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint
+from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.exact import ExactModel
 from vllm_specplugins.tools.lossless.report import DIED, Judged, Report, show, write
 from vllm_specplugins.tools.lossless.statistics import Counts, chi_squared
@@ -117,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     folder = Path(tempfile.mkdtemp(prefix="specplugins-"))
     model = write_checkpoint(folder / "model", args.seed)
+    write_parts(folder, args.seed)
 
     judged: list[Judged] = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -125,7 +126,8 @@ def run(args: argparse.Namespace) -> int:
         verification = Verification(model, cells, args.samples, args.seed, lambda: progress.advance(task))
         for method, config in {NO_SPECULATION: None, **methods}.items():
             progress.update(task, description=method)
-            with SamplingEngine(folder / "model", config, args.seed, method, folder) as engine:
+            placed = None if config is None else grid.placed(config, folder)
+            with SamplingEngine(folder / "model", placed, args.seed, method, folder) as engine:
                 judged += verification.judge(engine, method)
     report = Report(judged, {"samples": args.samples, "grid": args.grid, "seed": args.seed, "methods": methods})
     show(report, Console())
@@ -142,8 +144,8 @@ def pick_methods(wanted: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: no method of that name, or no JSON.
 
-    >>> list(pick_methods(["early_exit", '{"method": "ngram", "num_speculative_tokens": 2}']))
-    ['early_exit', 'early_exit-probabilistic', 'early_exit-coupled', '{"method": "ngram", "num_speculative_tokens": 2}']
+    >>> list(pick_methods(["jump", '{"method": "ngram", "num_speculative_tokens": 2}']))
+    ['jump-probabilistic', 'jump-coupled', '{"method": "ngram", "num_speculative_tokens": 2}']
     """
     if not wanted:
         return dict(grid.METHODS)

@@ -1,24 +1,25 @@
-"""The target's first layers and its head as callables: what `PagedForward` runs on both runners."""
+"""Some of the target's layers, and its head, as callables: what `PagedForward` runs on both runners."""
 
 import copy
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from vllm_specplugins.config import EarlyExitConfig, SpecConfig
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, SpecConfig
 from vllm_specplugins.engine.plugin import sentence_instead_of_traceback
 from vllm_specplugins.engine.target.compiled import compile_cut, compiles
-from vllm_specplugins.engine.target.model_source import PARTS, uncuttable
+from vllm_specplugins.engine.target.model_source import PARTS, takes_no_states, uncuttable
 from vllm_specplugins.methods import parts
 
 logger = logging.getLogger("vllm.specplugins")
 
 
 class FirstLayers:
-    """Runs a decoder's own forward with another `end_layer`: its embedding scale, norms and residuals are its own.
+    """Runs a decoder's own forward with another `start_layer` or `end_layer`: its embedding scale, norms and residuals
+    are its own.
 
     vLLM's decoder bodies loop over `layers[start_layer:end_layer]`. A shallow copy of the body shares every weight
     and the attention layers with their KV pages.
@@ -26,25 +27,51 @@ class FirstLayers:
 
     def __init__(self, target: nn.Module, config: SpecConfig):
         body: Any = getattr(target, "model", None)
-        if parts(config, EarlyExitConfig) and not all(hasattr(body, name) for name in PARTS):
-            refusal = uncuttable("early_exit", type(target).__name__)
-            logger.error("%s", refusal)  # what an engine's process raises, vLLM wraps in tracebacks
-            with sentence_instead_of_traceback():
-                raise refusal
         self._target: Any = target
         self._body = body
-        self._run: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {}
+        self._run: dict[tuple[int, int, bool], Callable[..., torch.Tensor]] = {}
         self._compiled: set[tuple[int, bool]] = set()
+        model, exits = type(target).__name__, parts(config, EarlyExitConfig)
+        enters = bool(parts(config, JumpConfig)) or any(part.look_ahead for part in exits)
+        if (exits or enters) and not all(hasattr(body, name) for name in PARTS):
+            _refuse(uncuttable(config.method, model))
+        if enters and not self._takes_states():
+            _refuse(takes_no_states(config.method, model))
 
     def __call__(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] after layers [0, end_layer) and, if `normed`, the final norm."""
-        run = self._run.get((end_layer, normed))
+        return self._cut(0, end_layer, normed)(token_ids, positions, None)
+
+    def embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What stands in front of the first layer: [num_tokens, hidden_size] of token ids [num_tokens]."""
+        embeddings: torch.Tensor = self._body.embed_input_ids(token_ids)
+        return embeddings
+
+    def of_states(
+        self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
+    ) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer) of states in front of them."""
+        return self._cut(first_layer, end_layer, normed)(None, positions, None, inputs_embeds=states)
+
+    def _cut(self, first_layer: int, end_layer: int, normed: bool) -> Callable[..., torch.Tensor]:
+        run = self._run.get((first_layer, end_layer, normed))
         if run is None:
             # `forward`, not a call: the body's compiled code, if there is any, holds all layers.
-            run = self._run[end_layer, normed] = self._cut_body(end_layer, normed).forward
-        return run(token_ids, positions, None)
+            run = self._cut_body(first_layer, end_layer, normed).forward
+            self._run[first_layer, end_layer, normed] = run
+        return run
+
+    @torch.inference_mode()
+    def _takes_states(self) -> bool:
+        """Whether the body's forward hands its layers the states that it is given; some families scale them."""
+        first = torch.zeros(1, dtype=torch.int64, device=next(self._body.parameters()).device)
+        try:
+            states = torch.ones_like(self.embeddings(first))
+            return torch.equal(self.of_states(0, 0, states.clone(), first, normed=False), states)
+        except (AttributeError, TypeError):
+            return False
 
     def compile(self, config: SpecConfig) -> None:
         """Compiles what the exits of a method run, if vLLM compiles the target; before the first request."""
@@ -54,11 +81,11 @@ class FirstLayers:
         for end_layer, normed in sorted(exits - self._compiled):
             self._compiled.add((end_layer, normed))
             tag = f"exit_{end_layer}" + ("" if normed else "_unnormed")
-            self._run[end_layer, normed] = compile_cut(self._cut_body(end_layer, normed), tag)
+            self._run[0, end_layer, normed] = compile_cut(self._cut_body(0, end_layer, normed), tag)
 
-    def _cut_body(self, end_layer: int, normed: bool) -> nn.Module:
+    def _cut_body(self, first_layer: int, end_layer: int, normed: bool) -> nn.Module:
         cut = copy.copy(self._body)
-        cut.end_layer = end_layer
+        cut.start_layer, cut.end_layer = first_layer, end_layer
         cut.aux_hidden_state_layers = ()
         if not normed:
             cut._modules = {**cut._modules, "norm": _Sum()}
@@ -82,6 +109,15 @@ class FirstLayers:
 class _Sum(nn.Module):
     """In place of a final norm: the residual stream as it is."""
 
-    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    def forward(self, hidden_states: torch.Tensor, *residual: torch.Tensor | None) -> Any:
         """Some families, as Granite, keep no residual apart; their norms return one tensor."""
-        return hidden_states if residual is None else (hidden_states + residual, None)
+        if not residual:
+            return hidden_states
+        return hidden_states if residual[0] is None else hidden_states + residual[0], None
+
+
+def _refuse(refusal: ConfigError) -> NoReturn:
+    logger.error("%s", refusal)  # what an engine's process raises, vLLM wraps in tracebacks
+    with sentence_instead_of_traceback():
+        raise refusal
+    raise AssertionError("unreachable")

@@ -21,6 +21,12 @@ def uncuttable(method: str, model: str) -> ConfigError:
     return ConfigError(f"{method}: model must be {wanted}, as vLLM's Llama does, not {model}.")
 
 
+def takes_no_states(method: str, model: str) -> ConfigError:
+    """The refusal of a model whose layers cannot be entered in the middle."""
+    wanted = "a decoder whose body hands `inputs_embeds` to its layers as they are, as vLLM's Llama does"
+    return ConfigError(f"{method}: model must be {wanted}, not {model}.")
+
+
 def may_be_cut(module: str) -> bool:
     """False if no class of this module, or of those that its classes extend, is such a body.
 

@@ -1,6 +1,7 @@
 """Model Runner V1: the target as a model proposer sees it, and its layers on the paged KV cache."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class _PagedForward:
     def __init__(self, runner: Any, first_layers: FirstLayers, rows: list[int], lengths: torch.Tensor):
         self._runner = runner
         self._first_layers = first_layers
-        self.logits, self.argmax = first_layers.logits, first_layers.argmax
+        self.logits, self.argmax, self.embeddings = first_layers.logits, first_layers.argmax, first_layers.embeddings
         # Upper bounds of the lengths while drafting, on the host.
         self._longest = (lengths.int() + runner.num_spec_tokens - 1).clamp_(max=runner.max_model_len)
         num_rows, tables = runner.input_batch.num_reqs, runner.input_batch.block_table
@@ -66,6 +67,20 @@ class _PagedForward:
     def hidden_states(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
+        with self._attention(positions) as flat:
+            hidden_states = self._first_layers(end_layer, token_ids.view(-1), flat, normed)
+        return hidden_states.view(*token_ids.shape, -1)
+
+    def hidden_states_of(
+        self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
+    ) -> torch.Tensor:
+        with self._attention(positions) as flat:
+            found = self._first_layers.of_states(first_layer, end_layer, states.flatten(0, -2), flat, normed)
+        return found.view(states.shape)
+
+    @contextmanager
+    def _attention(self, positions: torch.Tensor) -> Iterator[torch.Tensor]:
+        """For the layers that run within: attention at these positions, which it gives as [num_reqs * T]."""
         length = 1 if positions.ndim == 1 else positions.shape[1]
         query = self._queries.get(length)
         if query is None:
@@ -73,10 +88,9 @@ class _PagedForward:
             query = self._queries[length] = _Query(groups, length, self._longest, self._runner)
         query.move_to(positions.view(-1))
         with set_forward_context(
-            query.metadata, self._runner.vllm_config, num_tokens=token_ids.numel(), slot_mapping=query.slots
+            query.metadata, self._runner.vllm_config, num_tokens=positions.numel(), slot_mapping=query.slots
         ):
-            hidden_states = self._first_layers(end_layer, token_ids.view(-1), query.positions, normed)
-        return hidden_states.view(*token_ids.shape, -1)
+            yield query.positions
 
 
 class _Query:

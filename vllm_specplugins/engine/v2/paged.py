@@ -1,5 +1,7 @@
 """Model Runner V2: the target's layers on its paged KV cache."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,22 +32,56 @@ class PagedForward:
         self._metadata, self._slots, self._seq_lens_cpu = metadata, slots, seq_lens_cpu
         self._attends = attends
         self._exists = speculator.idx_mapping[:num_reqs] >= 0  # not so in a graph's padding rows
-        self.logits, self.argmax = speculator.first_layers.logits, speculator.first_layers.argmax
+        layers = speculator.first_layers
+        self.logits, self.argmax, self.embeddings = layers.logits, layers.argmax, layers.embeddings
 
     def hidden_states(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
+        def run(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            buffers = self._speculator.input_buffers
+            own = buffers.input_ids[: token_ids.numel()]
+            own.copy_(token_ids.reshape(-1))
+            with self._attention(positions) as flat:
+                found: torch.Tensor = self._speculator.first_layers(end_layer, own, flat, normed)
+            return found.view(*token_ids.shape, -1)
+
+        return self._by_pieces(run, token_ids, positions)
+
+    def hidden_states_of(
+        self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
+    ) -> torch.Tensor:
+        def run(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            flat_states = states.reshape(-1, states.shape[-1])
+            with self._attention(positions) as flat:
+                found = self._speculator.first_layers.of_states(first_layer, end_layer, flat_states, flat, normed)
+            return found.view(states.shape)
+
+        return self._by_pieces(run, states, positions)
+
+    def _by_pieces(
+        self,
+        run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        fed: torch.Tensor,  # [num_reqs, ...] or [num_reqs, T, ...]
+        positions: torch.Tensor,  # [num_reqs] or [num_reqs, T]
+    ) -> torch.Tensor:
+        """`run`, which takes as many tokens at once as the buffers hold."""
+        most = self._speculator.max_num_tokens // self._num_reqs
+        if positions.ndim == 1 or positions.shape[1] <= most:
+            return run(fed, positions)
+        # What comes first is in the KV cache when the rest asks for it.
+        pieces = zip(fed.split(most, dim=1), positions.split(most, dim=1), strict=True)
+        return torch.cat([run(*piece) for piece in pieces], dim=1)
+
+    @contextmanager
+    def _attention(self, positions: torch.Tensor) -> Iterator[torch.Tensor]:
+        """For the layers that run within: attention at these positions, which it gives as [num_reqs * T]."""
         speculator, num_reqs = self._speculator, self._num_reqs
         buffers = speculator.input_buffers
         length = 1 if positions.ndim == 1 else positions.shape[1]
-        most = speculator.max_num_tokens // num_reqs
-        if length > most:  # more than the buffers hold: what comes first is in the KV cache when the rest asks for it
-            pieces = zip(token_ids.split(most, dim=1), positions.split(most, dim=1), strict=True)
-            return torch.cat([self.hidden_states(end_layer, *piece, normed) for piece in pieces], dim=1)
         rows = slice(num_reqs * length)
         starts = buffers.query_start_loc[: num_reqs + 1]
         torch.mul(speculator.query_starts[: num_reqs + 1], length, out=starts)
-        buffers.input_ids[rows].copy_(token_ids.reshape(-1))
         torch.clamp(positions.reshape(-1), min=0, out=buffers.positions[rows])
         last = positions if positions.ndim == 1 else positions[:, -1]
         torch.add(last, 1, out=buffers.seq_lens[:num_reqs]).mul_(self._exists)
@@ -58,8 +94,7 @@ class PagedForward:
             slot_mapping=self._slots_for(starts, buffers.positions[rows], num_tokens) if self._attends else None,
             batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
         ):
-            hidden_states = speculator.first_layers(end_layer, buffers.input_ids[rows], buffers.positions[rows], normed)
-        return hidden_states.view(*token_ids.shape, -1)
+            yield buffers.positions[rows]
 
     def _slots_for(self, starts: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> dict[str, torch.Tensor]:
         speculator = self._speculator

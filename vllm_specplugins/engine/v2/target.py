@@ -20,6 +20,7 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
+from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Sampling, Target
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target.layers import FirstLayers
@@ -32,6 +33,7 @@ from vllm_specplugins.engine.v2.paged import PagedForward
 from vllm_specplugins.engine.v2.report import DraftReport, warms_up
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.kernels.rejection import Sampling as Verified
+from vllm_specplugins.methods import parts
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.read_only import Views, view
 from vllm_specplugins.request_options import Options, draft_limit
@@ -129,6 +131,8 @@ class TargetSpeculator(DraftModelSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Called after `set_attn`."""
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        exits = parts(self.vllm_config.speculative_config.plugin_config, EarlyExitConfig)
+        full &= not any(part.look_ahead for part in exits)  # a graph's metadata is that of one token a request
         if full and self.supports_decode_metadata_update and self._histories is None:
             mode = CUDAGraphMode.FULL_DECODE_ONLY
             self._graphs = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)

@@ -64,7 +64,8 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "model_executor/models/llama.py",
         "LlamaModel",
-        "layers norm start_layer end_layer forward(self, input_ids, positions, intermediate_tensors, inputs_embeds)",
+        "layers norm start_layer end_layer embed_input_ids(self, input_ids) "
+        "forward(self, input_ids, positions, intermediate_tensors, inputs_embeds)",
         "a decoder's body, as most families have it: its copy ends earlier",
         kind="instance",
     ),

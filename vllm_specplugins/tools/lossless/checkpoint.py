@@ -9,8 +9,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig
+from vllm_specplugins.proposers.look_ahead import LookAheadConfig, save_look_ahead
+
 VOCAB_SIZE = 10
 MAX_MODEL_LEN = 64
+HIDDEN_SIZE, NUM_LAYERS = 64, 2
 
 
 def write_checkpoint(folder: Path, seed: int) -> LlamaForCausalLM:
@@ -21,14 +25,26 @@ def write_checkpoint(folder: Path, seed: int) -> LlamaForCausalLM:
     return model
 
 
+def write_parts(folder: Path, seed: int) -> None:
+    """Writes random parts that draft on the states of such a model into `jump` and `look_ahead`."""
+    generator = torch.Generator().manual_seed(seed)
+    config = JumpHeadConfig(
+        early_layers=1, late_layer=1, num_layers=NUM_LAYERS, hidden_size=HIDDEN_SIZE, inner_size=8, rms_norm_eps=1e-6
+    )
+    weights = {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in config.shapes().items()}
+    JumpHead(config, weights | {"norm.weight": torch.ones(HIDDEN_SIZE)}).save(folder / "jump")
+    embeddings = LookAheadConfig(exit_layer=1, hidden_size=HIDDEN_SIZE, num_embeddings=1)
+    save_look_ahead(folder / "look_ahead", embeddings, 0.2 * torch.randn(1, HIDDEN_SIZE, generator=generator))
+
+
 @torch.no_grad()
 def make_model(seed: int) -> LlamaForCausalLM:
     """The model of a seed, in float32 on the CPU."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=64,
+        hidden_size=HIDDEN_SIZE,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=NUM_LAYERS,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,  # the smallest that vLLM's CPU attention takes

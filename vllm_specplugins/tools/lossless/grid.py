@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ _DRAFTS = {"num_speculative_tokens": 2}
 _LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}
 _EXIT = {"method": "early_exit", "exit_layer": 1}
 _SAMPLED_EXIT = {**_EXIT, "draft_sample_method": "probabilistic"}
+_JUMP = {"method": "jump", "draft_sample_method": "probabilistic"}
 _CASCADE = {"method": "cascade", "gate": "off"}  # on a tiny model drafts never pay
 METHODS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {**_LOOKUP, **_DRAFTS},
@@ -27,10 +29,24 @@ METHODS: dict[str, dict[str, Any]] = {
     "early_exit": {**_EXIT, **_DRAFTS},
     "early_exit-probabilistic": {**_SAMPLED_EXIT, **_DRAFTS},
     "early_exit-coupled": {**_EXIT, "draft_sample_method": "coupled", **_DRAFTS},
+    "early_exit-look_ahead": {**_SAMPLED_EXIT, "look_ahead": "MADE/look_ahead", **_DRAFTS},
+    "jump-probabilistic": {**_JUMP, "head": "MADE/jump", **_DRAFTS},
+    "jump-coupled": {**_JUMP, "head": "MADE/jump", "draft_sample_method": "coupled", **_DRAFTS},
     "cascade-verify": {**_CASCADE, "stages": [_LOOKUP, _SAMPLED_EXIT], "policy": "verify", **_DRAFTS},
     "cascade-first": {**_CASCADE, "stages": [{**_LOOKUP, "min_ngram": 2}, _SAMPLED_EXIT], "policy": "first", **_DRAFTS},
     "cascade-extend": {**_CASCADE, "stages": [_LOOKUP, _EXIT], "policy": "extend", **_DRAFTS},
 }
+
+
+def placed(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A configuration whose trained parts lie in a folder: what `checkpoint.write_parts` made.
+
+    >>> placed({"method": "jump", "head": "MADE/jump"}, Path("/parts"))
+    {'method': 'jump', 'head': '/parts/jump'}
+    """
+    is_made = {key: isinstance(value, str) and value.startswith("MADE/") for key, value in config.items()}
+    return {key: str(folder / value.removeprefix("MADE/")) if is_made[key] else value for key, value in config.items()}
+
 
 # Keyword arguments of SamplingParams, and how a table names them.
 TOP_K, TOP_P, MIN_P = {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.15}

@@ -1,0 +1,130 @@
+"""Jumps in the engine: exact ones, what they are fed, and outputs that do not depend on them, on both runners."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import STRESS, generate, mixed_prompts
+from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
+from test_early_exit import engine_config
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig
+
+HIDDEN, K, NUM_TOKENS = 256, 4, 21
+ASYNC = [False, True] if RUNNER == "v2" else [False]
+
+
+def write_head(folder: Path, early_layers: int, late_layer: int, scale: float, **other: int) -> dict[str, Any]:
+    """The configuration of a jump whose head adds random numbers of this scale to the early state."""
+    sizes = {"num_layers": NUM_LAYERS, "hidden_size": HIDDEN, **other}
+    config = JumpHeadConfig(early_layers=early_layers, late_layer=late_layer, inner_size=16, rms_norm_eps=1e-5, **sizes)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: scale * torch.randn(shape, generator=generator) for name, shape in config.shapes().items()}
+    JumpHead(config, weights | {"norm.weight": torch.ones(config.hidden_size)}).save(folder)
+    return {"method": "jump", "head": str(folder), "num_speculative_tokens": K}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return mixed_prompts(str(DEMO_MODEL), 16 if INTERPRETED else 24)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
+    return generate(engine(), prompts, [8], max_tokens=NUM_TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", ASYNC)
+def test_exact_states_accept_everything(
+    engine: Any, prompts: Any, expected: Any, asynchronous: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The invariant: the layers before the jump run, it adds nothing, and the others run behind it.
+
+    Fails if a layer is left out or run twice, if early states come normed, or if the late layers see another place,
+    slot or request.
+    """
+    head = write_head(tmp_path_factory.getbasetemp() / "exact", NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0)
+    llm = engine(head, async_scheduling=asynchronous)
+    before = spec_metrics(llm)
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    after = spec_metrics(llm)
+    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    assert drafted >= len(prompts) * 16
+    assert accepted >= drafted - (len(prompts) * 4 if asynchronous else 0)
+
+
+@pytest.mark.slow
+def test_stress(engine: Any, prompts: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random heads under preemption, prefix-cache hits and chunked prefill; each is fed the newest token's embedding
+    and the state from which that token was said.
+
+    Fails if a state is another request's, a rejected draft's or an older token's, or if drafts write past their slots.
+    """
+    fed = []
+    states = JumpHead.states
+
+    def recorded(self: JumpHead, early: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        fed.append((early, last))
+        return states(self, early, last)
+
+    llm = engine(write_head(tmp_path, 0, NUM_LAYERS - 1, 0.03), **STRESS)
+    if RUNNER == "v1":
+        monkeypatch.setattr(JumpHead, "states", recorded)
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected, "the second time from the prefix cache"
+    assert spec_metrics(llm)["preemptions"] > 0
+    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
+    if RUNNER == "v1":
+        target = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        assert len(fed) > 50
+        for early, last in fed:
+            assert torch.equal(target.model.embed_input_ids(target.compute_logits(last).argmax(-1)), early)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(RUNNER == "v2", reason="cascades run the same code there")
+@pytest.mark.parametrize("policy", ["first", "extend"])
+def test_stage(engine: Any, prompts: Any, expected: Any, policy: str, tmp_path: Path) -> None:
+    """Behind a lookup, which may have begun a draft that a jump cannot go on with.
+
+    Fails if it does, from the state of the newest token.
+    """
+    jump = write_head(tmp_path, NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0)
+    del jump["num_speculative_tokens"]
+    stages = [{"method": "prompt_lookup"}, jump]
+    config = {"method": "cascade", "num_speculative_tokens": K, "policy": policy, "gate": "off", "stages": stages}
+    llm = engine(config)
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    [stats] = llm.collective_rpc("specplugins_stats")
+    lookup, own = stats["stages"]["0 prompt_lookup"], stats["stages"]["1 jump"]
+    assert own["drafted"] > 100 and lookup["drafted"] > lookup["accepted"]
+    assert own["drafted"] - own["accepted"] <= 5, "what stands behind a request's last token"
+    assert stats["faults"] == {}
+
+
+@pytest.mark.parametrize(
+    "head, words",
+    [
+        ({"num_layers": NUM_LAYERS + 1}, f"a head whose num_layers is {NUM_LAYERS}, not {NUM_LAYERS + 1}"),
+        ({"hidden_size": 128}, "a head whose hidden_size is 256, not 128"),
+        ({"late_layer": NUM_LAYERS}, f"a head whose late_layer is from early_layers to {NUM_LAYERS - 1}, not"),
+        ({"early_layers": NUM_LAYERS}, "a head whose late_layer is from early_layers to"),
+    ],
+)
+def test_refused(head: dict[str, int], words: str, tmp_path: Path) -> None:
+    """Before the engine starts, in one sentence. Fails if a size is not compared."""
+    config = write_head(tmp_path, **{"early_layers": 0, "late_layer": 1, "scale": 0.0, **head})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"^jump: head must be {words}[^\n]*\.$"):
+        engine_config(config)
+
+
+def test_refused_under_verify(tmp_path: Path) -> None:
+    """It cannot check what others drafted."""
+    jump = write_head(tmp_path, 0, 1, 0.0)
+    del jump["num_speculative_tokens"]
+    stages = [{"method": "prompt_lookup"}, jump]
+    with pytest.raises(ConfigError, match=r"^cascade: stages\[1\] must be early_exit where policy is 'verify'"):
+        engine_config({"method": "cascade", "stages": stages})

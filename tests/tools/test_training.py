@@ -1,0 +1,425 @@
+"""Training of exit heads and jumps on a tiny model."""
+
+import argparse
+import json
+import resource
+import shlex
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.methods import parse_config
+from vllm_specplugins.proposers.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, check_exit_head
+from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig, check_jump
+from vllm_specplugins.proposers.look_ahead import LookAheadConfig, check_look_ahead
+from vllm_specplugins.proposers.medusa_heads import MedusaHeads
+from vllm_specplugins.tools.base_model import BaseModel, Exit, load_tokenizer
+from vllm_specplugins.tools.files import save_whole, token_rows
+from vllm_specplugins.tools.training import command, core
+from vllm_specplugins.tools.training.core import LOSSES, rows_of_step, schedule, train
+from vllm_specplugins.tools.training.exit_head import ExitHeadSettings, TrainedExitHead, initial_head
+from vllm_specplugins.tools.training.jump import JumpSettings, TrainedJump
+from vllm_specplugins.tools.training.look_ahead import LookAheadSettings, TrainedLookAhead
+from vllm_specplugins.tools.training.medusa import MedusaSettings
+from vllm_specplugins.tools.training.parts import Guess
+from vllm_specplugins.tools.training.scores import scores
+
+COMMON: dict[str, Any] = {
+    "model": "tiny", "steps": 12, "batch_tokens": 128, "row_tokens": 64, "learning_rate": 0.02, "seed": 0,
+    "heldout": 0.1, "data": 1,
+}  # fmt: skip
+SETTINGS = ExitHeadSettings(**COMMON, exit_layer=1, rank=0)
+JUMP = JumpSettings(**COMMON, early_layers=0, late_layer=2, inner_size=16, num_draft=2)
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model: Path) -> BaseModel:
+    return BaseModel.load(str(tiny_model), "cpu")
+
+
+@pytest.fixture(scope="module")
+def rows(tiny_model: Path, text_files: list[Path]) -> list[list[int]]:
+    return token_rows(text_files, load_tokenizer(str(tiny_model)), 64)
+
+
+def test_hidden_states(base: BaseModel, rows: list[list[int]]) -> None:
+    """Kills: states off by a layer or normed twice, and padding that reaches another row's tokens."""
+    expected = base.model(torch.tensor([rows[0]]), output_hidden_states=True)
+    batch = [rows[0], rows[1][:9], rows[0][:20]]
+    whole, _, part = base.hidden_states(batch)
+    assert len(whole) == 4 and all(
+        torch.allclose(a, b[0], atol=1e-4) for a, b in zip(whole, expected.hidden_states, strict=True)
+    )
+    assert torch.allclose(base.logits(whole[-1]), expected.logits[0], atol=1e-3)
+    assert torch.allclose(part[0], whole[0][:20], atol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 32])
+def test_starts_as_the_models_own(base: BaseModel, rows: list[list[int]], rank: int) -> None:
+    """At full rank, too. Kills: a head that starts at random, transposed factors, the smallest directions kept."""
+    head = initial_head(base, 1, rank)
+    [states] = base.hidden_states(rows[:1])
+    own = Exit(1).logits(base, states)
+    assert torch.allclose(Exit(1, head).logits(base, states), own, atol=own.abs().max().item() * 1e-4)
+
+
+def test_low_rank_is_the_nearest(base: BaseModel) -> None:
+    """Kills: directions that are not the largest."""
+    weights = initial_head(base, 1, 5).weights
+    u, s, v = torch.linalg.svd(base.head_weight, full_matrices=False)
+    nearest = u[:, :5] * s[:5] @ v[:5]
+    assert torch.allclose(weights["up.weight"] @ weights["down.weight"], nearest, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rank", "least"), [(0, 0.9), (12, 0.7)])
+def test_learns(base: BaseModel, rows: list[list[int]], tmp_path: Path, rank: int, least: float) -> None:
+    """Held-out agreement of a bad exit rises. Kills: no step taken, the wrong layer read, labels for the teacher."""
+    settings = replace(SETTINGS, rank=rank, steps=60, batch_tokens=256)
+    train(base, rows[:-8], settings, tmp_path)
+    heads = initial_head(base, 1, rank), ExitHead.load(tmp_path)
+    before, after = (scores(base, rows[-8:], TrainedExitHead(head), 1) for head in heads)
+    assert before.match[0] < 0.7 and after.match[0] > least, (before, after)
+    assert after.overlap[0] > before.overlap[0] + 0.1
+    assert after.length == pytest.approx(1 + after.match[0])
+    check_exit_head(tmp_path, exit_layer=1, hidden_size=32, vocab_size=3072)
+
+
+def test_saved_in_the_models_dtype(tiny_model: Path, rows: list[list[int]], tmp_path: Path) -> None:
+    """Kills: float32 written beside a bfloat16 model."""
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+
+    LlamaForCausalLM.from_pretrained(tiny_model).bfloat16().save_pretrained(tmp_path / "half")
+    base = BaseModel.load(str(tmp_path / "half"), "cpu")
+    assert base.model.dtype == torch.float32
+    train(base, rows, replace(SETTINGS, steps=1), tmp_path / "head")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "head" / WEIGHTS_FILE).values()} == {torch.bfloat16}
+
+
+class Killed(Exception):
+    pass
+
+
+def dying(distil: Callable[..., float], calls: int) -> Callable[..., float]:
+    """`distil` that fails at the call after so many."""
+    left = [calls]
+
+    def wrapped(*args: Any) -> float:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        return distil(*args)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_resumed_is_uninterrupted(
+    base: BaseModel, rows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Killed twice, between saves. Kills: a state that forgets the optimizer, the step, or the order of the rows."""
+    settings = replace(SETTINGS, rank=rank)
+    train(base, rows, settings, tmp_path / "whole")
+    clock = iter(range(0, 10**6, 25))  # seconds: saved at every third step
+    done: list[int] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(core.time, "monotonic", lambda: float(next(clock)))
+        for calls in (5, 4, 100):
+            patched.setattr(core, "distil", dying(core.distil, calls))
+            try:
+                train(base, rows, settings, tmp_path / "killed", lambda step, loss: done.append(step))
+            except Killed:
+                assert calls < 100
+            patched.undo()
+            patched.setattr(core.time, "monotonic", lambda: float(next(clock)))
+    assert done.count(4) == 2 and done[-1] == 12 and len(done) < 20
+    for name in (WEIGHTS_FILE, CONFIG_FILE):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    # A run that is over stays as it is.
+    train(base, rows, settings, tmp_path / "killed", lambda step, loss: pytest.fail("it went on"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rank", 3), ("exit_layer", 2), ("steps", 13), ("seed", 1), ("data", 2), ("learning_rate", 0.1), ("model", "x")],
+)
+def test_resumes_with_the_same_settings_only(
+    base: BaseModel, rows: list[list[int]], tmp_path: Path, name: str, value: Any
+) -> None:
+    """Kills: a setting that is not compared."""
+    train(base, rows, replace(SETTINGS, steps=1), tmp_path)
+    changed: Any = {"steps": 1, name: value}
+    with pytest.raises(ConfigError, match=r"must be .*, as in the run in .*, or --out new, not .*\.$"):
+        train(base, rows, replace(SETTINGS, **changed), tmp_path)
+
+
+def test_broken_state(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
+    """Kills: a traceback for half a file."""
+    train(base, rows, replace(SETTINGS, steps=1), tmp_path)
+    path = tmp_path / core.STATE_FILE
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"^--out must be a folder whose training_state.pt is whole, not .*\.$"):
+        train(base, rows, replace(SETTINGS, steps=1), tmp_path)
+
+
+@pytest.mark.parametrize(("num_rows", "batch_rows"), [(7, 3), (2, 5), (10, 10)])
+def test_every_row_once_an_epoch(num_rows: int, batch_rows: int) -> None:
+    """Kills: rows that are left out or drawn twice, and the same order in every epoch."""
+    picked = [row for step in range(3 * num_rows) for row in rows_of_step(step, num_rows, batch_rows, seed=0)]
+    epochs = [picked[start : start + num_rows] for start in range(0, len(picked), num_rows)]
+    assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_schedule() -> None:
+    """Kills: a rate that starts at nothing, ends high, or leaves [0, 1]."""
+    for steps in (1, 10, 1000):
+        rates = [schedule(step, steps) for step in range(steps)]
+        assert all(0 < rate <= 1 for rate in rates) and rates[-1] <= 1 / steps + 1e-9
+
+
+def arguments(model: Path, data: list[Path], out: Path, steps: int) -> argparse.Namespace:
+    return argparse.Namespace(
+        model=str(model), data=data, out=out, exit_layer=1, rank=0, steps=steps, batch_tokens=64, row_tokens=64,
+        learning_rate=0.01, heldout=0.2, device="cpu", seed=0, command="train-exit-head",
+    )  # fmt: skip
+
+
+def test_interrupted(
+    tiny_model: Path,
+    text_files: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ctrl-C in the middle of the third step: status 130 and a sentence; the head in the end is as if it had not come.
+
+    Kills: nothing saved before SAVE_SECONDS, a step that is cut in two, and a handler that stays.
+    """
+    assert command.run(arguments(tiny_model, text_files, tmp_path / "whole", steps=6)) == 0
+    calls: list[int] = []
+
+    def interrupting(*args: Any) -> float:
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return distil(*args)
+
+    distil, before = core.distil, signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(core, "distil", interrupting)
+    args = arguments(tiny_model, text_files, tmp_path / "cut", steps=6)
+    capsys.readouterr()
+    assert command.run(args) == 130
+    assert capsys.readouterr().err == (
+        f"Interrupted. The training is saved in {args.out}: the same command goes on from there.\n"
+    )
+    assert len(calls) == 3 and signal.getsignal(signal.SIGINT) is before
+    assert command.run(args) == 0
+    assert len(calls) == 6
+    for name in (WEIGHTS_FILE, CONFIG_FILE):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_full_disk(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk. Kills: a traceback of torch's, and half a file left behind."""
+    train(base, rows, replace(SETTINGS, steps=1), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        for out in (tmp_path, tmp_path / "new"):
+            with pytest.raises(ConfigError, match=r"^--out must be a folder on a disk with room, not .* \(.+\)\.$"):
+                save_whole(out, initial_head(base, 1, 0).save)
+            with pytest.raises(ConfigError, match=r"^--out must be a folder on a disk with room, not .* \(.+\)\.$"):
+                train(base, rows, replace(SETTINGS, steps=1, seed=0), tmp_path / "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "new").iterdir()) == []
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_scores_only_what_was_not_trained_on(
+    tiny_model: Path, text_files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills: held-out rows in the training set, and a share that is ignored."""
+    seen: dict[str, Any] = {}
+    original = command.train
+
+    def spying_train(base: Any, rows: Any, *args: Any) -> Any:
+        seen["trained"] = rows
+        return original(base, rows, *args)
+
+    def spying_scores(base: Any, rows: Any, *args: Any) -> Any:
+        seen["scored"] = rows
+        return scores(base, rows, *args)
+
+    monkeypatch.setattr(command, "train", spying_train)
+    monkeypatch.setattr(command, "scores", spying_scores)
+    assert command.run(arguments(tiny_model, text_files, tmp_path, steps=1)) == 0
+    trained, scored = ({tuple(row) for row in seen[name]} for name in ("trained", "scored"))
+    assert not trained & scored
+    assert len(scored) == round(0.2 * (len(trained) + len(scored)))
+
+
+@pytest.mark.parametrize("early_layers", [0, 1])
+def test_jump_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]], early_layers: int) -> None:
+    """Each draft token of a place by its definition: the model over the text before the draft, the jump over the draft.
+
+    Fails if a pass sees text that its draft replaces, or not what an earlier pass left, or stands at another place.
+    """
+    torch.manual_seed(0)
+    config = JumpHeadConfig(
+        early_layers=early_layers, late_layer=1, num_layers=3, hidden_size=32, inner_size=8, rms_norm_eps=1e-5
+    )
+    head = JumpHead(config, {name: 0.1 * torch.randn(shape) for name, shape in config.shapes().items()})
+    row = rows[0][:12]
+    [states] = base.hidden_states([row])
+    guesses = list(TrainedJump(head).guesses(base, states, 3))
+    assert [guess.start for guess in guesses] == [1, 2, 3] and len(guesses[2].logits) == 12 - 3
+    for begin in (1, 5, 9):  # of the newest token
+        late, last = states[1][:begin], states[-1][begin - 1]
+        for step, guess in enumerate(guesses):
+            early = states[early_layers][begin + step]
+            late = torch.cat((late, head.states(early, last)[None]))
+            layers = base.cut(1, 3)
+            last = layers(inputs_embeds=late[None], use_cache=False).last_hidden_state[0, -1]
+            torch.testing.assert_close(guess.logits[begin - 1], base.logits(last[None])[0], atol=1e-3, rtol=1e-3)
+
+
+def test_exact_jump(base: BaseModel, rows: list[list[int]]) -> None:
+    """What adds nothing to the exact state says what the model says. Fails if a guess is compared at another place."""
+    config = JumpHeadConfig(early_layers=2, late_layer=2, num_layers=3, hidden_size=32, inner_size=1, rms_norm_eps=1e-5)
+    head = JumpHead(config, {name: torch.zeros(shape) for name, shape in config.shapes().items()})
+    found = scores(base, rows[:3], TrainedJump(head), 3)
+    assert found.match == [1, 1, 1] and min(found.overlap) > 0.999
+    assert found.length == pytest.approx(4)
+
+
+def test_jump_learns(base: BaseModel, rows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out agreement rises by the fit alone, and by steps alone.
+
+    Fails if no step is taken, if the fit's halves change places, or if what is saved is not what was trained.
+    """
+    settings = replace(JUMP, steps=40, learning_rate=0.003)
+    fitted, nothing = settings.begin(base, rows[:-8]), settings.begin(base, rows[:-8])
+    nothing.weights["mix.weight"].zero_()
+    before, by_fit = (scores(base, rows[-8:], part, 2).sampled_length for part in (nothing, fitted))
+    monkeypatch.setattr(TrainedJump, "begin", lambda *_: nothing)
+    by_steps = scores(base, rows[-8:], train(base, rows[:-8], settings, tmp_path), 2).sampled_length
+    assert before + 0.3 < min(by_fit, by_steps), (before, by_fit, by_steps)
+    check_jump(tmp_path, num_layers=3, hidden_size=32)
+    assert scores(base, rows[-8:], TrainedJump(JumpHead.load(tmp_path)), 2).sampled_length == by_steps
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    """Least where the distributions are the same, and finite where they share nothing. Fails if p and q are logits, or
+    if a gradient is lost."""
+    full = torch.tensor([[0.0, 1.0, 2.0]])
+    same, other, apart = full.clone().requires_grad_(), torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[99.0, 0, -99]])
+    loss = LOSSES[name]
+    assert loss(same, full) < loss(other, full) < loss(apart, full) < 1e3
+    loss(same, full).sum().backward()
+    assert (same.grad is not None and same.grad.abs().max() < 1e-5) or name != "cross-entropy"
+
+
+def test_look_ahead_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]]) -> None:
+    """Each draft token of a place by its definition: the exit over the text and the embeddings behind it.
+
+    Fails if an embedding sees text that its draft replaces, or another draft's embeddings, or stands elsewhere.
+    """
+    torch.manual_seed(0)
+    config = LookAheadConfig(exit_layer=2, hidden_size=32, num_embeddings=2)
+    embeddings = torch.randn(2, 32)
+    row = rows[0][:12]
+    [states] = base.hidden_states([row])
+    guesses = list(TrainedLookAhead(config, embeddings).guesses(base, states, 3))
+    assert [guess.start for guess in guesses] == [0, 1, 2]
+    for newest in (0, 5, 9):
+        fed = torch.cat((states[0][: newest + 1], embeddings))
+        exits = base.cut(0, 2)(inputs_embeds=fed[None], use_cache=False).last_hidden_state[0, newest:]
+        found = torch.stack([guess.logits[newest] for guess in guesses])
+        torch.testing.assert_close(found, base.logits(exits), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_look_ahead_learns(base: BaseModel, rows: list[list[int]], tmp_path: Path, with_head: bool) -> None:
+    """Held-out agreement of the second token rises, that of the first stays. Fails if the head is left out."""
+    head = None
+    if with_head:
+        initial_head(base, 2, 0).save(tmp_path / "head")
+        head = str(tmp_path / "head")
+    settings = LookAheadSettings(**{**COMMON, "steps": 30}, exit_layer=2, exit_head=head, num_draft=2)
+    before = scores(base, rows[-8:], settings.begin(base, rows[:-8]), 2)
+    after = scores(base, rows[-8:], train(base, rows[:-8], settings, tmp_path), 2)
+    check_look_ahead(tmp_path, exit_layer=2, hidden_size=32, num_draft=2)
+    assert after.match[0] == before.match[0] and after.overlap[1] > 2 * before.overlap[1], (before, after)
+
+
+def test_medusa(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
+    """Saved heads say what they said in training, of the places that they were trained for, and learn.
+
+    Fails if a head's place is off by one, or if a layer is stored transposed or without its bias.
+    """
+    settings = MedusaSettings(**{**COMMON, "steps": 30}, num_draft=2)
+    part = train(base, rows[:-8], settings, tmp_path)
+    [states] = base.hidden_states(rows[-1:])
+    heads = MedusaHeads.load(tmp_path, 2, 3072)
+    served = heads.logits(states[-1], 2, base.logits)
+    for place, guess in enumerate(part.guesses(base, states, 2)):
+        assert guess.start == place + 1 and len(guess.of(states[-1])) == len(guess.logits) == len(states[0]) - 1 - place
+        torch.testing.assert_close(guess.logits, served[place, : len(guess.logits)])
+    before, after = (scores(base, rows[-8:], one, 2) for one in (settings.begin(base, rows), part))
+    assert after.overlap[0] > 2 * before.overlap[0], (before, after)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("train-exit-head", {"exit_layer": 1, "rank": 0}),
+        ("train-jump", {"early_layers": 0, "late_layer": None, "inner_size": 4, "num_draft": 2}),
+        ("train-look-ahead", {"exit_layer": 1, "exit_head": None, "num_draft": 3}),
+        ("train-medusa", {"num_draft": 3}),
+    ],
+)
+def test_commands(
+    tiny_model: Path, text_files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, own: Any
+) -> None:
+    """Each command ends with a table, a card and a configuration that our methods take. Fails if one of its arguments
+    does not reach the part."""
+    args = arguments(tiny_model, text_files, tmp_path, steps=2)
+    for key in ("exit_layer", "rank"):
+        delattr(args, key)
+    assert command.run(argparse.Namespace(**{**vars(args), "command": name, "loss": "both", **own})) == 0
+    said = capsys.readouterr().out
+    config = json.loads(shlex.split(said.rpartition("--speculative-config ")[2])[0])
+    assert parse_config(config).common.num_speculative_tokens == own.get("num_draft", 3) or name == "train-jump"
+    card = (tmp_path / "README.md").read_text()
+    assert json.dumps(config) in card and "| trained |" in card and "* loss: both" in card
+
+
+class HalfRight:
+    """Guesses wrongly at one place of a draft, and as the model does at the others."""
+
+    def __init__(self, wrong: int):
+        self._wrong = wrong
+
+    def guesses(self, base: BaseModel, states: Any, num_draft: int) -> Any:
+        full = base.logits(states[-1])
+        for place in range(num_draft):
+            yield Guess(-full[place:] if place == self._wrong else full[place:], place)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_draft_ends_at_its_first_wrong_token(base: BaseModel, rows: list[list[int]], wrong: int) -> None:
+    """Fails if what stands behind a wrong token counts."""
+    part: Any = HalfRight(wrong)
+    found = scores(base, rows[:2], part, 3)
+    assert found.length == pytest.approx(1 + wrong)
+    assert found.match == [float(place != wrong) for place in range(3)]

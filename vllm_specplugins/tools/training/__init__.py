@@ -1,0 +1,1 @@
+"""Training of the small parts that draft on a frozen model's states."""
