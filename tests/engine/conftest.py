@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 RUNNER = os.environ.get("SPECPLUGINS_RUNNER", "v1")
 INTERPRETED = RUNNER == "v2" and not torch.cuda.is_available()
-TAPES = INTERPRETED and os.environ.get("SPECPLUGINS_TAPES") == "1"  # CUDA graphs, streams and copies, simulated
+TAPES = INTERPRETED and os.environ.get("SPECPLUGINS_TAPES") != "0"  # CUDA graphs, streams and copies, simulated
 
 
 def first_layers(model: Path, num_layers: int) -> Path:
