@@ -157,6 +157,7 @@ def engine() -> Iterator[Callable[..., Any]]:
             gc.collect()
 
     def start(speculative_config: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        from recorded import drafts_pay, runner
         from vllm import LLM
 
         key = repr((speculative_config, sorted(arguments.items())))
@@ -178,6 +179,8 @@ def engine() -> Iterator[Callable[..., Any]]:
                 defaults["num_gpu_blocks_override"] = 256
             llm = LLM(**{**defaults, **arguments}, speculative_config=speculative_config)
             alive.update(llm=llm, key=key)
+            if start.records and getattr(runner(llm), "adaptive_verification", None):
+                drafts_pay(llm)  # a simulation's times would trim at random
         return alive["llm"]
 
     start.stop, start.records = stop, False  # type: ignore[attr-defined]

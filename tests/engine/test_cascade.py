@@ -49,10 +49,11 @@ def test_identity_under_stress(engine: Any, prompts: Any, expected: Any, policy:
     assert stats["faults"] == {}
     assert spec_metrics(llm)["preemptions"] > 0
     accepted = sum(stage["accepted"] for stage in stats["stages"].values())
-    # What a preempted request's last draft came to is not reported.
-    assert (
-        0 <= spec_metrics(llm)["accepted_tokens"] - accepted <= 4 * spec_metrics(llm)["preemptions"] + 4 * len(prompts)
-    )
+    # What a preempted request's last draft came to is not reported; on the device, where scheduling is asynchronous, a
+    # request's last draft may be verified in vain, which vLLM does not count.
+    not_told = 4 * spec_metrics(llm)["preemptions"] + 4 * len(prompts)
+    in_vain = 4 * (len(prompts) + 8) if RUNNER == "v2" else 0
+    assert -in_vain <= spec_metrics(llm)["accepted_tokens"] - accepted <= not_told
     if gate == "off":
         assert accepted > 50 and all(stage["drafted"] for stage in stats["stages"].values())
 

@@ -27,7 +27,7 @@ class Layers:
         self.num_calls = self.num_tokens = 0
         self._run = speculator.first_layers
         monkeypatch.setattr(speculator, "first_layers", self)
-        self.logits, self.argmax = self._run.logits, self._run.argmax
+        self.logits, self.argmax, self.embeddings = self._run.logits, self._run.argmax, self._run.embeddings
 
     def __call__(self, end_layer: int, token_ids: Any, *rest: Any) -> Any:
         self.num_calls += 1
@@ -159,7 +159,7 @@ def test_max_model_len_sinks(llm: Any) -> None:
         worker.update_max_model_len(64)
         proposer = worker._barrier.proposer
         exits = [proposer, *getattr(proposer, "_stages", ())]
-        assert [stage._max_position for stage in exits if hasattr(stage, "_max_position")] == [63]
+        assert [stage.max_position for stage in exits if hasattr(stage, "max_position")] == [63]
         assert worker.model_runner.speculator._most_tokens == 64
     finally:
         worker.update_max_model_len(long)
