@@ -180,7 +180,7 @@ def engine() -> Iterator[Callable[..., Any]]:
             llm = LLM(**{**defaults, **arguments}, speculative_config=speculative_config)
             alive.update(llm=llm, key=key)
             if start.records and getattr(runner(llm), "adaptive_verification", None):
-                drafts_pay(llm)  # a simulation's times would trim at random
+                drafts_pay(llm, token_ms=0.0)  # a simulation's times would trim at random
         return alive["llm"]
 
     start.stop, start.records = stop, False  # type: ignore[attr-defined]
