@@ -4,6 +4,8 @@ The whole KV cache is compared before and after every drafting step, with the sc
 holds which block, while the cache is full to the last block.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,15 +49,28 @@ class Watch:
         worker = core.model_executor.driver_worker.worker
         # Layers of several groups share memory.
         self._caches = {cache.data_ptr(): cache for cache in worker.model_runner.kv_caches}.values()
-        self._propose = worker._barrier.propose
         self._written: list[tuple[Any, int]] = []  # of the running step: request, position
         self.num_written = self.num_full_steps = self.num_last_slots = 0
         self.violations: list[str] = []
-        monkeypatch.setattr(worker._barrier, "propose", self._watched)
+        speculator = getattr(worker.model_runner, "speculator", None)
+        if speculator is None:
+            propose = worker._barrier.propose
+            monkeypatch.setattr(
+                worker._barrier,
+                "propose",
+                lambda batch, feedback: self._watched(partial(propose, batch, feedback), batch.request_ids),
+            )
+        else:
+            draft_step = speculator._draft_step
+            monkeypatch.setattr(
+                speculator,
+                "_draft_step",
+                lambda batch, *rest: self._watched(partial(draft_step, batch, *rest), batch.req_ids),
+            )
 
-    def _watched(self, batch: Any, feedback: Any) -> Any:
+    def _watched(self, propose: Callable[[], Any], request_ids: Sequence[str]) -> Any:
         before = [cache.clone() for cache in self._caches]
-        draft = self._propose(batch, feedback)
+        draft = propose()
         full = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 0
         self.num_full_steps += full
         holders = self._holders()
@@ -63,7 +78,7 @@ class Watch:
             # Block 0 is nobody's: vLLM lets block tables point to it where nothing may be read. Rows that pad a batch
             # have slot -1, which is not written, so that not even they have a reason to write there.
             held = holders.get(block, [])
-            if not any(request.request_id in batch.request_ids for request, _, _ in held):
+            if not any(request.request_id in request_ids for request, _, _ in held):
                 self.violations.append(f"block {block}, which no request of the batch holds")
             for request, start, is_last in held:
                 self._written += [(request, start + slot) for slot in slots]
