@@ -36,7 +36,10 @@ def patch_platform(patches: Patches) -> None:
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
     # vLLM's kernel for top-k and top-p converts constants as the interpreter cannot.
-    limit = partial(topk_topp_sampler.apply_top_k_top_p_pytorch, allow_cpu_sync=False)
+
+    def limit(logits: Any, k: Any, p: Any, **hints: Any) -> Any:  # vLLM 0.33 says which rows to expect
+        return topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=False)
+
     patches.set(topk_topp_sampler, "apply_top_k_top_p_triton", limit)
     assign = adaptive_verification._assign_draft_token_budget
     patches.set(adaptive_verification, "_assign_draft_token_budget_compiled", assign)  # compiling it takes a minute
