@@ -82,14 +82,14 @@ def test_noise_in_a_graph(
     """Plants seeds that are recorded: nothing but the distribution shows it."""
     from vllm_specplugins.proposers.early_exit import EarlyExit
 
-    propose = EarlyExit.propose
+    follow = EarlyExit.follow
 
-    def seeded(self: Any, batch: Any) -> Any:
-        batch.target.sampling.seeds.fill_(7)
-        return propose(self, batch)
+    def seeded(self: Any, target: Any, *rest: Any) -> Any:
+        target.sampling.seeds.fill_(7)
+        return follow(self, target, *rest)
 
     engine.stop()
-    monkeypatch.setattr(EarlyExit, "propose", seeded)
+    monkeypatch.setattr(EarlyExit, "follow", seeded)
     counts, accepted = rate(start(engine, checkpoint, 2), BATCHES[4:])
     engine.stop()
     assert accepted == 1 and chi_squared([(counts, expected, expected)]).p_value < 1e-6
