@@ -16,11 +16,13 @@ check ruff check
 check ruff format --check
 check mypy
 preload
-# Two lanes, on a core each where there are two: V1's engine tests, and a few on vLLM 0.33; the quick tests, and V2's
-# engine tests behind them. The engines' models are tiny, and V2's interpreter is a single thread. Then a short soak.
+# Two lanes, on a core each where there are two: the quick tests, V1's engine tests, and a few on vLLM 0.33; V2's engine
+# tests. The engines' models are tiny, and V2's interpreter is a single thread. Then a short soak.
 cores=$(nproc)
 on_core() { ((cores < 2)) || echo "OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=$1"; }
 v1_lane() {
+    # shellcheck disable=SC2046
+    check env $(on_core 0) pytest -q tests --ignore tests/engine -m "not gpu"
     # shellcheck disable=SC2046
     check env $(on_core 0) SPECPLUGINS_RUNNER=v1 pytest -q tests/engine -m "not gpu"
     # shellcheck disable=SC2046
@@ -31,11 +33,9 @@ v1_lane >"$v1_output" 2>&1 &
 v1=$!
 trap 'kill $v1 2>/dev/null || true; rm -f "$v1_output"' EXIT
 # shellcheck disable=SC2046
-check env $(on_core 1) pytest -q tests --ignore tests/engine -m "not gpu"
-# shellcheck disable=SC2046
 check env $(on_core 1) SPECPLUGINS_RUNNER=v2 pytest -q tests/engine -m "not gpu"
 wait $v1 && status=0 || status=$?
 cat "$v1_output"
-((status == 0)) || fail "engine tests failed on V1, or on vLLM 0.33"
+((status == 0)) || fail "quick tests, or engine tests on V1 or on vLLM 0.33, failed"
 check python tests/soak --minutes 10
 echo "All checks passed in $SECONDS s."

@@ -67,6 +67,7 @@ def run(folder: Path, environment: dict[str, str], **arguments: Any) -> Result:
 
 
 @pytest.mark.slow
+@long_on_v2
 def test_engine_process(tmp_path: Path) -> None:
     """VLLM_ENABLE_V1_MULTIPROCESSING=1: configuration and drafts cross the processes."""
     plain = run(tmp_path, {})
@@ -116,7 +117,7 @@ def test_two_ranks_gated(tmp_path: Path, plain_two_ranks: Result) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [NUM_LAYERS, *([] if INTERPRETED else [NUM_LAYERS // 2])])
+@pytest.mark.parametrize("layer", [NUM_LAYERS, *([NUM_LAYERS // 2] if LONG else [])])
 def test_two_ranks_exit_early(tmp_path: Path, plain_two_ranks: Result, layer: int) -> None:
     """Each rank holds half of the heads and of their KV cache. Kills: hidden states or logits that are one rank's part
     of a sum, and ranks that draft different tokens."""
