@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.structures.extents import Extents
+from vllm_specplugins.structures.spans import Spans
 from vllm_specplugins.structures.suffix_chances import first_chances
 from vllm_specplugins.structures.suffix_drafts import (
     END,
@@ -53,7 +53,7 @@ class SuffixRequests:
     def __init__(self, max_bytes: int, num_rows: int, max_num_draft: int):
         self._arrays = new_arrays(max_bytes)
         self._multiplier = self._arrays.state[MULTIPLIER]
-        self._extents = Extents(len(self._arrays.pages))
+        self._spans = Spans(len(self._arrays.pages))
         self._free: list[int] = []
         lines, places = np.empty((2, 2, 2 * MAX_DRAFT), np.int32), np.empty(MOST_PLACES, np.int64)
         newest = np.zeros((0, 2, max_num_draft + 1), np.int32)
@@ -132,12 +132,14 @@ class SuffixRequests:
         """Another piece for a text of so many tokens, instead of the one that it has; none if there is none."""
         self._leave_room(row)
         num_pages = -(-(num_tokens + num_tokens // SPARE_SHARE + SPARE_TOKENS) // PAGE)
-        start = self._extents.take(num_pages)
+        start = self._spans.take(num_pages)
         if start is not None:
             self._kept.requests[row, START], self._kept.requests[row, END] = start, start + num_pages
 
     def _leave_room(self, row: int) -> None:
-        self._extents.give(*self._kept.requests[row, :NUM_CLEARED].tolist())
+        start, end = self._kept.requests[row, :NUM_CLEARED].tolist()
+        if end > start:
+            self._spans.give_back(start, end - start)
         self._kept.requests[row, : IS_WHOLE + 1] = 0
         self._states[row] = 0
         self._states[row, MULTIPLIER] = self._multiplier
