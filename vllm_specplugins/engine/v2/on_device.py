@@ -134,19 +134,8 @@ class DeviceSpeculator(TargetSpeculator):
         rows = slice(input_batch.num_reqs)
         self._outcomes.begin(input_batch.idx_mapping[rows], num_sampled[rows], num_rejected[rows], rehearses)
 
-    def _draft(
-        self,
-        num_reqs: int,
-        num_tokens: int,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
-        num_tokens_across_dp: Any,
-        cudagraph_runtime_mode: CUDAGraphMode,
-        num_speculative_steps: int,
-    ) -> None:
-        """What a graph records; vLLM's signature."""
-        forward = PagedForward(self, num_reqs, num_tokens, attn_metadata, slot_mappings)
-        self._draft_on_device(self._batch([""] * num_reqs, forward), None, self._cascade.num_steps)
+    def _draft_rows(self, batch: DraftBatch) -> None:
+        self._draft_on_device(batch, None, self._cascade.num_steps)
 
     def _exit_pays(self, num_reqs: int) -> bool:
         """Whether the exit drafts in this step, by what was counted until the step before the last."""

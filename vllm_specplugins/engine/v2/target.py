@@ -346,7 +346,10 @@ class TargetSpeculator(DraftModelSpeculator):
     ) -> None:
         """What a graph records; vLLM's signature."""
         forward = PagedForward(self, num_reqs, num_tokens, attn_metadata, slot_mappings)
-        self._keep(self.barrier.proposer.propose(self._batch([""] * num_reqs, forward)))
+        self._draft_rows(self._batch([""] * num_reqs, forward))
+
+    def _draft_rows(self, batch: DraftBatch) -> None:
+        self._keep(self.barrier.proposer.propose(batch))
 
     def _batch(self, request_ids: list[str], forward: Any, edit: Any = None) -> DraftBatch:
         rows = slice(len(request_ids))
