@@ -52,8 +52,22 @@ def patch_interpreter(patches: Patches) -> None:
     patches.set(interpreter, "_patch_builtin", patch_builtin)
     patches.set(interpreter.InterpretedFunction, "__call__", call)
     patches.set(interpreter.InterpreterBuilder, "create_masked_store", create_masked_store)
+    patch_profile_run(patches)
     # vLLM takes residuals of a dense q with libdevice's log1p.
     patches.set(rejection_sampler_utils, "tldevice", SimpleNamespace(log1p=lambda x: tl.log(1.0 + x)))
+
+
+def patch_profile_run(patches: Patches) -> None:
+    """Attention of a profile run is zero, as on a GPU; a CPU's leaves memory as it was, and a row may be all NaN."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    original = CPUAttentionBackendImpl.forward
+
+    def forward(self: Any, layer: Any, *arguments: Any, **named: Any) -> Any:
+        output = original(self, layer, *arguments, **named)
+        return output.fill_(0) if arguments[4] is None else output  # of metadata
+
+    patches.set(CPUAttentionBackendImpl, "forward", forward)
 
 
 def patch_launches(patches: Patches, launched: Callable[[Any, Any, Any], None]) -> None:
