@@ -98,8 +98,7 @@ def stop_drafting(speculator: Any) -> None:
 
     def propose(input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         speculator.report.tell_none(input_batch.req_ids)
-        drafts: torch.Tensor = speculator.draft_tokens[: input_batch.num_reqs]
-        return drafts
+        return speculator.draft_tokens[: input_batch.num_reqs].zero_()  # vLLM 0.33 writes -1 into it
 
     speculator.propose = propose
     speculator.init_cudagraph_manager = lambda cudagraph_mode: None
