@@ -37,6 +37,7 @@ def client() -> Iterator[openai.OpenAI]:
     command += ["--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN), "--speculative-config", json.dumps(CASCADE)]
     command += ["--per-request-spec-decode-metrics", "summary"]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "NO_PROXY": "127.0.0.1"}
+    environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"  # a connection that it closes may be in use again by then
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     try:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)

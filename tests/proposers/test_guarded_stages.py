@@ -73,7 +73,7 @@ def test_a_sleeper_costs_one_budget(act: str) -> None:
     step(barrier_of(cascade(LOOKUP)))
     start = time.perf_counter()
     assert [step(barrier) for _ in range(4)] == [[3, 0]] * 4
-    assert time.perf_counter() - start < 3 * BUDGET_MS / 1000
+    assert time.perf_counter() - start < 3.9 * BUDGET_MS / 1000, "not at each of four steps"
     assert barrier.totals().stages["0 custom"].faults == {HANGS: 1}
 
 

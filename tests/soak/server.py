@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "NO_PROXY": "127.0.0.1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # a connection that it closes may be in use again by then
 }
 
 
