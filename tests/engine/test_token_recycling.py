@@ -89,8 +89,10 @@ def test_sampled(llm: Any, told: Pairs, prompts: Any) -> None:
 
 
 def test_tenants(llm: Any, told: Pairs, prompts: Any) -> None:
-    """Who sends a `cache_salt` has a table of its own. Kills: a salt that does not reach the worker; a reset that leaves
-    a table."""
+    """Who sends a `cache_salt` has a table of its own.
+
+    Kills: a salt that does not reach the worker; a reset that leaves a table.
+    """
     from vllm import SamplingParams
 
     tokens, found = recycled(llm), []
