@@ -150,6 +150,21 @@ class SuffixLookupConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRecyclingConfig:
+    """`token_recycling`: what the target last found likeliest behind each token, token after token.
+
+    Args:
+        max_table_bytes: most memory of all tenants' tables together, 5 bytes for each token of the vocabulary and each
+            tenant (`cache_salt`); where there is no more, the tenant that asked longest ago loses its own.
+    """
+
+    max_table_bytes: int = integer(1 << 25, 1 << 16, 1 << 36)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "token_recycling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyExitConfig:
     """`early_exit`: the target's first layers, its final norm and its head draft.
 

@@ -17,7 +17,15 @@ from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
 from vllm_specplugins.engine.plugin import name_in_vllm
 from vllm_specplugins.engine.target.model_source import may_be_cut, uncuttable
-from vllm_specplugins.methods import built_in_stage, drafts_on_device, parts, reads_history, runs_target, sample_methods
+from vllm_specplugins.methods import (
+    built_in_stage,
+    drafts_on_device,
+    parts,
+    reads_history,
+    reads_likeliest,
+    runs_target,
+    sample_methods,
+)
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -78,6 +86,11 @@ class PluginSpeculativeConfig(SpeculativeConfig):
     def reads_history(self) -> bool:
         """Whether the method reads tokens: on the host, if it does not draft on the device."""
         return reads_history(self.plugin_config)
+
+    @property
+    def reads_likeliest(self) -> bool:
+        """Whether the method learns what the target found likeliest."""
+        return reads_likeliest(self.plugin_config)
 
     @property
     def drafts_on_device(self) -> bool:
@@ -187,6 +200,11 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         _check_target(vllm_config, speculative_config.plugin_config)
         if speculative_config.built_in is None:  # or else vLLM reserves these slots itself
             vllm_config.__class__ = PluginVllmConfig
+    if speculative_config.reads_likeliest and vllm_config.parallel_config.enable_batch_sharded_sampling:
+        raise ConfigError(
+            f"{method}: enable_batch_sharded_sampling must be false for token_recycling, not True: the rank that "
+            "drafts would see a part of the requests."
+        )
     worker = vllm_config.parallel_config.worker_cls
     if worker not in WORKERS:
         raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")

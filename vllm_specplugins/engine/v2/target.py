@@ -31,6 +31,7 @@ from vllm_specplugins.engine.v2.graphs import graph_for
 from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.paged import PagedForward
 from vllm_specplugins.engine.v2.report import DraftReport, warms_up
+from vllm_specplugins.engine.v2.verify import likeliest_of
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.kernels.rejection import Sampling as Verified
 from vllm_specplugins.methods import parts
@@ -319,6 +320,7 @@ class TargetSpeculator(DraftModelSpeculator):
             options=options,
             max_num_draft=max_num_draft,
             offer=None if self.offer is None else self.offer.of(range(num_reqs)),
+            likeliest=likeliest_of(self.rejection_sampler(), input_batch, {row: row for row in rows}),
         )
         only_decoded = len(rows) == num_reqs and input_batch.num_tokens == int((1 + accepted + rejected).sum())
         feedback = Feedback(
