@@ -20,6 +20,7 @@ from vllm_specplugins.config import (
     StageConfig,
     SuffixLookupConfig,
     TokenRecyclingConfig,
+    meant,
     said,
     shown,
 )
@@ -171,9 +172,9 @@ def _check_stages(config: CascadeConfig, num_speculative_tokens: int) -> None:
 def _parse_stage(index: int, raw: Any) -> StageConfig:
     names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name not in ("cascade", "medusa")]
     if not isinstance(raw, dict) or raw.get("method") not in names:
-        found = shown(raw.get("method")) if isinstance(raw, dict) else shown(raw)
+        found = raw.get("method") if isinstance(raw, dict) else raw
         allowed = f"a dictionary whose method is one of {', '.join(names)}"
-        raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {found}.")
+        raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {shown(found)}{meant(found, names)}")
     own = {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
     most = raw.get("num_speculative_tokens")
     for entry in fields(CommonConfig):

@@ -225,16 +225,18 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     exits, jumps = parts(config, EarlyExitConfig), parts(config, JumpConfig)
     for name, size in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size),
-        ("data_parallel_size", parallel.data_parallel_size),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size),
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
     ):
         if size > 1:
             raise ConfigError(f"{method}: {name} must be 1, not {size}.")
-    if vllm_config.lora_config is not None:
-        runs_layers = "drafts would run another request's adapter"
-        why = runs_layers if exits or jumps else "the heads know the model without adapters"
-        raise ConfigError(f"{method}: enable_lora must be false, not True: {why}.")
+    if parallel.data_parallel_size > 1 and model.is_moe:  # engines of a dense model know nothing of each other
+        raise ConfigError(
+            f"{method}: data_parallel_size must be 1 for a mixture of experts, whose engines run each layer together, "
+            f"not {parallel.data_parallel_size}."
+        )
+    if vllm_config.lora_config is not None and parts(config, MedusaConfig):
+        raise ConfigError(f"{method}: enable_lora must be false, not True: the heads know the model without adapters.")
     kinds = {
         "a hybrid or state-space model": _has_state(model),
         "a multimodal model": model.is_multimodal_model or model.uses_mrope,

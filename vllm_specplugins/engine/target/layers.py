@@ -98,9 +98,10 @@ class FirstLayers:
 
     def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The largest logit's token ids [num_tokens]; tensor-parallel ranks exchange their best, not their logits."""
-        processor = getattr(self._target, "logits_processor", None)
+        processor: Any = getattr(self._target, "logits_processor", None)
         head = getattr(self._target, "lm_head", None)
-        if processor is None or head is None or getattr(head, "tp_size", 1) == 1 or processor.scale <= 0:
+        exchanges = hasattr(processor, "get_top_tokens")  # not so where adapters add to the logits
+        if not exchanges or head is None or getattr(head, "tp_size", 1) == 1 or processor.scale <= 0:
             return self.logits(hidden_states).argmax(dim=-1)
         token_ids: torch.Tensor = processor.get_top_tokens(head, hidden_states)
         return token_ids

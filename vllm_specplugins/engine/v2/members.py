@@ -10,6 +10,11 @@ def _trims(file: str, owner: str, members: str, kind: str = "read") -> Iterator[
     return members_of(file, owner, members, "drafts are trimmed on the device", kind)
 
 
+def _maps(file: str, owner: str, members: str, kind: str = "read") -> Iterator[Seam]:
+    """What says which row runs which LoRA adapter."""
+    return members_of(file, owner, members, "adapters of drafted and of verified rows", kind)
+
+
 V2_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "v1/worker/gpu/model_runner.py",
@@ -150,6 +155,21 @@ V2_MEMBERS: tuple[Seam, ...] = (
         "logprobs, V2",
     ),
     *members_of("v1/worker/gpu/model_runner.py", "GPUModelRunner", "model max_num_reqs", "warm-up and self-check"),
+    *_maps("v1/worker/gpu/model_runner.py", "GPUModelRunner", "lora_state"),
+    *_maps(
+        "v1/worker/gpu/model_runner.py",
+        "GPUModelRunner",
+        "prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, num_active_loras)",
+        "instance",
+    ),
+    *_maps(
+        "v1/worker/gpu/lora_utils.py",
+        "LoraState",
+        "make_lora_inputs(self, req_ids, idx_mapping, num_scheduled_tokens)",
+        "instance",
+    ),
+    *_maps("v1/worker/gpu/lora_utils.py", "LoraState", "lora_ids get_activate_loras(self, req_ids)"),
+    *_maps("v1/worker/gpu/input_batch.py", "InputBatch", "cu_num_logits_np idx_mapping_np"),
     *members_of(
         "v1/worker/gpu/states.py",
         "RequestState",

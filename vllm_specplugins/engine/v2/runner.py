@@ -5,6 +5,7 @@ A proposer that runs on the host waits for the sampled tokens; one that only run
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from vllm_specplugins.engine.adaptive import or_planned
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.spec_config import for_built_in, without_built_in
 from vllm_specplugins.engine.v2 import verify
+from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2.built_in import DeviceOffer, run_before
 from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.lookup import LookupSpeculator
@@ -85,6 +87,10 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         runner.initialize_kv_cache = _trimming_if_it_can(runner)
     if isinstance(speculator, DeviceSpeculator):
         speculator.cost_tables = lambda: getattr(runner.adaptive_verification, "cost_tables", None)
+    if runner.lora_config is not None:
+        map_all_logits(runner)
+        if isinstance(speculator, TargetSpeculator):
+            speculator.adapters_of = partial(adapters_of, runner)
     if isinstance(speculator, TargetSpeculator | HostSpeculator):
         speculator.rejection_sampler = lambda: runner.rejection_sampler
     if isinstance(speculator, TargetSpeculator):

@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Sampling, Target
 from vllm_specplugins.engine.options import request_options
+from vllm_specplugins.engine.target.adapters import Adapters
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.metadata import updates_in_place
 from vllm_specplugins.engine.v2.built_in import DeviceOffer
@@ -54,6 +55,8 @@ class TargetSpeculator(DraftModelSpeculator):
     offer: DeviceOffer | None = None  # of a cascade's stage that is built into vLLM
     rejection_sampler: Callable[[], Any]  # the runner's, and what its sampler knows of requests; set by runner.attach
     sampling_states: Callable[[], Any]
+    adapters_of: Callable[[Any, bool], Adapters] | None = None  # of a batch; set by runner.attach where there are any
+    adapters: Adapters | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
@@ -134,6 +137,7 @@ class TargetSpeculator(DraftModelSpeculator):
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         exits = parts(self.vllm_config.speculative_config.plugin_config, EarlyExitConfig)
         full &= not any(part.look_ahead for part in exits)  # a graph's metadata is that of one token a request
+        full &= self.vllm_config.lora_config is None  # which rows run adapters the host says at each launch
         if full and self.supports_decode_metadata_update and self._histories is None:
             mode = CUDAGraphMode.FULL_DECODE_ONLY
             self._graphs = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
@@ -180,7 +184,10 @@ class TargetSpeculator(DraftModelSpeculator):
         if num_speculative_tokens is None:
             num_speculative_tokens = self.num_speculative_steps
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run)
-        if dummy_run or warms_up(input_batch.req_ids):
+        rehearses = dummy_run or warms_up(input_batch.req_ids)
+        if self.adapters_of is not None:
+            self.adapters = self.adapters_of(input_batch, rehearses)
+        if rehearses:
             self._rehearse(input_batch, is_profile, skip_attn_for_dummy_run)
             return drafts
         self._take_inputs(input_batch, last_hidden_states, num_rejected, last_sampled, temperature, seeds)
