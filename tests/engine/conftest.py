@@ -4,12 +4,12 @@ Without a GPU, V2 runs through Triton's interpreter. The engines run in this pro
 """
 
 import atexit
-import gc
 import json
 import os
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,13 +148,17 @@ def shut_down(llm: Any) -> None:
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Callable[..., Any]]:
     """engine(**arguments of LLM): the engine of these arguments; it replaces the last one if they differ."""
+    from quick import leave_out, quick_starts, unfreeze
+
     alive: dict[str, Any] = {}
+    quick_starts()
 
     def stop() -> None:
         if alive:
+            last = weakref.ref(alive["llm"])
             shut_down(alive.pop("llm"))
             alive.clear()
-            gc.collect()
+            leave_out(last)
 
     def start(speculative_config: dict[str, Any] | None = None, **arguments: Any) -> Any:
         from recorded import drafts_pay, runner
@@ -186,6 +190,7 @@ def engine() -> Iterator[Callable[..., Any]]:
     start.stop, start.records = stop, False  # type: ignore[attr-defined]
     yield start
     stop()
+    unfreeze()
 
 
 def spec_metrics(llm: Any) -> dict[str, float]:

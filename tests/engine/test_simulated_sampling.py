@@ -97,9 +97,9 @@ def test_noise_in_a_graph(
 
 @pytest.mark.slow
 def test_a_lost_q(engine: Any, device: Device, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plants a q that was allocated anew, behind the capture."""
+    """Plants a q that was allocated anew, behind the capture. All layers' drafts are all accepted but for that."""
     llm = start(engine, checkpoint, 2)
     speculator = runner(llm).speculator
     monkeypatch.setattr(speculator, "draft_logits", speculator.draft_logits.clone())
-    _, accepted = rate(llm, [3, 5])
-    assert accepted < 0.9
+    _, accepted = rate(llm, [3, 5, 8, 8])
+    assert accepted < 1

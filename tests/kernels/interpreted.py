@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 needs_triton = pytest.mark.skipif(not RUNS, reason="runs in a process with Triton's interpreter")
+
+
+if INTERPRETED:
+    sys.path.append(str(Path(__file__).parents[1] / "simulated_device"))
+    from quick_interpreter import quick_interpreter
+
+    _quick = quick_interpreter()  # for the rest of this process
+    _quick.__enter__()
 
 
 def run_interpreted(test_file: str) -> None:
