@@ -183,7 +183,13 @@ V2_MEMBERS: tuple[Seam, ...] = (
     ),
     *_trims("v1/worker/gpu/model_runner.py", "", "maybe_create_adaptive_verification_manager", "swap"),
     *_trims("v1/worker/gpu/model_runner.py", "GPUModelRunner", "adaptive_verification", "instance"),
-    *_trims("v1/worker/gpu/spec_decode/adaptive_verification.py", "AdaptiveVerificationManager", "cost_tables"),
+    *_trims(
+        "v1/worker/gpu/spec_decode/adaptive_verification.py",
+        "AdaptiveVerificationManager",
+        "req_states num_speculative_steps cost_tables _stale_confidences _stale_idx add_request(self, req_idx) "
+        "record_confidences(self, confidence_probs, input_batch)",
+        "instance",
+    ),
     *_trims(
         "v1/worker/gpu/model_runner.py",
         "GPUModelRunner",

@@ -86,7 +86,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     if isinstance(speculator, LookupSpeculator | DeviceSpeculator):
         runner.initialize_kv_cache = _trimming_if_it_can(runner)
     if isinstance(speculator, DeviceSpeculator):
-        speculator.cost_tables = lambda: getattr(runner.adaptive_verification, "cost_tables", None)
+        speculator.manager = lambda: runner.adaptive_verification
     if runner.lora_config is not None:
         map_all_logits(runner)
         if isinstance(speculator, TargetSpeculator):

@@ -139,8 +139,12 @@ class TargetSpeculator(DraftModelSpeculator):
         full &= not any(part.look_ahead for part in exits)  # a graph's metadata is that of one token a request
         full &= self.vllm_config.lora_config is None  # which rows run adapters the host says at each launch
         if full and self.supports_decode_metadata_update and self._histories is None:
-            mode = CUDAGraphMode.FULL_DECODE_ONLY
-            self._graphs = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
+            self._graphs = self._new_graphs()
+
+    def _new_graphs(self) -> SpeculatorCudaGraphManager:
+        """None recorded yet."""
+        mode = CUDAGraphMode.FULL_DECODE_ONLY
+        return SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
 
     def capture(self) -> None:
         """Records one graph of all K steps for each batch size."""
