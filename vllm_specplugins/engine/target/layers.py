@@ -66,12 +66,14 @@ class FirstLayers:
     @torch.inference_mode()
     def _takes_states(self) -> bool:
         """Whether the body's forward hands its layers the states that it is given; some families scale them."""
-        first = torch.zeros(1, dtype=torch.int64, device=next(self._body.parameters()).device)
+        # No token is embedded here: which adapter would do so is not known yet.
+        states = torch.ones_like(self._body.norm.weight)[None]
+        first = torch.zeros(1, dtype=torch.int64, device=states.device)
         try:
-            states = torch.ones_like(self.embeddings(first))
-            return torch.equal(self.of_states(0, 0, states.clone(), first, normed=False), states)
+            known = self.of_states(0, 0, states.clone(), first, normed=False)
         except (AttributeError, TypeError):
             return False
+        return hasattr(self._body, "embed_input_ids") and torch.equal(known, states)
 
     def compile(self, config: SpecConfig) -> None:
         """Compiles what the exits of a method run, if vLLM compiles the target; before the first request."""
