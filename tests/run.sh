@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# Everything that CI checks, the quick things first; stops at the first failure. PYTHON chooses the interpreter.
+# Everything that CI checks, as jobs; stops at the first failure. PYTHON chooses the interpreter.
+#   bash tests/run.sh          all of them, two at a time where there are two cores
+#   bash tests/run.sh JOB...   these of them, one after the other
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/environment.sh"
 cd "$root"
-PATH=$venv/bin:$PATH
+export PATH=$venv/bin:$PATH
+unset PYTHONDONTWRITEBYTECODE # a hundred processes would compile each what one of them has compiled
+preload
 
 check() {
     local began=$SECONDS
@@ -12,30 +16,33 @@ check() {
     echo "== $((SECONDS - began)) s"
 }
 
-check ruff check
-check ruff format --check
-check mypy
-preload
-# Two lanes, on a core each where there are two: the quick tests, V1's engine tests, and a few on vLLM 0.33; V2's engine
-# tests. The engines' models are tiny, and V2's interpreter is a single thread. Then a short soak.
-cores=$(nproc)
-on_core() { ((cores < 2)) || echo "OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=$1"; }
-v1_lane() {
-    # shellcheck disable=SC2046
-    check env $(on_core 0) pytest -q tests --ignore tests/engine -m "not gpu"
-    # shellcheck disable=SC2046
-    check env $(on_core 0) SPECPLUGINS_RUNNER=v1 pytest -q tests/engine -m "not gpu"
-    # shellcheck disable=SC2046
-    check env $(on_core 0) bash tests/vllm_033.sh
+lint() { check ruff check && check ruff format --check && check mypy; }
+quick() { check pytest -q tests --ignore tests/engine -m "not gpu"; }
+v1() { check env SPECPLUGINS_RUNNER=v1 pytest -q tests/engine -m "not gpu"; }
+v2() { check env SPECPLUGINS_RUNNER=v2 pytest -q tests/engine -m "not gpu"; }
+vllm_033() { check bash tests/vllm_033.sh; }
+soak() { check ${CORE:+taskset -c "$CORE"} python tests/soak --minutes 10; }
+
+if (($#)); then
+    [[ -z ${CORE:-} ]] || export OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=$CORE
+    for job; do "$job"; done
+    exit
+fi
+
+# A job on the core CORE: its output when it ends. One that fails ends the other one, too.
+run_job() {
+    local output
+    echo "== $1 begins"
+    output=$(bash tests/run.sh "$1" 2>&1) && echo "$output" && return
+    echo "$output"
+    kill 0
 }
-v1_output=$(mktemp)
-v1_lane >"$v1_output" 2>&1 &
-v1=$!
-trap 'kill $v1 2>/dev/null || true; rm -f "$v1_output"' EXIT
-# shellcheck disable=SC2046
-check env $(on_core 1) SPECPLUGINS_RUNNER=v2 pytest -q tests/engine -m "not gpu"
-wait $v1 && status=0 || status=$?
-cat "$v1_output"
-((status == 0)) || fail "quick tests, or engine tests on V1 or on vLLM 0.33, failed"
-check python tests/soak --minutes 10
+export -f run_job
+# The longest first, but for the one that fails soonest. A core is enough for each: the engines' models are tiny, and
+# V2's interpreter is a single thread.
+set -m # a process group of their own
+printf '%s\n' lint v2 v1 soak quick vllm_033 |
+    xargs -P $(($(nproc) < 2 ? 1 : 2)) --process-slot-var=CORE -I JOB bash -c "run_job JOB" &
+trap 'kill -- -$(jobs -p) 2>/dev/null || true' EXIT
+wait $! || fail "a job failed"
 echo "All checks passed in $SECONDS s."

@@ -36,6 +36,7 @@ if [[ ! -d $overlay ]] && ! make_overlay; then
     exit 0
 fi
 
+unset PYTHONDONTWRITEBYTECODE # or else each process compiles vLLM anew
 preload
 export PYTHONPATH=$overlay${PYTHONPATH:+:$PYTHONPATH}
 run() { # RUNNER ARGUMENTS

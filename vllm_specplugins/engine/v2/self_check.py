@@ -94,11 +94,11 @@ def stop_drafting(speculator: Any) -> None:
     speculator.barrier.counters.switched_off = True
     speculator.draft_logits.fill_(-torch.inf)
     speculator.draft_logits[..., 0] = 0.0
+    speculator.draft_tokens.zero_()
 
     def propose(input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         speculator.report.tell_none(input_batch.req_ids)
-        drafts: torch.Tensor = speculator.draft_tokens[: input_batch.num_reqs]
-        return drafts.zero_()  # vLLM 0.33 writes -1 into them where it asked for fewer
+        return speculator.draft_tokens[: input_batch.num_reqs].zero_()  # vLLM 0.33 writes -1 into it
 
     speculator.propose = propose
     speculator.init_cudagraph_manager = lambda cudagraph_mode: None
