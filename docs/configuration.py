@@ -32,7 +32,7 @@ streamed response vLLM answers 200 and sends the error as an event) and touches 
 | `max_context` | an integer from 0 on | no drafts beyond so many tokens of prompt and output together |
 | `stages` | names of the cascade's stages | those that draft for this request |
 | `reference` | text, or a list of token ids; at most as many tokens as the model's context | what the output is likely to repeat (a predicted output, a retrieved document): `prompt_lookup` and `suffix_lookup` search it, the model never sees it |
-| `learn` | true or false | false: `suffix_lookup` does not draft from its output for later requests |
+| `learn` | true or false | false: `suffix_lookup` and `token_recycling` do not draft from its output for other requests |
 
 A proposer of your own may have options of its own: [write a proposer](write-a-proposer.md).
 """

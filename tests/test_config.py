@@ -125,12 +125,28 @@ def test_refused_with_a_sentence(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(config)
     sentence = str(caught.value)
-    assert sentence.endswith(".") and "\n" not in sentence and len(sentence) < 300
+    assert sentence.endswith((".", "?")) and "\n" not in sentence and len(sentence) < 300
     assert sentence.startswith(("prompt_lookup: ", "early_exit: ", "cascade: ", "custom: ", "speculative_config: "))
     assert any(str(key) in sentence or repr(key)[:50] in sentence for key in config if key != "method") or (
         re.search("(proposer|stages) is missing|max_ngram", sentence)
     )
     assert re.search(r"must be|must run|must not|fields are|cannot be imported|is missing", sentence)
+
+
+@pytest.mark.parametrize(
+    "config, meant",
+    [
+        ({"method": "prompt_lookup", "max_ngrams": 5}, "max_ngram"),
+        ({"method": "early_exit", "exit_layers": 5}, "exit_layer"),
+        ({"method": "cascade", "stages": [{"method": "promt_lookup"}]}, "prompt_lookup"),
+        ({"method": "cascade", "stages": [{"method": "eagle_3", "model": "m"}]}, "eagle3"),
+        ({"method": "cascade", "stages": [{"method": "mtp", "modell": "m"}]}, "model"),
+    ],
+)
+def test_nearest_name(config: dict[str, Any], meant: str) -> None:
+    """Fails if a misspelt field, or a misspelt stage, is not told what it may have been."""
+    with pytest.raises(ConfigError, match=f"; did you mean {meant!r}\\?$"):
+        parse_config(config)
 
 
 @pytest.mark.parametrize(

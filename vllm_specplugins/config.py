@@ -6,7 +6,7 @@ and what is allowed.
 
 import difflib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
@@ -54,6 +54,16 @@ def shown(value: object) -> str:
     """`value` as an error message quotes it: at most 60 characters of its repr."""
     words = " ".join(_BRIEF.repr(value).split())
     return words if len(words) <= 60 else words[:57] + "..."
+
+
+def meant(name: object, names: Iterable[str]) -> str:
+    """How the refusal of an unknown name ends.
+
+    >>> meant("max_ngrams", ["max_ngram", "min_ngram"]), meant(5, ["max_ngram"])
+    ("; did you mean 'max_ngram'?", '.')
+    """
+    near = difflib.get_close_matches(shown(name), list(names), 1)
+    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 def said(error: BaseException) -> str:
@@ -147,6 +157,21 @@ class SuffixLookupConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "suffix_lookup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRecyclingConfig:
+    """`token_recycling`: what the target last found likeliest behind each token, token after token.
+
+    Args:
+        max_table_bytes: most memory of all tenants' tables together, 5 bytes for each token of the vocabulary and each
+            tenant (`cache_salt`); where there is no more, the tenant that asked longest ago loses its own.
+    """
+
+    max_table_bytes: int = integer(1 << 25, 1 << 16, 1 << 36)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "token_recycling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,11 +305,9 @@ class BuiltInConfig:
         """
         for key in raw:
             if key != "model" and key not in BUILT_IN_SETTINGS:
-                near = difflib.get_close_matches(str(key), ("model", *BUILT_IN_SETTINGS), 1)
-                nearest = f", like {near[0]}" if near else ""
                 raise ConfigError(
                     f"cascade: stages[{index}]: {shown(key)} is not a field; the fields are model and settings of "
-                    f"vLLM's that docs/configuration.md lists{nearest}."
+                    f"vLLM's that docs/configuration.md lists{meant(key, ('model', *BUILT_IN_SETTINGS))}"
                 )
         model = raw.get("model")
         if not (isinstance(model, str) and model) and (model is not None or method != "mtp"):
@@ -372,8 +395,9 @@ class SpecConfig:
         own_names = [entry.name for entry in fields(own_type)]
         for key in raw:
             if key not in common_names and key not in own_names:
-                allowed = ", ".join(own_names + common_names)
-                raise ConfigError(f"{method}: {shown(key)} is not a field; the fields are {allowed}.")
+                names = own_names + common_names
+                allowed = ", ".join(names) + meant(key, names)
+                raise ConfigError(f"{method}: {shown(key)} is not a field; the fields are {allowed}")
         for entry in fields(own_type):
             if entry.name not in raw and entry.default is MISSING and entry.default_factory is MISSING:
                 allowed = f"it must be {_check(entry, None)[1]}" if "kind" in entry.metadata else "it has no default"

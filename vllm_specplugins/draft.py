@@ -160,6 +160,22 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class Likeliest:
+    """The token that the target found likeliest behind each one that it read in the step before, rejected drafts
+    included. Arrays that cannot be written to; N: such places.
+
+    Args:
+        requests: [N] int32, whose place it is, an index into the batch; in ascending order.
+        token_ids: [N] int32, the token that was read.
+        next_ids: [N] int32, the likeliest behind it.
+    """
+
+    requests: Int32Array
+    token_ids: Int32Array
+    next_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
 class DraftBatch:
     """The requests that want a draft in this step. A proposer gets one of its own, in which nothing can be written.
 
@@ -171,6 +187,7 @@ class DraftBatch:
         options: `SamplingParams.extra_args["specplugins"]` of each request, empty where it has none; lists are tuples.
         target: the target, for a model proposer.
         offer: the drafts of a cascade's stage that is built into the engine; None where it could not draft.
+        likeliest: what the target found in the step before; None unless the method reads that (token_recycling).
     """
 
     request_ids: Sequence[str]
@@ -179,6 +196,7 @@ class DraftBatch:
     options: Sequence[Mapping[str, Any]]
     target: Target | None = None
     offer: Offer | None = None
+    likeliest: Likeliest | None = None
 
     @property
     def num_reqs(self) -> int:

@@ -19,6 +19,8 @@ from vllm_specplugins.config import (
     SpecConfig,
     StageConfig,
     SuffixLookupConfig,
+    TokenRecyclingConfig,
+    meant,
     said,
     shown,
 )
@@ -37,7 +39,8 @@ class Method:
     A method that runs the target gets `DraftBatch.target`, and K slots of the KV cache past the last token; one that
     reads histories gets `DraftBatch.token_ids`. Where vLLM has a method of the same name, ours is the one whose
     dictionary has `own_field`. One that is `on_device` drafts there on Model Runner V2, without the host
-    (engine/v2/lookup.py, engine/v2/on_device.py); the class of one that reads histories is then V1's.
+    (engine/v2/lookup.py, engine/v2/on_device.py); the class of one that reads histories is then V1's. One that
+    `reads_likeliest` gets `DraftBatch.likeliest`.
     """
 
     config: type
@@ -46,6 +49,7 @@ class Method:
     reads_history: bool = True
     own_field: str | None = None
     on_device: bool = False
+    reads_likeliest: bool = False
 
 
 METHODS: Mapping[str, Method] = {
@@ -53,6 +57,9 @@ METHODS: Mapping[str, Method] = {
         PromptLookupConfig, "vllm_specplugins.proposers.prompt_lookup:PromptLookup", on_device=True
     ),
     "suffix_lookup": Method(SuffixLookupConfig, "vllm_specplugins.proposers.suffix_lookup:SuffixLookup"),
+    "token_recycling": Method(
+        TokenRecyclingConfig, "vllm_specplugins.proposers.token_recycling:TokenRecycling", reads_likeliest=True
+    ),
     "early_exit": Method(
         EarlyExitConfig,
         "vllm_specplugins.proposers.early_exit:EarlyExit",
@@ -108,6 +115,11 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
             f"{config.method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
             f"{config.common.verification!r}, whose noise nobody else knows, not 'coupled'."
         )
+    if reads_likeliest(config) and config.common.verification != "fused":
+        raise ConfigError(
+            f"{config.method}: verification must be 'fused' for token_recycling, which learns from what that reads, "
+            f"not {config.common.verification!r}."
+        )
     return config
 
 
@@ -160,9 +172,9 @@ def _check_stages(config: CascadeConfig, num_speculative_tokens: int) -> None:
 def _parse_stage(index: int, raw: Any) -> StageConfig:
     names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name not in ("cascade", "medusa")]
     if not isinstance(raw, dict) or raw.get("method") not in names:
-        found = shown(raw.get("method")) if isinstance(raw, dict) else shown(raw)
+        found = raw.get("method") if isinstance(raw, dict) else raw
         allowed = f"a dictionary whose method is one of {', '.join(names)}"
-        raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {found}.")
+        raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {shown(found)}{meant(found, names)}")
     own = {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
     most = raw.get("num_speculative_tokens")
     for entry in fields(CommonConfig):
@@ -189,6 +201,11 @@ def runs_target(config: SpecConfig) -> bool:
 def reads_history(config: SpecConfig) -> bool:
     """Whether the method, or a stage of it, needs the tokens on the host."""
     return any(_method(name).reads_history for name in _names(config))
+
+
+def reads_likeliest(config: SpecConfig) -> bool:
+    """Whether the method, or a stage of it, learns what the target found likeliest."""
+    return any(_method(name).reads_likeliest for name in _names(config))
 
 
 def drafts_on_device(config: SpecConfig) -> bool:

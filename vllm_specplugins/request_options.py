@@ -86,7 +86,7 @@ def check_options(options: Options, limits: Limits) -> None:
     max_context: beyond so many tokens of prompt and output together it is not drafted for.
     stages: those of a cascade that draft for it.
     reference: what its output is likely to repeat, for prompt_lookup and suffix_lookup.
-    learn: whether its output may be drafted from for later requests, by suffix_lookup.
+    learn: whether its output may be drafted from for later requests, by suffix_lookup and token_recycling.
 
     A proposer of the user's own may have options of its own, which pass if they are small.
     """

@@ -16,6 +16,8 @@ SUFFIX_LOOKUP = {
     "store_bytes": 1 << 22,
 }
 
+TOKEN_RECYCLING = {"method": "token_recycling", "num_speculative_tokens": 4, "max_table_bytes": 1 << 17}
+
 
 def early_exit(layer: int, num_draft: int = 4) -> dict[str, Any]:
     return {"method": "early_exit", "exit_layer": layer, "num_speculative_tokens": num_draft}

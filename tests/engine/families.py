@@ -70,12 +70,12 @@ def make_model(family: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
-        mean, std = _distribution(name, weight, gemma=family.startswith("gemma"))
+        mean, std = distribution(name, weight, gemma=family.startswith("gemma"))
         weight.copy_(mean + std * torch.randn(weight.shape, generator=generator))
     return model.eval()
 
 
-def _distribution(name: str, weight: torch.Tensor, gemma: bool) -> tuple[float, float]:
+def distribution(name: str, weight: torch.Tensor, gemma: bool) -> tuple[float, float]:
     """Mean and standard deviation of a parameter of this name."""
     late = any(f"layers.{layer}." in name for layer in range(EXIT_LAYER, NUM_LAYERS))
     share = LATE if late else 1.0

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import PROMPT_LOOKUP, STRESS, generate, mixed_prompts
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
+from families import checkpoint
 from safetensors.torch import load_file
 from torch import nn
 from transformers import GPT2Config, JambaConfig, MambaConfig, OPTConfig
@@ -131,12 +132,18 @@ def test_missing_head() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("pipeline_parallel_size", 2), ("data_parallel_size", 2), ("enable_lora", True)],
+    ("field", "family"), [("pipeline_parallel_size", "llama"), ("data_parallel_size", "qwen3_moe")]
 )
-def test_refused_engines(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^early_exit: {field} must be .*, not {value}.*\.$"):
-        engine_config(early_exit(FEW_LAYERS), **{field: value})
+def test_refused_engines(field: str, family: str) -> None:
+    """Fails if engines of experts, which run each layer together, may draft at different times."""
+    with pytest.raises(ConfigError, match=rf"^early_exit: {field} must be .*, not 2\.$"):
+        engine_config(early_exit(FEW_LAYERS), model=str(checkpoint(family)), skip_tokenizer_init=True, **{field: 2})
+
+
+def test_engines_of_a_dense_model() -> None:
+    """Fails if they are refused: they know nothing of each other."""
+    config = engine_config(early_exit(FEW_LAYERS), data_parallel_size=2)
+    assert config.speculative_config.runs_target
 
 
 @pytest.mark.parametrize("config", [MambaConfig(), JambaConfig()], ids=["state-space", "hybrid"])

@@ -85,3 +85,5 @@ def test_heads_that_repeat(
 def test_refused_at_start(engine: Any, checkpoint: Path, heads: Path) -> None:
     with pytest.raises(ValueError, match="a head for each of the 4 num_speculative_tokens, not one with 3"):
         engine({**config_of(heads, "greedy"), "num_speculative_tokens": 4}, model=str(checkpoint), **ARGUMENTS)
+    with pytest.raises(ValueError, match="enable_lora must be false, not True: the heads know the model without"):
+        engine(config_of(heads, "greedy"), model=str(checkpoint), enable_lora=True, **ARGUMENTS)

@@ -56,17 +56,22 @@ def on_device(engine: Any, config: dict[str, Any]) -> Any:
     return llm
 
 
+def drafted(llm: Any) -> dict[int, int]:
+    """Steps that were replayed, by how many tokens the exit drafted."""
+    return {depth: replays(graphs) for depth, graphs in runner(llm).speculator._graphs_of.items()}
+
+
 @pytest.mark.parametrize(("policy", "method"), CASES)
 def test_identity(engine: Any, device: Device, prompts: Any, expected: Any, policy: str, method: str) -> None:
     """Without a wait, by replays. Fails if a step reads the device, if an exit's tokens stand behind another's, or if
     a stage is told what became of the other's tokens."""
     llm = on_device(engine, cascade(policy, draft_sample_method=method))
-    own, targets = runner(llm).speculator._graphs, runner(llm).cudagraph_manager
-    before, steps = (replays(own), replays(targets)), device.ledger.serving.steps
+    before, steps = (drafted(llm), replays(runner(llm).cudagraph_manager)), device.ledger.serving.steps
     with device.waits_forbidden():
         assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     num_decoded = device.ledger.serving.steps - steps - 1  # all but the step of the prompts
-    assert replays(own) - before[0] >= 0.95 * num_decoded and replays(targets) - before[1] >= 0.95 * num_decoded
+    assert sum(drafted(llm).values()) - sum(before[0].values()) >= 0.95 * num_decoded
+    assert replays(runner(llm).cudagraph_manager) - before[1] >= 0.95 * num_decoded
     stats = llm.collective_rpc("specplugins_stats")[0]
     lookup, exit_stage = stats["stages"].values()
     assert stats["faults"] == {} and stats["propose_ms"] == 0
@@ -79,13 +84,55 @@ def test_an_exit_that_costs_too_much(engine: Any, device: Device, prompts: Any, 
     llm = on_device(engine, cascade("first", draft_sample_method="greedy"))
     generate(llm, prompts[:2], [2], max_tokens=4)
     runner(llm).adaptive_verification.set_cost_curves([(1, 1e4), (8, 1e4)], [(n, 8 + 0.1 * n) for n in range(1, 4097)])
-    speculator = runner(llm).speculator
-    before = replays(speculator._graphs), replays(speculator._shallow)
-    drafted = llm.collective_rpc("specplugins_stats")[0]["stages"]["0 prompt_lookup"]["drafted"]
+    before, counted = drafted(llm), llm.collective_rpc("specplugins_stats")[0]["stages"]["0 prompt_lookup"]["drafted"]
     with device.waits_forbidden():
         assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
-    assert replays(speculator._graphs) == before[0] and replays(speculator._shallow) > before[1]
-    assert llm.collective_rpc("specplugins_stats")[0]["stages"]["0 prompt_lookup"]["drafted"] > drafted
+    after = drafted(llm)
+    assert after.pop(0) > before.pop(0) and after == before
+    assert llm.collective_rpc("specplugins_stats")[0]["stages"]["0 prompt_lookup"]["drafted"] > counted
+
+
+def test_an_exit_as_deep_as_it_pays(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
+    """Fails if there is no graph of that depth, or if another's is replayed."""
+    llm = on_device(engine, cascade("first", draft_sample_method="greedy"))
+    told = runner(llm).speculator._told
+    generate(llm, prompts[:2], [2], max_tokens=4)
+    for depth in (1, 2):
+        before = drafted(llm)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(told), "depth", lambda *_, depth=depth: depth)
+            assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+        assert {own for own, count in drafted(llm).items() if count > before[own]} == {depth}
+
+
+def test_nothing_found_costs_one_token(engine: Any, device: Device) -> None:
+    """Of a request that does not allow the exit, from its second step on, beside one that is drafted for.
+
+    Fails if confidences are those of another row, or not 0 behind a draft's end.
+    """
+    from vllm import SamplingParams
+
+    llm = on_device(engine, cascade("first", draft_sample_method="greedy"))
+    manager, lengths = runner(llm).adaptive_verification, []
+    drafts_pay(llm, token_ms=0.1)
+    prompts = [{"prompt_token_ids": tokens} for tokens in (list(range(10, 60)), [5] * 20)]
+    params = [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, **own) for most, own in (
+        (4, {"allowed_token_ids": [100, 101, 102], "extra_args": {"specplugins": {"stages": ["prompt_lookup"]}}}),
+        (16, {"allowed_token_ids": [5]}))]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        reallocate = manager.reallocate_drafts
+
+        def watched(request_ids: list[str], *args: Any) -> Any:
+            result = reallocate(request_ids, *args)
+            lengths.append(dict(zip(request_ids, result[0].diff().tolist(), strict=True)))
+            return result
+
+        patch.setattr(manager, "reallocate_drafts", watched)
+        llm.generate(prompts, params, use_tqdm=False)
+    both = [own for own in lengths if len(own) == 2]
+    first = min(both[0], key=lambda name: int(name.split("-")[0]))
+    assert len(both) >= 2 and all(own[first] == 1 for own in both[1:]), both
+    assert any(max(own.values()) > 1 for own in both[1:]), both
 
 
 @pytest.mark.skipif(not ALL, reason="SPECPLUGINS_SIMULATED=all runs it")
@@ -100,5 +147,5 @@ def test_stages_of_a_request(engine: Any, device: Device, prompts: Any, expected
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     after = llm.collective_rpc("specplugins_stats")[0]["stages"]
-    drafted = [after[name]["drafted"] - before[name]["drafted"] for name in after]
-    assert drafted[0] > 0 == drafted[1]
+    lookup, exit_stage = (after[name]["drafted"] - before[name]["drafted"] for name in after)
+    assert lookup > 0 == exit_stage

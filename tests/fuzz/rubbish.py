@@ -31,5 +31,5 @@ def dictionary(values: Mapping[str, st.SearchStrategy[Any]]) -> st.SearchStrateg
 def check_sentence(error: ConfigError) -> None:
     """One sentence for the user: no essay, no new line, and it can be printed and sent."""
     words = str(error)
-    assert words.endswith(".") and "\n" not in words and len(words) <= 300, words
+    assert words.endswith((".", "?")) and "\n" not in words and len(words) <= 300, words
     words.encode()

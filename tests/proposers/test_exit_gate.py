@@ -1,40 +1,89 @@
-"""Whether an exit is worth its time."""
+"""How deep an exit drafts, or whether at all."""
 
-from vllm_specplugins.proposers.exit_gate import ExitGate
+import numpy as np
+import pytest
 
-K, VERIFY_MS = 4, 10.0
+from vllm_specplugins.proposers.exit_gate import Brought, ExitGate, depths
 
-
-def share_drafted(brings: float, draft_ms: float, found: float = 0.0, num_steps: int = 2000) -> float:
-    """Of steps, where each emits one token of its own, and so many more by drafts of the exit, or by others without."""
-    gate, has_drafted, drafted = ExitGate(K), False, 0
-    for _ in range(num_steps):
-        gate.add(8, round(8 * (1 + (brings if has_drafted else found))), has_drafted)
-        has_drafted = gate.pays(draft_ms, VERIFY_MS)
-        drafted += has_drafted
-    return drafted / num_steps
+K, STEP_MS = 4, 10.0
+FLAT = np.full(1000, STEP_MS)
 
 
-def test_it_drafts_where_that_pays() -> None:
-    """Fails if what the exit brings is not held against its time, or if there are more trials without it than pay."""
-    assert share_drafted(brings=2, draft_ms=5) > 0.97
-    assert share_drafted(brings=3, draft_ms=25) > 0.9, "2.5 tokens' time for 3 tokens"
-    assert share_drafted(brings=3, draft_ms=2, found=1) > 0.97
+class Engine:
+    """Steps of 8 requests; a token of the exit is right with some chance, and what it said is known one step late.
+
+    Args:
+        found: tokens that others bring where it does not draft, and `beside`, where it does.
+    """
+
+    def __init__(self, chance: float, found: float = 0.0, beside: float = 0.0, num_reqs: int = 8):
+        self.gate, self.chance, self.found, self.beside = ExitGate(K, depths(K)), chance, found, beside
+        self.num_reqs, self._depth = num_reqs, 0
+
+    def depths(self, draft_ms: float, num_steps: int = 2000, verify_ms: np.ndarray = FLAT) -> np.ndarray:
+        """[num_steps], tokens drafted in each."""
+        made, places = [], np.arange(K)
+        for _ in range(num_steps):
+            verified = self.num_reqs * (places < self._depth)
+            accepted = verified * self.chance ** (places + 1)
+            others = self.num_reqs * (self.beside if self._depth else self.found)
+            emitted = self.num_reqs + others + accepted.sum()
+            brought = Brought(self.num_reqs, emitted, others + verified.sum(), accepted, verified.astype(float))
+            self.gate.add(0, self._depth, brought)
+            self._depth = self.gate.depth([self.num_reqs], draft_ms, verify_ms)
+            made.append(self._depth)
+        return np.array(made)
 
 
-def test_it_is_left_out_where_it_does_not() -> None:
+@pytest.mark.parametrize(
+    ("chance", "draft_ms", "best"), [(0.95, 4.0, 4), (0.6, 4.0, 4), (0.6, 10.0, 2), (0.45, 12.0, 1), (0.3, 16.0, 0)]
+)
+def test_as_deep_as_it_pays(chance: float, draft_ms: float, best: int) -> None:
+    """But for a trial now and then. Fails if a token's time is not held against its chance, or if one that was not
+    drafted counts as accepted."""
+    worth = [
+        (1 + sum(chance**n for n in range(1, depth + 1))) / (STEP_MS + draft_ms * depth / K) for depth in depths(K)
+    ]
+    assert depths(K)[int(np.argmax(worth))] == best, "the case"
+    assert (Engine(chance).depths(draft_ms)[100:] == best).mean() > 0.9
+
+
+def test_it_is_left_out_where_it_does_not_pay() -> None:
     """But for a trial now and then, which costs a hundredth of the time. Fails if there is none, or more of them, or
     if what others find is not held against it."""
-    for brings, draft_ms, found in ((0, 5.0, 0), (1, 20.0, 0), (2, 5.0, 1.9), (2, 5.0, 2)):
-        share = share_drafted(brings, draft_ms, found)
-        assert 0 < share * draft_ms / VERIFY_MS < 0.05, (brings, share)
+    for chance, draft_ms, found in ((0.01, 5.0, 0.0), (0.4, 40.0, 0.0), (0.7, 8.0, 2.0)):
+        made = Engine(chance, found).depths(draft_ms)
+        assert 0 < made.mean() / K * draft_ms / STEP_MS < 0.05, (chance, made.mean())
+
+
+def test_it_drafts_beside_others() -> None:
+    """Fails if what others bring is taken for the exit's, or if trials without it are more than pay."""
+    assert (Engine(0.9, found=1.0, beside=1.0).depths(2.0)[100:] == K).mean() > 0.93
+
+
+def test_what_verifying_costs() -> None:
+    """Where a token more costs what a request's own does. Fails if the exit's tokens are verified for nothing."""
+    full = 1.0 + np.arange(1000.0)
+    assert (Engine(0.6).depths(0.1, verify_ms=full)[100:] == 0).mean() > 0.9
 
 
 def test_it_comes_back() -> None:
     """When texts change. Fails if what was known long ago is never forgotten."""
-    gate, has_drafted, drafted = ExitGate(K), False, 0
-    for step in range(1500):
-        gate.add(1, 1 + (4 if step > 300 else 0) * has_drafted, has_drafted)
-        has_drafted = gate.pays(5.0, VERIFY_MS)
-        drafted += has_drafted and step >= 1000
-    assert drafted > 450
+    engine = Engine(0.05)
+    assert engine.depths(8.0, 300)[100:].mean() < 0.5
+    engine.chance = 0.95
+    assert (engine.depths(8.0, 1200)[700:] == K).mean() > 0.9
+
+
+def test_kinds_of_requests() -> None:
+    """Fails if what one kind brings is taken for the other's, or if a batch does not go by how many it has of each."""
+    gate, none = ExitGate(K, depths(K), num_kinds=2), np.zeros(K)
+    for step in range(200):
+        depth = (0, K)[step % 2]
+        right = np.array([0.9**place if place <= depth else 0.0 for place in range(1, K + 1)])
+        gate.add(0, depth, Brought(1, 1 + right.sum(), depth, right, (np.arange(K) < depth).astype(float)))
+        gate.add(1, depth, Brought(1, 5, 5, none, none))
+    made = {mix: [gate.depth(mix, 12.0, FLAT) for _ in range(100)] for mix in ((1, 0), (0, 1), (1, 7), (7, 1))}
+    assert {mix: max(set(chosen), key=chosen.count) for mix, chosen in made.items()} == {
+        (1, 0): K, (0, 1): 0, (1, 7): 0, (7, 1): K
+    }  # fmt: skip

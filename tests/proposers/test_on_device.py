@@ -18,7 +18,7 @@ from vllm_specplugins.kernels.history_match import References, Texts, history_ma
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext, Sampling, Target
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.drafted import of_stage
-from vllm_specplugins.proposers.on_device import LOOKUP, OnDevice, with_certain
+from vllm_specplugins.proposers.on_device import LOOKUP, OnDevice, num_worth, with_certain
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
 NUM_STEPS = 10_000 if os.environ.get("SPECPLUGINS_FUZZ") else 800  # of a request
@@ -140,3 +140,25 @@ def test_certain_tokens_are_one_hot() -> None:
     found = with_certain(logits.clone(), drafts, is_certain)
     one_hot = torch.nn.functional.one_hot(token_ids, 9).double().log()
     assert torch.equal(found, torch.where(is_certain[..., None], one_hot.float(), logits))
+
+
+@pytest.mark.parametrize("in_part", [False, True])
+def test_what_a_match_is_worth(in_part: bool) -> None:
+    """As most tokens are expected, counted one by one. Fails if the exit goes on behind its depth, or behind a part of
+    a match where it may not."""
+    rng, depths = np.random.default_rng(3), set()
+    for depth in range(K + 1):
+        survival, rates = rng.random((50, K)).cumprod(axis=1), rng.random(50)
+        lengths = rng.integers(0, K + 1, 50)
+        survival *= np.arange(K) < lengths[:, None]
+        tensors = (torch.from_numpy(array) for array in (survival, rates[:, None], lengths))
+        found = num_worth(*tensors, depth, in_part).tolist()
+        for row, kept in enumerate(found):
+            worth = {}
+            for end in range(lengths[row] + 1) if in_part else {0, int(lengths[row])}:
+                alive = survival[row, end - 1] if end else 1.0
+                goes_on = range(1, depth - end + 1) if in_part or end == 0 else ()
+                worth[end] = survival[row, :end].sum() + sum(alive * rates[row] ** more for more in goes_on)
+            assert worth[kept] == pytest.approx(max(worth.values()), abs=1e-4)
+        depths.add(sum(found) < lengths.sum())
+    assert depths == {False, True}

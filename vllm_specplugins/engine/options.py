@@ -53,7 +53,7 @@ class Intake:
         config = speculative_config.plugin_config
         self._limits = Limits(config, model_config.get_vocab_size(), model_config.max_model_len)
         self._wants_reference = bool({"prompt_lookup", "suffix_lookup", "custom"} & set(self._limits.stages))
-        self._has_tenants = "suffix_lookup" in self._limits.stages
+        self._has_tenants = bool({"suffix_lookup", "token_recycling"} & set(self._limits.stages))
         self._checks = OwnChecks(option_checks(config), config.common.time_budget_ms)
         self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
         self._line: Line | None = None

@@ -4,7 +4,6 @@ Only two methods of `EngineArgs` are wrapped when the plugin is loaded; both han
 method of ours to vLLM unchanged. Everything else happens after such a call (the files seams.py list it).
 """
 
-import difflib
 import functools
 import logging
 import os
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from vllm_specplugins.config import ConfigError, SpecConfig, shown
+from vllm_specplugins.config import ConfigError, SpecConfig, meant, shown
 from vllm_specplugins.engine.versions import compat
 from vllm_specplugins.methods import METHODS, parse_config
 from vllm_specplugins.registered import registrations
@@ -65,8 +64,7 @@ def requested(args: Any) -> dict[str, Any] | None:
         return None
     names = (*METHODS, *(registered.name for registered in found if registered.refusal is None))
     if not isinstance(method, str) or method not in names:
-        near = difflib.get_close_matches(str(method), [*names, *map(str, vllm_methods())], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = meant(method, [*names, *map(str, vllm_methods())])
         raise ConfigError(
             f"speculative_config: method must be {', '.join(names)} or one of vLLM's own "
             f"(vllm/config/speculative.py), not {shown(method)}{hint}"

@@ -17,7 +17,15 @@ from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
 from vllm_specplugins.engine.plugin import name_in_vllm
 from vllm_specplugins.engine.target.model_source import may_be_cut, uncuttable
-from vllm_specplugins.methods import built_in_stage, drafts_on_device, parts, reads_history, runs_target, sample_methods
+from vllm_specplugins.methods import (
+    built_in_stage,
+    drafts_on_device,
+    parts,
+    reads_history,
+    reads_likeliest,
+    runs_target,
+    sample_methods,
+)
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -78,6 +86,11 @@ class PluginSpeculativeConfig(SpeculativeConfig):
     def reads_history(self) -> bool:
         """Whether the method reads tokens: on the host, if it does not draft on the device."""
         return reads_history(self.plugin_config)
+
+    @property
+    def reads_likeliest(self) -> bool:
+        """Whether the method learns what the target found likeliest."""
+        return reads_likeliest(self.plugin_config)
 
     @property
     def drafts_on_device(self) -> bool:
@@ -187,6 +200,11 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         _check_target(vllm_config, speculative_config.plugin_config)
         if speculative_config.built_in is None:  # or else vLLM reserves these slots itself
             vllm_config.__class__ = PluginVllmConfig
+    if speculative_config.reads_likeliest and vllm_config.parallel_config.enable_batch_sharded_sampling:
+        raise ConfigError(
+            f"{method}: enable_batch_sharded_sampling must be false for token_recycling, not True: the rank that "
+            "drafts would see a part of the requests."
+        )
     worker = vllm_config.parallel_config.worker_cls
     if worker not in WORKERS:
         raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")
@@ -207,16 +225,18 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     exits, jumps = parts(config, EarlyExitConfig), parts(config, JumpConfig)
     for name, size in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size),
-        ("data_parallel_size", parallel.data_parallel_size),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size),
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
     ):
         if size > 1:
             raise ConfigError(f"{method}: {name} must be 1, not {size}.")
-    if vllm_config.lora_config is not None:
-        runs_layers = "drafts would run another request's adapter"
-        why = runs_layers if exits or jumps else "the heads know the model without adapters"
-        raise ConfigError(f"{method}: enable_lora must be false, not True: {why}.")
+    if parallel.data_parallel_size > 1 and model.is_moe:  # engines of a dense model know nothing of each other
+        raise ConfigError(
+            f"{method}: data_parallel_size must be 1 for a mixture of experts, whose engines run each layer together, "
+            f"not {parallel.data_parallel_size}."
+        )
+    if vllm_config.lora_config is not None and parts(config, MedusaConfig):
+        raise ConfigError(f"{method}: enable_lora must be false, not True: the heads know the model without adapters.")
     kinds = {
         "a hybrid or state-space model": _has_state(model),
         "a multimodal model": model.is_multimodal_model or model.uses_mrope,

@@ -1,13 +1,18 @@
-"""What the verification of both runners shares: the choice of the operation, and the noise of drafts that it needs."""
+"""What the verification of both runners shares: the choice of the operation, the noise of drafts that it needs, and
+what it leaves for who learns from it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from vllm_specplugins.draft import Likeliest
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
 from vllm_specplugins.kernels.rejection.block import block_rejection_sample
+from vllm_specplugins.proposers.read_only import likeliest_at
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"token": rejection_sample, "block": block_rejection_sample}
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -39,3 +44,33 @@ def edit_drafted(
     layout = starts, fed.flatten().int(), places, idx_mapping.long()  # as verification's are: no kernel of its own
     edited: torch.Tensor = adjust(logits, *layout, edits, num_drafts, only_last=True)
     return edited
+
+
+class Seen:
+    """The likeliest token of each row that a step verifies, until that step drafts. N: rows."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        """Another step."""
+        self._parts.clear()
+
+    def add(self, fed: torch.Tensor, next_ids: torch.Tensor) -> None:
+        """The step's next rows: the tokens [N] that were fed at them, and the likeliest [N] behind these."""
+        self._parts.append((fed, next_ids))
+
+    def take(self, counts: npt.NDArray[np.int64], places: Mapping[int, int]) -> Likeliest | None:
+        """What was seen, with one copy from the device; None if nothing was.
+
+        Args:
+            counts: [num_reqs], rows of each request.
+            places: of those that sampled a token, where they are in the batch that is drafted for.
+        """
+        parts = [torch.stack((fed.int(), next_ids.int())) for fed, next_ids in self._parts]
+        self._parts.clear()
+        if not parts or sum(part.shape[1] for part in parts) != counts.sum():  # vLLM sampled for nobody
+            return None
+        fed, next_ids = torch.cat(parts, dim=1).cpu().numpy()
+        requests = np.arange(len(counts), dtype=np.int32).repeat(counts)
+        return likeliest_at(Likeliest(requests, fed, next_ids), places, len(counts))

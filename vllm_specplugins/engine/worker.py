@@ -110,10 +110,10 @@ class _WithProposer:
             raise ValueError(f"action must be 'stats', 'reset' or 'save', not {action!r}.")
         stats = {}
         for name, proposer in stages_of(self._barrier.proposer, self._reporter.method):
+            if action == "reset" and is_ours(proposer, "reset_store"):
+                proposer.reset_store()
             if is_ours(proposer, "store_stats"):
-                if action == "reset":
-                    proposer.reset_store()
-                elif action == "save":
+                if action == "save":
                     proposer.save_store()
                 stats[name] = proposer.store_stats()
         return stats

@@ -181,7 +181,7 @@ class Cascade:
             return Alone(stage, index, counters)
         if isinstance(stage, BuiltIn):
             return Offered(index, counters, self._width)
-        if self._names[index] in ("prompt_lookup", "suffix_lookup"):
+        if self._names[index] in ("prompt_lookup", "suffix_lookup", "token_recycling"):
             drafter: Drafter = Lookup(stage, index)
         else:
             drafter = Whole(stage, index, self._width, self._context.vocab_size)

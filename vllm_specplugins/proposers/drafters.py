@@ -25,9 +25,10 @@ class Drafter(Protocol):
 
 @dataclass(slots=True)
 class Lookup:
-    """Prompt or suffix lookup, the stage with this index. Its confidence is the length of the match."""
+    """A stage that can continue drafts, with this index. Its confidence is the length of the match; of recycled tokens
+    it is how often in a row the target found the first of them likeliest."""
 
-    stage: Any  # PromptLookup or SuffixLookup
+    stage: Any  # PromptLookup, SuffixLookup or TokenRecycling
     index: int
 
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:

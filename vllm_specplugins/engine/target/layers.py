@@ -66,12 +66,14 @@ class FirstLayers:
     @torch.inference_mode()
     def _takes_states(self) -> bool:
         """Whether the body's forward hands its layers the states that it is given; some families scale them."""
-        first = torch.zeros(1, dtype=torch.int64, device=next(self._body.parameters()).device)
+        # No token is embedded here: which adapter would do so is not known yet.
+        states = torch.ones_like(self._body.norm.weight)[None]
+        first = torch.zeros(1, dtype=torch.int64, device=states.device)
         try:
-            states = torch.ones_like(self.embeddings(first))
-            return torch.equal(self.of_states(0, 0, states.clone(), first, normed=False), states)
+            known = self.of_states(0, 0, states.clone(), first, normed=False)
         except (AttributeError, TypeError):
             return False
+        return hasattr(self._body, "embed_input_ids") and torch.equal(known, states)
 
     def compile(self, config: SpecConfig) -> None:
         """Compiles what the exits of a method run, if vLLM compiles the target; before the first request."""
@@ -98,9 +100,10 @@ class FirstLayers:
 
     def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The largest logit's token ids [num_tokens]; tensor-parallel ranks exchange their best, not their logits."""
-        processor = getattr(self._target, "logits_processor", None)
+        processor: Any = getattr(self._target, "logits_processor", None)
         head = getattr(self._target, "lm_head", None)
-        if processor is None or head is None or getattr(head, "tp_size", 1) == 1 or processor.scale <= 0:
+        exchanges = hasattr(processor, "get_top_tokens")  # not so where adapters add to the logits
+        if not exchanges or head is None or getattr(head, "tp_size", 1) == 1 or processor.scale <= 0:
             return self.logits(hidden_states).argmax(dim=-1)
         token_ids: torch.Tensor = processor.get_top_tokens(head, hidden_states)
         return token_ids

@@ -17,6 +17,12 @@ V1_MEMBERS: tuple[Seam, ...] = (
     ),
     *members_of(
         "v1/worker/gpu_input_batch.py",
+        "InputBatch",
+        "request_lora_mapping lora_id_to_lora_request",
+        "adapters of requests, V1",
+    ),
+    *members_of(
+        "v1/worker/gpu_input_batch.py",
         "CachedRequestState",
         "sampling_params",
         "options of requests, V1",

@@ -231,6 +231,7 @@ class _Adapter:
             options=[request.options for request in requests],
             target=target,
             offer=offer,
+            likeliest=None if self.verifier is None else self.verifier.likeliest(rows),
         )
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         num_draft = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32)

@@ -10,6 +10,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_specplugins.draft import Sampling, Target
+from vllm_specplugins.engine.target.adapters import Adapters
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.metadata import updates_in_place
 from vllm_specplugins.engine.verify import draft_seeds
@@ -63,6 +64,10 @@ class _PagedForward:
             if attn_groups
         ]
         self._queries: dict[int, _Query] = {}  # by their length
+        self._adapters = None
+        if runner.lora_config is not None:
+            requests = set(runner.input_batch.lora_id_to_lora_request.values())
+            self._adapters = Adapters(runner._set_active_loras, runner.input_batch.request_lora_mapping[rows], requests)
 
     def hidden_states(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
@@ -87,6 +92,8 @@ class _PagedForward:
             groups = [_KVGroup(table, size, attn_groups, length) for table, size, attn_groups in self._groups]
             query = self._queries[length] = _Query(groups, length, self._longest, self._runner)
         query.move_to(positions.view(-1))
+        if self._adapters is not None:
+            self._adapters.spread(length)
         with set_forward_context(
             query.metadata, self._runner.vllm_config, num_tokens=positions.numel(), slot_mapping=query.slots
         ):

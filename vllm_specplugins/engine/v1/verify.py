@@ -18,9 +18,10 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, MinPLogitsProcessor
 from vllm.v1.worker import gpu_model_runner
 
+from vllm_specplugins.draft import Likeliest
 from vllm_specplugins.engine.v1.edits import custom, edit, edit_of_drafts
 from vllm_specplugins.engine.v1.rows import Rows
-from vllm_specplugins.engine.verify import OPERATIONS
+from vllm_specplugins.engine.verify import OPERATIONS, Seen
 from vllm_specplugins.kernels.rejection import Sampling, load
 from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
 
@@ -52,6 +53,8 @@ class Verifier:
         self._runner = runner
         self._seed_of = seed_of
         self._rejection = runner.speculative_config.plugin_config.common.rejection
+        self._seen = Seen() if runner.speculative_config.reads_likeliest else None
+        self._counts = np.zeros(0, np.int64)  # rows of each request in the newest step
         self._draft_logits: torch.Tensor | None = None
         self._drafted_for: Sequence[str] = ()
         if runner.device.type == "cpu":
@@ -84,6 +87,22 @@ class Verifier:
         runner = self._runner
         return edit_of_drafts(metadata, runner.input_batch, rows, runner.model_config.get_vocab_size(), runner.device)
 
+    def likeliest(self, rows: list[int]) -> Likeliest | None:
+        """`draft.DraftBatch.likeliest` for these rows of the batch."""
+        if self._seen is None:
+            return None
+        return self._seen.take(self._counts, {row: place for place, row in enumerate(rows)})
+
+    def _note(self, rows: Rows, likeliest: torch.Tensor) -> None:
+        """Keeps the likeliest tokens [N] of a step."""
+        assert self._seen is not None
+        input_batch, fed = self._runner.input_batch, rows.fed.copy()
+        indexes = np.arange(input_batch.num_reqs)
+        fed[rows.starts[:-1]] = input_batch.token_ids_cpu[indexes, input_batch.num_tokens_no_spec[indexes] - 1]
+        self._counts = rows.counts
+        self._seen.begin()
+        self._seen.add(rows.as_tensor(fed), likeliest)
+
     def sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         """vLLM's signature; `logits` [N, V]."""
         input_batch = self._runner.input_batch
@@ -98,8 +117,13 @@ class Verifier:
         keeps_raw = wants_logprobs and mode.startswith("raw")
         edited = edit(logits, metadata, input_batch, rows)
         if metadata.all_greedy and logits.device.type == "cpu":
-            sampled = _greedy(self._runner.sampler.greedy_sample(edited.float()), rows)
+            likeliest = self._runner.sampler.greedy_sample(edited.float())
+            if self._seen is not None:
+                self._note(rows, likeliest)
+            sampled = _greedy(likeliest, rows)
             return self._output(sampled, logits if keeps_raw else edited, None, metadata, rows)
+        if self._seen is not None:
+            self._note(rows, edited.argmax(-1))
         sampling = self.sampling(metadata)
         if not metadata.all_greedy and any(custom(metadata.logitsprocs.argmax_invariant)):
             edited, sampling = _scale(edited, metadata, sampling)

@@ -10,6 +10,11 @@ def _trims(file: str, owner: str, members: str, kind: str = "read") -> Iterator[
     return members_of(file, owner, members, "drafts are trimmed on the device", kind)
 
 
+def _maps(file: str, owner: str, members: str, kind: str = "read") -> Iterator[Seam]:
+    """What says which row runs which LoRA adapter."""
+    return members_of(file, owner, members, "adapters of drafted and of verified rows", kind)
+
+
 V2_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "v1/worker/gpu/model_runner.py",
@@ -20,7 +25,7 @@ V2_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "v1/worker/gpu/input_batch.py",
         "InputBatch",
-        "req_ids num_reqs num_tokens query_start_loc seq_lens seq_lens_cpu_upper_bound idx_mapping_np",
+        "req_ids num_reqs num_tokens query_start_loc seq_lens seq_lens_cpu_upper_bound idx_mapping_np cu_num_logits_np",
         "rows of the batch, V2",
     ),
     *members_of(
@@ -150,6 +155,21 @@ V2_MEMBERS: tuple[Seam, ...] = (
         "logprobs, V2",
     ),
     *members_of("v1/worker/gpu/model_runner.py", "GPUModelRunner", "model max_num_reqs", "warm-up and self-check"),
+    *_maps("v1/worker/gpu/model_runner.py", "GPUModelRunner", "lora_state"),
+    *_maps(
+        "v1/worker/gpu/model_runner.py",
+        "GPUModelRunner",
+        "prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, num_active_loras)",
+        "instance",
+    ),
+    *_maps(
+        "v1/worker/gpu/lora_utils.py",
+        "LoraState",
+        "make_lora_inputs(self, req_ids, idx_mapping, num_scheduled_tokens)",
+        "instance",
+    ),
+    *_maps("v1/worker/gpu/lora_utils.py", "LoraState", "lora_ids get_activate_loras(self, req_ids)"),
+    *_maps("v1/worker/gpu/input_batch.py", "InputBatch", "cu_num_logits_np idx_mapping_np"),
     *members_of(
         "v1/worker/gpu/states.py",
         "RequestState",
@@ -163,7 +183,13 @@ V2_MEMBERS: tuple[Seam, ...] = (
     ),
     *_trims("v1/worker/gpu/model_runner.py", "", "maybe_create_adaptive_verification_manager", "swap"),
     *_trims("v1/worker/gpu/model_runner.py", "GPUModelRunner", "adaptive_verification", "instance"),
-    *_trims("v1/worker/gpu/spec_decode/adaptive_verification.py", "AdaptiveVerificationManager", "cost_tables"),
+    *_trims(
+        "v1/worker/gpu/spec_decode/adaptive_verification.py",
+        "AdaptiveVerificationManager",
+        "req_states num_speculative_steps cost_tables _stale_confidences _stale_idx add_request(self, req_idx) "
+        "record_confidences(self, confidence_probs, input_batch)",
+        "instance",
+    ),
     *_trims(
         "v1/worker/gpu/model_runner.py",
         "GPUModelRunner",

@@ -1,12 +1,12 @@
 """Model Runner V2: an exit, alone or behind a lookup, that drafts on the device. Nothing here waits.
 
 The match, the exit's steps, who is followed, how likely each token is to be accepted, and what is counted are one CUDA
-graph for each batch size and depth; every rank of a tensor-parallel group draws the same. R: rows of the batch or of a
-graph, K: most tokens of a draft.
+graph for each batch size and depth of the exit; every rank of a tensor-parallel group draws the same. R: rows of the
+batch or of a graph, K: most tokens of a draft.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from vllm_specplugins.config import CascadeConfig, PromptLookupConfig
 from vllm_specplugins.draft import DraftBatch
+from vllm_specplugins.engine.v2.exit_costs import ExitCosts
 from vllm_specplugins.engine.v2.graphs import graphs_of_rows, record, replayed
 from vllm_specplugins.engine.v2.limits import Limits
 from vllm_specplugins.engine.v2.outcomes import Outcomes
@@ -27,6 +28,7 @@ from vllm_specplugins.engine.v2.target import TargetSpeculator
 from vllm_specplugins.engine.v2.texts import DeviceTexts
 from vllm_specplugins.methods import parts
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
+from vllm_specplugins.proposers.exit_gate import depths
 from vllm_specplugins.proposers.on_device import EXIT, LOOKUP, OnDevice, with_certain
 from vllm_specplugins.proposers.told import Told
 
@@ -35,9 +37,7 @@ class DeviceSpeculator(TargetSpeculator):
     """See the module. Drafting by another way than a graph is guarded like any proposer."""
 
     texts: DeviceTexts | None = None
-    cost_tables: Callable[[], Any] = staticmethod(
-        lambda: None
-    )  # vLLM's, of drafting and verifying; set by runner.attach
+    manager: Callable[[], Any] = staticmethod(lambda: None)  # vLLM's, of what is verified; set by runner.attach
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
@@ -55,17 +55,30 @@ class DeviceSpeculator(TargetSpeculator):
         self.draft_token_confidence_probs = self._outcomes.probs
         self.report = LateReport()
         self._told: Told | None = None
-        self._shallow: CudaGraphManager | None = None  # of steps without the exit
+        self._costs = ExitCosts()
+        self._depth = 0  # how many tokens of the exit are drafted
+        self._graphs_of: dict[int, CudaGraphManager] = {}  # by depth
+
+    @property
+    def _depths(self) -> tuple[int, ...]:
+        """To choose from, where the exit is not alone and what it costs is known."""
+        most = self._cascade.num_steps
+        return depths(most) if self._rates else (0, most)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         super().init_cudagraph_manager(cudagraph_mode)
-        self._shallow = None if self._graphs is None else graphs_of_rows(self.vllm_config, self.device)
+        if self._graphs is not None:
+            exits = {depth: self._new_graphs() for depth in self._depths[1:]}
+            self._graphs_of = {0: graphs_of_rows(self.vllm_config, self.device), **exits}
 
     def capture(self) -> None:
-        """Records, for each batch size, one graph of all K steps, and one without the exit."""
-        super().capture()
-        if self._shallow is not None:
-            record(self._shallow, lambda num_rows: self._draft_on_device(self._batch([""] * num_rows, None), None, 0))
+        """Records, for each batch size, one graph of each depth of the exit, and one without it."""
+        for depth, graphs in self._graphs_of.items():
+            self._depth, self._graphs = depth, graphs
+            if depth:
+                super().capture()
+            else:
+                record(graphs, lambda num_rows: self._draft_rows(self._batch([""] * num_rows, None)))
 
     def add(self, new_requests: Any) -> None:
         """Takes requests that are new, or back after a preemption."""
@@ -89,17 +102,18 @@ class DeviceSpeculator(TargetSpeculator):
             return
         if self._told is None:
             proposer: Any = self.barrier.proposer
-            self._told = Told(list(proposer.stage_counters().values()), self._policy, self.num_speculative_steps)
+            counters = list(proposer.stage_counters().values())
+            self._told = Told(counters, self._policy, self.num_speculative_steps, self._depths)
         self._told.add(request_ids, *np.split(numbers, range(1, 9), axis=1))
 
     def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
         num_reqs = input_batch.num_reqs
         self._begin(input_batch, num_sampled, num_rejected, most, rehearses=False)
-        num_steps = min(most, self._cascade.num_steps) if self._exit_pays(num_reqs) else 0
-        edit = self._edit_of(input_batch) if num_steps else None
-        if edit is not None or not (self._replays(num_reqs) if num_steps else replayed(self._shallow, num_reqs)):
-            self._draft_eagerly_on_device(input_batch, edit, num_steps)
         self.settle()
+        self._depth = self._chosen_depth(input_batch.req_ids) if most else 0
+        edit = self._edit_of(input_batch) if self._depth else None
+        if edit is not None or not self._replays(num_reqs):
+            self._draft_eagerly_on_device(input_batch, edit, min(most, self._depth))
         drafts = self.draft_tokens[:num_reqs] if input_batch.has_structured_output_reqs else None  # a grammar
         self.report.tell(self._outcomes.send(input_batch.req_ids), input_batch.req_ids, drafts)
 
@@ -115,7 +129,7 @@ class DeviceSpeculator(TargetSpeculator):
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
         """As that of TargetSpeculator, of all that a step does."""
-        num_reqs = input_batch.num_reqs
+        num_reqs, self._depth = input_batch.num_reqs, self._depths[-1]
         once = torch.ones(num_reqs, dtype=torch.int32, device=self.device)
         self._begin(input_batch, once, torch.zeros_like(once), self.num_speculative_steps, rehearses=True)
         for buffer in (self._last_token_ids, self._num_tokens, self._last_hidden_states, self._temperature):
@@ -125,7 +139,7 @@ class DeviceSpeculator(TargetSpeculator):
         seq_lens = input_batch.seq_lens_cpu_upper_bound
         forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=seq_lens, attends=not skip_attn)
         longest = 1 + int(seq_lens[:num_reqs].max())
-        self._draft_on_device(self._batch(input_batch.req_ids, forward), longest, self._cascade.num_steps)
+        self._draft_on_device(self._batch(input_batch.req_ids, forward), longest, self._depth)
 
     def _begin(
         self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int, rehearses: bool
@@ -135,14 +149,19 @@ class DeviceSpeculator(TargetSpeculator):
         self._outcomes.begin(input_batch.idx_mapping[rows], num_sampled[rows], num_rejected[rows], rehearses)
 
     def _draft_rows(self, batch: DraftBatch) -> None:
-        self._draft_on_device(batch, None, self._cascade.num_steps)
+        self._draft_on_device(batch, None, self._depth)
 
-    def _exit_pays(self, num_reqs: int) -> bool:
-        """Whether the exit drafts in this step, by what was counted until the step before the last."""
-        tables = self.cost_tables() if self.enable_adaptive_verification else None
-        if self._told is None or tables is None:
-            return True
-        return self._told.gate.pays(float(tables[0][num_reqs]), float(tables[1][num_reqs]))
+    def _replays(self, num_reqs: int) -> bool:
+        self._graphs = self._graphs_of.get(self._depth)
+        return super()._replays(num_reqs) if self._depth else replayed(self._graphs, num_reqs)
+
+    def _chosen_depth(self, request_ids: Sequence[str]) -> int:
+        """Of this step, by what was counted until the one before."""
+        if self._told is None or not self._rates or (costs := self._costs.of(self.manager(), len(request_ids))) is None:
+            return self._depths[-1]
+        depth = self._told.depth(request_ids, *costs)
+        self._costs.expect(self.manager(), depth / self._depths[-1])
+        return depth
 
     def _draft_on_device(self, batch: DraftBatch, longest: int | None, num_steps: int) -> bool:
         """Drafts for all rows, with so many tokens of the exit; see DeviceTexts.match for `longest`."""
@@ -154,12 +173,14 @@ class DeviceSpeculator(TargetSpeculator):
         wanted = self._limits.wanted(slots, num_sampled)
         own = self._limits.of_stage(wanted, slots, EXIT if self._policy else 0).clamp_(max=num_steps)
         found = None if self.texts is None else self._found(slots, wanted, own, longest)
-        drafts, steps, told = self._cascade.draft(batch.target, found, own, num_steps)
+        kept = found if found is None else self._worth(found, own, num_steps)
+        drafts, steps, told = self._cascade.draft(batch.target, kept, own, num_steps)
+        looked_up = told.looked_up if found is None else found.num_draft
         if self._policy is None:
             self._outcomes.probs[:num_rows].mul_(drafts.is_drafted)
         self._outcomes.keep(
             drafts, wanted, self._rates,
-            (told.looked_up, told.exited, told.confirmed, torch.full_like(wanted, num_steps), drafts.stage),
+            (looked_up, told.exited, told.confirmed, torch.full_like(wanted, num_steps), drafts.stage),
         )  # fmt: skip
         self.draft_tokens[:num_rows] = drafts.token_ids
         if self.draft_logits is not None:
@@ -173,12 +194,14 @@ class DeviceSpeculator(TargetSpeculator):
         if self._policy == "verify":  # the exit's own choice comes behind it
             wanted = (wanted - (own > 0).int()).clamp_(min=0)
         match = self.texts.match(slots, wanted, longest)
-        found = of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length)
-        if self._policy == "verify" or not self._rates:
+        return of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length)
+
+    def _worth(self, found: Drafted, own: torch.Tensor, num_steps: int) -> Drafted:
+        """What is kept of matches where the exit drafts, too."""
+        if self._policy == "verify" or not (self._rates and num_steps):
             return found
         # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
-        worth = self._outcomes.worth(found, than=EXIT)
-        num_worth = worth.sum(dim=1) if self._policy == "extend" else worth[:, 0] * found.num_draft
+        num_worth = self._outcomes.num_worth(found, EXIT, num_steps, in_part=self._policy == "extend")
         return found._replace(num_draft=torch.where(own > 0, num_worth, found.num_draft))
 
     def _keep_logits(self, drafts: Drafted, logits: torch.Tensor | None, is_certain: torch.Tensor | None) -> None:

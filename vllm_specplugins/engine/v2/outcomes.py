@@ -16,6 +16,7 @@ from vllm_specplugins.engine.v2.arriving import Arriving, Lengths
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.confidence import Calibration
 from vllm_specplugins.proposers.drafted import Drafted
+from vllm_specplugins.proposers.on_device import num_worth
 
 _SAMPLED, _REJECTED, _WANTED, _DRAFTED = range(4)  # columns of what is counted of a row
 
@@ -69,12 +70,13 @@ class Outcomes:
         num_accepted = (sampled - 1).clamp_(min=0)
         self._calibration.learn(slots, num_accepted + rejected, num_accepted)
 
-    def worth(self, drafts: Drafted, than: int) -> torch.Tensor:
-        """[R, K] int, 1 as far as a draft's tokens are at least as likely to be accepted as those of another stage."""
+    def num_worth(self, drafts: Drafted, than: int, depth: int, in_part: bool) -> torch.Tensor:
+        """[R] int64: how many tokens of each draft to keep, for most to be accepted, where another stage may draft so
+        many; with `in_part` behind those that are kept, else in their stead."""
         slots = self._slots[: len(drafts.num_draft)]
-        chances = self._calibration.chances(slots, drafts)
-        is_worth = drafts.is_drafted & (chances >= self._calibration.records.rate(slots, than)[:, None])
-        return is_worth.int().cumprod(dim=1)
+        survival = self._calibration.chances(slots, drafts).cumprod(dim=1)
+        rate = self._calibration.records.rate(slots, than)[:, None]
+        return num_worth(survival, rate, drafts.num_draft, depth, in_part)
 
     def keep(self, drafts: Drafted, wanted: torch.Tensor, rates: bool, more: Sequence[torch.Tensor] = ()) -> None:
         """Takes a step's drafts, [R], and rates them if asked to.

@@ -85,6 +85,8 @@ class PagedForward:
         torch.clamp(positions.reshape(-1), min=0, out=buffers.positions[rows])
         last = positions if positions.ndim == 1 else positions[:, -1]
         torch.add(last, 1, out=buffers.seq_lens[:num_reqs]).mul_(self._exists)
+        if speculator.adapters is not None:
+            speculator.adapters.spread(length)
         num_tokens = max(self._num_tokens, num_reqs * length)
         with set_forward_context(
             self._metadata_for(length) if self._attends else None,

@@ -3,8 +3,9 @@
 A proposer that runs on the host waits for the sampled tokens; one that only runs the target waits for nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from vllm_specplugins.engine.adaptive import or_planned
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.spec_config import for_built_in, without_built_in
 from vllm_specplugins.engine.v2 import verify
+from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2.built_in import DeviceOffer, run_before
 from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.lookup import LookupSpeculator
@@ -84,9 +86,14 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     if isinstance(speculator, LookupSpeculator | DeviceSpeculator):
         runner.initialize_kv_cache = _trimming_if_it_can(runner)
     if isinstance(speculator, DeviceSpeculator):
-        speculator.cost_tables = lambda: getattr(runner.adaptive_verification, "cost_tables", None)
-    if isinstance(speculator, TargetSpeculator):
+        speculator.manager = lambda: runner.adaptive_verification
+    if runner.lora_config is not None:
+        map_all_logits(runner)
+        if isinstance(speculator, TargetSpeculator):
+            speculator.adapters_of = partial(adapters_of, runner)
+    if isinstance(speculator, TargetSpeculator | HostSpeculator):
         speculator.rejection_sampler = lambda: runner.rejection_sampler
+    if isinstance(speculator, TargetSpeculator):
         speculator.sampling_states = lambda: runner.sampler.sampling_states
         runner.profile_run = both(runner.profile_run, speculator.compile_exits)
     if runner.speculative_config.plugin_config.common.verification == "fused":
@@ -120,6 +127,7 @@ class HostSpeculator(BaseSpeculator):
     draft_logits = None
     barrier: FaultBarrier  # set by `attach`
     offer: DeviceOffer | None = None  # of a cascade's stage that is built into vLLM
+    rejection_sampler: Callable[[], Any]  # the runner's; set by `attach`
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         self.device = device
@@ -196,6 +204,9 @@ class HostSpeculator(BaseSpeculator):
             max_num_draft=np.array(limits, np.int32),
             options=[request.options for request in requests],
             offer=None if self.offer is None else self.offer.of(rows),
+            likeliest=verify.likeliest_of(
+                self.rejection_sampler(), input_batch, {row: place for place, row in enumerate(rows)}
+            ),
         )
         draft = self.barrier.propose(batch, Feedback(request_ids, accepted + rejected, accepted))
         padded = np.zeros((input_batch.num_reqs, self._max_num_draft), np.int32)

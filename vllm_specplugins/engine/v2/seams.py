@@ -25,6 +25,13 @@ V2: tuple[Seam, ...] = (
         "override",
         "our operation verifies, V2",
     ),
+    Seam(
+        "v1/worker/gpu/spec_decode/rejection_sampler.py",
+        "RejectionSampler.__call__",
+        names_of("self logits input_batch draft_logits invalid_drafts"),
+        "override",
+        "where a step's verification begins, V2",
+    ),
     verifies_by(
         "v1/worker/gpu/spec_decode/rejection_sampler.py",
         "RejectionSampler._get_logprobs_tensors",

@@ -94,7 +94,6 @@ def stop_drafting(speculator: Any) -> None:
     speculator.barrier.counters.switched_off = True
     speculator.draft_logits.fill_(-torch.inf)
     speculator.draft_logits[..., 0] = 0.0
-    speculator.draft_tokens.zero_()
 
     def propose(input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         speculator.report.tell_none(input_batch.req_ids)

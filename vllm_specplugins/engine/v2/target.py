@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Sampling, Target
 from vllm_specplugins.engine.options import request_options
+from vllm_specplugins.engine.target.adapters import Adapters
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.metadata import updates_in_place
 from vllm_specplugins.engine.v2.built_in import DeviceOffer
@@ -31,6 +32,7 @@ from vllm_specplugins.engine.v2.graphs import graph_for
 from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.paged import PagedForward
 from vllm_specplugins.engine.v2.report import DraftReport, warms_up
+from vllm_specplugins.engine.v2.verify import likeliest_of
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.kernels.rejection import Sampling as Verified
 from vllm_specplugins.methods import parts
@@ -53,6 +55,8 @@ class TargetSpeculator(DraftModelSpeculator):
     offer: DeviceOffer | None = None  # of a cascade's stage that is built into vLLM
     rejection_sampler: Callable[[], Any]  # the runner's, and what its sampler knows of requests; set by runner.attach
     sampling_states: Callable[[], Any]
+    adapters_of: Callable[[Any, bool], Adapters] | None = None  # of a batch; set by runner.attach where there are any
+    adapters: Adapters | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
@@ -133,9 +137,14 @@ class TargetSpeculator(DraftModelSpeculator):
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         exits = parts(self.vllm_config.speculative_config.plugin_config, EarlyExitConfig)
         full &= not any(part.look_ahead for part in exits)  # a graph's metadata is that of one token a request
+        full &= self.vllm_config.lora_config is None  # which rows run adapters the host says at each launch
         if full and self.supports_decode_metadata_update and self._histories is None:
-            mode = CUDAGraphMode.FULL_DECODE_ONLY
-            self._graphs = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
+            self._graphs = self._new_graphs()
+
+    def _new_graphs(self) -> SpeculatorCudaGraphManager:
+        """None recorded yet."""
+        mode = CUDAGraphMode.FULL_DECODE_ONLY
+        return SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
 
     def capture(self) -> None:
         """Records one graph of all K steps for each batch size."""
@@ -179,7 +188,10 @@ class TargetSpeculator(DraftModelSpeculator):
         if num_speculative_tokens is None:
             num_speculative_tokens = self.num_speculative_steps
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run)
-        if dummy_run or warms_up(input_batch.req_ids):
+        rehearses = dummy_run or warms_up(input_batch.req_ids)
+        if self.adapters_of is not None:
+            self.adapters = self.adapters_of(input_batch, rehearses)
+        if rehearses:
             self._rehearse(input_batch, is_profile, skip_attn_for_dummy_run)
             return drafts
         self._take_inputs(input_batch, last_hidden_states, num_rejected, last_sampled, temperature, seeds)
@@ -319,6 +331,7 @@ class TargetSpeculator(DraftModelSpeculator):
             options=options,
             max_num_draft=max_num_draft,
             offer=None if self.offer is None else self.offer.of(range(num_reqs)),
+            likeliest=likeliest_of(self.rejection_sampler(), input_batch, {row: row for row in rows}),
         )
         only_decoded = len(rows) == num_reqs and input_batch.num_tokens == int((1 + accepted + rejected).sum())
         feedback = Feedback(
@@ -375,6 +388,7 @@ class TargetSpeculator(DraftModelSpeculator):
         num_reqs, width = draft.token_ids.shape
         tokens = self.draft_tokens[:num_reqs]
         tokens[:, :width] = torch.as_tensor(draft.token_ids, device=self.device)
+        tokens[:, width:] = 0  # vLLM 0.33 may have written -1
         if self.draft_logits is None:
             return
         requests = self.idx_mapping[:num_reqs].long()

@@ -4,7 +4,7 @@ Temperature, top-k, top-p and min-p are the operation's; where no request of a b
 the model made them. What comes before the temperature is v2/edits.py's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _flatten_sampled_kernel
 
+from vllm_specplugins.draft import Likeliest
 from vllm_specplugins.engine.v2.edits import LogitsEditor
-from vllm_specplugins.engine.verify import OPERATIONS
+from vllm_specplugins.engine.verify import OPERATIONS, Seen
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 
 # Of a step, in the order of vLLM's apply_sampling_params: expanded_idx_mapping, idx_mapping, idx_mapping_np, pos,
@@ -61,9 +62,20 @@ class FusedRejectionSampler(RejectionSampler):
         super().__init__(sampler, spec_config, device)
         self.operation = OPERATIONS[spec_config.plugin_config.common.rejection]
         self.editor = LogitsEditor(sampler)
+        self._seen = Seen() if spec_config.reads_likeliest else None
         self._idx_mapping_np = np.zeros(0, np.int32)
         self._expanded_idx_mapping: torch.Tensor | None = None
         sampler.sample = self._sample
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, which may verify in several pieces."""
+        if self._seen is not None:
+            self._seen.begin()
+        return super().__call__(*args, **kwargs)
+
+    def likeliest(self, input_batch: Any, places: Mapping[int, int]) -> Likeliest | None:
+        """`draft.DraftBatch.likeliest`, see Seen.take; waits for the device."""
+        return None if self._seen is None else self._seen.take(np.diff(input_batch.cu_num_logits_np), places)
 
     def _sampling(self, idx_mapping_np: np.ndarray) -> Sampling:
         """The parameters of all request states, those without which this batch can do left out."""
@@ -107,6 +119,8 @@ class FusedRejectionSampler(RejectionSampler):
             seq_lens_upper_bound_np=seq_lens,
         )
         edited = self.editor.edit(logits, layout, max_num_draft, context)
+        if self._seen is not None:
+            self._seen.add(input_ids, edited.argmax(-1))
         sampled, num_sampled = operation(edited, *layout, self._sampling(idx_mapping_np), max_num_draft, draft_logits)
         return self._processed(logits, edited, batch), sampled, num_sampled
 
@@ -123,6 +137,8 @@ class FusedRejectionSampler(RejectionSampler):
         return_logprobs: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """vLLM's signature; every row is a request that nothing was drafted for."""
+        if self._seen is not None:
+            self._seen.begin()
         batch = (
             expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
             seq_lens_upper_bound_np,
@@ -189,3 +205,10 @@ class FusedRejectionSampler(RejectionSampler):
             max_per_req_token_ids=num_token_ids,
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
+
+
+def likeliest_of(rejection_sampler: Any, input_batch: Any, places: Mapping[int, int]) -> Likeliest | None:
+    """See FusedRejectionSampler.likeliest; vLLM's own has nothing to tell."""
+    if isinstance(rejection_sampler, FusedRejectionSampler):
+        return rejection_sampler.likeliest(input_batch, places)
+    return None

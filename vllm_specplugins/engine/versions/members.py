@@ -33,7 +33,7 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "config/model.py",
         "ModelConfig",
-        "is_encoder_decoder(self) is_hybrid(self) is_attention_free(self) is_multimodal_model(self)",
+        "is_encoder_decoder(self) is_hybrid(self) is_attention_free(self) is_multimodal_model(self) is_moe(self)",
         "targets that cannot be cut",
     ),
     *members_of(
@@ -47,6 +47,12 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
         "ParallelConfig",
         "pipeline_parallel_size data_parallel_size decode_context_parallel_size prefill_context_parallel_size",
         "what a method that runs the target cannot be split over",
+    ),
+    *members_of(
+        "v1/worker/lora_model_runner_mixin.py",
+        "LoRAModelRunnerMixin",
+        "lora_config _set_active_loras(self, prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type)",
+        "which adapters the layers run",
     ),
     *members_of(
         "config/scheduler.py",

@@ -26,6 +26,7 @@ _CASCADE = {"method": "cascade", "gate": "off"}  # on a tiny model drafts never 
 METHODS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {**_LOOKUP, **_DRAFTS},
     "suffix_lookup": {"method": "suffix_lookup", "max_index_bytes": 1 << 22, "store_bytes": 1 << 22, **_DRAFTS},
+    "token_recycling": {"method": "token_recycling", **_DRAFTS},
     "early_exit": {**_EXIT, **_DRAFTS},
     "early_exit-probabilistic": {**_SAMPLED_EXIT, **_DRAFTS},
     "early_exit-coupled": {**_EXIT, "draft_sample_method": "coupled", **_DRAFTS},

@@ -5,7 +5,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_specplugins.config import CommonConfig, ConfigError
-from vllm_specplugins.methods import METHODS, built_in_stage, parse_config, registered_methods, runs_target
+from vllm_specplugins.methods import (
+    METHODS,
+    built_in_stage,
+    parse_config,
+    reads_likeliest,
+    registered_methods,
+    runs_target,
+)
 from vllm_specplugins.tools.bench.methods import Config, pick_methods
 
 ALWAYS, GATED = "always", "gated"
@@ -48,7 +55,8 @@ def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candida
 def _default() -> Iterator[str]:
     """Names of every history proposer."""
     for name, method in METHODS.items():
-        if method.reads_history and not method.runs_target and name not in ("cascade", "custom"):
+        needs_model = method.runs_target or method.reads_likeliest
+        if method.reads_history and not needs_model and name not in ("cascade", "custom"):
             yield name
     yield from registered_methods()
 
@@ -56,7 +64,7 @@ def _default() -> Iterator[str]:
 def _check_reads_histories(name: str, config: Config) -> None:
     if config["method"] in (*METHODS, *registered_methods()):
         parsed = parse_config(config)
-        if not runs_target(parsed) and built_in_stage(parsed) is None:
+        if not (runs_target(parsed) or reads_likeliest(parsed)) and built_in_stage(parsed) is None:
             return
     raise ConfigError(f"--methods must be proposers that read token ids alone, as prompt_lookup does, not {name}.")
 

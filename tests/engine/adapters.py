@@ -1,0 +1,47 @@
+"""LoRA adapters with random weights for families.py's Llama, in PEFT's format, large enough to change what it says."""
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from families import NUM_LAYERS, SHAPE
+from safetensors.torch import save_file
+
+RANK = 8
+# Arguments of an engine. On a CPU vLLM 0.32 has a request without adapter run the one in the last slot, if another in
+# its batch has one: that slot stays empty.
+WITH_ADAPTERS = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
+
+
+@functools.cache
+def adapter(seed: int) -> Path:
+    """A folder with an adapter of every projection of every layer; it is removed when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="specplugins-adapter-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    hidden, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
+    queries, keys = (SHAPE[name] * SHAPE["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes = {
+        "self_attn.q_proj": (hidden, queries),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+        "self_attn.o_proj": (queries, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(NUM_LAYERS):
+        for name, (num_in, num_out) in shapes.items():
+            path = f"base_model.model.model.layers.{layer}.{name}"
+            weights[f"{path}.lora_A.weight"] = torch.randn(RANK, num_in, generator=generator) * num_in**-0.5
+            weights[f"{path}.lora_B.weight"] = torch.randn(num_out, RANK, generator=generator) * 0.5 * RANK**-0.5
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none", "task_type": "CAUSAL_LM"}
+    targets = [name.partition(".")[2] for name in shapes]
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": targets}))
+    return folder

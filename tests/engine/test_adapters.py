@@ -1,0 +1,81 @@
+"""LoRA: drafts and verification run each request's own adapter, in batches that mix them."""
+
+import random
+from typing import Any
+
+import pytest
+from adapters import WITH_ADAPTERS, adapter
+from cases import SUFFIX_LOOKUP, early_exit
+from conftest import INTERPRETED, spec_metrics
+from families import EXIT_LAYER, NUM_LAYERS, VOCAB_SIZE, checkpoint
+
+NUM_TOKENS = 11 if INTERPRETED else 21  # one from the prompt and whole steps of K + 1, so that no draft is cut
+WITHOUT_TAPES = "vLLM's LoRA for CPUs reads the mapping on the host, which a graph does not see"
+
+Outputs = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Outputs:
+    """Two of each adapter and of none, one of them long; both of a pair are the same, and repeat themselves."""
+    rng = random.Random(0)
+    pairs = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (9, 70)]
+    return [pair * 2 for pair in pairs for _ in range(3)]
+
+
+def generate(llm: Any, prompts: Outputs, **sampling: Any) -> Outputs:
+    """Outputs of one batch; the first prompt's request has no adapter, the second's one, the third's another, ..."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    requests = [None, *(LoRARequest(f"adapter {seed}", seed, str(adapter(seed))) for seed in (1, 2))]
+    params = SamplingParams(
+        **{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False, **sampling}
+    )
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    adapters = [requests[index % len(requests)] for index in range(len(prompts))]
+    results = llm.generate(inputs, params, use_tqdm=False, lora_request=adapters)
+    return [list(result.outputs[0].token_ids) for result in results]
+
+
+def start(engine: Any, config: dict[str, Any] | None) -> Any:
+    return engine(config, model=str(checkpoint("llama")), skip_tokenizer_init=True, **WITH_ADAPTERS)
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Any, prompts: Outputs) -> Outputs:
+    outputs = generate(start(engine, None), prompts)
+    assert all(len({tuple(output) for output in outputs[pair : pair + 3]}) == 3 for pair in (0, 3)), "adapters matter"
+    return outputs
+
+
+@pytest.mark.slow
+def test_all_layers_accept_everything(engine: Any, prompts: Outputs, plain: Outputs) -> None:
+    """The invariant, in a batch of both adapters and none. Fails if drafts run one adapter for all rows, or in another
+    order."""
+    llm = start(engine, early_exit(NUM_LAYERS))
+    before = spec_metrics(llm)
+    assert generate(llm, prompts) == plain
+    after = spec_metrics(llm)
+    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    assert accepted == drafted >= len(prompts) * (NUM_TOKENS - 1) * 4 // 5
+
+
+CASCADE = {
+    "method": "cascade",
+    "num_speculative_tokens": 4,
+    "policy": "verify",
+    "gate": "off",
+    "stages": [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": EXIT_LAYER}],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [CASCADE, SUFFIX_LOOKUP], ids=lambda config: config["method"])
+def test_output(engine: Any, prompts: Outputs, plain: Outputs, config: dict[str, Any]) -> None:
+    """Drafts of several tokens at once, some accepted and some not. Fails if the next step runs the drafts' mapping."""
+    llm = start(engine, config)
+    assert generate(llm, prompts) == plain
+    assert generate(llm, prompts[:2], max_tokens=NUM_TOKENS // 2) == [output[: NUM_TOKENS // 2] for output in plain[:2]]
+    [stats] = llm.collective_rpc("specplugins_stats")
+    assert stats["faults"] == {} and 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
