@@ -4,6 +4,7 @@ A draft model that is the target itself must offer the target's own continuation
 """
 
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 from cases import STRESS, generate
 from conftest import DEMO_MODEL, INTERPRETED, RUNNER, spec_metrics
-from eagle_heads import dflash_head, eagle_head, mtp_model
+from eagle_heads import eagle_head, mtp_model, parallel_head
 from families import EXIT_LAYER, VOCAB_SIZE, checkpoint
 
 from vllm_specplugins.config import ConfigError
 
 pytestmark = pytest.mark.slow
 K = 4
+PARALLEL = ["dflash", *(["dspark"] if os.environ.get("SPECPLUGINS_SIMULATED") == "all" else [])]  # V2's alone
 NUM_TOKENS = 11 if INTERPRETED else 25
 NUM_PROMPTS = 9 if INTERPRETED else 24
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}  # the target repeats little else
@@ -115,7 +117,7 @@ def test_draft_model_keeps_in_step(engine: Any, prompts: Any, expected: Any, mon
     assert lookup["kept"] > 0 and model["accepted"] > 0 and model["ms"] > 0
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "dflash"] if INTERPRETED else ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", *(PARALLEL if INTERPRETED else ["mtp"])])
 def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
     """Under stress and behind prompt lookup it offers what it offers where it drafts alone and nothing happens.
 
@@ -125,7 +127,7 @@ def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatc
         stage, target = {"method": method}, {"model": str(mtp_model())}
         wanted = run(engine(**target, **QUIET), prompts)
     else:
-        head = dflash_head() if method == "dflash" else eagle_head(method)
+        head = parallel_head(method) if method in PARALLEL else eagle_head(method)
         stage = {"method": method, "model": str(head)}
         target = {"model": str(checkpoint("llama"))}
         wanted = [tokens[:NUM_TOKENS] for tokens in expected]
