@@ -118,4 +118,4 @@ def test_refused_under_verify(tmp_path: Path) -> None:
     del jump["num_speculative_tokens"]
     stages = [{"method": "prompt_lookup"}, jump]
     with pytest.raises(ConfigError, match=r"^cascade: stages\[1\] must be early_exit where policy is 'verify'"):
-        engine_config({"method": "cascade", "stages": stages})
+        engine_config({"method": "cascade", "policy": "verify", "stages": stages})
