@@ -77,7 +77,11 @@ def malformed() -> list[dict[str, Any]]:
     ]
     wrong += [
         {"method": "cascade"},
-        {"method": "cascade", "stages": stages[::-1]},  # `verify` cannot check with a stage that has no model
+        {
+            "method": "cascade",
+            "policy": "verify",
+            "stages": stages[::-1],
+        },  # `verify` cannot check with a stage that has no model
         {"method": "cascade", "stages": [{**stages[0], "time_budget_ms": 3}, stages[1]]},
         {"method": "cascade", "stages": [{**stages[0], "max_ngram": 99}, stages[1]]},
     ]
@@ -98,7 +102,7 @@ def malformed() -> list[dict[str, Any]]:
         for key in ("exit_layer", "verification", "draft_sample_method", "x" * 100, 5, None)  # type: ignore[dict-item]
     ]
     wrong += [
-        {"method": "cascade", "stages": [stages[0], draft_model]},  # `verify` cannot check with it
+        {"method": "cascade", "policy": "verify", "stages": [stages[0], draft_model]},  # `verify` cannot check with it
         {"method": "cascade", "policy": "first", "stages": [draft_model, {"method": "mtp"}]},
         {"method": "cascade", "stages": [draft_model, {**stages[1], "draft_sample_method": "probabilistic"}]},
     ]

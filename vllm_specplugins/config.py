@@ -240,9 +240,10 @@ class CascadeConfig:
         stages: the configurations of proposers, cheapest first; one alone is that method behind a gate. Of the fields
             that all methods share, a stage may hold num_speculative_tokens: the most that it drafts, at most the
             cascade's.
-        policy: "verify": each stage's tokens are checked, corrected and extended by the next one, which runs the
-            target; "first": the first stage that has something drafts; "extend": each stage continues where the
-            one before it ends.
+        policy: "auto": by request and step what the gate expects to gain most: one stage, or one behind the other;
+            "verify": each stage's tokens are checked, corrected and extended by the next one, which runs the target;
+            "first": the first stage that has something drafts; "extend": each stage continues where the one before it
+            ends. Without a gate "auto" is "first".
         gate: "auto" chooses by request and step how many tokens are drafted, down to none; "off" drafts all.
         cost_table: file that the gate's costs are taken from at the start, and saved to while it serves, so that a
             restart need not learn them again; one of another model, device, version or cascade is not used. null:
@@ -250,12 +251,17 @@ class CascadeConfig:
     """
 
     stages: tuple["StageConfig", ...] = field(metadata={"kind": list})
-    policy: str = choice("verify", "first", "extend")
+    policy: str = choice("auto", "verify", "first", "extend")
     gate: str = choice("auto", "off")
     cost_table: str | None = optional_text()
 
     def __post_init__(self) -> None:
         check_fields(self, "cascade")
+
+    @property
+    def rule(self) -> str:
+        """The policy that is carried out: without a gate nobody chooses."""
+        return "first" if (self.policy, self.gate) == ("auto", "off") else self.policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

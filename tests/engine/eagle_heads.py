@@ -28,17 +28,21 @@ def eagle_head(method: str) -> Path:
 
 
 @functools.cache
-def dflash_head() -> Path:
-    """A folder with a layer for `dflash`: attention over projected states of the target; it is removed when the process
-    ends."""
-    folder, target = _folder("dflash"), FAMILIES["llama"]
+def parallel_head(method: str) -> Path:
+    """A folder with a layer for "dflash" or "dspark": attention over projected states of the target, and for the latter
+    what one token says of the next; it is removed when the process ends."""
+    folder, target = _folder(method), FAMILIES["llama"]
     hidden, head = target.hidden_size, target.head_dim
-    config = {**target.to_dict(), "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dtype": "float32"}
+    kind = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}[method]
+    config = {**target.to_dict(), "architectures": [kind], "model_type": "qwen3", "dtype": "float32"}
     config |= {"num_hidden_layers": 1, "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2]}}
-    (folder / "config.json").write_text(json.dumps(config))
     shapes = {name: shape for name, shape in _shapes("eagle").items() if name != "fc.weight"}
     shapes |= {f"layers.0.self_attn.{name}_norm.weight": (head,) for name in "qk"}
     shapes |= {f"{name}norm.weight": (hidden,) for name in ("hidden_", "", "layers.0.input_layer")}
+    if method == "dspark":
+        config["markov_rank"] = rank = 8
+        shapes |= {f"markov_head.markov_{part}.weight": (target.vocab_size, rank) for part in ("w1", "w2")}
+    (folder / "config.json").write_text(json.dumps(config))
     _save(_random({**shapes, "fc.weight": (hidden, 2 * hidden)}), folder)
     return folder
 

@@ -44,6 +44,7 @@ RECEIVERS: dict[str, str] = {
     "graphs": "CudaGraphManager",
     "_llm": "LLM",
     "_model_config": "ModelConfig",
+    "_stale_confidences[]": "CpuGpuBuffer",
     "_req_states": "RequestState",
     "_runner": "GPUModelRunner LoRAModelRunnerMixin",
     "_sampler": "Sampler",
@@ -97,6 +98,7 @@ RECEIVERS: dict[str, str] = {
     "llm_engine": "LLMEngine",
     "logitsprocs": "LogitsProcessors",
     "metadata": "SamplingMetadata",
+    "manager": "AdaptiveVerificationManager",
     "mine": "SamplingParams",
     "model": "ModelConfig LlamaForCausalLM",
     "model_config": "ModelConfig",
@@ -132,7 +134,7 @@ RECEIVERS: dict[str, str] = {
 }
 # Attributes that are vLLM's wherever they stand.
 _SET_BY_US = frozenset({"adapter", "specplugins", "aux_hidden_state_layers"})  # on objects of vLLM's
-ATTRIBUTES = {"gpu": "UvaBackedTensor StagedWriteTensor", "np": "UvaBackedTensor"}
+ATTRIBUTES = {"gpu": "UvaBackedTensor StagedWriteTensor", "np": "UvaBackedTensor CpuGpuBuffer"}
 _OF_PYTHON = (
     *(str, bytes, int, float, list, dict, set, tuple, type, property, BaseException, types.FunctionType),
     *(types.CodeType, types.ModuleType, types.FrameType, Path, re.Pattern, ast.AST, ast.Name, ast.Attribute, ast.alias),

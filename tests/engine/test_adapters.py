@@ -1,13 +1,16 @@
 """LoRA: drafts and verification run each request's own adapter, in batches that mix them."""
 
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from adapters import WITH_ADAPTERS, adapter
 from cases import SUFFIX_LOOKUP, early_exit
 from conftest import INTERPRETED, spec_metrics
-from families import EXIT_LAYER, NUM_LAYERS, VOCAB_SIZE, checkpoint
+from families import EXIT_LAYER, NUM_LAYERS, SHAPE, VOCAB_SIZE, checkpoint
+from jump_heads import write_head
 
 NUM_TOKENS = 11 if INTERPRETED else 21  # one from the prompt and whole steps of K + 1, so that no draft is cut
 WITHOUT_TAPES = "vLLM's LoRA for CPUs reads the mapping on the host, which a graph does not see"
@@ -49,11 +52,20 @@ def plain(engine: Any, prompts: Outputs) -> Outputs:
     return outputs
 
 
+def jump_over_nothing(folder: Path) -> dict[str, Any]:
+    """Half of the layers, and the other half behind them."""
+    sizes = {"num_layers": NUM_LAYERS, "hidden_size": SHAPE["hidden_size"]}
+    return write_head(folder, NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0, **sizes)
+
+
 @pytest.mark.slow
-def test_all_layers_accept_everything(engine: Any, prompts: Outputs, plain: Outputs) -> None:
+@pytest.mark.parametrize("method", ["early_exit", *([] if INTERPRETED else ["jump"])])
+def test_all_layers_accept_everything(
+    engine: Any, prompts: Outputs, plain: Outputs, method: str, tmp_path: Path
+) -> None:
     """The invariant, in a batch of both adapters and none. Fails if drafts run one adapter for all rows, or in another
     order."""
-    llm = start(engine, early_exit(NUM_LAYERS))
+    llm = start(engine, early_exit(NUM_LAYERS) if method == "early_exit" else jump_over_nothing(tmp_path))
     before = spec_metrics(llm)
     assert generate(llm, prompts) == plain
     after = spec_metrics(llm)
@@ -71,6 +83,9 @@ CASCADE = {
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    INTERPRETED and os.environ.get("SPECPLUGINS_SIMULATED") != "all", reason="SPECPLUGINS_SIMULATED=all: as on V1"
+)
 @pytest.mark.parametrize("config", [CASCADE, SUFFIX_LOOKUP], ids=lambda config: config["method"])
 def test_output(engine: Any, prompts: Outputs, plain: Outputs, config: dict[str, Any]) -> None:
     """Drafts of several tokens at once, some accepted and some not. Fails if the next step runs the drafts' mapping."""

@@ -4,6 +4,7 @@ A draft model that is the target itself must offer the target's own continuation
 """
 
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 from cases import STRESS, generate
 from conftest import DEMO_MODEL, INTERPRETED, RUNNER, spec_metrics
-from eagle_heads import dflash_head, eagle_head, mtp_model
+from eagle_heads import eagle_head, mtp_model, parallel_head
 from families import EXIT_LAYER, VOCAB_SIZE, checkpoint
 
 from vllm_specplugins.config import ConfigError
 
 pytestmark = pytest.mark.slow
-K = 4
+K, WIDTH = 4, 12  # tokens that a built-in stage drafts, and prompt lookup
+PARALLEL = ["dflash", *(["dspark"] if os.environ.get("SPECPLUGINS_SIMULATED") == "all" else [])]  # V2's alone
 NUM_TOKENS = 11 if INTERPRETED else 25
 NUM_PROMPTS = 9 if INTERPRETED else 24
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}  # the target repeats little else
@@ -30,10 +32,10 @@ def draft_model() -> dict[str, Any]:
     return {"method": "draft_model", "model": str(checkpoint("llama"))}
 
 
-def cascade(*stages: Any, policy: str = "first", gate: str = "off") -> dict[str, Any]:
+def cascade(*stages: Any, policy: str = "first", gate: str = "off", width: int = K) -> dict[str, Any]:
     return {
         "method": "cascade",
-        "num_speculative_tokens": K,
+        "num_speculative_tokens": width,
         "stages": list(stages),
         "policy": policy,
         "gate": gate,
@@ -92,30 +94,32 @@ def stats_of(llm: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_draft_model_keeps_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any) -> None:
-    """Preemption, prefix-cache hits, chunked prefill and the end of the context, while prompt lookup drafts for many.
+    """Preemption, prefix-cache hits, chunked prefill and the end of the context, while prompt lookup drafts for many,
+    three times as long.
 
     Kills: a built-in proposer that is not run where another stage drafts; another request's row; a batch without its
     drafts because one request nears the end; one that drafts as many tokens as the cascade, and not as its stage.
     """
-    stage = {**draft_model(), "num_speculative_tokens": K - 1}
-    llm = engine(cascade(LOOKUP, stage), model=str(checkpoint("llama")), **TINY)
+    stage = {**draft_model(), "num_speculative_tokens": K}
+    llm = engine(cascade(LOOKUP, stage, width=WIDTH), model=str(checkpoint("llama")), **TINY)
     offers = Offers(llm, monkeypatch)
     wanted = [tokens[:NUM_TOKENS] for tokens in expected]
     assert run(llm, prompts) == wanted
     assert run(llm, prompts[:8]) == wanted[:8], "from the prefix cache"
     assert spec_metrics(llm)["preemptions"] > 0
     assert offers.num_without == 0
-    assert max(map(len, offers.by_history.values())) == K - 1, "its own K"
+    assert max(map(len, offers.by_history.values())) == K, "its own K"
     whole = {tuple(prompt): [*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)}
     for history, tokens in offers.by_history.items():
         [text] = [text for prompt, text in whole.items() if history[: len(prompt)] == prompt]
         rest = text[len(history) :]  # a request that has ended is drafted for once more
         assert tokens[: len(rest)] == rest[: len(tokens)]
     lookup, model = stats_of(llm)
+    assert max(lookup["accepted_at"]) >= K, "longer than the model's"
     assert lookup["kept"] > 0 and model["accepted"] > 0 and model["ms"] > 0
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "dflash"] if INTERPRETED else ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", *(PARALLEL if INTERPRETED else ["mtp"])])
 def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
     """Under stress and behind prompt lookup it offers what it offers where it drafts alone and nothing happens.
 
@@ -125,7 +129,7 @@ def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatc
         stage, target = {"method": method}, {"model": str(mtp_model())}
         wanted = run(engine(**target, **QUIET), prompts)
     else:
-        head = dflash_head() if method == "dflash" else eagle_head(method)
+        head = parallel_head(method) if method in PARALLEL else eagle_head(method)
         stage = {"method": method, "model": str(head)}
         target = {"model": str(checkpoint("llama"))}
         wanted = [tokens[:NUM_TOKENS] for tokens in expected]

@@ -7,23 +7,14 @@ import pytest
 import torch
 from cases import STRESS, generate, mixed_prompts
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
+from jump_heads import K, write_head
 from test_early_exit import engine_config
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig
+from vllm_specplugins.proposers.jump_head import JumpHead
 
-HIDDEN, K, NUM_TOKENS = 256, 4, 21
+NUM_TOKENS = 21
 ASYNC = [False, True] if RUNNER == "v2" else [False]
-
-
-def write_head(folder: Path, early_layers: int, late_layer: int, scale: float, **other: int) -> dict[str, Any]:
-    """The configuration of a jump whose head adds random numbers of this scale to the early state."""
-    sizes = {"num_layers": NUM_LAYERS, "hidden_size": HIDDEN, **other}
-    config = JumpHeadConfig(early_layers=early_layers, late_layer=late_layer, inner_size=16, rms_norm_eps=1e-5, **sizes)
-    generator = torch.Generator().manual_seed(0)
-    weights = {name: scale * torch.randn(shape, generator=generator) for name, shape in config.shapes().items()}
-    JumpHead(config, weights | {"norm.weight": torch.ones(config.hidden_size)}).save(folder)
-    return {"method": "jump", "head": str(folder), "num_speculative_tokens": K}
 
 
 @pytest.fixture(scope="module")
@@ -127,4 +118,4 @@ def test_refused_under_verify(tmp_path: Path) -> None:
     del jump["num_speculative_tokens"]
     stages = [{"method": "prompt_lookup"}, jump]
     with pytest.raises(ConfigError, match=r"^cascade: stages\[1\] must be early_exit where policy is 'verify'"):
-        engine_config({"method": "cascade", "stages": stages})
+        engine_config({"method": "cascade", "policy": "verify", "stages": stages})

@@ -197,6 +197,15 @@ def test_unknown_method(method: Any, end: str) -> None:
     assert str(error.value).endswith(end) and len(str(error.value)) <= 220
 
 
+@pytest.mark.skipif(RUNNER == "v2", reason="V1's alone")
+def test_pipeline_on_v1() -> None:
+    """Fails if an engine starts whose first stage dies of a drafter that it has not."""
+    with pytest.raises(
+        ConfigError, match=r"^prompt_lookup: pipeline_parallel_size must be 1 on Model Runner V1, .*, not 2\.$"
+    ):
+        engine_config(PROMPT_LOOKUP, pipeline_parallel_size=2)
+
+
 def test_asynchronous_scheduling() -> None:
     """On V2 it brings our scheduler; V1 cannot (on a CPU vLLM itself turns it off), and says so."""
     config = engine_config(PROMPT_LOOKUP, async_scheduling=True)

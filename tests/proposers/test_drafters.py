@@ -300,7 +300,7 @@ def test_config_is_nested() -> None:
     config = parse_config({"method": "cascade", "stages": [{"method": "prompt_lookup"}, {"method": "early_exit"}]})
     assert isinstance(config.own, CascadeConfig)
     assert config.own.stages[1] == StageConfig(method="early_exit", own=EarlyExitConfig())
-    assert (config.own.policy, config.own.gate) == ("verify", "auto")
+    assert (config.own.policy, config.own.gate) == ("auto", "auto")
 
 
 def test_ranks_agree_on_times() -> None:
@@ -311,7 +311,7 @@ def test_ranks_agree_on_times() -> None:
         if isinstance(times, Drafted):  # a stage's
             return times
         exchanged.append(times)
-        return [1000.0 + index for index in range(len(times))]
+        return [1000 + index for index in range(len(times))]
 
     stages = [{"method": "prompt_lookup", "min_ngram": 1}, {"method": "early_exit", "exit_layer": 2}]
     config = parse_config({"method": "cascade", "policy": "first", "stages": stages})
@@ -321,8 +321,8 @@ def test_ranks_agree_on_times() -> None:
     for _ in range(3):
         draft = proposer.propose(batch)
         proposer.observe(Feedback(batch.request_ids, draft.num_draft, draft.num_draft, step_ms=5.0))
-    assert len(exchanged) == 3 and all(len(times) == 4 for times in exchanged)
-    [costs] = proposer._gate._costs.values()
+    assert len(exchanged) == 3 and all(len(times) == 5 for times in exchanged)
+    [costs] = proposer._gate._costs.by_load.values()
     assert costs.mean_ms == 1000.0 and costs.mean_drafting_ms == 1001.0
 
 

@@ -1,6 +1,7 @@
 """The compiled loops of the host against the operations on arrays that they stand for, and against plain counting."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,10 +119,89 @@ def test_lengths(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         gate.add_step(num_reqs, 20 + 0.4 * count, 0.5, count, num_reqs + count // 2)
         gate.add_drafting(0, 8 * float(rng.random()), 1)
         gate.add_drafting(1, 0.3, 1)
-    [costs] = gate._costs.values()
+    [costs] = gate._costs.by_load.values()
     rate = worth_of_a_ms(costs, num_reqs)
     price = rate * costs.slope_ms
     prices = price, price + rate * gate._draft_ms[1] / num_reqs, rate * gate._draft_ms[0]
     rows, most = rng.permutation(NUM_ROWS)[:num_reqs], rng.integers(0, K + 1, num_reqs)
     sure = rng.integers(1, 9, num_reqs) * 1.0
     assert gate.lengths(rows, 0, sure, most, 1).tolist() == expected_lengths(gate, costs, rows, sure, most, prices)
+
+
+def worth_of(chances: list[float], price: float) -> float:
+    """Of tokens behind each other."""
+    return sum(survival - price for survival in np.cumprod(chances).tolist())
+
+
+def expected_shares(
+    gate: Gate, costs: StepCosts, rows: Any, found: Drafted, sure: Any, most: Any, wanted: Any, continues: bool
+) -> tuple[list[int], list[int]]:
+    """By trying every depth, and for each request every draft that it allows."""
+    rate = worth_of_a_ms(costs, len(rows))
+    price, draft_price = rate * costs.slope_ms, rate * gate._draft_ms[1]
+    own = [gate.records.chances(rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))]
+    plans = []
+    for depth in range(min(K, int(costs.weight)) + 1):
+        total, plan = -depth * draft_price, []
+        for index in range(len(rows)):
+            had = [
+                float(gate.records.chances(rows[index : index + 1], int(stage), np.full((1, 1), at))[0, 0])
+                for stage, at in zip(found.stage[index], found.confidence[index], strict=True)
+            ][: found.num_draft[index]]
+            pays = sum(survival >= price for survival in np.cumprod(had))
+            room = int(min(most[index], depth))
+            drafts = [(0, count) for count in range(room + 1)]
+            drafts += [(pays, count) for count in range(min(room, wanted[index] - pays) + 1 if continues else 1)]
+            values = [worth_of(had[:kept] + own[index][:count], price) for kept, count in drafts]
+            best = max(values)
+            total += best
+            # Of those as good the shortest of the exit's, and rather behind the lookup's than alone.
+            kept, count = max(
+                (draft for draft, value in zip(drafts, values, strict=True) if value > best - 1e-12),
+                key=lambda draft: (draft[0] > 0, -draft[1]),
+            )
+            plan.append((kept, count))
+        plans.append((total, plan))
+    best_total = max(total for total, _ in plans)
+    _, plan = next((total, plan) for total, plan in plans if total > best_total - 1e-12)
+    whole, followed = gate.records.whole[rows].astype(int), [kept for kept, _ in plan]
+    nobody = [kept + count == 0 for kept, count in plan]
+    if price < GOOD_ACCEPTANCE:
+        again = [2 * whole[index, found.stage[index, 0]] for index in range(len(rows))]
+        followed = [min(more, num) if none else kept for none, kept, more, num
+                    in zip(nobody, followed, again, found.num_draft, strict=True)]  # fmt: skip
+    follow = [none and not kept and whole[index, 1] > 0 and most[index] > 0
+              for index, (none, kept) in enumerate(zip(nobody, followed, strict=True))]  # fmt: skip
+    pays = sum(follow) * (GOOD_ACCEPTANCE - price) > draft_price
+    counts = [min(2 * whole[index, 1], most[index]) if follow[index] and pays else count
+              for index, (_, count) in enumerate(plan)]  # fmt: skip
+    return followed, counts
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random records, costs and drafts. Fails if a depth's price is left out, if what is drafted behind a draft does
+    not wait for that one to be right, if a stage that only begins drafts continues one, or if those who follow a draft
+    that was right do not pay for that together."""
+    rng = np.random.default_rng(seed)
+    gate, num_reqs = Gate(2, K), int(rng.integers(1, NUM_ROWS))
+    gate.records.make_room(NUM_ROWS)
+    monkeypatch.setattr(Gate, "_explored", lambda self, lengths, *rest: lengths)
+    for _ in range(30):
+        stage, lengths = np.tile(rng.integers(0, 2, (NUM_ROWS, 1)), K), rng.integers(0, K + 1, NUM_ROWS)
+        right = np.minimum(rng.integers(0, 2 * K, NUM_ROWS), lengths)
+        sure = rng.integers(1, 9, (NUM_ROWS, 1)) + np.arange(K) * 1.0
+        gate.records.add(np.arange(NUM_ROWS), stage, sure, lengths, right)
+    for _ in range(9):
+        count = int(rng.integers(0, 9))
+        gate.add_step(num_reqs, 20 + 0.4 * count, 0.5, count, num_reqs + count // 2)
+        gate.add_drafting(1, 4 * float(rng.random()), 1)
+    [costs] = gate._costs.by_load.values()
+    rows, wanted = rng.permutation(NUM_ROWS)[:num_reqs], rng.integers(0, K + 1, num_reqs)
+    token_ids = rng.integers(0, 9, (num_reqs, K)).astype(np.int32)
+    found = of_stage(0, token_ids, rng.integers(0, wanted + 1), rng.integers(1, 9, num_reqs) * 1.0)
+    most, sure = np.minimum(wanted, rng.integers(0, K + 1)), rng.integers(1, 9, num_reqs) * 1.0
+    continues = bool(seed % 2)
+    kept, own = gate.shares(rows, found, 1, sure, most, wanted, continues)
+    expected = expected_shares(gate, costs, rows, found, sure, most, wanted, continues)
+    assert (kept.tolist(), own.tolist()) == expected

@@ -196,6 +196,12 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
             f"{method}: model must have attention in every layer on a CPU, not be a hybrid or state-space model, whose "
             "state vLLM does not wind back there when a draft is rejected."
         )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and not vllm_config.use_v2_model_runner:
+        raise ConfigError(
+            f"{method}: pipeline_parallel_size must be 1 on Model Runner V1, where vLLM wants a drafter in each stage, "
+            f"not {stages}."
+        )
     if speculative_config.runs_target:
         _check_target(vllm_config, speculative_config.plugin_config)
         if speculative_config.built_in is None:  # or else vLLM reserves these slots itself

@@ -1,7 +1,7 @@
 """Cascade: a proposer that holds proposers.
 
-Its stages, cheapest first, are combined by one of POLICIES (see drafters.py) into one drafter, and a gate decides for
-each request and step how many tokens are worth drafting (see gate.py).
+Its stages, cheapest first, are combined by a policy (see drafters.py, verified.py, auto.py) into one drafter, and a
+gate decides for each request and step how many tokens are worth drafting (see gate.py).
 """
 
 import time
@@ -15,6 +15,7 @@ import numpy as np
 from vllm_specplugins.config import CascadeConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters
 from vllm_specplugins.proposers.accounts import Accounts
+from vllm_specplugins.proposers.auto import Auto
 from vllm_specplugins.proposers.built_in import BuiltIn, Offered
 from vllm_specplugins.proposers.cost_table import CostTable
 from vllm_specplugins.proposers.drafters import Allowed, Drafter, Extend, First, Lookup, Whole
@@ -24,11 +25,13 @@ from vllm_specplugins.proposers.gated import Gated
 from vllm_specplugins.proposers.guard import Guard
 from vllm_specplugins.proposers.guarded import Guarded
 from vllm_specplugins.proposers.jump import Jump
+from vllm_specplugins.proposers.read_only import places_of
 from vllm_specplugins.proposers.records import Rows
 from vllm_specplugins.proposers.switch import Clock
 from vllm_specplugins.proposers.verified import Alone, Verified
 
 RUN_TARGET = EarlyExit, Jump
+LOOKUPS = "prompt_lookup", "suffix_lookup", "token_recycling"  # free, and they continue drafts
 POLICIES: dict[str, Callable[[Drafter, Drafter], Drafter]] = {"first": First, "extend": Extend}
 
 
@@ -61,9 +64,9 @@ class Cascade:
         self._guards = {
             index: self._guard(index, clock) for index, stage in enumerate(stages) if not isinstance(stage, RUN_TARGET)
         }
-        self._gated_stages: list[Gated] = []
-        self._drafter = self._combine(config.policy)
-        self._drafting_ms = 0.0  # of the last step
+        self._gated_stages: list[Gated | Auto] = []
+        self._drafter = self._combine(config.rule)
+        self._drafting_ms, self._num_context = 0.0, 0  # of the last step
 
     def propose(self, batch: DraftBatch) -> Draft:
         """The stages' drafts, combined by the policy, as long as the gate thinks they pay."""
@@ -77,6 +80,7 @@ class Cascade:
         self._accounts.make_room(self._rows.num_rows)
         if self._gate is not None:
             self._gate.records.make_room(self._rows.num_rows)
+            self._num_context = int(places_of(batch.token_ids)[1].sum())
         draft = self._accounts.put(rows, self._drafter.draft(batch, None, batch.max_num_draft.astype(np.int64)))
         self._drafting_ms = (time.perf_counter() - start) * 1000
         return draft
@@ -126,11 +130,11 @@ class Cascade:
     def _add_times(self, gate: Gate, feedback: Feedback, step_ms: float) -> None:
         """Tells the gate what the last step cost: on every rank the same, or their drafts would differ."""
         stages = self._gated_stages
-        step_ms, whole_ms, *drafting_ms = self._agreed(
-            [step_ms, self._drafting_ms, *(stage.drafting_ms for stage in stages)]
+        step_ms, whole_ms, gate.num_context, *drafting_ms = self._agreed(
+            [step_ms, self._drafting_ms, self._num_context, *(stage.drafting_ms for stage in stages)]
         )
         for stage, ms in zip(stages, drafting_ms, strict=True):
-            gate.add_drafting(stage.index, ms, stage.num_drafted)
+            gate.add_drafting(stage.index, ms, stage.num_drafted, stage.has_checked)
         num_reqs = len(feedback.request_ids)
         num_emitted = num_reqs + int(feedback.num_accepted.sum())
         gate.add_step(num_reqs, step_ms, whole_ms, int(feedback.num_draft.sum()), num_emitted)
@@ -168,6 +172,8 @@ class Cascade:
                 checked = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
                 drafter = Allowed(checked, drafter, self._names[index], self._most[index])
             return self._gated(drafter, len(self._stages) - 1)
+        if policy == "auto" and self._gate is not None:
+            return self._by_gate(self._gate)
         rivals = [(index, name) for index, name in enumerate(self._names[1:], start=1) if policy == "first"]
         drafters: list[Drafter] = [
             Allowed(self._gated(self._drafter_of(index), index, rival), None, self._names[index], self._most[index])
@@ -175,13 +181,30 @@ class Cascade:
         ]
         return reduce(POLICIES[policy], drafters)
 
+    def _by_gate(self, gate: Gate) -> Drafter:
+        drafter = self._drafter_of(0)
+        if len(self._stages) == 1 or isinstance(self._stages[0], RUN_TARGET):
+            drafter = self._gated(drafter, 0)
+        drafter = Allowed(drafter, None, self._names[0], self._most[0])
+        lookup = drafter if self._names[0] in LOOKUPS else None
+        for index, stage in enumerate(self._stages[1:], start=1):
+            checked = None
+            if lookup is not None and isinstance(stage, EarlyExit):
+                checked = Verified(lookup, stage, index, self._counters[index], self._counters[0])
+            drafters = drafter, self._drafter_of(index), checked, lookup
+            kinds = not isinstance(stage, RUN_TARGET), isinstance(stage, EarlyExit)
+            limits = self._names[index], self._most[index]
+            drafter = Auto(*drafters, gate, self._rows, self._accounts, index, *kinds, *limits)
+            self._gated_stages.append(drafter)
+        return drafter
+
     def _drafter_of(self, index: int) -> Drafter:
         stage, counters = self._stages[index], self._counters[index]
         if isinstance(stage, RUN_TARGET):
             return Alone(stage, index, counters)
         if isinstance(stage, BuiltIn):
             return Offered(index, counters, self._width)
-        if self._names[index] in ("prompt_lookup", "suffix_lookup", "token_recycling"):
+        if self._names[index] in LOOKUPS:
             drafter: Drafter = Lookup(stage, index)
         else:
             drafter = Whole(stage, index, self._width, self._context.vocab_size)

@@ -1,6 +1,8 @@
 """What a step of an engine costs by its draft tokens, learned from the times of steps; and what a ms is worth."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 COST_DECAY = 0.95  # of the record of times, by step
 MARGIN = 1.05  # a token must be worth so many times its price: estimates err, and the highest of them most
@@ -9,6 +11,7 @@ FIRST_SLOPE = 0.05  # cost of verifying one more token, in steps, before it is k
 SHARED_SLOPE = 0.02  # and for several requests, whose steps are longer
 TOKEN_SHARE = 0.32  # but, from 16 on, no more than so much of what one of the step's own tokens takes
 SLOPE_WEIGHT = 1.0  # how much of a record (draft tokens of a request, squared) that guess is worth
+SHORT_CONTEXT = 1024  # tokens of all requests, below which their attention costs nothing that shows
 SLOPE_MEMORY = 64.0  # how much of a record is kept at most
 
 
@@ -61,6 +64,42 @@ class StepCosts:
     @property
     def tokens_per_ms(self) -> float:
         return self.mean_emitted / self.step_ms
+
+
+class LoadCosts:
+    """Costs of steps by load: by the number of requests and by their tokens of context, both in powers of two."""
+
+    def __init__(self, known: Mapping[str, Any] | None = None):
+        """With what `as_json` said before."""
+        self.by_load: dict[tuple[int, int], StepCosts] = {}
+        for load, own in (known or {}).items():
+            size, _, context = load.partition("/")
+            self.by_load[int(size), int(context or 0)] = StepCosts(**own)
+
+    def of(self, num_reqs: int, num_context: int) -> StepCosts | None:
+        """A context that is new begins with what the nearest one has taught; None: so many requests are new."""
+        size, context = load = _load(num_reqs, num_context)
+        if load not in self.by_load:
+            known = [other for own, other in self.by_load if own == size]
+            if not known:
+                return None
+            nearest = min(known, key=lambda other: abs(other - context))
+            self.by_load[load] = replace(self.by_load[size, nearest])
+        return self.by_load[load]
+
+    def add(self, num_reqs: int, num_context: int, *step: Any) -> None:
+        """See StepCosts.add."""
+        costs = self.of(num_reqs, num_context)
+        if costs is None:
+            costs = self.by_load[_load(num_reqs, num_context)] = StepCosts(num_reqs)
+        costs.add(*step)
+
+    def as_json(self) -> dict[str, Any]:
+        return {f"{size}/{context}": asdict(costs) for (size, context), costs in self.by_load.items()}
+
+
+def _load(num_reqs: int, num_context: int) -> tuple[int, int]:
+    return num_reqs.bit_length(), (num_context // SHORT_CONTEXT).bit_length()
 
 
 def worth_of_a_ms(costs: StepCosts, num_reqs: int) -> float:

@@ -4,18 +4,19 @@ A token more is worth its chance of being accepted, and costs the time in which 
 draft the k-th token while a_1 ... a_k >= rate * (cost of verifying one more token + its share of the cost of drafting
 it), where a_i is the chance that token i is accepted after the ones before it were, and rate the tokens per ms that the
 engine emits now (Dinkelbach's method for a ratio, one iteration a step), or more among several requests. The a_i are
-averaged exponentially by request, stage and grade of confidence (records.py), the costs by batch size (costs.py); a
-batch size that is new starts without drafts, then with short ones. Of two stages the one with the larger gain drafts.
+averaged exponentially by request, stage and grade of confidence (records.py), the costs by batch size and context
+(costs.py); a batch size that is new starts without drafts, then with short ones. Of two stages the one with the larger
+gain drafts.
 Pure arithmetic: times come in, nothing is measured here.
 """
 
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.proposers.costs import StepCosts, worth_of_a_ms
+from vllm_specplugins.proposers.costs import LoadCosts, StepCosts, worth_of_a_ms
+from vllm_specplugins.proposers.drafted import Drafted
 from vllm_specplugins.proposers.host import gate as host
 from vllm_specplugins.proposers.records import Floats, Ints, Records
 
@@ -25,6 +26,7 @@ EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pa
 FEW_CALLS = 10  # of a stage, after which its time is known
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
 ALL = np.empty(0, np.bool_)
+FOUND, CHECKED = 1 << 8, 1 << 9  # trials of what there is in front of a stage, and of its other way, by stage
 
 
 def worths(chances: Floats, most: Ints, price: float) -> tuple[Floats, Ints]:
@@ -70,10 +72,12 @@ class Gate:
     def __init__(self, num_stages: int, width: int):
         self.records = Records(num_stages)
         self._width = width
-        self._costs: dict[int, StepCosts] = {}
+        self.num_context = 0  # tokens of all requests of this step, together
+        self._costs = LoadCosts()
         self._sizes: set[int] = set()  # of batches that there have been
         self._draft_ms: dict[int, float] = {}  # by stage, a token of the whole batch
         self._draft_calls: dict[int, int] = {}
+        self._check_ms: dict[tuple[int, bool], tuple[float, int]] = {}  # where there was something to check, and calls
         self._drafted: set[int] = set()  # stages
         self._quiet: dict[int, int] = {}  # by stage, steps in which somebody went without and nobody was tried
 
@@ -83,12 +87,17 @@ class Gate:
         if size not in self._sizes:  # the first step of a size warms up caches and compilers
             self._sizes.add(size)
             return
-        self._costs.setdefault(size, StepCosts(num_reqs)).add(ms, drafting_ms, num_draft, num_emitted)
+        self._costs.add(num_reqs, self.num_context, ms, drafting_ms, num_draft, num_emitted)
 
-    def add_drafting(self, stage: int, ms: float, num_tokens: int) -> None:
-        """What a stage took to draft so many tokens for each request of the batch, all at once."""
+    def add_drafting(self, stage: int, ms: float, num_tokens: int, has_checked: bool | None = None) -> None:
+        """What a stage took to draft so many tokens for each request of the batch, all at once; whether it checked what
+        another had found, where there was something."""
         if num_tokens == 0:
             return
+        if has_checked is not None:
+            old, calls = self._check_ms.get((stage, has_checked), (0.0, 0))
+            share = max(1 / FEW_CALLS, 1 / (calls + 1))
+            self._check_ms[stage, has_checked] = old + share * (ms / num_tokens - old), calls + 1
         if stage not in self._drafted:  # the first time warms up caches and compilers
             self._drafted.add(stage)
             return
@@ -99,12 +108,12 @@ class Gate:
     @property
     def costs(self) -> dict[str, Any]:
         """What was learned of costs, as JSON can hold it."""
-        steps = {str(size): asdict(costs) for size, costs in self._costs.items()}
-        return {"steps": steps, "drafts": {str(stage): ms for stage, ms in self._draft_ms.items()}}
+        drafts = {str(stage): ms for stage, ms in self._draft_ms.items()}
+        return {"steps": self._costs.as_json(), "drafts": drafts}
 
     def begin_with(self, costs: dict[str, Any]) -> None:
         """Goes by costs that were learned before, as if by this gate."""
-        self._costs = {int(size): StepCosts(**own) for size, own in costs["steps"].items()}
+        self._costs = LoadCosts(costs["steps"])
         self._draft_ms = {int(stage): ms for stage, ms in costs["drafts"].items()}
         self._draft_calls = dict.fromkeys(self._draft_ms, FEW_CALLS)
 
@@ -127,7 +136,7 @@ class Gate:
             has_rival: [R], which of the requests the rival may draft for; None: all.
         """
         num_reqs = len(rows)
-        costs = self._costs.get(num_reqs.bit_length())
+        costs = self._costs.of(num_reqs, self.num_context)
         if costs is None:
             return np.zeros(num_reqs, np.int64)
         rate = worth_of_a_ms(costs, num_reqs)
@@ -155,6 +164,85 @@ class Gate:
             self.records.whole,
         )
         return self._explored(lengths, stage, most, costs, without)
+
+    def shares(
+        self, rows: Ints, found: Drafted, stage: int, confidence: Floats, most: Ints, wanted: Ints, continues: bool
+    ) -> tuple[Ints, Ints]:
+        """[R] each: how many tokens of the drafts that there are to keep, and how many to draft behind them from
+        another stage, which may continue such drafts or only begin some.
+
+        Of none, some, or all of a draft that pays, and as many of the stage's tokens as pay, what is worth most; the
+        stage's tokens are as many for one request as for all that want them.
+
+        Args:
+            rows: [R], of the requests.
+            confidence: [R], the stage's, of its first token.
+            most, wanted: [R], of the stage's tokens, and of all.
+        """
+        costs = self._costs.of(len(rows), self.num_context)
+        if costs is None:
+            return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        kept, own = self._shares(costs, rows, found, stage, confidence, most, wanted, continues)
+        nobody = np.where(kept + own == 0, found.num_draft, 0)
+        kept = self._explored(kept, stage + FOUND, nobody, costs, int(np.count_nonzero(nobody)))
+        room = np.minimum(most, wanted - kept) if continues else np.where(kept == 0, most, 0)
+        return kept, self._explored(own, stage, room, costs, int(np.count_nonzero(room[own == 0])))
+
+    def _shares(
+        self,
+        costs: StepCosts,
+        rows: Ints,
+        found: Drafted,
+        stage: int,
+        confidence: Floats,
+        most: Ints,
+        wanted: Ints,
+        continues: bool,
+    ) -> tuple[Ints, Ints]:
+        num_reqs = len(rows)
+        kept, own = np.empty(num_reqs, np.int64), np.empty(num_reqs, np.int64)
+        rate = worth_of_a_ms(costs, num_reqs)
+        price, draft_price = rate * costs.slope_ms, rate * self._draft_ms.get(stage, 0.0)
+        drafts = np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence), found.num_draft
+        host.share(
+            kept,
+            own,
+            rows,
+            *drafts,
+            stage,
+            confidence,
+            most,
+            wanted,
+            continues,
+            price,
+            draft_price,
+            int(costs.weight),
+            GOOD_ACCEPTANCE,
+            self.records.on_host,
+            self.records.whole,
+        )
+        return kept, own
+
+    def paying(self, rows: Ints, drafts: Drafted) -> Ints:
+        """[R]: how many tokens of drafts that there are pay."""
+        costs, none = self._costs.of(len(rows), self.num_context), np.zeros(len(rows), np.int64)
+        if costs is None:
+            return none
+        return self._shares(costs, rows, drafts, 0, np.ones(len(rows)), none, none, False)[0]
+
+    def checks(self, stage: int) -> bool:
+        """Whether a stage is quicker where it checks what another has found; now and then the other way."""
+        (with_ms, num_with), (without_ms, num_without) = (
+            self._check_ms.get((stage, has_checked), (0.0, 0)) for has_checked in (True, False)
+        )
+        if min(num_with, num_without) < FEW_CALLS:
+            return num_with <= num_without
+        is_better = with_ms < without_ms
+        quiet = self._quiet[stage + CHECKED] = self._quiet.get(stage + CHECKED, 0) + 1
+        if quiet < max(EXPLORE_EVERY, abs(with_ms - without_ms) / min(with_ms, without_ms) / EXPLORE_SHARE):
+            return is_better
+        self._quiet[stage + CHECKED] = 0
+        return not is_better
 
     def _explored(self, lengths: Ints, stage: int, most: Ints, costs: StepCosts, without: int) -> Ints:
         """Now and then one token for those, so many, who would get none, as often as EXPLORE_SHARE allows."""

@@ -31,6 +31,7 @@ class Gated:
     rival: tuple[int, str] | None = None
     drafting_ms: float = 0.0  # of the last step
     num_drafted: int = 0  # tokens that this was for, of each request
+    has_checked: bool | None = None  # it never checks
 
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
         if self.is_free:

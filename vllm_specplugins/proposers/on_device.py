@@ -18,6 +18,7 @@ from vllm_specplugins.proposers.drafted import Drafted, columns, either, of_stag
 from vllm_specplugins.proposers.early_exit import EarlyExit, Steps
 
 LOOKUP, EXIT = 0, 1  # stages
+EXTENDING = "extend", "auto"  # policies: under `auto` the exit takes no more steps than a draft of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class OnDevice:
         if num_steps == 0:
             nobody = none - 1
             return found, None, Parts(found.num_draft, nobody, none)
-        if self.policy == "extend":
+        if self.policy in EXTENDING:
             return self._extended(target, found, own, num_steps)
         steps, drafts = self._alone(target, own, num_steps)
         if self.policy == "first":

@@ -17,8 +17,11 @@ from vllm_specplugins.proposers.host import records as host
 DECAY = 0.8  # of a request's record of a stage, by draft; half of it is forgotten after three drafts
 SHARED_DECAY = 0.98  # of the record of all requests
 PRIOR_WEIGHT = 4.0  # the record of all requests counts as so many tokens of a request's own
-FIRST_GUESS = 0.6  # acceptance of a stage that was never tried
-NUM_GRADES = 4
+# What the record of all requests begins with, as if so many tokens had been tried, by grade: a long match stands alone,
+# a short one hardly. One guess for all is less than what a token may cost many requests: drafts would end where a grade
+# begins, and it would stay untried.
+FIRST_GUESSES = 0.5, 0.65, 0.8, 0.9
+NUM_GRADES = len(FIRST_GUESSES)
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.signedinteger[Any]]
@@ -86,6 +89,9 @@ class Records:
         shape = (num_rows, num_stages, NUM_GRADES)
         self._tried, self._accepted = zeros(shape, device), zeros(shape, device)
         self._shared_tried, self._shared_accepted = zeros(shape[1:], device), zeros(shape[1:], device)
+        self._shared_tried += PRIOR_WEIGHT
+        for grade, guess in enumerate(FIRST_GUESSES):
+            self._shared_accepted[:, grade] = PRIOR_WEIGHT * guess
         self.whole = zeros(shape[:2], device)  # length of the last draft if all of it was accepted
 
     @property
@@ -93,7 +99,7 @@ class Records:
         """What the compiled functions go by."""
         return (
             *(self._tried, self._accepted, self._shared_tried, self._shared_accepted),
-            *(PRIOR_WEIGHT, FIRST_GUESS),
+            PRIOR_WEIGHT,
         )
 
     def make_room(self, num_rows: int) -> None:
@@ -120,14 +126,13 @@ class Records:
             found = np.empty_like(confidence)
             host.chances(found, self.on_host, rows, stage, confidence)
             return found
-        prior = (self._shared_accepted + PRIOR_WEIGHT * FIRST_GUESS) / (self._shared_tried + PRIOR_WEIGHT)
+        prior = self._shared_accepted / self._shared_tried
         rates = (self._accepted[rows] + PRIOR_WEIGHT * prior) / (self._tried[rows] + PRIOR_WEIGHT)
         return picked(rates.reshape(len(rows), -1), stage * NUM_GRADES + grades(confidence))
 
     def rate(self, rows: Array, stage: int) -> Array:
         """[R]: share of a stage's tokens that are accepted, however sure it is of them."""
-        tried, accepted = self._shared_tried[stage].sum(), self._shared_accepted[stage].sum()
-        prior = (accepted + PRIOR_WEIGHT * FIRST_GUESS) / (tried + PRIOR_WEIGHT)
+        prior = self._shared_accepted[stage].sum() / self._shared_tried[stage].sum()
         tried, accepted = (array[rows, stage].sum(axis=1) for array in (self._tried, self._accepted))
         return (accepted + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
 

@@ -29,7 +29,7 @@ from vllm_specplugins.engine.v2.texts import DeviceTexts
 from vllm_specplugins.methods import parts
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
 from vllm_specplugins.proposers.exit_gate import depths
-from vllm_specplugins.proposers.on_device import EXIT, LOOKUP, OnDevice, with_certain
+from vllm_specplugins.proposers.on_device import EXIT, EXTENDING, LOOKUP, OnDevice, with_certain
 from vllm_specplugins.proposers.told import Told
 
 
@@ -44,7 +44,7 @@ class DeviceSpeculator(TargetSpeculator):
         config, width = vllm_config.speculative_config.plugin_config, self.num_speculative_steps
         cascade = config.own if isinstance(config.own, CascadeConfig) else None
         stages = cascade.stages if cascade else ()
-        self._policy = cascade.policy if cascade else None
+        self._policy = cascade.rule if cascade else None
         self._limits = Limits(req_states, vllm_config.model_config, width, device, stages)
         for lookup in parts(config, PromptLookupConfig):
             self.texts = DeviceTexts(req_states, width, lookup, device)
@@ -201,7 +201,7 @@ class DeviceSpeculator(TargetSpeculator):
         if self._policy == "verify" or not (self._rates and num_steps):
             return found
         # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
-        num_worth = self._outcomes.num_worth(found, EXIT, num_steps, in_part=self._policy == "extend")
+        num_worth = self._outcomes.num_worth(found, EXIT, num_steps, in_part=self._policy in EXTENDING)
         return found._replace(num_draft=torch.where(own > 0, num_worth, found.num_draft))
 
     def _keep_logits(self, drafts: Drafted, logits: torch.Tensor | None, is_certain: torch.Tensor | None) -> None:

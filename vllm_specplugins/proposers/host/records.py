@@ -11,15 +11,15 @@ _whole, _rows = types.float64[:, ::1], types.int64[::1]
 _real = types.float64
 
 
-records_type = types.Tuple((_counts, _counts, _table, _table, _real, _real))
+records_type = types.Tuple((_counts, _counts, _table, _table, _real))
 
 
 @inlined
 def chance(records: Any, row: int, stage: int, sure: float) -> float:
     """See Records.chances; of one token."""
-    tried, accepted, shared_tried, shared_accepted, weight, guess = records
+    tried, accepted, shared_tried, shared_accepted, weight = records
     grade = int(sure > 2) + int(sure > 4) + int(sure > 8)
-    prior = (shared_accepted[stage, grade] + weight * guess) / (shared_tried[stage, grade] + weight)
+    prior = shared_accepted[stage, grade] / shared_tried[stage, grade]
     found: float = (accepted[row, stage, grade] + weight * prior) / (tried[row, stage, grade] + weight)
     return found
 

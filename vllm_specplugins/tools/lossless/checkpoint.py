@@ -26,7 +26,10 @@ def write_checkpoint(folder: Path, seed: int) -> LlamaForCausalLM:
 
 
 def write_parts(folder: Path, seed: int) -> None:
-    """Writes random parts that draft on the states of such a model into `jump` and `look_ahead`."""
+    """Writes what drafts for such a model into `jump` and `look_ahead`, random, and `draft_model`, its first layer."""
+    model = make_model(seed)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    model.save_pretrained(folder / "draft_model")
     generator = torch.Generator().manual_seed(seed)
     config = JumpHeadConfig(
         early_layers=1, late_layer=1, num_layers=NUM_LAYERS, hidden_size=HIDDEN_SIZE, inner_size=8, rms_norm_eps=1e-6

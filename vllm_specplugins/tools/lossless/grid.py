@@ -36,17 +36,29 @@ METHODS: dict[str, dict[str, Any]] = {
     "cascade-verify": {**_CASCADE, "stages": [_LOOKUP, _SAMPLED_EXIT], "policy": "verify", **_DRAFTS},
     "cascade-first": {**_CASCADE, "stages": [{**_LOOKUP, "min_ngram": 2}, _SAMPLED_EXIT], "policy": "first", **_DRAFTS},
     "cascade-extend": {**_CASCADE, "stages": [_LOOKUP, _EXIT], "policy": "extend", **_DRAFTS},
+    "cascade-draft_model": {
+        **_CASCADE,
+        "stages": [_LOOKUP, {"method": "draft_model", "model": "MADE/draft_model", "num_speculative_tokens": 4}],
+        "policy": "first",
+        "num_speculative_tokens": 12,
+    },
 }
 
 
-def placed(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+def placed(config: Any, folder: Path) -> Any:
     """A configuration whose trained parts lie in a folder: what `checkpoint.write_parts` made.
 
-    >>> placed({"method": "jump", "head": "MADE/jump"}, Path("/parts"))
-    {'method': 'jump', 'head': '/parts/jump'}
+    >>> placed({"method": "cascade", "stages": [{"method": "jump", "head": "MADE/jump"}]}, Path("/parts"))
+    {'method': 'cascade', 'stages': [{'method': 'jump', 'head': '/parts/jump'}]}
     """
-    is_made = {key: isinstance(value, str) and value.startswith("MADE/") for key, value in config.items()}
-    return {key: str(folder / value.removeprefix("MADE/")) if is_made[key] else value for key, value in config.items()}
+    match config:
+        case dict():
+            return {key: placed(value, folder) for key, value in config.items()}
+        case list():
+            return [placed(value, folder) for value in config]
+        case str() if config.startswith("MADE/"):
+            return str(folder / config.removeprefix("MADE/"))
+    return config
 
 
 # Keyword arguments of SamplingParams, and how a table names them.
