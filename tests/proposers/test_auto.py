@@ -36,8 +36,8 @@ def texts() -> dict[str, list[Request]]:
     ("cell", "batch", "machine"), [("sampled", 4, "gpu"), ("mixed", 4, "gpu"), ("copying", 4, "cpu")]
 )
 def test_as_good_as_the_best(texts: Any, cell: str, batch: int, machine: str) -> None:
-    """Fails if passes of the model have no price, if those who follow a draft that was right need not pay for theirs,
-    or if nothing is looked up behind the model's tokens."""
+    """Fails if passes of the model have no price, or if those who follow a draft that was right need not pay for
+    theirs."""
     speeds = [
         speed_of(config, texts[cell], batch, MACHINES[machine], 2000)
         for config in (
@@ -57,10 +57,11 @@ def test_as_good_as_the_best_beside_a_built_in_stage(texts: Any) -> None:
 
 
 def test_never_loses_where_drafting_is_dear(texts: Any) -> None:
-    """An exit that costs as much as the target. Fails if trials are not paid for from EXPLORE_SHARE of the time."""
+    """An exit that costs as much as the target, on text that lookup finds little of. Fails if trials take more of the
+    time than EXPLORE_SHARE."""
     machine = MACHINES["cpu"]
     dear = type(machine)(machine.step_ms, machine.token_ms, machine.step_ms, machine.token_ms)
-    auto, alone = (speed_of(config, texts["copying"], 1, dear, 2000) for config in (
+    auto, alone = (speed_of(config, texts["sampled"], 1, dear, 500) for config in (
         cascade("auto", LOOKUP, EXIT), cascade("first", LOOKUP)))  # fmt: skip
     assert auto >= 0.97 * alone
 
@@ -88,8 +89,8 @@ def drafts_of(texts: list[Request], config: dict[str, Any], watch: Callable[[Dra
 
 def test_drafts(texts: Any) -> None:
     """Every token is what its stage says behind the text and the tokens before it. Fails if the exit is fed another
-    draft than the one that is kept, if what follows its tokens was looked up behind others, or if it drafts more than
-    its own most."""
+    draft than the one that is kept, if nothing is looked up behind its tokens, or that behind others, or if it drafts
+    more than its own most."""
     requests, kinds = texts["sampled"], set()
 
     def watch(batch: DraftBatch, drafts: Drafted) -> None:
