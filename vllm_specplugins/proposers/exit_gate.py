@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.proposers.gate import EXPLORE_EVERY, EXPLORE_SHARE, GOOD_ACCEPTANCE
+from vllm_specplugins.proposers.gate import EXPLORE_EVERY, GOOD_ACCEPTANCE
 
 DECAY = 0.9  # of what is known, by step that tells
 FORGOTTEN = 0.99  # by step that does not, of how tokens fare that it did not draft: text changes
+EXPLORE_SHARE = 0.005  # of the time is spent on trials, at the most
 UNKNOWN = 100.0  # tokens: what costs nothing to try is tried first
 GUESS_WEIGHT = 0.5  # of what is not known, in steps: GOOD_ACCEPTANCE
 
