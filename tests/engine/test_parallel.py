@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit
+from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, TOKEN_RECYCLING, early_exit
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS
 
 pytestmark = pytest.mark.slow
@@ -42,6 +42,7 @@ if not INTERPRETED or os.environ.get("SPECPLUGINS_SIMULATED") == "all":  # as on
 if LONG:
     RUNS |= {
         "suffix_lookup": (SUFFIX_LOOKUP, TWO_RANKS),
+        "token_recycling": (TOKEN_RECYCLING, TWO_RANKS),
         "half of the layers": (early_exit(HALF), {**TWO_RANKS, "async_scheduling": False}),
     }
 if "gated" in RUNS:
@@ -83,7 +84,7 @@ def test_engine_process(results: Results) -> None:
     assert stats["accepted_tokens"] > 10
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", *(["suffix_lookup"] if LONG else [])])
+@pytest.mark.parametrize("name", ["prompt_lookup", *(["suffix_lookup", "token_recycling"] if LONG else [])])
 def test_two_ranks(results: Results, name: str) -> None:
     """Both ranks verify the same drafts. Kills: on V1 a rank that drafts by itself, on V2 one that drafts otherwise."""
     stats = of(results, name)["stats"]
