@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import STRESS, early_exit, generate
+from cases import PROMPT_LOOKUP, STRESS, early_exit, generate
 from conftest import INTERPRETED, RUNNER, spec_metrics
 from families import EXIT_LAYER, FAMILIES, NUM_LAYERS, VOCAB_SIZE, checkpoint
 
@@ -103,6 +103,19 @@ def test_entered_in_the_middle(
     after = spec_metrics(llm)
     drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
     assert accepted >= drafted - (len(few) * 4 if asynchronous else 0) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="as on V1")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3"])
+def test_lookup(engine: Any, prompts: Outputs, plain: Any, family: str) -> None:
+    """Ragged drafts, where experts are chosen by token and where windows slide, in groups of their own. Fails if a
+    rejected draft's keys stay in a window."""
+    blocks = {"num_gpu_blocks_override": NUM_BLOCKS.get(family, FULL)}
+    llm = engine({**PROMPT_LOOKUP, "min_ngram": 1}, **{**STRESS, **blocks, **arguments(family)})
+    assert generate(llm, prompts, SIZES, max_tokens=NUM_TOKENS) == plain(family)
+    [stats] = llm.collective_rpc("specplugins_stats")
+    assert stats["faults"] == {} and 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
 
 
 @pytest.mark.slow
