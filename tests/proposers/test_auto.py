@@ -66,6 +66,15 @@ def test_never_loses_where_drafting_is_dear(texts: Any) -> None:
     assert auto >= 0.97 * alone
 
 
+def test_verify_is_no_slower_than_its_last_stage(texts: Any) -> None:
+    """Drafts are short here and passes dear, so that it hardly pays to check what was found. Fails if that is always
+    done."""
+    weak = {**EXIT, "exit_layer": LAYERS[0]}
+    checked, alone = (speed_of(config, texts["continuing"], 4, MACHINES["cpu"]) for config in (
+        cascade("verify", LOOKUP, weak), cascade("first", weak)))  # fmt: skip
+    assert checked >= 0.995 * alone
+
+
 def drafts_of(texts: list[Request], config: dict[str, Any], watch: Callable[[DraftBatch, Drafted], None]) -> None:
     """Plays texts to a cascade whose drafts are shown."""
 

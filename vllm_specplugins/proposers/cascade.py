@@ -167,11 +167,13 @@ class Cascade:
     def _combine(self, policy: str) -> Drafter:
         if policy == "verify":
             drafter: Drafter = Allowed(self._drafter_of(0), None, self._names[0], self._most[0])
+            alone: Drafter | None = None
             for index, stage in enumerate(self._stages[1:], start=1):
                 assert isinstance(stage, EarlyExit)
                 checked = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
-                drafter = Allowed(checked, drafter, self._names[index], self._most[index])
-            return self._gated(drafter, len(self._stages) - 1)
+                own = self._drafter_of(index), drafter, self._names[index], self._most[index]
+                drafter, alone = Allowed(checked, *own[1:]), Allowed(*own)
+            return self._gated(drafter, len(self._stages) - 1, alone=alone)
         if policy == "auto" and self._gate is not None:
             return self._by_gate(self._gate)
         rivals = [(index, name) for index, name in enumerate(self._names[1:], start=1) if policy == "first"]
@@ -226,10 +228,12 @@ class Cascade:
             clock=clock,
         )
 
-    def _gated(self, drafter: Drafter, index: int, rival: tuple[int, str] | None = None) -> Drafter:
+    def _gated(
+        self, drafter: Drafter, index: int, rival: tuple[int, str] | None = None, alone: Drafter | None = None
+    ) -> Drafter:
         is_free = not isinstance(self._stages[index], RUN_TARGET)
         if self._gate is None:
             return drafter
-        gated = Gated(drafter, self._gate, self._rows, index, is_free, self._accounts, self._width, rival)
+        gated = Gated(drafter, self._gate, self._rows, index, is_free, self._accounts, self._width, rival, alone)
         self._gated_stages.append(gated)
         return gated

@@ -18,7 +18,7 @@ class Gated:
     """A drafter whose lengths a gate chooses: before it drafts, if drafting costs, and after it, if that was free.
 
     It leaves a request to `rival`, the index and name of the stage that drafts in its stead, where that one is expected
-    to gain more.
+    to gain more. `alone` makes the drafter's tokens without checking what others find; the quicker one of them drafts.
     """
 
     drafter: Drafter
@@ -29,9 +29,10 @@ class Gated:
     accounts: Accounts
     width: int  # K
     rival: tuple[int, str] | None = None
+    alone: Drafter | None = None
     drafting_ms: float = 0.0  # of the last step
     num_drafted: int = 0  # tokens that this was for, of each request
-    has_checked: bool | None = None  # it never checks
+    has_checked: bool | None = None  # in the last step; None: there was no choice
 
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
         if self.is_free:
@@ -42,8 +43,12 @@ class Gated:
         self.num_drafted = max(lengths.tolist(), default=0)
         if self.num_drafted == 0:
             return nothing(batch.num_reqs, self.width)
+        drafter, self.has_checked = self.drafter, None
+        if self.alone is not None and self.num_drafted > 1:
+            self.has_checked = self.gate.checks(self.index)
+            drafter = self.drafter if self.has_checked else self.alone
         start = time.perf_counter()
-        drafts = self.drafter.draft(batch, begun, lengths)
+        drafts = drafter.draft(batch, begun, lengths)
         self.drafting_ms = (time.perf_counter() - start) * 1000
         return drafts
 
