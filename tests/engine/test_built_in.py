@@ -167,7 +167,7 @@ def test_extended_and_gated(engine: Any, prompts: Any, expected: Any, monkeypatc
     """
     llm = engine(cascade(LOOKUP, draft_model(), policy="extend", gate="auto"), model=str(checkpoint("llama")), **TINY)
     proposer = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker._barrier.proposer
-    monkeypatch.setattr(proposer, "_agreed", lambda times: [30.0, *(0.01 for _ in times[1:])])
+    monkeypatch.setattr(proposer, "_agreed", lambda told: [30.0, 0.01, told[2], *(0.01 for _ in told[3:])])
     assert run(llm, prompts) == [tokens[:NUM_TOKENS] for tokens in expected]
     assert all(stage["accepted"] for stage in stats_of(llm))
 

@@ -66,7 +66,7 @@ def requested(args: Any) -> dict[str, Any] | None:
     if not isinstance(method, str) or method not in names:
         hint = meant(method, [*names, *map(str, vllm_methods())])
         raise ConfigError(
-            f"speculative_config: method must be {', '.join(names)} or one of vLLM's own "
+            f"speculative_config: method must be {', '.join(names)} or vLLM's own "
             f"(vllm/config/speculative.py), not {shown(method)}{hint}"
         )
     for key in given.keys() & merged.keys():
