@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .calibration import learn, num_worth, predict
+from .calibration.state import new_state
+from .calibration.testing import make_steps
 from .gumbel import gumbel_sample
 from .history_match import history_match
 from .history_match.testing import make_lookup
@@ -36,7 +39,7 @@ class Shapes(NamedTuple):
     samples: bool
     # Whether whole drafts are verified at once
     block: bool
-    # Whether drafts are looked up in texts on the device
+    # Whether drafts are looked up in texts on the device, and rated there
     looks_up: bool = False
 
 
@@ -82,6 +85,7 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device], int]
         yield "noise", partial(_draws, shapes)
     if shapes.looks_up:
         yield "lookup", partial(_looks_up, shapes)
+        yield "calibration", partial(_rates, shapes)
 
 
 def _verifies(shapes: Shapes, operation: Callable[..., Any], dense: bool, truncated: bool, device: torch.device) -> int:
@@ -154,3 +158,21 @@ def _looks_up(shapes: Shapes, device: torch.device, seed: int = 1) -> int:
     ours = operation(*_moved(tuple(arguments), device), implementation="fused")
     # No sums, no ties: one that differs is one too many.
     return 2 * sum(bool((mine.cpu() != theirs).any()) for mine, theirs in zip(ours, expected, strict=True))
+
+
+def _rates(shapes: Shapes, device: torch.device, num_stages: int = 2) -> int:
+    steps = make_steps(4, 20, num_stages, shapes.max_num_draft)
+    found: dict[str, list[Any]] = {"reference": [], "fused": []}
+    for name, results in found.items():
+        there = device if name == "fused" else torch.device("cpu")
+        state = new_state(num_stages, 41, shapes.max_num_draft, there)
+        for slots, drafts, sampled, rejected in _moved(tuple(steps), there):
+            chances = torch.zeros_like(drafts.confidence)
+            worth = num_worth(state, slots, drafts, 1, shapes.max_num_draft, in_part=True, implementation=name)
+            predict(state, slots, drafts, chances, name)
+            learn(state, slots, sampled, rejected, name)
+            results += [worth.cpu(), chances.cpu()]
+        results += [array.cpu() for array in state[:6]]
+    pairs = zip(found["fused"], found["reference"], strict=True)
+    # The chances of the last steps and what is known go by all of what was learned.
+    return 2 * sum(not torch.allclose(mine, theirs, rtol=_TOLERANCE, atol=_TOLERANCE) for mine, theirs in pairs)

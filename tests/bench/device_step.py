@@ -97,7 +97,7 @@ class DeviceStep:
         own, stages = self._own, cascade.stages if cascade else ()
         model_config, device = SimpleNamespace(max_model_len=longest), torch.device("cpu")
         own._limits = Limits(self._states, model_config, width, device, stages)
-        own._outcomes = Outcomes(max(1, len(stages)), self._states, width, device, (4 + width) if cascade else 0)
+        own.outcomes = Outcomes(max(1, len(stages)), self._states, width, device, (4 + width) if cascade else 0)
         own.texts = DeviceTexts(self._states, width, parts(spec, PromptLookupConfig)[0], device)
         own.enable_adaptive_verification, own.num_speculative_steps = trims, width
         own._draft_tokens = own.draft_tokens = torch.zeros(num_slots, width, dtype=torch.int64)
@@ -122,7 +122,7 @@ class DeviceStep:
         states.req_id_to_index[str(slot)] = slot
         states.all_token_ids.gpu[slot, : len(said.token_ids)] = torch.from_numpy(said.token_ids)
         self._own._limits.add(new)
-        self._own._outcomes.add(new)
+        self._own.outcomes.add(new)
         for confidences in self._manager._stale_confidences:
             confidences.np[slot] = 1.0  # as vLLM does
         self._confidence[slot] = 1.0
@@ -154,7 +154,7 @@ class DeviceStep:
         states.total_len.gpu[slots] = torch.from_numpy(lengths).int()
         sampled, rejected = (torch.from_numpy(counts).int() for counts in (num_sampled, num_rejected))
         own._limits.most = self.width
-        own._outcomes.begin(torch.from_numpy(slots), sampled, rejected, False)
+        own.outcomes.begin(torch.from_numpy(slots), sampled, rejected, False)
         longest = int(lengths.max())
         if self._has_exit:
             if self._counts is not None:
@@ -167,7 +167,7 @@ class DeviceStep:
             own._draft_on_device(DraftBatch([""] * num_reqs, (), lengths, [{}] * num_reqs, target), longest, depth)
         else:
             own._draft(num_reqs, longest)
-        counts = own._outcomes._counts[:num_reqs].numpy().copy()
+        counts = own.outcomes._counts[:num_reqs].numpy().copy()
         self._counts = names, counts
         self._publish(slots)
         return own.draft_tokens[:num_reqs].numpy().copy(), counts[:, 3].astype(np.int64)
@@ -182,7 +182,7 @@ class DeviceStep:
         stale = self._manager._stale_confidences[0].np
         if self._newest is not None:
             stale[:] = self._newest
-        self._confidence[slots] = self._own._outcomes.probs[: len(slots)].numpy()
+        self._confidence[slots] = self._own.outcomes.probs[: len(slots)].numpy()
         self._newest = self._confidence.copy()
         self._forecast.apply(stale, slots)
 

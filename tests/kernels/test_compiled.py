@@ -20,8 +20,10 @@ MAX_REGISTERS = {"_draw_kernel": 80, "_scan_kernel": 64, "_draw_kept_kernel": 64
 MAX_REGISTERS |= {"_accept_kernel": 48, "_keep_kernel": 80, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64}
 MAX_REGISTERS |= {"_best_kernel": 80, "_choose_kernel": 48}
+MAX_REGISTERS |= {"_learn_kernel": 128, "_predict_kernel": 64, "_worth_kernel": 64}  # one program, and small ones
 # There a SIMD has 512, and two of a program's 8 warps: 64 leave room for four programs, 72 for three.
-MAX_REGISTERS_GFX942 = {name: min(most, 64) for name, most in MAX_REGISTERS.items()} | {"_weigh_kernel": 72}
+MAX_REGISTERS_GFX942 = {name: min(most, 64) for name, most in MAX_REGISTERS.items()}
+MAX_REGISTERS_GFX942 |= {"_weigh_kernel": 72, "_learn_kernel": 128}
 # Logits of each row that a program reads, where it does not choose some.
 TILE_SIZES = {"_draw_kernel": 8192, "_scan_kernel": 8192, "_keep_kernel": 8192, "_adjust_kernel": 2048}
 TILE_SIZES |= {"_best_kernel": 2048, "_match_kernel": 2 * 1024}  # of tokens, in a text and in a reference
@@ -37,6 +39,9 @@ def record_launches() -> list:
     """(kernel, arguments, keyword arguments) of every launch of every variant, once for each specialisation."""
     import torch
     from triton.runtime.jit import JITFunction
+    from vllm_specplugins.kernels.calibration import learn, num_worth, predict
+    from vllm_specplugins.kernels.calibration.state import new_state
+    from vllm_specplugins.kernels.calibration.testing import make_steps
     from vllm_specplugins.kernels.gumbel import gumbel_sample
     from vllm_specplugins.kernels.history_match import history_match
     from vllm_specplugins.kernels.history_match.testing import make_lookup
@@ -66,6 +71,11 @@ def record_launches() -> list:
             rows = batch.sampling.temperature, batch.sampling.seeds, batch.positions
             gumbel_sample(batch.target_logits, *rows, implementation="fused")
     history_match(*make_lookup(5), implementation="fused")
+    for slots, drafts, sampled, rejected in make_steps(1, 8, 2, 5):
+        known = new_state(2, 17, 5, "cpu")
+        learn(known, slots, sampled, rejected, "fused")
+        predict(known, slots, drafts, torch.zeros(8, 5), "fused")
+        num_worth(known, slots, drafts._replace(confidence=drafts.confidence.long()), 1, 3, True, "fused")
     return launches
 
 

@@ -1,4 +1,5 @@
-"""Chances of acceptance: predicted against observed, on recorded texts and made-up ones, on both sides."""
+"""Chances of acceptance as kernels/calibration says them: predicted against observed, on recorded texts and made-up
+ones; and the records of the host beside its own."""
 
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 from prompts import edit_answer, load_prompts
 from transformers import AutoTokenizer
+from vllm_specplugins.kernels.calibration import PRIOR_WEIGHT, Drafts, learn, predict
+from vllm_specplugins.kernels.calibration.state import new_state
 
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
-from vllm_specplugins.proposers.confidence import Calibration
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
 from vllm_specplugins.proposers.records import Records
 
@@ -80,18 +82,26 @@ def made_up(seed: int) -> Iterator[Step]:
         yield rows, drafts, verified, np.minimum(right, verified)
 
 
-def judged(steps: Iterator[Step], device: str | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def known(step: Step) -> tuple[torch.Tensor, Drafts, torch.Tensor, torch.Tensor]:
+    """As a runner tells it: slots, drafts, tokens sampled, tokens rejected."""
+    rows, drafts, verified, accepted = step
+    parts = [torch.from_numpy(np.asarray(part)) for part in (drafts.num_draft, drafts.stage, drafts.confidence)]
+    fates = (torch.from_numpy(part.astype(np.int32)) for part in (accepted + 1, verified - accepted))
+    return torch.from_numpy(rows), Drafts(*parts), *fates
+
+
+def judged(steps: Iterator[Step]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each token that was tried: its chance as predicted, whether it was right, its stage."""
-    model = Calibration(2, NUM_ROWS, K, device)
+    state = new_state(2, NUM_ROWS, K, "cpu")
     found: list[np.ndarray] = []
-    for rows, drafts, verified, accepted in steps:
-        given = (rows, drafts, verified, accepted)
-        if device is not None:
-            parts = [torch.from_numpy(np.asarray(part)) for part in drafts[:4]]
-            given = (torch.from_numpy(rows), Drafted(*parts), *map(torch.from_numpy, (verified, accepted)))
-        chances = np.asarray(model.predict(*given[:2]))
+    for step in steps:
+        _, drafts, verified, accepted = step
+        slots, own, *fates = known(step)
+        predicted = torch.empty(own.stage.shape, dtype=torch.float64)
+        predict(state, slots, own, predicted)
+        chances = predicted.numpy()
         assert (chances[~drafts.is_drafted] == 0).all() and (chances[drafts.is_drafted] > 0).all()
-        model.learn(given[0], *given[2:])
+        learn(state, slots, *fates)
         places = np.arange(K)
         tried = (places < verified[:, None]) & (places <= accepted[:, None])
         found.append(np.stack((chances, places < accepted[:, None] + 0 * chances, drafts.stage))[:, tried])
@@ -122,20 +132,20 @@ def test_stages_are_learned_apart(seed: int) -> None:
         assert unreliability(chances[stage == index], is_right[stage == index]) < RELIABILITY
 
 
-def test_same_on_tensors() -> None:
-    """The same chances to the last few bits. Fails if an operation is one side's alone, or float32 on one side."""
-    expected, found = (judged(made_up(3), device) for device in (None, "cpu"))
-    np.testing.assert_allclose(found, expected, atol=1e-9)
-
-
-def test_compiled_loops_are_the_same() -> None:
-    """Of one stage, on the host. Fails if a grade, a prior or a decay of the compiled loops is another."""
-    host, tensors = Records(2, NUM_ROWS), Records(2, NUM_ROWS, "cpu")
-    for rows, drafts, verified, accepted in made_up(4):
-        given = rows, drafts.stage, drafts.confidence, verified, accepted
-        host.add(*given)
-        tensors.add(*map(torch.from_numpy, given))
+def test_records_of_the_host() -> None:
+    """Those by which a gate on the host goes are the same. Fails if a grade, a prior or a decay is another there, or if
+    drafts are not added in their order."""
+    host, state = Records(2, NUM_ROWS), new_state(2, NUM_ROWS, K, "cpu")
+    for step in made_up(4):
+        rows, drafts, verified, accepted = step
+        host.add(rows, drafts.stage, drafts.confidence, verified, accepted)
+        slots, own, *fates = known(step)
+        predict(state, slots, own, torch.empty(own.stage.shape))
+        learn(state, slots, *fates)
+        for expected, found in zip(host.on_host[:4], state[:4], strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-9)
+        prior = host.on_host[3] / host.on_host[2]
+        rates = (host.on_host[1] + PRIOR_WEIGHT * prior) / (host.on_host[0] + PRIOR_WEIGHT)
         for stage in (0, 1):
-            expected = tensors.chances(torch.from_numpy(rows), stage, torch.from_numpy(drafts.confidence))
-            np.testing.assert_allclose(host.chances(rows, stage, drafts.confidence), expected, atol=1e-9)
-        np.testing.assert_array_equal(host.whole, tensors.whole)
+            sure = np.repeat([[1.0, 3.0, 5.0, 9.0]], len(rows), axis=0)
+            np.testing.assert_allclose(host.chances(rows, stage, sure), rates[rows, stage], atol=1e-9)

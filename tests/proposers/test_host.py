@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from vllm_specplugins.draft import StageCounters
 from vllm_specplugins.proposers.accounts import Accounts
@@ -31,10 +30,6 @@ def random_drafts(rng: np.random.Generator, num_reqs: int) -> Drafted:
     return parts[0].followed_by(parts[1])
 
 
-def on_tensors(drafts: Drafted) -> Drafted:
-    return Drafted(*(torch.from_numpy(part) for part in drafts[:4]))
-
-
 def plain_counts(drafts: Drafted, most: Sequence[int], stage: int) -> tuple[int, int]:
     """Tokens and drafts of a stage among the first tokens of each draft."""
     counts = [row[:length].tolist().count(stage) for row, length in zip(drafts.stage, most, strict=True)]
@@ -42,10 +37,10 @@ def plain_counts(drafts: Drafted, most: Sequence[int], stage: int) -> tuple[int,
 
 
 def test_accounts() -> None:
-    """What was sent comes back once, as tensors' Sent says; counts are those of a plain loop. Fails if a row is mixed
-    up, if fates are told twice, if a token that was not verified counts, or if a draft counts once for each token."""
+    """What was sent comes back once, as Sent says, in plain NumPy; counts are those of a plain loop. Fails if a row is
+    mixed up, if fates are told twice, if a token that was not verified counts, or a draft once for each token."""
     rng = np.random.default_rng(1)
-    accounts, sent = Accounts(NUM_STAGES, K), Sent(K, NUM_ROWS, "cpu")
+    accounts, sent = Accounts(NUM_STAGES, K), Sent(K, NUM_ROWS)
     accounts.make_room(NUM_ROWS)
     counters, plain = ([StageCounters() for _ in range(NUM_STAGES)] for _ in range(2))
     for _ in range(60):
@@ -53,7 +48,7 @@ def test_accounts() -> None:
         rows, drafts = rng.permutation(NUM_ROWS)[:num_reqs], random_drafts(rng, num_reqs)
         lengths = drafts.num_draft.tolist()
         draft = accounts.put(rows, drafts)
-        sent.put(torch.from_numpy(rows), on_tensors(drafts))
+        sent.put(rows, drafts)
         assert draft.num_draft.tolist() == lengths and draft.token_ids.shape[1] == max(lengths)
         assert draft.stage is not None and draft.confidence is not None
         for row, length in enumerate(lengths):
@@ -63,10 +58,10 @@ def test_accounts() -> None:
         accepted = rng.integers(0, verified + 1).astype(np.int32)
         for is_told_again in (False, True):
             found = accounts.take(rows, verified, accepted)
-            expected = sent.take(*map(torch.from_numpy, (rows, verified, accepted)))
+            expected = sent.take(rows, verified, accepted)
             assert (found is None) == (is_told_again or not expected.num_draft.any())
             if found is not None:
-                assert all((np.asarray(a) == b.numpy()).all() for a, b in zip(found, expected, strict=True))
+                assert all((np.asarray(a) == b).all() for a, b in zip(found, expected, strict=True))
         known = np.minimum(verified, drafts.num_draft)
         for stage, own in enumerate(plain):
             kept, num_drafts = plain_counts(drafts, lengths, stage)

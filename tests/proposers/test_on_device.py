@@ -13,12 +13,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 from prompts import edit_answer, load_prompts
 from transformers import AutoTokenizer
+from vllm_specplugins.kernels.calibration.reference import num_kept
 from vllm_specplugins.kernels.history_match import References, Texts, history_match
 
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext, Sampling, Target
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.drafted import of_stage
-from vllm_specplugins.proposers.on_device import LOOKUP, OnDevice, num_worth, with_certain
+from vllm_specplugins.proposers.on_device import LOOKUP, OnDevice, with_certain
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
 NUM_STEPS = 10_000 if os.environ.get("SPECPLUGINS_FUZZ") else 800  # of a request
@@ -157,7 +158,7 @@ def test_what_a_match_is_worth(in_part: bool) -> None:
         lengths = rng.integers(0, K + 1, 50)
         survival *= np.arange(K) < lengths[:, None]
         tensors = (torch.from_numpy(array) for array in (survival, rates[:, None], lengths))
-        found = num_worth(*tensors, depth, in_part).tolist()
+        found = num_kept(*tensors, depth, in_part).tolist()
         for row, kept in enumerate(found):
             worth = {}
             for end in range(lengths[row] + 1) if in_part else {0, int(lengths[row])}:

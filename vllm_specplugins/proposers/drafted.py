@@ -49,40 +49,6 @@ def picked(array: Array, places: Array) -> Array:
     return array.take(places % max(1, num_rows * width))
 
 
-def zeros(shape: tuple[int, ...], device: Any, dtype: str = "float64") -> Array:
-    """A tensor on that device; an array on the host if that is None."""
-    if device is None:
-        return np.zeros(shape, dtype)
-    import torch
-
-    return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-
-
-def like(array: Array, other: Array) -> Array:
-    """An array with the other's dtype."""
-    return array.astype(other.dtype, copy=False) if isinstance(array, np.ndarray) else array.to(other.dtype)
-
-
-def clear(array: Array, rows: Array) -> None:
-    """Fills these rows with 0."""
-    if isinstance(array, np.ndarray):
-        array[rows] = 0
-    else:
-        array.index_fill_(0, rows, 0)
-
-
-def tally(places: Array, is_counted: Array, size: int) -> Array:
-    """[size] float64: how many of the elements that are counted have each place.
-
-    >>> tally(np.array([[0, 2], [2, 2]]), np.array([[True, True], [False, True]]), 4).tolist()
-    [1.0, 0.0, 2.0, 0.0]
-    """
-    if isinstance(places, np.ndarray):
-        return np.bincount(places.ravel(), is_counted.ravel(), size)
-    counts = zeros((size,), places.device)
-    return counts.index_add_(0, places.reshape(-1), is_counted.reshape(-1).to(counts.dtype))
-
-
 class Drafted(NamedTuple):
     """What drafters made for each request of a batch. What stands past a request's num_draft is some token.
 

@@ -14,7 +14,7 @@ import torch
 
 from vllm_specplugins.draft import Target
 from vllm_specplugins.proposers.draft_sampler import how_sure
-from vllm_specplugins.proposers.drafted import Drafted, columns, either, of_stage
+from vllm_specplugins.proposers.drafted import Drafted, either, of_stage
 from vllm_specplugins.proposers.early_exit import EarlyExit, Steps
 
 LOOKUP, EXIT = 0, 1  # stages
@@ -125,28 +125,6 @@ class OnDevice:
         if steps is not None:
             drafts.token_ids[:, : steps.token_ids.shape[1]] = steps.token_ids
         return drafts
-
-
-def num_worth(
-    survival: torch.Tensor,  # [R, K], how likely all tokens up to each are accepted
-    rate: torch.Tensor,  # [R, 1], of another stage's tokens
-    num_draft: torch.Tensor,  # [R]
-    depth: int,
-    in_part: bool,
-) -> torch.Tensor:
-    """[R] int64: how many tokens of a draft to keep; see Outcomes.num_worth.
-
-    >>> survival, rate = torch.tensor([[0.8, 0.7, 0.1]]), torch.tensor([[0.5]])
-    >>> [num_worth(survival, rate, torch.tensor([3]), 3, in_part).tolist() for in_part in (True, False)]
-    [[2], [3]]
-    """
-    none = torch.zeros_like(rate)
-    ends = columns(torch.cat((none, survival), dim=1))
-    others = rate * (1 - rate ** (depth - ends).clamp(min=0)) / (1 - rate).clamp(min=1e-6)
-    alive = torch.cat((none + 1, survival), dim=1)
-    worth = torch.cat((none, survival.cumsum(dim=1)), dim=1) + alive * others * (in_part | (ends == 0))
-    is_choice = (ends <= num_draft[:, None]) if in_part else (ends == 0) | (ends == num_draft[:, None])
-    return (worth.masked_fill(~is_choice, -1.0) + 1e-6 * ends).argmax(dim=1)  # the draft's own, among equals
 
 
 def with_certain(

@@ -1,8 +1,7 @@
 """How often drafts were right, by request, stage and grade of confidence: in arrays, one row for each request.
 
-Drafts are right all along or not at all far more often than a constant rate would have them: where a match of 3 tokens
-was right about the next one, it is a match of 4. So a token's grade goes by its confidence, which grows along a draft.
-The arrays are NumPy's or torch's. R: requests of a step, K: most tokens of a draft.
+The same records as those of kernels/calibration, which says why, for gates on the host. R: requests of a step, K: most
+tokens of a draft.
 """
 
 from collections.abc import Sequence
@@ -11,29 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.proposers.drafted import Array, clear, columns, like, namespace, picked, tally, up_to, zeros
+from vllm_specplugins.kernels.calibration import DECAY, FIRST_GUESSES, NUM_GRADES, PRIOR_WEIGHT, SHARED_DECAY
 from vllm_specplugins.proposers.host import records as host
-
-DECAY = 0.8  # of a request's record of a stage, by draft; half of it is forgotten after three drafts
-SHARED_DECAY = 0.98  # of the record of all requests
-PRIOR_WEIGHT = 4.0  # the record of all requests counts as so many tokens of a request's own
-# What the record of all requests begins with, as if so many tokens had been tried, by grade: a long match stands alone,
-# a short one hardly. One guess for all is less than what a token may cost many requests: drafts would end where a grade
-# begins, and it would stay untried.
-FIRST_GUESSES = 0.5, 0.65, 0.8, 0.9
-NUM_GRADES = len(FIRST_GUESSES)
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.signedinteger[Any]]
-
-
-def grades(confidence: Array) -> Array:
-    """0 to 3: grades of confidence. A match of 2 tokens says little, one of 8 a lot.
-
-    >>> grades(np.array([1, 2, 3, 4, 6, 8, 16.0])).tolist()
-    [0, 0, 1, 1, 2, 2, 3]
-    """
-    return (confidence > 2) * 1 + (confidence > 4) + (confidence > 8)
 
 
 def with_room(array: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
@@ -80,19 +61,14 @@ class Rows:
 
 
 class Records:
-    """Decaying counts of tokens that could have been accepted, and of those that were.
+    """Decaying counts of tokens that could have been accepted, and of those that were. They grow with the requests."""
 
-    On the host they grow with the requests; on a device they have as many rows as they ever need.
-    """
-
-    def __init__(self, num_stages: int, num_rows: int = 1, device: Any = None):
+    def __init__(self, num_stages: int, num_rows: int = 1):
         shape = (num_rows, num_stages, NUM_GRADES)
-        self._tried, self._accepted = zeros(shape, device), zeros(shape, device)
-        self._shared_tried, self._shared_accepted = zeros(shape[1:], device), zeros(shape[1:], device)
-        self._shared_tried += PRIOR_WEIGHT
-        for grade, guess in enumerate(FIRST_GUESSES):
-            self._shared_accepted[:, grade] = PRIOR_WEIGHT * guess
-        self.whole = zeros(shape[:2], device)  # length of the last draft if all of it was accepted
+        self._tried, self._accepted = np.zeros(shape), np.zeros(shape)
+        self._shared_tried = np.full(shape[1:], PRIOR_WEIGHT)
+        self._shared_accepted = self._shared_tried * np.array(FIRST_GUESSES)
+        self.whole = np.zeros(shape[:2])  # length of the last draft if all of it was accepted
 
     @property
     def on_host(self) -> tuple[Any, ...]:
@@ -103,40 +79,30 @@ class Records:
         )
 
     def make_room(self, num_rows: int) -> None:
-        """For so many requests, on the host."""
+        """For so many requests."""
         if num_rows > len(self.whole):
             self._tried, self._accepted, self.whole = (
                 with_room(array, num_rows) for array in (self._tried, self._accepted, self.whole)
             )
 
-    def clear(self, rows: Array) -> None:
+    def clear(self, rows: Ints) -> None:
         """Forgets these requests."""
         for array in (self._tried, self._accepted, self.whole):
-            clear(array, rows)
+            array[rows] = 0
 
-    def chances(self, rows: Array, stage: int | Array, confidence: Array) -> Array:
+    def chances(self, rows: Ints, stage: int, confidence: Floats) -> Floats:
         """[R, K]: chance that each token is accepted, the ones before it being right.
 
         Args:
             rows: [R] int64.
-            stage: of all of these tokens, or [R, K], of each.
+            stage: of all of these tokens.
             confidence: [R, K], of the tokens.
         """
-        if isinstance(confidence, np.ndarray) and isinstance(stage, int):
-            found = np.empty_like(confidence)
-            host.chances(found, self.on_host, rows, stage, confidence)
-            return found
-        prior = self._shared_accepted / self._shared_tried
-        rates = (self._accepted[rows] + PRIOR_WEIGHT * prior) / (self._tried[rows] + PRIOR_WEIGHT)
-        return picked(rates.reshape(len(rows), -1), stage * NUM_GRADES + grades(confidence))
+        found = np.empty_like(confidence)
+        host.chances(found, self.on_host, rows, stage, confidence)
+        return found
 
-    def rate(self, rows: Array, stage: int) -> Array:
-        """[R]: share of a stage's tokens that are accepted, however sure it is of them."""
-        prior = self._shared_accepted[stage].sum() / self._shared_tried[stage].sum()
-        tried, accepted = (array[rows, stage].sum(axis=1) for array in (self._tried, self._accepted))
-        return (accepted + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
-
-    def add(self, rows: Array, stage: Array, confidence: Array, num_draft: Array, num_accepted: Array) -> None:
+    def add(self, rows: Ints, stage: Ints, confidence: Floats, num_draft: Ints, num_accepted: Ints) -> None:
         """What became of drafts: tokens behind the first rejected one were not tried.
 
         Args:
@@ -144,30 +110,6 @@ class Records:
             stage, confidence: [R, K], of the tokens.
             num_draft, num_accepted: [R].
         """
-        if isinstance(stage, np.ndarray):
-            counts = self._tried, self._accepted, self._shared_tried, self._shared_accepted, self.whole
-            fates = num_draft.astype(np.int64), num_accepted.astype(np.int64)
-            host.add(*counts, rows, stage, confidence, *fates, DECAY, SHARED_DECAY)
-            return
-        xp, places, shape = namespace(stage), columns(stage), (len(rows), *self._tried.shape[1:])
-        is_drafted, is_accepted = places < num_draft[:, None], places < num_accepted[:, None]
-        # Of its request, stage and grade.
-        cells = (up_to(shape[0], stage)[:, None] * shape[1] + stage) * NUM_GRADES + grades(confidence)
-        size = shape[0] * shape[1] * NUM_GRADES
-        drafted, tried, accepted = (
-            tally(cells, mask, size).reshape(shape)
-            for mask in (is_drafted, is_drafted & (places <= num_accepted[:, None]), is_drafted & is_accepted)
-        )
-        is_new = tried > 0
-        keep = 1.0 - (1 - DECAY) * like(is_new, tried)
-        self._tried[rows] = self._tried[rows] * keep + tried
-        self._accepted[rows] = self._accepted[rows] * keep + accepted
-        # As if one draft after the other had been added.
-        so_far = xp.cumsum(like(is_new, tried), axis=0)
-        keep, weights = SHARED_DECAY ** so_far[-1], SHARED_DECAY ** (so_far[-1] - so_far)
-        for shared, found in ((self._shared_tried, tried), (self._shared_accepted, accepted)):
-            shared *= keep  # in place, where a graph finds it again
-            shared += (found * weights).sum(axis=0)
-        lengths, num_right = drafted.sum(axis=2), accepted.sum(axis=2)
-        whole = xp.where(lengths == num_right, lengths, 0.0)
-        self.whole[rows] = xp.where(is_new.any(axis=2), whole, self.whole[rows])
+        counts = self._tried, self._accepted, self._shared_tried, self._shared_accepted, self.whole
+        fates = num_draft.astype(np.int64), num_accepted.astype(np.int64)
+        host.add(*counts, rows, stage, confidence, *fates, DECAY, SHARED_DECAY)

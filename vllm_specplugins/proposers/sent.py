@@ -1,12 +1,12 @@
 """What a cascade drafted last for each request, until it is known what became of it; and the counts of both."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from vllm_specplugins.draft import StageCounters, count
-from vllm_specplugins.proposers.drafted import Array, Drafted, clear, columns, like, namespace, zeros
+from vllm_specplugins.proposers.drafted import Array, Drafted, columns
 from vllm_specplugins.proposers.records import with_room
 
 
@@ -27,13 +27,12 @@ class Fates(NamedTuple):
 class Sent:
     """One row of arrays for each request (see records.Rows)."""
 
-    def __init__(self, width: int, num_rows: int = 1, device: Any = None):
-        self._num_draft = zeros((num_rows,), device, "int64")
-        self._stage = zeros((num_rows, width), device, "int64")
-        self._confidence = zeros((num_rows, width), device)
+    def __init__(self, width: int, num_rows: int = 1):
+        self._num_draft = np.zeros(num_rows, np.int64)
+        self._stage, self._confidence = np.zeros((num_rows, width), np.int64), np.zeros((num_rows, width))
 
     def make_room(self, num_rows: int) -> None:
-        """For so many requests, on the host."""
+        """For so many requests."""
         if num_rows > len(self._num_draft):
             self._num_draft, self._stage, self._confidence = (
                 with_room(array, num_rows) for array in (self._num_draft, self._stage, self._confidence)
@@ -43,17 +42,17 @@ class Sent:
         """Keeps the newest drafts, of requests that have these rows."""
         parts = (drafts.num_draft, drafts.stage, drafts.confidence)
         for array, part in zip((self._num_draft, self._stage, self._confidence), parts, strict=True):
-            array[rows] = like(part, array)
+            array[rows] = part
 
     def take(self, rows: Array, num_draft: Array, num_accepted: Array) -> Fates:
         """What became of these drafts, whose verified tokens are told; they are not kept any longer."""
-        known = namespace(num_draft).minimum(self._num_draft[rows], num_draft)
-        clear(self._num_draft, rows)
+        known = np.minimum(self._num_draft[rows], num_draft)
+        self._num_draft[rows] = 0
         return Fates(self._stage[rows], self._confidence[rows], known, num_accepted)
 
     def clear(self, rows: Array) -> None:
         """Forgets these requests."""
-        clear(self._num_draft, rows)
+        self._num_draft[rows] = 0
 
 
 def count_drafts(counters: Sequence[StageCounters], drafts: Drafted) -> None:

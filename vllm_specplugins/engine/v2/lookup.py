@@ -36,8 +36,8 @@ class LookupSpeculator(BaseSpeculator):
         self.texts = DeviceTexts(req_states, self._max_num_draft, config.plugin_config.own, device)
         self.report = LateReport()
         self.enable_adaptive_verification = config.enable_adaptive_verification  # vLLM's; see engine/adaptive.py
-        self._outcomes = Outcomes(1, req_states, self._max_num_draft, device)
-        self.draft_token_confidence_probs = self._outcomes.probs
+        self.outcomes = Outcomes(1, req_states, self._max_num_draft, device)
+        self.draft_token_confidence_probs = self.outcomes.probs
         self._graphs: CudaGraphManager | None = None
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._draft_tokens = torch.zeros(max_num_reqs, self._max_num_draft, dtype=torch.int64, device=device)
@@ -60,7 +60,7 @@ class LookupSpeculator(BaseSpeculator):
         """Takes requests that are new, or back after a preemption."""
         self._limits.add(new_requests)
         self.texts.add(new_requests)
-        self._outcomes.add(new_requests)
+        self.outcomes.add(new_requests)
 
     def remove(self, request_ids: set[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""
@@ -68,7 +68,7 @@ class LookupSpeculator(BaseSpeculator):
 
     def settle(self) -> None:
         """Counts what became of the last drafts, where no step follows for a while."""
-        self._outcomes.count(self.barrier)
+        self.outcomes.count(self.barrier)
 
     @torch.inference_mode()
     def propose(
@@ -95,7 +95,7 @@ class LookupSpeculator(BaseSpeculator):
         num_reqs = input_batch.num_reqs
         self._limits.most = self._max_num_draft if num_speculative_tokens is None else num_speculative_tokens
         rehearses = dummy_run or warms_up(input_batch.req_ids)
-        self._outcomes.begin(
+        self.outcomes.begin(
             input_batch.idx_mapping[:num_reqs], num_sampled[:num_reqs], num_rejected[:num_reqs], rehearses
         )
         if not replayed(self._graphs, num_reqs):  # a step's last token is the one that it sampled
@@ -103,18 +103,18 @@ class LookupSpeculator(BaseSpeculator):
         drafts = self._draft_tokens[:num_reqs]
         if rehearses:
             return drafts
-        self._outcomes.count(self.barrier)
+        self.outcomes.count(self.barrier)
         sees_drafts = drafts if input_batch.has_structured_output_reqs else None  # a grammar
-        self.report.tell(self._outcomes.send(input_batch.req_ids), input_batch.req_ids, sees_drafts)
+        self.report.tell(self.outcomes.send(input_batch.req_ids), input_batch.req_ids, sees_drafts)
         return drafts
 
     def _draft(self, num_rows: int, longest: int | None = None) -> None:
         """What a graph records: of texts of any length, where none is known to be the longest."""
         if self.enable_adaptive_verification:
-            self._outcomes.learn(num_rows)
-        slots, num_sampled = self._outcomes.rows(num_rows)
+            self.outcomes.learn(num_rows)
+        slots, num_sampled = self.outcomes.rows(num_rows)
         wanted = self._limits.wanted(slots, num_sampled)
         match = self.texts.match(slots, wanted, longest)
         self._draft_tokens[:num_rows].copy_(match.token_ids)
         drafts = of_stage(0, match.token_ids, match.num_draft, match.match_length)
-        self._outcomes.keep(drafts, wanted, self.enable_adaptive_verification)
+        self.outcomes.keep(drafts, wanted, self.enable_adaptive_verification)

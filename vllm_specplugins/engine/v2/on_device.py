@@ -51,8 +51,8 @@ class DeviceSpeculator(TargetSpeculator):
         # vLLM's estimator rates an exit that is alone, in fewer launches; it knows of no stages.
         self.use_acceptance_estimator &= self._policy is None
         self._steps = torch.arange(width, device=device)
-        self._outcomes = Outcomes(max(1, len(stages)), req_states, width, device, num_more=4 + width)
-        self.draft_token_confidence_probs = self._outcomes.probs
+        self.outcomes = Outcomes(max(1, len(stages)), req_states, width, device, num_more=4 + width)
+        self.draft_token_confidence_probs = self.outcomes.probs
         self.report = LateReport()
         self._told: Told | None = None
         self._costs = ExitCosts()
@@ -83,7 +83,7 @@ class DeviceSpeculator(TargetSpeculator):
     def add(self, new_requests: Any) -> None:
         """Takes requests that are new, or back after a preemption."""
         self._limits.add(new_requests)
-        self._outcomes.add(new_requests)
+        self.outcomes.add(new_requests)
         if self.texts is not None:
             self.texts.add(new_requests)
 
@@ -97,7 +97,7 @@ class DeviceSpeculator(TargetSpeculator):
 
     def settle(self) -> None:
         """Counts what became of the last drafts, where no step follows for a while."""
-        request_ids, numbers = self._outcomes.count(self.barrier)
+        request_ids, numbers = self.outcomes.count(self.barrier)
         if self._policy is None:
             return
         if self._told is None:
@@ -115,7 +115,7 @@ class DeviceSpeculator(TargetSpeculator):
         if edit is not None or not self._replays(num_reqs):
             self._draft_eagerly_on_device(input_batch, edit, min(most, self._depth))
         drafts = self.draft_tokens[:num_reqs] if input_batch.has_structured_output_reqs else None  # a grammar
-        self.report.tell(self._outcomes.send(input_batch.req_ids), input_batch.req_ids, drafts)
+        self.report.tell(self.outcomes.send(input_batch.req_ids), input_batch.req_ids, drafts)
 
     def _draft_eagerly_on_device(self, input_batch: Any, edit: Any, num_steps: int) -> None:
         start, num_reqs, guard = time.perf_counter(), input_batch.num_reqs, self.barrier.guard
@@ -146,7 +146,7 @@ class DeviceSpeculator(TargetSpeculator):
     ) -> None:
         self._limits.most = most
         rows = slice(input_batch.num_reqs)
-        self._outcomes.begin(input_batch.idx_mapping[rows], num_sampled[rows], num_rejected[rows], rehearses)
+        self.outcomes.begin(input_batch.idx_mapping[rows], num_sampled[rows], num_rejected[rows], rehearses)
 
     def _draft_rows(self, batch: DraftBatch) -> None:
         self._draft_on_device(batch, None, self._depth)
@@ -168,8 +168,8 @@ class DeviceSpeculator(TargetSpeculator):
         assert batch.target is not None
         num_rows = batch.num_reqs
         if self._rates:
-            self._outcomes.learn(num_rows)
-        slots, num_sampled = self._outcomes.rows(num_rows)
+            self.outcomes.learn(num_rows)
+        slots, num_sampled = self.outcomes.rows(num_rows)
         wanted = self._limits.wanted(slots, num_sampled)
         own = self._limits.of_stage(wanted, slots, EXIT if self._policy else 0).clamp_(max=num_steps)
         found = None if self.texts is None else self._found(slots, wanted, own, longest)
@@ -177,8 +177,8 @@ class DeviceSpeculator(TargetSpeculator):
         drafts, steps, told = self._cascade.draft(batch.target, kept, own, num_steps)
         looked_up = told.looked_up if found is None else found.num_draft
         if self._policy is None:
-            self._outcomes.probs[:num_rows].mul_(drafts.is_drafted)
-        self._outcomes.keep(
+            self.outcomes.probs[:num_rows].mul_(drafts.is_drafted)
+        self.outcomes.keep(
             drafts, wanted, self._rates,
             (looked_up, told.exited, told.confirmed, torch.full_like(wanted, num_steps), drafts.stage),
         )  # fmt: skip
@@ -201,7 +201,7 @@ class DeviceSpeculator(TargetSpeculator):
         if self._policy == "verify" or not (self._rates and num_steps):
             return found
         # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
-        num_worth = self._outcomes.num_worth(found, EXIT, num_steps, in_part=self._policy in EXTENDING)
+        num_worth = self.outcomes.num_worth(found, EXIT, num_steps, in_part=self._policy in EXTENDING)
         return found._replace(num_draft=torch.where(own > 0, num_worth, found.num_draft))
 
     def _keep_logits(self, drafts: Drafted, logits: torch.Tensor | None, is_certain: torch.Tensor | None) -> None:
@@ -221,9 +221,9 @@ class DeviceSpeculator(TargetSpeculator):
         """After a fault: tokens that are verified, and certain."""
         none = torch.zeros(num_reqs, dtype=torch.int32, device=self.device)
         self.draft_tokens[:num_reqs].zero_()
-        self._outcomes.probs[:num_reqs].zero_()
-        drafts = of_stage(0, self.draft_tokens[:num_reqs].int(), none, none)
-        self._outcomes.keep(drafts, none, self._rates, (none - 1, none - 1, none, none, drafts.stage))
+        self.outcomes.probs[:num_reqs].zero_()
+        drafts = of_stage(0, self.draft_tokens[:num_reqs].int(), none, none.float())
+        self.outcomes.keep(drafts, none, self._rates, (none - 1, none - 1, none, none, drafts.stage))
         if self.draft_logits is not None:
             self._keep_logits(drafts, None, None)
 

@@ -13,10 +13,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.draft import Feedback
 from vllm_specplugins.engine.v2.arriving import Arriving, Lengths
+from vllm_specplugins.kernels import calibration
+from vllm_specplugins.kernels.calibration.state import clear, new_state
 from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.confidence import Calibration
 from vllm_specplugins.proposers.drafted import Drafted
-from vllm_specplugins.proposers.on_device import num_worth
 
 _SAMPLED, _REJECTED, _WANTED, _DRAFTED = range(4)  # columns of what is counted of a row
 
@@ -29,6 +29,8 @@ class Outcomes:
         num_more: numbers of each row that are told beside those that all are counted by.
     """
 
+    implementation: str | None = None  # of kernels/calibration; the reference where a kernel failed its check
+
     def __init__(self, num_stages: int, req_states: Any, max_num_draft: int, device: torch.device, num_more: int = 0):
         num_slots = req_states.max_num_reqs
         self._req_states, self.device = req_states, device
@@ -36,7 +38,7 @@ class Outcomes:
         self._num_sampled, self._num_rejected = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
         # How likely each token is to be accepted if those before it are; 0 behind a draft's end. By rows.
         self.probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
-        self._calibration = Calibration(num_stages, num_slots + 1, max_num_draft, device)
+        self._known = new_state(num_stages, num_slots + 1, max_num_draft, device)
         self._counts = torch.zeros(num_slots, 4 + num_more, dtype=torch.int32, device=device)
         self._arriving: Arriving | None = None
 
@@ -44,7 +46,7 @@ class Outcomes:
         """Takes requests that are new, or back after a preemption."""
         if new_requests:
             slots = np.array([self._req_states.req_id_to_index[new.req_id] for new in new_requests], np.int64)
-            self._calibration.clear(async_tensor_h2d(slots, self.device))
+            clear(self._known, async_tensor_h2d(slots, self.device))
 
     def begin(
         self, slots: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor, rehearses: bool
@@ -66,17 +68,16 @@ class Outcomes:
 
     def learn(self, num_rows: int) -> None:
         """What became of the last drafts; once a step, before new ones are rated."""
-        slots, sampled, rejected = (array[:num_rows] for array in (self._slots, self._num_sampled, self._num_rejected))
-        num_accepted = (sampled - 1).clamp_(min=0)
-        self._calibration.learn(slots, num_accepted + rejected, num_accepted)
+        calibration.learn(self._known, *self._told(num_rows), self.implementation)
 
     def num_worth(self, drafts: Drafted, than: int, depth: int, in_part: bool) -> torch.Tensor:
-        """[R] int64: how many tokens of each draft to keep, for most to be accepted, where another stage may draft so
+        """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage may draft so
         many; with `in_part` behind those that are kept, else in their stead."""
         slots = self._slots[: len(drafts.num_draft)]
-        survival = self._calibration.chances(slots, drafts).cumprod(dim=1)
-        rate = self._calibration.records.rate(slots, than)[:, None]
-        return num_worth(survival, rate, drafts.num_draft, depth, in_part)
+        kept: torch.Tensor = calibration.num_worth(
+            self._known, slots, _rated(drafts), than, depth, in_part, self.implementation
+        )
+        return kept
 
     def keep(self, drafts: Drafted, wanted: torch.Tensor, rates: bool, more: Sequence[torch.Tensor] = ()) -> None:
         """Takes a step's drafts, [R], and rates them if asked to.
@@ -84,11 +85,15 @@ class Outcomes:
         `more` [R] or [R, any] each: the other numbers of each row.
         """
         num_rows = len(wanted)
-        slots, sampled, rejected = (array[:num_rows] for array in (self._slots, self._num_sampled, self._num_rejected))
+        slots, sampled, rejected = self._told(num_rows)
         if rates:
-            self.probs[:num_rows] = self._calibration.predict(slots, drafts)
+            calibration.predict(self._known, slots, _rated(drafts), self.probs[:num_rows], self.implementation)
         columns = sampled, rejected, wanted, drafts.num_draft, *more
         self._counts[:num_rows] = torch.cat([column.view(num_rows, -1).int() for column in columns], dim=1)
+
+    def _told(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slots of the rows, tokens sampled, tokens rejected."""
+        return self._slots[:num_rows], self._num_sampled[:num_rows], self._num_rejected[:num_rows]
 
     def send(self, request_ids: Sequence[str]) -> Lengths:
         """Begins to copy this step's counts; the drafts' lengths, which whoever asks for waits for."""
@@ -110,3 +115,8 @@ class Outcomes:
         barrier.count(Feedback(request_ids, sampled - 1 + rejected, sampled - 1))
         barrier.counters.add_drafts(int((wanted > 0).sum()), drafted)
         return request_ids, values[rows]
+
+
+def _rated(drafts: Drafted) -> calibration.Drafts:
+    """What their chances go by."""
+    return calibration.Drafts(drafts.num_draft, drafts.stage, drafts.confidence)

@@ -21,7 +21,11 @@ from vllm_specplugins.engine.v2.warm_up import warm_up
 from vllm_specplugins.kernels.self_check import Finding, Shapes, check_device, problem_of
 
 logger = init_logger(__name__)
-_REMEDIES = {"noise": "drafting is switched off", "lookup": "its reference looks up, which is slower"}
+_REMEDIES = {
+    "noise": "drafting is switched off",
+    "lookup": "its reference looks up, which is slower",
+    "calibration": "its reference rates drafts, which is slower",
+}
 VARIABLE, _VALUES = "VLLM_SPECPLUGINS_SELF_CHECK", ("0", "1", "only")
 
 
@@ -68,6 +72,8 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
         stop_drafting(speculator)
     if "lookup" in failed:
         speculator.texts.implementation = "reference"
+    if "calibration" in failed:
+        speculator.outcomes.implementation = "reference"
 
 
 def shapes_of(vllm_config: Any) -> Shapes:

@@ -1,0 +1,109 @@
+"""Calibration in Triton beside its reference: the same numbers, whatever the batch; few variants; the device's check.
+
+On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
+The reference itself: tests/proposers/test_confidence.py.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_specplugins.kernels.calibration import Drafts, State, learn, num_worth, predict
+from vllm_specplugins.kernels.calibration.state import clear, new_state
+from vllm_specplugins.kernels.calibration.testing import Step, make_steps
+from vllm_specplugins.kernels.self_check import Shapes, check_device
+
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import DEVICE, RUNS, needs_triton, run_interpreted
+from launch_keys import recorded
+
+if RUNS:
+    from vllm_specplugins.kernels.calibration import fused
+
+POISON = 77.0
+
+
+@pytest.mark.skipif(RUNS, reason="is that process")
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def run(steps: list[Step], num_stages: int, width: int, implementation: str) -> tuple[list[Any], State]:
+    """Chances and numbers of tokens worth keeping, of each step; what is known in the end."""
+    device = DEVICE if implementation == "fused" else "cpu"
+    found, state = [], new_state(num_stages, 2 * len(steps[0].slots) + 1, width, device)
+    for index, step in enumerate(steps):
+        slots, sampled, rejected = (tensor.to(device) for tensor in (step.slots, *step[2:]))
+        drafts = Drafts(*(part.to(device) for part in step.drafts))
+        chances = torch.full(drafts.stage.shape, POISON, dtype=torch.float64, device=device)
+        for in_part in (False, True):
+            arguments = (drafts, num_stages - 1, index % (width + 1), in_part, implementation)
+            found.append(num_worth(state, slots, *arguments))
+        predict(state, slots, drafts, chances, implementation)
+        learn(state, slots, sampled, rejected, implementation)
+        found.append(chances)
+        if index == len(steps) // 2:
+            clear(state, slots[:1])
+    return found, state
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-9)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("num_rows", "num_stages", "width"), [(1, 1, 1), (1, 2, 5), (3, 1, 8), (9, 3, 3), (70, 2, 5), (131, 1, 2)]
+)
+def test_equals_reference(num_rows: int, num_stages: int, width: int) -> None:
+    """To 1e-9, over tiles of rows. Fails if tokens behind the first rejected one, or of another stage, are learned
+    from; if a row's order, a tile or a decay is left out of the record of all; if a row of padding counts, or a draft's
+    end does not hold; if a weight changes before others are rated by it."""
+    steps = make_steps(5 if num_rows > 9 else 16, num_rows, num_stages, width, seed=num_rows)
+    (found, state), (expected, known) = (run(steps, num_stages, width, name) for name in ("fused", "reference"))
+    assert_same(found, expected)
+    assert_same(state[:7], known[:7])
+    if num_rows > 1:
+        kept = torch.cat(expected[1::3])
+        assert 0 < int((kept > 0).sum()) < len(kept)
+        assert (known.weights != new_state(num_stages, 1, width, "cpu").weights).all()
+
+
+@needs_triton
+def test_whole_numbers() -> None:
+    """A lookup's confidences. Fails if they are taken for another type."""
+    step = make_steps(1, 6, 1, 4)[0]
+    step = step._replace(drafts=step.drafts._replace(confidence=step.drafts.confidence.long()))
+    assert_same(run([step], 1, 4, "fused")[0], run([step], 1, 4, "reference")[0])
+
+
+@needs_triton
+def test_few_variants() -> None:
+    """Of what batches may be. Fails if a number of rows, of slots or of tokens to draft is compiled for."""
+    with recorded("vllm_specplugins.kernels", runs=False) as keys:
+        for num_rows in (1, 2, 7, 16, 33):
+            for step in make_steps(2, num_rows, 2, 5):
+                state = new_state(2, 2 * num_rows + 1, 5, DEVICE)
+                for first in range(min(2, num_rows)):
+                    slots, sampled, rejected = (tensor[first:] for tensor in (step.slots, *step[2:]))
+                    drafts = Drafts(*(part[first:].clone() for part in step.drafts))
+                    learn(state, slots, sampled, rejected, "fused")
+                    predict(state, slots, drafts, torch.zeros(num_rows, 5)[first:], "fused")
+                    for depth in (1, 4):
+                        num_worth(state, slots, drafts, depth % 2, depth, depth == 4, "fused")
+    assert sorted(name for name, _ in keys) == ["_learn_kernel", "_predict_kernel", "_worth_kernel"]
+
+
+@needs_triton
+@pytest.mark.parametrize("planted", ["", "learn", "predict", "num_worth"])
+def test_self_check(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the check of a device finds fault with what is right, or misses an operation that does nothing."""
+    shapes = Shapes(100, torch.float32, max_num_draft=3, samples=False, block=False, looks_up=True)
+    if planted:
+        monkeypatch.setattr(fused, planted, lambda *arguments: torch.zeros_like(arguments[1], dtype=torch.int32))
+    findings = list(check_device(torch.device(DEVICE), shapes, "calibration"))
+    assert [bool(finding.problem) for finding in findings] == [bool(planted)]
