@@ -192,8 +192,8 @@ def _worth_kernel(
     rows, places = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
     inside = rows < num_rows
     slots = tl.load(slots_ptr + rows, mask=inside, other=0)
-    num_draft = tl.load(drafts.num_draft + rows, mask=inside, other=0)[:, None]
-    mask, tokens = places < num_draft, rows[:, None] * K + places
+    num_draft = tl.load(drafts.num_draft + rows, mask=inside, other=0)
+    mask, tokens = places < num_draft[:, None], rows[:, None] * K + places
     stage = tl.load(drafts.stage + tokens, mask=mask, other=0).to(tl.int32)
     sure = tl.load(drafts.confidence + tokens, mask=mask, other=1).to(tl.float64)
     survival = tl.cumprod(_rated(state, slots, stage, sure, places, mask, M), axis=1)
@@ -205,8 +205,7 @@ def _worth_kernel(
     rate = (right / (tl.sum(tl.load(state.tried + cells), axis=1) + _PRIOR_WEIGHT))[:, None]
     ends = places + 1
     worth = tl.cumsum(survival, axis=1) + survival * _expected(rate, depth - ends) * in_part
-    is_choice = (ends == num_draft) | ((ends < num_draft) & (in_part != 0))
-    worth = tl.where(is_choice, worth + ends * 1e-6, -1.0)
+    worth = tl.where(mask, worth + ends * 1e-6, -1.0)  # the draft's own, among equals
     others = tl.sum(_expected(rate, depth + ends * 0) * (places == 0), axis=1)  # without a draft
     best = tl.where(tl.max(worth, axis=1) > others, tl.argmax(worth, axis=1) + 1, 0)
     tl.store(kept_ptr + rows, best, mask=inside)

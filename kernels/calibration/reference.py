@@ -90,8 +90,8 @@ def num_kept(
     others = rate * (1 - rate ** (depth - ends).clamp(min=0)) / (1 - rate).clamp(min=1e-6)
     alive = torch.cat((none + 1, survival), dim=1)
     worth = torch.cat((none, survival.cumsum(dim=1)), dim=1) + alive * others * (in_part | (ends == 0))
-    is_choice = (ends <= num_draft[:, None]) if in_part else (ends == 0) | (ends == num_draft[:, None])
-    return (worth.masked_fill(~is_choice, -1.0) + 1e-6 * ends).argmax(dim=1).int()  # the draft's own, among equals
+    worth = worth.masked_fill(ends > num_draft[:, None], -1.0)
+    return (worth + 1e-6 * ends).argmax(dim=1).int()  # the draft's own, among equals
 
 
 def _record(

@@ -35,7 +35,8 @@ SHARE = 2 / 8  # of the layers, in front of the exit
 HEAD_MS = 1000 * 32_000 * 4096 * 2 / BANDWIDTH  # of Llama 2 7B
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's graphs
 TAIL = [768, 1024, 1536, 2048]  # tokens, behind the largest
-LAUNCHES = {"prompt_lookup": 217, "first": 310, "extend": 310, "verify": 310}  # docs/figures.md, without the layers'
+# Of a step, and for each token of the exit, the layers' left out.
+LAUNCHES = {"prompt_lookup": (21, 0), "first": (31, 21), "extend": (31, 26), "verify": (31, 26)}
 EXIT = {"method": "early_exit", "exit_layer": 2}
 
 
@@ -64,8 +65,8 @@ class Total:
     steps: int = 0
     deep: int = 0  # tokens of the exit
 
-    def speed(self, launch_ms: float = 0.0) -> float:
-        return self.emitted / (self.ms + launch_ms * self.steps)
+    def speed(self, launch_ms: float = 0.0, launches: tuple[int, int] = (0, 0)) -> float:
+        return self.emitted / (self.ms + launch_ms * (launches[0] * self.steps + launches[1] * self.deep))
 
 
 def play(texts: Sequence[Said], batch: int, num_requests: int, num_draft: int, costs: Costs, own: Nothing) -> Total:
@@ -173,7 +174,7 @@ def main() -> int:
                 of_host = speeds["device"] / speeds["host"]
                 is_well = of_host >= HOST and speeds["device"] >= NONE
                 holds &= is_well
-                launched = device.speed(LAUNCHES[name] * args.launch_us / 1000) / none
+                launched = device.speed(args.launch_us / 1000, LAUNCHES[name]) / none
                 figures = [*(speeds[who] for who in ("all", "host", "device")), of_host, device.deep / device.steps]
                 cells = [f"{value:.3f}" for value in (*figures, speeds["knows"], launched)]
                 table.add_row(kind, name, str(batch), *cells, "" if is_well else "missed")

@@ -73,6 +73,15 @@ def test_equals_reference(num_rows: int, num_stages: int, width: int) -> None:
         assert (known.weights != new_state(num_stages, 1, width, "cpu").weights).all()
 
 
+@pytest.mark.parametrize("implementation", ["reference", pytest.param("fused", marks=needs_triton)])
+def test_among_equals(implementation: str) -> None:
+    """Tokens that are as likely as the other stage's are kept. Fails if they are left to it."""
+    state, lengths = new_state(1, 5, 4, DEVICE), torch.arange(5, device=DEVICE)
+    state.shared_accepted.copy_(0.5 * state.shared_tried)
+    drafts = Drafts(lengths, torch.zeros(5, 4, dtype=torch.int32, device=DEVICE), torch.ones(5, 4, device=DEVICE))
+    assert num_worth(state, lengths, drafts, 0, 4, True, implementation).tolist() == lengths.tolist()
+
+
 @needs_triton
 def test_whole_numbers() -> None:
     """A lookup's confidences. Fails if they are taken for another type."""
