@@ -39,8 +39,11 @@ def ours(llm: Any, method: str) -> dict[str, Series]:
     return found
 
 
-def check_sums(found: Mapping[str, Series], theirs: Mapping[str, float]) -> None:
-    """Kills: a stage's tokens counted twice or not at all; positions off by one; drafts counted as verified."""
+def check_sums(found: Mapping[str, Series], theirs: Mapping[str, float], trims: bool) -> None:
+    """Kills: a stage's tokens counted twice or not at all; positions off by one; drafts counted as verified.
+
+    vLLM counts what was planned to be verified; where that is trimmed on the device, ours is what was.
+    """
     for stage, drafted in found["drafted_tokens"].items():
         kept, verified = found["kept_tokens"][stage], found["verified_tokens"][stage]
         accepted = found["accepted_tokens"][stage]
@@ -48,7 +51,9 @@ def check_sums(found: Mapping[str, Series], theirs: Mapping[str, float]) -> None
         assert found["drafts"][stage] <= found["asked"][stage]
         by_position = [n for labels, n in found["accepted_tokens_by_position"].items() if labels[0] == stage[0]]
         assert sum(by_position) == accepted
-    assert sum(found["verified_tokens"].values()) == theirs["draft_tokens"]
+    verified = sum(found["verified_tokens"].values())
+    assert theirs["accepted_tokens"] <= verified <= theirs["draft_tokens"]
+    assert trims or verified == theirs["draft_tokens"]
     assert sum(found["accepted_tokens"].values()) == theirs["accepted_tokens"]
     assert theirs["accepted_tokens"] > 0
     lengths = {int(labels[0]): n for labels, n in found["draft_lengths"].items()}
@@ -81,7 +86,7 @@ def test_adds_up(engine: Any, name: str) -> None:
     if drafts_in_graphs := TAPES and name in ("early_exit", "first"):
         absent |= {"draft_seconds", "step_draft_seconds", "store_bytes"}  # the host only launches them
     assert missing <= (absent if name == "first" else absent | {"gate_lengths", "store_bytes"})
-    check_sums(found, spec_metrics(llm))
+    check_sums(found, spec_metrics(llm), trims=drafts_in_graphs and name == "first")  # a lookup's next draft is unsure
     if drafts_in_graphs:
         assert not any(found["draft_seconds"].values()) and found["verification_seconds"][()] > 0
     else:

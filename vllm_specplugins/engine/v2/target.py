@@ -388,7 +388,7 @@ class TargetSpeculator(DraftModelSpeculator):
         num_reqs, width = draft.token_ids.shape
         tokens = self.draft_tokens[:num_reqs]
         tokens[:, :width] = torch.as_tensor(draft.token_ids, device=self.device)
-        tokens[:, width:] = 0  # vLLM 0.33 may have written -1
+        tokens[:, width:].zero_()  # vLLM 0.33 may have written -1
         if self.draft_logits is None:
             return
         requests = self.idx_mapping[:num_reqs].long()
