@@ -75,6 +75,7 @@ def make_server(kind: str, dtype: torch.dtype, vocab_size: int) -> tuple[Any, An
         rejection_sample_method="standard",
         fly_entropy_threshold=None,  # of vLLM 0.33
         fly_entropy_top_k=None,
+        reads_likeliest=False,
         plugin_config=SimpleNamespace(common=common),
     )
     head = torch.empty(MAX_NUM_REQS * (NUM_DRAFT + 1), -(-vocab_size // 64) * 64, dtype=dtype)[:, :vocab_size]
