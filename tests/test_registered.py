@@ -70,7 +70,7 @@ def test_refused(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(raw)
     sentence = str(caught.value)
-    assert sentence.startswith(words) and sentence.endswith(".")
+    assert sentence.startswith(words) and sentence.endswith((".", "?"))
 
 
 def test_names_that_are_taken() -> None:
