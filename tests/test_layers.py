@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,11 @@ def test_no_top_level_kernels() -> None:
     code = "import importlib.util as u; print(u.find_spec('vllm_specplugins.kernels') is not None)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout.strip() == "True"
+
+
+def test_packages_are_whole() -> None:
+    """Fails if a folder with modules is left out of what `pip install` brings: a clone would not miss it."""
+    folders = {module.parent.relative_to(ROOT) for part in (PACKAGE, ROOT / "kernels") for module in part.rglob("*.py")}
+    own = [".".join(("vllm_specplugins", *f.parts) if f.parts[0] == "kernels" else f.parts) for f in folders]
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(own)
