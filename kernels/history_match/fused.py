@@ -16,6 +16,7 @@ TILE_SIZE, _NUM_WARPS = 1024, 4
 _SHARED = tl.constexpr(16)
 _CHUNK = tl.constexpr(128)  # tiles' results that the second launch reads at a time
 
+# These stand apart: in a tuple Triton would compile a variant for each alignment of a slice, and for each number 1.
 _NUMBERS = ["min_ngram", "max_ngram", "num_tiles", "num_all_tiles", "has_begun", "has_references", "begun_stride"]
 _POINTERS = ["slots_ptr", "wanted_ptr", "lengths_ptr", "num_begun_ptr", "begun_ptr", "starts_ptr", "sizes_ptr"]
 
