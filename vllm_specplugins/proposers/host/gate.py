@@ -160,10 +160,11 @@ def share(
         records, whole: of Records.
     """
     width = stages.shape[1]
-    alone, behind, gains = np.empty(width + 1), np.empty(width + 1), np.zeros(width + 1)
+    shape = len(rows), width + 1
+    all_alone, all_behind, lengths, gains = np.empty(shape), np.empty(shape), np.empty_like(rows), np.zeros(width + 1)
     for index in range(len(rows)):
-        room = wanted[index] if continues else 0
-        _candidates(
+        alone, behind = all_alone[index], all_behind[index]
+        lengths[index] = _candidates(
             rows[index],
             stages[index],
             sure[index],
@@ -171,7 +172,7 @@ def share(
             stage,
             stage_sure[index],
             most[index],
-            room,
+            wanted[index] if continues else 0,
             price,
             records,
             alone,
@@ -185,27 +186,13 @@ def share(
             deepest = depth
     num_following = 0
     for index in range(len(rows)):
-        row, room = rows[index], wanted[index] if continues else 0
-        length = _candidates(
-            row,
-            stages[index],
-            sure[index],
-            num_found[index],
-            stage,
-            stage_sure[index],
-            most[index],
-            room,
-            price,
-            records,
-            alone,
-            behind,
-        )
+        row, alone, behind = rows[index], all_alone[index], all_behind[index]
         is_alone = alone[deepest] > behind[deepest]
         gained = alone if is_alone else behind
         more = 0
         while more < deepest and gained[more + 1] > gained[more]:
             more += 1
-        kept[index], own[index] = 0 if is_alone else min(length, longest), more
+        kept[index], own[index] = 0 if is_alone else min(lengths[index], longest), more
         if kept[index] + more == 0:
             if price < good:
                 kept[index] = min(2 * int(whole[row, stages[index, 0]]), num_found[index])
