@@ -7,13 +7,13 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig, _check
+from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig, check_value
 from vllm_specplugins.methods import BUILT_IN, METHODS
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGINNING = """# Configuration
 
-<!-- Written by docs/configuration.py; edit the docstrings in vllm_specplugins/config.py instead. -->
+<!-- Written by docs/configuration.py; edit the docstrings in vllm_specplugins/config/ instead. -->
 
 What `--speculative-config` (JSON) or `LLM(speculative_config=...)` (a dictionary) may hold. A wrong value is refused
 before the engine starts, in one sentence that names field, value and what is allowed.
@@ -68,7 +68,7 @@ def rows(owner: type) -> Iterator[str]:
     yield "| field | allowed | default | meaning |"
     yield "|---|---|---|---|"
     for entry in fields(owner):
-        allowed = _check(entry, None)[1].replace("'", "`")
+        allowed = check_value(entry, None)[1].replace("'", "`")
         yield f"| `{entry.name}` | {allowed} | {default(entry)} | {words[entry.name]} |"
 
 

@@ -1,0 +1,44 @@
+"""The configuration: one frozen dataclass per method, checked field by field.
+
+Knows nothing of vLLM. Everything that it refuses, it refuses with one sentence that names the field, the value
+and what is allowed.
+"""
+
+from vllm_specplugins.config.cascade import BUILT_IN_SETTINGS, BuiltInConfig, CascadeConfig, StageConfig
+from vllm_specplugins.config.checks import ConfigError, check_fields, check_value, integer, meant, said, shown
+from vllm_specplugins.config.proposers import (
+    CustomConfig,
+    EarlyExitConfig,
+    JumpConfig,
+    MedusaConfig,
+    PromptLookupConfig,
+    RegisteredConfig,
+    SuffixLookupConfig,
+    TokenRecyclingConfig,
+)
+from vllm_specplugins.config.whole import MAX_NUM_SPECULATIVE_TOKENS, CommonConfig, SpecConfig
+
+__all__ = [
+    "BUILT_IN_SETTINGS",
+    "MAX_NUM_SPECULATIVE_TOKENS",
+    "BuiltInConfig",
+    "CascadeConfig",
+    "CommonConfig",
+    "ConfigError",
+    "CustomConfig",
+    "EarlyExitConfig",
+    "JumpConfig",
+    "MedusaConfig",
+    "PromptLookupConfig",
+    "RegisteredConfig",
+    "SpecConfig",
+    "StageConfig",
+    "SuffixLookupConfig",
+    "TokenRecyclingConfig",
+    "check_fields",
+    "check_value",
+    "integer",
+    "meant",
+    "said",
+    "shown",
+]

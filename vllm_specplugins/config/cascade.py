@@ -1,0 +1,98 @@
+"""The configuration of a cascade and of its stages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from vllm_specplugins.config.checks import ConfigError, check_fields, choice, meant, optional_text, shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CascadeConfig:
+    """`cascade`: a proposer that holds proposers.
+
+    Args:
+        stages: the configurations of proposers, cheapest first; one alone is that method behind a gate. Of the fields
+            that all methods share, a stage may hold num_speculative_tokens: the most that it drafts, at most the
+            cascade's.
+        policy: "auto": by request and step what the gate expects to gain most: one stage, or one behind the other;
+            "verify": each stage's tokens are checked, corrected and extended by the next one, which runs the target;
+            "first": the first stage that has something drafts; "extend": each stage continues where the one before it
+            ends. Without a gate "auto" is "first".
+        gate: "auto" chooses by request and step how many tokens are drafted, down to none; "off" drafts all.
+        cost_table: file that the gate's costs are taken from at the start, and saved to while it serves, so that a
+            restart need not learn them again; one of another model, device, version or cascade is not used. null:
+            they are lost with the process.
+    """
+
+    stages: tuple["StageConfig", ...] = field(metadata={"kind": list})
+    policy: str = choice("auto", "verify", "first", "extend")
+    gate: str = choice("auto", "off")
+    cost_table: str | None = optional_text()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "cascade")
+
+    @property
+    def rule(self) -> str:
+        """The policy that is carried out: without a gate nobody chooses."""
+        return "first" if (self.policy, self.gate) == ("auto", "off") else self.policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageConfig:
+    """One stage: the method's name, its own part, and the most tokens that it drafts; None: as many as the cascade."""
+
+    method: str
+    own: Any
+    num_speculative_tokens: int | None = None
+
+
+# Keys of vLLM's own speculative_config that a proposer built into vLLM may have as a stage; vLLM checks their values.
+BUILT_IN_SETTINGS = (
+    "attention_backend",
+    "code_revision",
+    "disable_lookahead_block_hashes",  # from vLLM 0.33 on, as draft_lm_head_quantization
+    "draft_lm_head_quantization",
+    "draft_load_config",
+    "draft_tensor_parallel_size",
+    "kv_cache_dtype",
+    "max_model_len",
+    "moe_backend",
+    "quantization",
+    "revision",
+    "use_local_argmax_reduction",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltInConfig:
+    """`draft_model`, `eagle`, `eagle3`, `mtp`, `dflash`, `dspark`: a proposer built into vLLM, as a stage of a cascade.
+
+    Args:
+        model: the draft model; None is the target itself, whose checkpoint holds the layers of `mtp`.
+        settings: what vLLM's own speculative_config shall hold beside it, of BUILT_IN_SETTINGS.
+    """
+
+    model: str | None = optional_text()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, index: int, method: str, raw: Mapping[str, Any]) -> Self:
+        """Builds the configuration of stages[index] from the user's dictionary (without its "method" key).
+
+        Raises:
+            ConfigError: unknown key, or no model.
+        """
+        for key in raw:
+            if key != "model" and key not in BUILT_IN_SETTINGS:
+                raise ConfigError(
+                    f"cascade: stages[{index}]: {shown(key)} is not a field; the fields are model and settings of "
+                    f"vLLM's that docs/configuration.md lists{meant(key, ('model', *BUILT_IN_SETTINGS))}"
+                )
+        model = raw.get("model")
+        if not (isinstance(model, str) and model) and (model is not None or method != "mtp"):
+            raise ConfigError(
+                f"cascade: stages[{index}]: model must be a non-empty string for {method}, not {shown(model)}."
+            )
+        return cls(model=model, settings={key: raw[key] for key in raw if key != "model"})

@@ -1,0 +1,105 @@
+"""What a field of a configuration may be, and the sentence that refuses it."""
+
+import difflib
+import reprlib
+from collections.abc import Iterable
+from dataclasses import MISSING, field, fields
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is one sentence for the user."""
+
+
+def integer(default: int, low: int, high: int) -> Any:
+    """A dataclass field that holds an integer in [low, high]."""
+    return field(default=default, metadata={"kind": int, "low": low, "high": high})
+
+
+def number(default: float, low: float, high: float) -> Any:
+    """A dataclass field that holds a number in [low, high]."""
+    return field(default=default, metadata={"kind": float, "low": low, "high": high})
+
+
+def text(default: Any = MISSING) -> Any:
+    """A dataclass field that holds a non-empty string."""
+    return field(default=default, metadata={"kind": str})
+
+
+def optional_text() -> Any:
+    """A dataclass field that holds a non-empty string or None."""
+    return field(default=None, metadata={"kind": None})
+
+
+def choice(default: str, *others: str) -> Any:
+    """A dataclass field that holds one of some words."""
+    return field(default=default, metadata={"kind": tuple, "words": (default, *others)})
+
+
+# A client's value may be large: no more of it is written out than may be shown.
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 8
+_BRIEF.maxdict = _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxset = 60
+_BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 200
+
+
+def shown(value: object) -> str:
+    """`value` as an error message quotes it: at most 60 characters of its repr."""
+    words = " ".join(_BRIEF.repr(value).split())
+    return words if len(words) <= 60 else words[:57] + "..."
+
+
+def meant(name: object, names: Iterable[str]) -> str:
+    """How the refusal of an unknown name ends.
+
+    >>> meant("max_ngrams", ["max_ngram", "min_ngram"]), meant(5, ["max_ngram"])
+    ("; did you mean 'max_ngram'?", '.')
+    """
+    near = difflib.get_close_matches(shown(name), list(names), 1)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+def said(error: BaseException) -> str:
+    """What an error says, as another message quotes it: on one line, at most 120 characters, all of which can be sent;
+    its type where it says nothing or cannot."""
+    try:
+        words = " ".join(str(error).split()) or type(error).__name__
+    except Exception:
+        words = type(error).__name__
+    words = words.rstrip(".").encode(errors="backslashreplace").decode()
+    return words if len(words) <= 120 else words[:117] + "..."
+
+
+def check_value(entry: Any, value: object) -> tuple[bool, str]:
+    """Whether the metadata of a dataclass field allows a value, and what it allows."""
+    kind = entry.metadata["kind"]
+    is_text = isinstance(value, str) and bool(value)
+    if kind is int:
+        low, high = entry.metadata["low"], entry.metadata["high"]
+        fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        return fits, f"an integer from {low} to {high}"
+    if kind is float:
+        low, high = entry.metadata["low"], entry.metadata["high"]
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+        return fits, f"a number from {low:g} to {high:g}"
+    if kind is str:
+        return is_text, "a non-empty string"
+    if kind is None:
+        return value is None or is_text, "a non-empty string or null"
+    if kind is tuple:
+        words = entry.metadata["words"]
+        return isinstance(value, str) and value in words, f"one of {', '.join(map(repr, words))}"
+    if kind is list:
+        return isinstance(value, list | tuple) and bool(value), "a list of dictionaries, at least one"
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value), "a dictionary with string keys"
+
+
+def check_fields(config: Any, method: str) -> None:
+    """Raises ConfigError for the first field of a dataclass whose value its metadata does not allow."""
+    for entry in fields(config):
+        if "kind" not in entry.metadata:  # of a class of the user's own
+            continue
+        value = getattr(config, entry.name)
+        fits, allowed = check_value(entry, value)
+        if not fits:
+            raise ConfigError(f"{method}: {entry.name} must be {allowed}, not {shown(value)}.")

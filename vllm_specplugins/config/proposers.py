@@ -1,0 +1,169 @@
+"""One frozen dataclass per proposer, checked field by field."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_specplugins.config.checks import (
+    ConfigError,
+    check_fields,
+    choice,
+    integer,
+    number,
+    optional_text,
+    shown,
+    text,
+)
+
+MAX_NGRAM = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLookupConfig:
+    """`prompt_lookup`: copy what followed the last occurrence of the current n-gram.
+
+    Args:
+        max_ngram: longest n-gram, in tokens, that is looked up (tried first).
+        min_ngram: shortest n-gram whose match is still drafted from.
+        max_index_bytes: most memory of all requests' indexes together, 8 to 25 bytes a token; requests that find it
+            full are not drafted for. On Model Runner V2: of all references, 4 bytes a token, and at most 64 MiB.
+    """
+
+    max_ngram: int = integer(8, 1, MAX_NGRAM)
+    min_ngram: int = integer(2, 1, MAX_NGRAM)
+    max_index_bytes: int = integer(1 << 29, 1 << 20, 1 << 40)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "prompt_lookup")
+        if self.min_ngram > self.max_ngram:
+            raise ConfigError(
+                f"prompt_lookup: min_ngram must be at most max_ngram, which is {self.max_ngram}, not {self.min_ngram}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixLookupConfig:
+    """`suffix_lookup`: what most often followed the longest match, in the request's own text and in earlier outputs.
+
+    Args:
+        max_index_bytes: memory of all requests' own texts, 80 bytes a token, for a quarter more than each has and
+            512 tokens, taken at the start; requests that find it full are drafted for from the store alone.
+        store_bytes: memory of the store of earlier outputs, as much a token, taken at the start; where it is full,
+            those used longest ago go.
+        store_path: file that the store is loaded from at the start, and saved to; null: it is lost with the process.
+        save_every_s: seconds from one save to the next.
+        min_confidence: a draft ends before a token whose chance, by what was accepted before, is less.
+    """
+
+    max_index_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
+    store_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
+    store_path: str | None = optional_text()
+    save_every_s: int = integer(300, 1, 1_000_000)
+    min_confidence: float = number(0.1, 0, 1)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "suffix_lookup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRecyclingConfig:
+    """`token_recycling`: what the target last found likeliest behind each token, token after token.
+
+    Args:
+        max_table_bytes: most memory of all tenants' tables together, 5 bytes for each token of the vocabulary and each
+            tenant (`cache_salt`); where there is no more, the tenant that asked longest ago loses its own.
+    """
+
+    max_table_bytes: int = integer(1 << 25, 1 << 16, 1 << 36)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "token_recycling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyExitConfig:
+    """`early_exit`: the target's first layers, its final norm and its head draft.
+
+    Args:
+        exit_layer: how many layers draft, from the first one on; at most as many as the target has.
+        draft_sample_method: "greedy" drafts the likeliest token (q is one-hot); "probabilistic" samples from the
+            exit at the request's temperature, and is accepted more often where that is high; "coupled" lets the exit
+            run the race that verification will run, with the same noise and the request's temperature, top-k, top-p
+            and min-p: nearly as often accepted, q is one-hot, and a seeded request says the same whatever is drafted.
+        exit_head: folder of a trained head (see proposers/exit_head.py); None is the target's own norm and head.
+        look_ahead: folder of trained embeddings (`python -m vllm_specplugins train-look-ahead`) that stand for draft
+            tokens not yet known, so that one pass through the layers drafts all; None: a pass for each token.
+    """
+
+    exit_layer: int = integer(1, 1, 10_000)
+    draft_sample_method: str = choice("greedy", "probabilistic", "coupled")
+    exit_head: str | None = optional_text()
+    look_ahead: str | None = optional_text()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "early_exit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JumpConfig:
+    """`jump`: a trained part guesses the state in front of the target's last layers from its embedding of the newest
+    token and its last hidden state; these layers run on the target's own KV cache, and its norm and head draft.
+
+    Args:
+        head: folder of the trained part (`python -m vllm_specplugins train-jump`), which says what runs.
+        draft_sample_method: as of `early_exit`.
+    """
+
+    head: str = text()
+    draft_sample_method: str = choice("greedy", "probabilistic", "coupled")
+
+    def __post_init__(self) -> None:
+        check_fields(self, "jump")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaConfig:
+    """`medusa`: trained heads on the target's last hidden state draft a token each, in one pass and without layers.
+
+    Args:
+        heads: folder of the heads, in the format of FasterDecoding or of vLLM; as many as num_speculative_tokens, at
+            least. (A dictionary with `model` in its place asks for vLLM's own method, where that still exists.)
+        draft_sample_method: as of `early_exit`.
+    """
+
+    heads: str = text()
+    draft_sample_method: str = choice("greedy", "probabilistic", "coupled")
+
+    def __post_init__(self) -> None:
+        check_fields(self, "medusa")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomConfig:
+    """`custom`: a proposer of the user's own.
+
+    Args:
+        proposer: "package.module:Class"; the class is called with (options, context) and follows
+            `draft.Proposer`.
+        options: handed to the class unchanged.
+    """
+
+    proposer: str = text()
+    options: dict[str, Any] = field(default_factory=dict, metadata={"kind": dict})
+
+    def __post_init__(self) -> None:
+        check_fields(self, "custom")
+        module, colon, name = self.proposer.partition(":")
+        dotted = [*module.split("."), name]
+        if not colon or not all(part.isidentifier() for part in dotted):
+            raise ConfigError(f"custom: proposer must be written 'package.module:Class', not {shown(self.proposer)}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredConfig(CustomConfig):
+    """A method that another package registers, whose class has a `Config` dataclass.
+
+    Args:
+        settings: an instance of that, handed to the class instead of options.
+    """
+
+    settings: Any = None

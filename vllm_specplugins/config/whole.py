@@ -1,0 +1,81 @@
+"""The whole of a `speculative_config`: what all methods share, and the method's own part."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Self
+
+from vllm_specplugins.config.checks import ConfigError, check_fields, check_value, choice, integer, meant, shown
+
+MAX_NUM_SPECULATIVE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonConfig:
+    """What every method takes beside its own fields.
+
+    Args:
+        num_speculative_tokens: K, the most draft tokens a request gets in one step.
+        time_budget_ms: longest that a proposer that runs on the host, or a stage of a cascade, may take for one step;
+            one that takes longer loses that step's drafts.
+        verification: "fused" verifies, and samples, with kernels/rejection: exact for every sampling parameter, and a
+            seeded request's output depends on neither drafts nor batch; "vllm" leaves both to vLLM.
+        rejection: "token" accepts draft tokens one by one, "block" looks at a whole draft before it decides, which
+            keeps more of drafts that are sampled (draft_sample_method "probabilistic").
+    """
+
+    num_speculative_tokens: int = integer(5, 1, MAX_NUM_SPECULATIVE_TOKENS)
+    time_budget_ms: int = integer(1000, 1, 60_000)
+    verification: str = choice("fused", "vllm")
+    rejection: str = choice("token", "block")
+
+    def __post_init__(self) -> None:
+        check_fields(self, "speculative_config")
+        if self.verification == "vllm" and self.rejection != "token":
+            raise ConfigError(
+                f"speculative_config: rejection must be 'token' where verification is 'vllm', not {self.rejection!r}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecConfig:
+    """One parsed `speculative_config`: the method's name, what all methods share, and the method's own part."""
+
+    method: str
+    common: CommonConfig
+    own: Any
+
+    @classmethod
+    def parse(cls, method: str, own_type: type, raw: Mapping[str, Any]) -> Self:
+        """Builds the configuration of `method` from the user's dictionary (without its "method" key).
+
+        Raises:
+            ConfigError: unknown key, wrong type, value out of range, or values that contradict each other.
+        """
+        common_names = [entry.name for entry in fields(CommonConfig)]
+        own_names = [entry.name for entry in fields(own_type)]
+        for key in raw:
+            if key not in common_names and key not in own_names:
+                names = own_names + common_names
+                allowed = ", ".join(names) + meant(key, names)
+                raise ConfigError(f"{method}: {shown(key)} is not a field; the fields are {allowed}")
+        for entry in fields(own_type):
+            if entry.name not in raw and entry.default is MISSING and entry.default_factory is MISSING:
+                allowed = (
+                    f"it must be {check_value(entry, None)[1]}" if "kind" in entry.metadata else "it has no default"
+                )
+                raise ConfigError(f"{method}: {entry.name} is missing; {allowed}.")
+        common = CommonConfig(**{key: value for key, value in raw.items() if key in common_names})
+        own = _made(own_type, method, {key: value for key, value in raw.items() if key in own_names})
+        return cls(method=method, common=common, own=own)
+
+
+def _made(own_type: type, method: str, values: Mapping[str, Any]) -> Any:
+    """A configuration, checked; the class may be another package's."""
+    try:
+        own = own_type(**values)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{method}: its configuration is refused ({type(error).__name__}: {error}).") from error
+    check_fields(own, method)
+    return own
