@@ -15,8 +15,9 @@ PACKAGE = ROOT / "vllm_specplugins"
 MAY_IMPORT = {
     "config": set(),
     "draft": set(),
+    "counters": {"draft"},
     "structures": {"config", "draft"},
-    "proposers": {"config", "draft", "structures", "kernels"},
+    "proposers": {"config", "counters", "draft", "structures", "kernels"},
     "request_options": {"config"},
     "registered": set(),
     "methods": {"config", "draft", "proposers", "registered"},

@@ -14,7 +14,8 @@ from msgspec import msgpack
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-from vllm_specplugins.draft import Feedback, StageCounters
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.draft import Feedback
 from vllm_specplugins.engine.metrics.export import Exporter
 from vllm_specplugins.engine.metrics.report import Reporter
 from vllm_specplugins.methods import parse_config

@@ -11,7 +11,7 @@ from cases import generate
 from conftest import INTERPRETED
 from hostile import HANGS, HOSTILE, HostileProposer, K
 
-from vllm_specplugins.draft import Counters
+from vllm_specplugins.counters import Counters
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.switch import MAX_FAULTS
 

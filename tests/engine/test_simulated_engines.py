@@ -18,7 +18,7 @@ from simulated_device.device import Device
 from simulated_device.guard import DeviceError
 from simulated_device.tape import CaptureError
 
-from vllm_specplugins.draft import Counters
+from vllm_specplugins.counters import Counters
 from vllm_specplugins.engine.v2.arriving import Arriving
 
 NUM_TOKENS = 13  # one from the prompt and three whole steps of K + 1

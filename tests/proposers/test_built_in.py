@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_specplugins.draft import Draft, DraftBatch, Offer, ProposerContext, StageCounters
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.draft import Draft, DraftBatch, Offer, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.built_in import Offered
 from vllm_specplugins.proposers.drafted import of_stage

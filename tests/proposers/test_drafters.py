@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, StageConfig
-from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext, Sampling, StageCounters, Target
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext, Sampling, Target
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.cascade import Cascade

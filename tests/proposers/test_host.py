@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_specplugins.draft import StageCounters
+from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.proposers.accounts import Accounts
 from vllm_specplugins.proposers.costs import StepCosts, worth_of_a_ms
 from vllm_specplugins.proposers.drafted import Drafted, of_stage

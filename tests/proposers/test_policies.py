@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from vllm_specplugins.config import EarlyExitConfig
-from vllm_specplugins.draft import DraftBatch, ProposerContext, Sampling, StageCounters, Target
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.draft import DraftBatch, ProposerContext, Sampling, Target
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
 from vllm_specplugins.proposers.drafters import Allowed, Drafter, Extend, First
 from vllm_specplugins.proposers.early_exit import EarlyExit

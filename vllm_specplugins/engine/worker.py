@@ -96,7 +96,7 @@ class _WithProposer:
             fit(max_model_len)
 
     def specplugins_stats(self) -> dict[str, Any]:
-        """Our counters (draft.Counters) as a dictionary; for `LLM.collective_rpc`."""
+        """Our counters (counters.Counters) as a dictionary; for `LLM.collective_rpc`."""
         return asdict(self._barrier.totals())
 
     def specplugins_store(self, action: str = "stats") -> dict[str, dict[str, int]]:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_specplugins.draft import Draft, Int32Array, StageCounters, count
+from vllm_specplugins.counters import StageCounters, count
+from vllm_specplugins.draft import Draft, Int32Array
 from vllm_specplugins.proposers.drafted import Drafted, dense_logits
 from vllm_specplugins.proposers.host import accounts as host
 from vllm_specplugins.proposers.records import Ints, with_room

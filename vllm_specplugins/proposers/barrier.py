@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vllm_specplugins.draft import Counters, Draft, DraftBatch, Feedback, Proposer
+from vllm_specplugins.counters import Counters
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer
 from vllm_specplugins.proposers.acceptance import Acceptance
 from vllm_specplugins.proposers.checks import checked_draft
 from vllm_specplugins.proposers.guard import Guard

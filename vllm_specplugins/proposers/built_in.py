@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specplugins.config import BuiltInConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, StageCounters
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.proposers.drafted import Array, Drafted, columns, nothing, of_stage, picked
 from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from vllm_specplugins.config import CascadeConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext, StageCounters
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext
 from vllm_specplugins.proposers.accounts import Accounts
 from vllm_specplugins.proposers.auto import Auto
 from vllm_specplugins.proposers.built_in import BuiltIn, Offered

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.draft import DraftBatch, StageCounters
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.proposers.drafted import Array, Drafted, nothing
 from vllm_specplugins.proposers.drafters import Drafter
 from vllm_specplugins.proposers.guard import Guard

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_specplugins.draft import StageCounters, count
+from vllm_specplugins.counters import StageCounters, count
 from vllm_specplugins.proposers.drafted import Array, Drafted, columns
 from vllm_specplugins.proposers.records import with_room
 

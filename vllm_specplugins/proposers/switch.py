@@ -17,7 +17,7 @@ Clock = Callable[[], float]
 
 
 class Health(Protocol):
-    """Where a guard counts: draft.Counters, or draft.StageCounters."""
+    """Where a guard counts: counters.Counters, or counters.StageCounters."""
 
     faults: dict[str, int]
     switched_off: bool

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.draft import StageCounters
+from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.proposers.drafted import Drafted
 from vllm_specplugins.proposers.exit_gate import Brought, ExitGate, Floats
 from vllm_specplugins.proposers.records import Rows, with_room

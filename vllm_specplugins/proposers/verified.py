@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplugins.draft import DraftBatch, StageCounters, Target
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.draft import DraftBatch, Target
 from vllm_specplugins.proposers.drafted import Array, Drafted, columns, nothing, of_stage, picked, stacked
 from vllm_specplugins.proposers.drafters import Drafter
 from vllm_specplugins.proposers.early_exit import EarlyExit

@@ -15,7 +15,7 @@ import torch
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
 from vllm.v1.outputs import ECConnectorOutput
 
-from vllm_specplugins.draft import Counters, StageCounters
+from vllm_specplugins.counters import Counters, StageCounters
 from vllm_specplugins.engine.metrics.clock import LONGEST_LIST, DeviceClock
 from vllm_specplugins.engine.metrics.names import REPORT, key
 from vllm_specplugins.proposers.barrier import FaultBarrier

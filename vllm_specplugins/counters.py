@@ -1,0 +1,112 @@
+"""Running totals: what was drafted, accepted and went wrong, for logs, metrics and `specplugins_stats`."""
+
+from collections import Counter as Tally
+from dataclasses import dataclass, field
+
+from vllm_specplugins.draft import Feedback, Int32Array
+
+
+@dataclass(slots=True)
+class StageCounters:
+    """Running totals of one stage of a cascade: its tokens, those of them that the stage behind it kept, or that
+    went to the target where there is none, those that the target accepted, and the time it took."""
+
+    drafted: int = 0
+    kept: int = 0
+    accepted: int = 0
+    ms: float = 0.0
+    faults: dict[str, int] = field(default_factory=dict)  # by kind
+    switched_off: bool = False
+    times_switched_off: int = 0
+    pause_s: float = 0.0  # the last one
+    asked: int = 0  # how often it was asked to draft for a request
+    drafts: int = 0  # of those, how many it had one for that went to the target
+    verified: int = 0  # of the tokens that went to the target, those that the scheduler had it look at
+    accepted_at: list[int] = field(default_factory=list)  # by position in the request's draft
+    gate_lengths: list[int] = field(default_factory=list)  # how often the gate chose each length, 0 first
+
+    def add_fate(self, position: int, is_accepted: bool) -> None:
+        """Counts what the target made of a token at this position of a draft."""
+        self.verified += 1
+        if is_accepted:
+            self.accepted += 1
+            count(self.accepted_at, position)
+
+
+def _troubles(counters: "StageCounters | Counters") -> str:
+    """What went wrong, for a log."""
+    if not counters.faults:
+        return ""
+    off = f", switched off {counters.times_switched_off} times" if counters.times_switched_off else ""
+    return f", faults: {counters.faults}{off}{' (now)' if counters.switched_off else ''}"
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals over all requests, for logs and `LLM.collective_rpc("specplugins_stats")`."""
+
+    request_steps: int = 0  # steps of single requests that emitted a token
+    drafts: int = 0  # of those, how many verified a draft
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    propose_ms: float = 0.0
+    faults: dict[str, int] = field(default_factory=dict)  # by kind
+    stages: dict[str, StageCounters] = field(default_factory=dict)  # of a cascade
+    whole: StageCounters = field(default_factory=StageCounters)  # the method as if it were a stage
+    draft_lengths: list[int] = field(default_factory=list)  # how often a draft had each length, 0 first
+    switched_off: bool = False
+    times_switched_off: int = 0
+    pause_s: float = 0.0  # the last one
+
+    def summary(self) -> str:
+        """One line for a log.
+
+        >>> Counters(request_steps=4, drafts=2, drafted_tokens=6, accepted_tokens=3).summary()
+        '1.75 tokens a step, 50 % of 4 steps with a draft; drafted 6, accepted 3'
+        """
+        steps = max(1, self.request_steps)
+        words = [
+            f"{1 + self.accepted_tokens / steps:.2f} tokens a step, {self.drafts / steps:.0%} of {self.request_steps} "
+            f"steps with a draft; drafted {self.drafted_tokens}, accepted {self.accepted_tokens}".replace("%", " %")
+        ]
+        for name, stage in self.stages.items():
+            counts = f"drafted {stage.drafted}, kept {stage.kept}, accepted {stage.accepted}, {stage.ms:.0f} ms"
+            words.append(f"stage {name}: {counts}{_troubles(stage)}")
+        if self.faults:
+            words.append(_troubles(self).removeprefix(", "))
+        return "; ".join(words)
+
+    def add(self, feedback: Feedback) -> None:
+        """Counts one step's verification."""
+        drafted, accepted = feedback.num_draft.tolist(), feedback.num_accepted.tolist()
+        self.request_steps += len(drafted)
+        self.drafts += len(drafted) - drafted.count(0)
+        self.drafted_tokens += sum(drafted)
+        self.accepted_tokens += sum(accepted)
+        self.whole.verified, self.whole.accepted = self.drafted_tokens, self.accepted_tokens
+        for num, requests in Tally(accepted).items():
+            for position in range(num):
+                count(self.whole.accepted_at, position, requests)
+
+    def add_drafts(self, num_asked: int, num_draft: Int32Array) -> None:
+        """Counts one step's drafts: requests that wanted one, and the length [num_reqs] that each got."""
+        lengths = num_draft.tolist()
+        self.whole.asked += num_asked
+        self.whole.drafts += len(lengths) - lengths.count(0)
+        self.whole.drafted += sum(lengths)
+        self.whole.kept = self.whole.drafted
+        for length, requests in Tally(lengths).items():
+            count(self.draft_lengths, length, requests)
+
+
+def count(totals: list[int], index: int, more: int = 1) -> None:
+    """Adds to an entry of a list, which grows to have it.
+
+    >>> totals = [1]
+    >>> count(totals, 2)
+    >>> totals
+    [1, 0, 1]
+    """
+    if index >= len(totals):
+        totals.extend([0] * (index + 1 - len(totals)))
+    totals[index] += more
