@@ -33,7 +33,8 @@ MAY_IMPORT = {
         "kernels",
         "engine",
     },
-    "__main__": {"config", "methods", "tools"},
+    "arguments": {"config"},
+    "__main__": {"arguments", "config", "methods", "tools"},
     "__init__": {"config", "engine"},
 }
 HEAVY = {"vllm", "torch", "triton", "transformers"}

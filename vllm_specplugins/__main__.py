@@ -1,15 +1,24 @@
 """`python -m vllm_specplugins`: the command line. Parses arguments and imports nothing heavy before a command runs."""
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.arguments import (
+    dictionary,
+    fraction,
+    layer_list,
+    listed,
+    positive,
+    temperature,
+    whole,
+    words_list,
+)
+from vllm_specplugins.config import ConfigError
 
 # A command's module, and what it needs beside this package.
 COMMANDS = {
@@ -25,7 +34,6 @@ COMMANDS = {
     "replay": ("vllm_specplugins.tools.replay.command", ("torch", "transformers", "rich", "matplotlib")),
     "bench": ("vllm_specplugins.tools.bench.command", ("vllm", "torch", "transformers", "rich", "matplotlib")),
 }
-Value = TypeVar("Value")
 EXTRAS = {"rich": "tools", "matplotlib": "tools"}  # of pyproject.toml; what is not here comes with vLLM
 
 
@@ -34,87 +42,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message.removeprefix('argument ').rstrip('.')}.\n")
-
-
-def whole(low: int, high: int) -> Callable[[str], int]:
-    """Reads an integer in [low, high]."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be an integer from {low} to {high}, not {shown(text)}")
-        return value
-
-    return read
-
-
-def fraction(low: float, high: float) -> Callable[[str], float]:
-    """Reads a number between low and high, neither included."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = low
-        if not low < value < high:
-            raise argparse.ArgumentTypeError(f"must be a number between {low:g} and {high:g}, not {shown(text)}")
-        return value
-
-    return read
-
-
-def layer_list(text: str) -> list[int]:
-    """Reads layers, as in "1,2,4"."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"must be integers with commas between them, not {shown(text)}")
-    return [int(part) for part in parts]
-
-
-def temperature(text: str) -> float:
-    """Reads a number from 0 to 10, both included."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 10:
-        raise argparse.ArgumentTypeError(f"must be numbers from 0 to 10, not {shown(text)}")
-    return value
-
-
-def positive(text: str) -> float:
-    """Reads a number that is not negative."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of 0 or more, not {shown(text)}")
-    return value
-
-
-def words_list(text: str) -> list[str]:
-    """Reads names, as in "code,copy"."""
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def listed(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
-    """Reads values with commas between them."""
-    return lambda text: [read(part) for part in text.split(",")]
-
-
-def dictionary(text: str) -> dict[str, Any]:
-    """Reads a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, not {shown(text)}")
-    return value
 
 
 def parser() -> Parser:

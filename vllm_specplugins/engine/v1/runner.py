@@ -5,7 +5,7 @@ replaced, on that one runner, by one that sees all that the step knows.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.draft import DraftBatch, Feedback
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer, Target
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target.layers import FirstLayers
@@ -186,76 +186,96 @@ class _Adapter:
 
         A request in the middle of its prompt has sampled nothing and gets no draft.
         """
-        runner, input_batch = self._runner, self._runner.input_batch
+        input_batch = self._runner.input_batch
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
-        request_ids = [input_batch.req_ids[row] for row in rows]
-        requests = [self._request(request_id) for request_id in request_ids]
         num_tokens = input_batch.num_tokens_no_spec[rows]
-        limits = [
-            draft_limit(request.options, n, runner.num_spec_tokens, runner.max_model_len) if self._may_draft(row) else 0
-            for row, request, n in zip(rows, requests, num_tokens.tolist(), strict=True)
-        ]
-        target = None
-        if self._target is not None and rows:
-            seeds = [request.seed for request in requests]
-            target = self._target.of(rows, num_tokens, seeds, hidden_states, common_attn_metadata)
-            if self.verifier is not None:
-                verified = self.verifier.sampling(sampling_metadata).at(rows)
-                target = replace(
-                    target,
-                    sampling=replace(target.sampling, verified=verified),
-                    edit=self.verifier.edit_of_drafts(sampling_metadata, rows),
-                )
-        offer = None
-        if self._built_in is not None:
-            step = (
-                sampling_metadata,
-                hidden_states,
-                sample_hidden_states,
-                aux_hidden_states,
-                spec_decode_metadata,
-                common_attn_metadata,
-                slot_mappings,
-            )
-            takes_in_prompts = scheduler_output.total_num_scheduled_tokens > len(input_batch.req_ids) * (
-                1 + runner.num_spec_tokens
-            )
-            offer = self._barrier.call_built_in(
-                partial(self._built_in.offer, rows, scheduler_output, sampled_token_ids, *step),
-                is_timed=not takes_in_prompts,
-            )
+        requests = [self._request(input_batch.req_ids[row]) for row in rows]
+        seeds = [request.seed for request in requests]
+        target = self._target_of(rows, num_tokens, seeds, hidden_states, sampling_metadata, common_attn_metadata)
+        step = (
+            sampling_metadata,
+            hidden_states,
+            sample_hidden_states,
+            aux_hidden_states,
+            spec_decode_metadata,
+            common_attn_metadata,
+            slot_mappings,
+        )
         batch = DraftBatch(
-            request_ids=request_ids,
+            request_ids=[input_batch.req_ids[row] for row in rows],
             token_ids=Views.of_rows(view(input_batch.token_ids_cpu), rows, num_tokens.tolist()),
-            max_num_draft=np.array(limits, np.int32),
+            max_num_draft=self._limits(rows, requests, num_tokens),
             options=[request.options for request in requests],
             target=target,
-            offer=offer,
+            offer=self._offer(rows, scheduler_output, sampled_token_ids, step),
             likeliest=None if self.verifier is None else self.verifier.likeliest(rows),
         )
+        feedback = self._feedback(rows, batch.request_ids, scheduler_output, sampled_token_ids)
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if not self._drafts:
+            self._barrier.count(feedback)
+            return drafts
+        draft = self._barrier.propose(batch, feedback)
+        self._drafted_at = time.perf_counter()
+        self._keep(batch, draft)
+        for row, tokens, count in zip(rows, draft.token_ids.tolist(), draft.num_draft.tolist(), strict=True):
+            drafts[row] = tokens[:count]
+        return drafts
+
+    def _limits(self, rows: list[int], requests: list[_Request], num_tokens: Any) -> Any:
+        """Most draft tokens [num_reqs] int32 that each of these rows may get."""
+        most, longest = self._runner.num_spec_tokens, self._runner.max_model_len
+        limits = [
+            draft_limit(request.options, num, most, longest) if self._may_draft(row) else 0
+            for row, request, num in zip(rows, requests, num_tokens.tolist(), strict=True)
+        ]
+        return np.array(limits, np.int32)
+
+    def _target_of(
+        self, rows: list[int], num_tokens: Any, seeds: list[int], hidden_states: Any, sampling: Any, attention: Any
+    ) -> Target | None:
+        """What a model proposer sees of these rows; None where the method reads histories alone."""
+        if self._target is None or not rows:
+            return None
+        target = self._target.of(rows, num_tokens, seeds, hidden_states, attention)
+        if self.verifier is None:
+            return target
+        verified = self.verifier.sampling(sampling).at(rows)
+        edit = self.verifier.edit_of_drafts(sampling, rows)
+        return replace(target, sampling=replace(target.sampling, verified=verified), edit=edit)
+
+    def _offer(
+        self, rows: list[int], scheduler_output: Any, sampled_token_ids: list[list[int]], step: tuple[Any, ...]
+    ) -> Offer | None:
+        """What the proposer built into vLLM drafts, if one is a stage."""
+        if self._built_in is None:
+            return None
+        most_decoded = len(self._runner.input_batch.req_ids) * (1 + self._runner.num_spec_tokens)
+        return self._barrier.call_built_in(
+            partial(self._built_in.offer, rows, scheduler_output, sampled_token_ids, *step),
+            is_timed=scheduler_output.total_num_scheduled_tokens <= most_decoded,  # no prompt is taken in
+        )
+
+    def _feedback(
+        self, rows: list[int], request_ids: Sequence[str], scheduler_output: Any, sampled_token_ids: list[list[int]]
+    ) -> Feedback:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         num_draft = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32)
         only_decoded = scheduler_output.total_num_scheduled_tokens == len(rows) + num_draft.sum()
-        feedback = Feedback(
+        return Feedback(
             request_ids=request_ids,
             num_draft=num_draft,
             num_accepted=np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32),
             step_ms=(time.perf_counter() - self._drafted_at) * 1000 if only_decoded else None,
         )
-        if not self._drafts:
-            self._barrier.count(feedback)
-            return [[] for _ in sampled_token_ids]
-        draft = self._barrier.propose(batch, feedback)
-        self._drafted_at = time.perf_counter()
+
+    def _keep(self, batch: DraftBatch, draft: Draft) -> None:
+        """Keeps what the drafts were drawn from for their verification, ours or vLLM's."""
         if self.verifier is not None:
-            self.verifier.keep_draft(request_ids, draft.logits)
-        elif draft.logits is not None and target is not None:
-            runner._draft_probs = _probs(draft.logits, target.sampling.temperature)
-            runner._draft_prob_req_ids = request_ids
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        for row, tokens, count in zip(rows, draft.token_ids.tolist(), draft.num_draft.tolist(), strict=True):
-            drafts[row] = tokens[:count]
-        return drafts
+            self.verifier.keep_draft(batch.request_ids, draft.logits)
+        elif draft.logits is not None and batch.target is not None:
+            self._runner._draft_probs = _probs(draft.logits, batch.target.sampling.temperature)
+            self._runner._draft_prob_req_ids = batch.request_ids
 
 
 def _probs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
