@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from vllm_specplugins.config import ConfigError, SpecConfig, meant, shown
+from vllm_specplugins.engine.method_names import name_in_vllm, vllm_methods
 from vllm_specplugins.engine.versions import compat
 from vllm_specplugins.methods import METHODS, parse_config
 from vllm_specplugins.registered import registrations
@@ -76,18 +77,6 @@ def requested(args: Any) -> dict[str, Any] | None:
 
 def _field_name(key: Any) -> Any:
     return key.replace("-", "_") if isinstance(key, str) else key
-
-
-def vllm_methods() -> tuple[Any, ...]:
-    """Names of vLLM's own methods."""
-    from vllm.config.speculative import SpeculativeMethod
-
-    return get_args(SpeculativeMethod)
-
-
-def name_in_vllm(method: str) -> str:
-    """What vLLM is told that a method of ours is called: nothing that it would serve itself."""
-    return f"specplugins_{method}" if method in vllm_methods() else method
 
 
 def _wrap_speculative(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,9 +13,9 @@ from vllm.platforms import current_platform
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, MedusaConfig, SpecConfig, StageConfig
 from vllm_specplugins.engine import adaptive, scheduling
+from vllm_specplugins.engine.method_names import name_in_vllm
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
-from vllm_specplugins.engine.plugin import name_in_vllm
 from vllm_specplugins.engine.target.model_source import may_be_cut, uncuttable
 from vllm_specplugins.methods import (
     built_in_stage,

@@ -92,7 +92,7 @@ def _registered() -> Iterator[Finding]:
 
 
 def _methods_of_vllm() -> tuple[Any, ...]:
-    from vllm_specplugins.engine.plugin import vllm_methods
+    from vllm_specplugins.engine.method_names import vllm_methods
 
     return vllm_methods()
 
