@@ -152,10 +152,13 @@ class Offer:
     Args:
         token_ids: [num_reqs, K] int32.
         ms: how long that took.
+        chances: [num_reqs, K] float32, how likely it thinks it is that each token is accepted if those before it are;
+            None where it does not say.
     """
 
     token_ids: Int32Array
     ms: float
+    chances: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """A stage built into the engine: what it makes of the tokens that the engine offers, without an engine."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.draft import Draft, DraftBatch, Offer, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.built_in import Offered
 from vllm_specplugins.proposers.drafted import of_stage
@@ -99,3 +100,33 @@ def test_as_a_proposer() -> None:
     stage = build_proposer(config, CONTEXT)._stages[0]  # type: ignore[attr-defined]
     assert drafts_of(stage.propose(batch_of([[1], [2]], [[7, 8, 9]] * 2, room=2))) == [[7, 8], [7, 8]]
     assert stage.propose(batch_of([[1]], None)).num_draft.tolist() == [0]
+
+
+@pytest.mark.parametrize("policy", ["first", "auto"])
+def test_its_own_chances_reach_the_gate(policy: str) -> None:
+    """Of every second request it is sure, and right; of the others neither. Fails if the gate goes by the place in the
+    draft alone, or by another token's chance."""
+    config = {"method": "cascade", "policy": policy, "stages": [{**LOOKUP, "min_ngram": 5}, MODEL]}
+    proposer = build_proposer(parse_config(config), CONTEXT)
+    lengths: list[int] = []
+    for step in range(80):
+        is_sure = step % 2 == 0
+        batch = batch_of([[1, 2, 3, 4]], [[7, 8, 9]])
+        assert batch.offer is not None
+        chances = np.array([[0.995, 0.995, 0.2] if is_sure else [0.2, 0.995, 0.995]], np.float32)
+        batch = replace(batch, request_ids=[str(step)], offer=replace(batch.offer, chances=chances))
+        num_draft = proposer.propose(batch).num_draft
+        lengths.append(int(num_draft[0]))
+        num_right = np.minimum(num_draft, 2 if is_sure else 0)
+        proposer.observe(Feedback([str(step)], num_draft, num_right, step_ms=10.0 + 3.0 * lengths[-1]))
+    assert np.median(lengths[40::2]) == 2 and np.median(lengths[41::2]) == 0
+
+
+def test_chances_of_what_is_continued() -> None:
+    """Fails if tokens behind another stage's have the chances of those in front of them."""
+    batch = batch_of([[1]], [[7, 8, 9]])
+    assert batch.offer is not None
+    sure = replace(batch.offer, chances=np.array([[0.0, 0.75, 0.9375]], np.float32))
+    begun = of_stage(0, np.array([[7, 0, 0]], np.int32), np.array([1]), np.ones(1))
+    drafts = Offered(1, StageCounters(), K).draft(replace(batch, offer=sure), begun, np.array([2]))
+    assert drafts.confidence[0, : drafts.num_draft[0]].tolist() == [2.0, 4.0]

@@ -59,7 +59,7 @@ class Auto:
         offered, sure = None, np.full(len(wanted), FIRST_CONFIDENCE)
         if self.is_free:
             offered = self.second.draft(batch, begun, most)
-            sure, most = np.ascontiguousarray(offered.confidence[:, 0]), offered.num_draft
+            sure, most = offered.confidence, offered.num_draft
         rows = self.rows.of(batch.request_ids)
         kept, own = self.gate.shares(rows, found, self.index, sure, most, wanted, self.continues)
         self.accounts.add_lengths(self.index, own, most)

@@ -72,6 +72,7 @@ class Gate:
     def __init__(self, num_stages: int, width: int):
         self.records = Records(num_stages)
         self._width = width
+        self._unsaid = FIRST_CONFIDENCE + np.arange(width)
         self.num_context = 0  # tokens of all requests of this step, together
         self._costs = LoadCosts()
         self._sizes: set[int] = set()  # of batches that there have been
@@ -132,7 +133,7 @@ class Gate:
 
         Args:
             rows: [R], of the requests.
-            confidence: [R], of each draft's first token.
+            confidence: [R, K], of each draft's tokens, or [R], of the first of them.
             has_rival: [R], which of the requests the rival may draft for; None: all.
         """
         num_reqs = len(rows)
@@ -149,11 +150,11 @@ class Gate:
             lengths,
             rows,
             stage,
-            confidence,
+            self._of_each(confidence),
             most,
             -1 if rival is None else rival,
             ALL if has_rival is None else has_rival,
-            FIRST_CONFIDENCE,
+            self._unsaid,
             price,
             rival_price,
             draft_price,
@@ -176,7 +177,7 @@ class Gate:
 
         Args:
             rows: [R], of the requests.
-            confidence: [R], the stage's, of its first token.
+            confidence: the stage's; see `lengths`.
             most, wanted: [R], of the stage's tokens, and of all.
         """
         costs = self._costs.of(len(rows), self.num_context)
@@ -210,7 +211,7 @@ class Gate:
             rows,
             *drafts,
             stage,
-            confidence,
+            self._of_each(confidence),
             most,
             wanted,
             continues,
@@ -243,6 +244,12 @@ class Gate:
             return is_better
         self._quiet[stage + CHECKED] = 0
         return not is_better
+
+    def _of_each(self, confidence: Floats) -> Floats:
+        """[R, K], of each token; where only the first one's is known, a token is surer by 1 than the one before it."""
+        if confidence.ndim == 2:
+            return np.ascontiguousarray(confidence)
+        return confidence[:, None] + np.arange(self._width)
 
     def _explored(self, lengths: Ints, stage: int, most: Ints, costs: StepCosts, without: int) -> Ints:
         """Now and then one token for those, so many, who would get none, as often as EXPLORE_SHARE allows."""

@@ -37,8 +37,7 @@ class Gated:
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
         if self.is_free:
             drafts = self.drafter.draft(batch, begun, wanted)
-            confidence = np.ascontiguousarray(drafts.confidence[:, 0])
-            return drafts._replace(num_draft=self._lengths(batch, confidence, drafts.num_draft))
+            return drafts._replace(num_draft=self._lengths(batch, drafts.confidence, drafts.num_draft))
         lengths = self._lengths(batch, np.full(batch.num_reqs, FIRST_CONFIDENCE), wanted)
         self.num_drafted = max(lengths.tolist(), default=0)
         if self.num_drafted == 0:

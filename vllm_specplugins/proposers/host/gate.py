@@ -12,11 +12,11 @@ _ints, _table, _real = types.int64[::1], types.float64[:, ::1], types.float64
 
 
 @inlined
-def _worth(row: int, stage: int, sure: float, most: int, price: float, records: Any, worth: Any) -> tuple[float, int]:
+def _worth(row: int, stage: int, sure: Any, most: int, price: float, records: Any, worth: Any) -> tuple[float, int]:
     """See gate.worths, of one draft: into `worth` [K]; their sum, and how many tokens pay."""
     survival, total, length = 1.0, 0.0, 0
     for place in range(len(worth)):
-        survival *= chance(records, row, stage, sure + place)
+        survival *= chance(records, row, stage, sure[place])
         pays = place < most and survival >= price
         worth[place] = survival - price if pays else 0.0
         total += worth[place]
@@ -26,7 +26,7 @@ def _worth(row: int, stage: int, sure: float, most: int, price: float, records: 
 
 @compiled(
     types.int64(
-        *(_ints, _ints, types.int64, types.float64[::1], _ints, types.int64, types.boolean[::1], _real),
+        *(_ints, _ints, types.int64, _table, _ints, types.int64, types.boolean[::1], types.float64[::1]),
         *(_real, _real, _real, types.int64, types.int64, types.boolean, records_type, _table),
     )
 )
@@ -38,7 +38,7 @@ def choose(
     most: Any,
     rival: int,
     has_rival: Any,
-    rival_confidence: float,
+    rival_confidence: Any,
     price: float,
     rival_price: float,
     draft_price: float,
@@ -51,8 +51,10 @@ def choose(
     """See Gate.lengths: into `lengths`; how many requests that may have a draft get none.
 
     Args:
+        confidence: [R, K].
         rival: -1 without one.
         has_rival: [R], or empty: all.
+        rival_confidence: [K].
         price, rival_price: of a token of the stage and of the rival's, in tokens.
         draft_price: of drafting one token more for all.
         longest: of the drafts.
@@ -94,7 +96,7 @@ def _candidates(
     sure: Any,
     num_found: int,
     stage: int,
-    stage_sure: float,
+    stage_sure: Any,
     most: int,
     room: int,
     price: float,
@@ -114,7 +116,7 @@ def _candidates(
     own = 1.0
     alone[0], behind[0] = 0.0, found
     for place in range(len(alone) - 1):
-        own *= chance(records, row, stage, stage_sure + place)
+        own *= chance(records, row, stage, stage_sure[place])
         alone[place + 1], behind[place + 1] = alone[place], behind[place]
         if place < most:
             alone[place + 1] += max(0.0, own - price)
@@ -125,7 +127,7 @@ def _candidates(
 
 @compiled(
     types.int64(
-        *(_ints, _ints, _ints, types.int64[:, ::1], _table, _ints, types.int64, types.float64[::1], _ints, _ints),
+        *(_ints, _ints, _ints, types.int64[:, ::1], _table, _ints, types.int64, _table, _ints, _ints),
         *(types.boolean, _real, _real, types.int64, _real, records_type, _table),
     )
 )
@@ -152,6 +154,7 @@ def share(
 
     Args:
         stages, sure, num_found: of the drafts that there are.
+        stage_sure: [R, K].
         price: of a token to verify, in tokens.
         draft_price: of drafting one token more of the stage for all.
         longest: of the drafts.
