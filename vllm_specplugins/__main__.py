@@ -79,15 +79,18 @@ def _train_exit_head(subparsers: Any) -> None:
 
 
 def _train_jump(subparsers: Any) -> None:
-    words = "train what guesses the state in front of a model's last layers, so that they draft without the others"
+    words = (
+        "train what guesses the state in front of a model's head or last layers, so that they draft without the others"
+    )
     example = "Example: python -m vllm_specplugins train-jump MODEL --data corpus/*.txt --out HEAD"
     command = subparsers.add_parser("train-jump", help=words, description=f"Will {words}.", epilog=example)
     add = command.add_argument
-    add("--early-layers", type=whole(0, 10_000), default=1, metavar="E",
-        help="how many layers run for a token before the jump (default: 1)")  # fmt: skip
+    add("--early-layers", type=whole(0, 10_000), default=0, metavar="E",
+        help="how many layers run for a token before the jump (default: 0)")  # fmt: skip
     add("--late-layer", type=whole(0, 10_000), metavar="J",
-        help="how many layers lie before the first one behind the jump (default: all but one)")  # fmt: skip
-    add("--inner-size", type=whole(1, 1_000_000), default=512, metavar="R", help="of the part (default: 512)")
+        help="how many layers lie before the first one behind the jump (default: all, so that none runs)")  # fmt: skip
+    add("--inner-size", type=whole(1, 1_000_000), metavar="R",
+        help="of the part (default: 4 times the hidden size)")  # fmt: skip
     add("--num-draft", type=whole(1, 64), default=3, metavar="K",
         help="how many jumps it learns to make one behind the other (default: 3)")  # fmt: skip
     _training(command)
@@ -115,8 +118,11 @@ def _train_medusa(subparsers: Any) -> None:
 
 def _training(command: Any) -> None:
     """What all training takes."""
-    _common(command)
+    _common(command, needs_data=False)
     add = command.add_argument
+    add("--self", type=temperature, dest="own_text", metavar="T",
+        help="train on what the model itself says at this temperature (0: greedily) behind the beginnings of the rows "
+        "of --data, or of Python's standard library; it is sampled with vLLM, and kept in --out")  # fmt: skip
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the part; an interrupted run goes on there")
     add("--loss", choices=("cross-entropy", "acceptance", "both"), default="cross-entropy",
         help="what is made small: the cross-entropy with the model's own distribution, the negative log of the chance "
@@ -268,9 +274,10 @@ def _replay(subparsers: Any) -> None:
     add("--plot", type=Path, metavar="FILE", help="where to draw the speed by K, as PNG")
 
 
-def _common(command: Parser) -> None:
+def _common(command: Parser, needs_data: bool = True) -> None:
     command.add_argument("model", metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
-    command.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 text files")
+    add = command.add_argument
+    add("--data", type=Path, nargs="+", default=[], required=needs_data, metavar="FILE", help="UTF-8 text files")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

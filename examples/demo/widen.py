@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
+from widen_parts import widen_part
 
 TOLERANCE = 1e-4
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -129,6 +130,8 @@ def run(args: argparse.Namespace) -> None:
     for name in TOKENIZER_FILES:
         if (args.model / name).exists():
             shutil.copy(args.model / name, args.out / name)
+    for part in args.parts:
+        widen_part(part, args.out / part.resolve().name, args.hidden_factor, args.depth_factor)
     largest, same, num_tokens = check(args.model, args.out)
     print(f"{args.out}: {wide.num_parameters():,} parameters, {args.dtype}")
     argmax = "identical" if same else "DIFFERENT"
@@ -144,6 +147,10 @@ def main() -> None:
     parser.add_argument("--hidden-factor", type=int, default=4, help="power of 4 (default: 4)")
     parser.add_argument("--intermediate", type=int, default=7168, help="MLP width (default: 7168)")
     parser.add_argument("--depth-factor", type=int, default=1, help="layers per layer (default: 1)")
+    parser.add_argument(
+        "--parts", type=Path, nargs="+", default=[], metavar="DIR",
+        help="trained parts for MODEL (widen_parts.py), each widened into a folder of its name in OUT",
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     logging.disable_progress_bar()
     try:

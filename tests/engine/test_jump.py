@@ -28,16 +28,17 @@ def expected(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layer", [NUM_LAYERS // 2, NUM_LAYERS])
 @pytest.mark.parametrize("asynchronous", ASYNC)
 def test_exact_states_accept_everything(
-    engine: Any, prompts: Any, expected: Any, asynchronous: bool, tmp_path_factory: pytest.TempPathFactory
+    engine: Any, prompts: Any, expected: Any, asynchronous: bool, layer: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The invariant: the layers before the jump run, it adds nothing, and the others run behind it.
+    """The invariant: the layers before the jump run, it adds nothing, and the others, or none, run behind it.
 
     Fails if a layer is left out or run twice, if early states come normed, or if the late layers see another place,
     slot or request.
     """
-    head = write_head(tmp_path_factory.getbasetemp() / "exact", NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0)
+    head = write_head(tmp_path_factory.getbasetemp() / f"exact{layer}", layer, layer, 0.0)
     llm = engine(head, async_scheduling=asynchronous)
     before = spec_metrics(llm)
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
@@ -101,7 +102,7 @@ def test_stage(engine: Any, prompts: Any, expected: Any, policy: str, tmp_path: 
     [
         ({"num_layers": NUM_LAYERS + 1}, f"a head whose num_layers is {NUM_LAYERS}, not {NUM_LAYERS + 1}"),
         ({"hidden_size": 128}, "a head whose hidden_size is 256, not 128"),
-        ({"late_layer": NUM_LAYERS}, f"a head whose late_layer is from early_layers to {NUM_LAYERS - 1}, not"),
+        ({"late_layer": NUM_LAYERS + 1}, f"a head whose late_layer is from early_layers to {NUM_LAYERS}, not"),
         ({"early_layers": NUM_LAYERS}, "a head whose late_layer is from early_layers to"),
     ],
 )

@@ -130,8 +130,8 @@ DAMAGE: dict[str, Any] = {
     "other model": (rewritten(hidden_size=9), "whose hidden_size is 8, not 9"),
     "other depth": (rewritten(num_layers=7), "whose num_layers is 6, not 7"),
     "other inner size": (rewritten(inner_size=4), r"up.weight of shape \[4, 16\], not \[3, 16\]"),
-    "backwards": (rewritten(early_layers=5), "whose late_layer is from early_layers to 5, not 4"),
-    "behind the end": (rewritten(late_layer=6), "whose late_layer is from early_layers to 5, not 6"),
+    "backwards": (rewritten(early_layers=5), "whose late_layer is from early_layers to 6, not 4"),
+    "behind the end": (rewritten(late_layer=7), "whose late_layer is from early_layers to 6, not 7"),
 }
 
 

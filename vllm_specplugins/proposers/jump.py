@@ -1,11 +1,13 @@
-"""Jump: from the newest token straight to the target's last layers, on the target's own paged KV cache.
+"""Jump: from the newest token straight to the target's head or last layers, on the target's own paged KV cache.
 
 A trained part (jump_head.py) guesses what would stand in front of a late layer from what the target's last step, or the
 last jump, left behind the final norm, and from the newest token after a few early layers, or none. The layers behind
 run as they are, so one draft token costs their time and the head's. Their keys and values of the text are the
 target's; those of a draft go to the reserved slots, and verification overwrites them. So there is no second cache to
-fill and nothing to run over a prompt. What the state of the last token brings, EAGLE uses in a layer of its own (Li et
-al. 2024); that the target's cache can be read from a guessed state is how "economize" jumps. K: num_speculative_tokens.
+fill and nothing to run over a prompt. A jump may also end behind the last layer: then the part alone stands between a
+token and the head (Wertheimer et al. 2024, "Accelerating Production LLMs with Combined Token/Embedding Speculators").
+What the state of the last token brings, EAGLE uses in a layer of its own (Li et al. 2024); that the target's cache can
+be read from a guessed state is how "economize" jumps. K: num_speculative_tokens.
 """
 
 from collections.abc import Sequence

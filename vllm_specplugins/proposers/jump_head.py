@@ -20,7 +20,8 @@ class JumpHeadConfig:
 
     Args:
         early_layers: how many of the first layers run for a token before the jump; 0: its embedding alone is read.
-        late_layer: how many layers lie before the first one that runs behind the jump; all from there on run.
+        late_layer: how many layers lie before the first one that runs behind the jump; all from there on run. If it is
+            num_layers, none does.
         num_layers: of the target.
         hidden_size: H.
         inner_size: R.
@@ -90,6 +91,6 @@ class JumpHead:
 def check_jump(folder: str | Path, *, num_layers: int, hidden_size: int) -> JumpHeadConfig:
     """The configuration in a folder; ConfigError unless it holds a whole part for a model of these sizes."""
     config: JumpHeadConfig = KIND.check(folder, num_layers=num_layers, hidden_size=hidden_size)
-    if not config.early_layers <= config.late_layer < num_layers:
-        KIND.refuse(folder, f"a head whose late_layer is from early_layers to {num_layers - 1}", str(config.late_layer))
+    if not config.early_layers <= config.late_layer <= num_layers:
+        KIND.refuse(folder, f"a head whose late_layer is from early_layers to {num_layers}", str(config.late_layer))
     return config

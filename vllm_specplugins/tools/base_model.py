@@ -5,7 +5,7 @@ Knows nothing of vLLM. T: tokens, H: hidden size, V: vocabulary, L: layers.
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,24 @@ class BaseModel:
             del layers.forward  # what hid the class's own
         return logits
 
+    @torch.no_grad()
+    def go_on(
+        self, prompts: torch.Tensor, num_tokens: int, choose: Callable[[torch.Tensor, int], torch.Tensor]
+    ) -> list[list[int]]:
+        """Prompts [N, T] int64 and what follows, each up to the model's own end or to `num_tokens` together.
+
+        Args:
+            choose: the next tokens [N], from their logits [N, V] and from the place where they will stand.
+        """
+        cache, rows, fed = DynamicCache(), prompts, prompts
+        for place in range(prompts.shape[1], num_tokens):
+            states = self.model.base_model(fed, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+            fed = choose(self.logits(states), place)[:, None]
+            rows = torch.cat((rows, fed), dim=1)
+        ends = self.model.generation_config.eos_token_id
+        stops = {ends} if isinstance(ends, int) else set(ends or ())
+        return [_until(row, prompts.shape[1], stops) for row in rows.tolist()]
+
     def passes(self, first: int, num_tokens: int, end: int | None = None, normed: bool = True) -> "Passes":
         """The layers [first, end), or all from there on, over a row of so many tokens."""
         return Passes(self.cut(first, self.num_layers if end is None else end, normed), num_tokens)
@@ -144,6 +162,11 @@ class Exit:
         if self.head is not None:
             return self.head.logits(hidden_states.float())
         return base.logits(base.model.base_model.norm(hidden_states))
+
+
+def _until(row: list[int], begin: int, stops: set[int]) -> list[int]:
+    """Up to the first stop from `begin` on, which is kept."""
+    return row[: next((end + 1 for end in range(begin, len(row)) if row[end] in stops), len(row))]
 
 
 def overlap(full_logits: torch.Tensor, exit_logits: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,24 @@ MIN_ROW_TOKENS = 8  # what is left of a file after its last whole row counts fro
 
 
 def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[list[int]]:
-    """Rows of MIN_ROW_TOKENS to `row_tokens` token ids, cut from each file in order.
-
-    Every row begins with the tokenizer's <bos>, if it has one; no row spans two files.
+    """See rows_of.
 
     Raises:
         ConfigError: a file that cannot be read, is not UTF-8, or holds nothing.
     """
+    return rows_of(map(read_text, files), tokenizer, row_tokens)
+
+
+def rows_of(texts: Iterable[str], tokenizer: Any, row_tokens: int) -> list[list[int]]:
+    """Rows of MIN_ROW_TOKENS to `row_tokens` token ids, cut from each text in order.
+
+    Every row begins with the tokenizer's <bos>, if it has one; no row spans two texts.
+    """
     prefix: list[int] = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
     width = row_tokens - len(prefix)
     rows: list[list[int]] = []
-    for file in files:
-        ids: list[int] = tokenizer(read_text(file), add_special_tokens=False)["input_ids"]
+    for text in texts:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         cuts = (ids[start : start + width] for start in range(0, len(ids), width))
         rows += [prefix + cut for cut in cuts if len(prefix) + len(cut) >= MIN_ROW_TOKENS]
     return rows

@@ -51,10 +51,16 @@ class PagedForward:
     def hidden_states_of(
         self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
+        layers = self._speculator.first_layers
+        if first_layer == end_layer:  # nothing attends
+            flat_states = states.reshape(-1, states.shape[-1])
+            alone: torch.Tensor = layers.of_states(end_layer, end_layer, flat_states, positions.reshape(-1), normed)
+            return alone.view(states.shape)
+
         def run(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             flat_states = states.reshape(-1, states.shape[-1])
             with self._attention(positions) as flat:
-                found = self._speculator.first_layers.of_states(first_layer, end_layer, flat_states, flat, normed)
+                found = layers.of_states(first_layer, end_layer, flat_states, flat, normed)
             return found.view(states.shape)
 
         return self._by_pieces(run, states, positions)

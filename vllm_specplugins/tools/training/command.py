@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +17,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
-from vllm_specplugins.tools.files import every_nth, make_folder, save_whole, token_rows
+from vllm_specplugins.tools.bench.library import is_held_out, library_files
+from vllm_specplugins.tools.files import every_nth, make_folder, rows_of, save_whole, token_rows
 from vllm_specplugins.tools.training.core import Settings, train
 from vllm_specplugins.tools.training.exit_head import ExitHeadSettings
 from vllm_specplugins.tools.training.jump import JumpSettings
 from vllm_specplugins.tools.training.look_ahead import LookAheadSettings
 from vllm_specplugins.tools.training.medusa import MedusaSettings
+from vllm_specplugins.tools.training.own_text import own_rows
 from vllm_specplugins.tools.training.parts import Part
 from vllm_specplugins.tools.training.report import card, show
-from vllm_specplugins.tools.training.scores import scores
+from vllm_specplugins.tools.training.scores import own_texts, scores
 
 PARTS: dict[str, type[Settings]] = {
     "train-exit-head": ExitHeadSettings,
@@ -33,7 +36,8 @@ PARTS: dict[str, type[Settings]] = {
     "train-medusa": MedusaSettings,
 }
 MAX_SCORED_ROWS = 64
-NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration
+NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration, where the part does not fix it
+BUILT_IN_FILES = 300  # of the standard library
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,9 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device must be cpu, not cuda: torch finds no GPU.")
     make_folder(args.out)
-    rows = token_rows(args.data, load_tokenizer(args.model), args.row_tokens)
-    if len(rows) < 2:
-        raise ConfigError(f"--data must hold at least 2 rows of up to {args.row_tokens} tokens, not {len(rows)}.")
+    rows = _rows(args)
     heldout = set(every_nth(len(rows), max(1, round(len(rows) * args.heldout))))
     base = BaseModel.load(args.model, device)
     settings = _settings(args, base, zlib.crc32(json.dumps(rows).encode()))
@@ -54,8 +56,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         with _interrupts() as interrupts:
             part = _train_with_progress(base, train_rows, settings, args.out, lambda: bool(interrupts))
+        config = part.serving(args.out)
+        config.setdefault("num_speculative_tokens", NUM_SCORED_TOKENS)
+        texts = [own_texts(base, test_rows, temperature) for temperature in (0.0, 1.0)]
+        num_draft = config["num_speculative_tokens"]
         parts = settings.begin(base, train_rows), part
-        before, after = (scores(base, test_rows, part, NUM_SCORED_TOKENS) for part in parts)
+        before, after = (scores(base, *texts, part, num_draft) for part in parts)
     except KeyboardInterrupt:
         Console(stderr=True).print(
             f"Interrupted. The training is saved in {args.out}: the same command goes on from there.",
@@ -65,13 +71,42 @@ def run(args: argparse.Namespace) -> int:
         return 130
     except torch.OutOfMemoryError:
         raise ConfigError("--batch-tokens and --row-tokens must be smaller: the GPU's memory is full.") from None
-    config = part.serving(args.out)
-    config.setdefault("num_speculative_tokens", NUM_SCORED_TOKENS)
-    num_tokens = sum(map(len, test_rows))
+    num_tokens = sum(len(text.row) - text.begin for text in (*texts[0], *texts[1]))
     words = card(before, after, config, settings, num_tokens)
     save_whole(args.out, lambda folder: _write(folder / "README.md", words))
     show(before, after, config, args.out, num_tokens)
     return 0
+
+
+def _rows(args: argparse.Namespace) -> list[list[int]]:
+    """The text to train and to score on; with --self it is sampled here, or read where it was before.
+
+    Raises:
+        ConfigError: there is no text, or too little; see own_rows.
+    """
+    tokenizer = load_tokenizer(args.model)
+    if not args.data and args.own_text is None:
+        raise ConfigError("--data must be UTF-8 text files where there is no --self, not missing.")
+    rows = token_rows(args.data, tokenizer, args.row_tokens) if args.data else _built_in(tokenizer, args.row_tokens)
+    if len(rows) < 2:
+        raise ConfigError(f"--data must hold at least 2 rows of up to {args.row_tokens} tokens, not {len(rows)}.")
+    if args.own_text is None:
+        return rows
+    batch_rows = max(1, args.batch_tokens // args.row_tokens)
+    wanted = math.ceil(args.steps * batch_rows / (1 - args.heldout)) + 2  # no step needs more
+    rows = [rows[index] for index in every_nth(len(rows), wanted)]
+    with _progress() as progress:
+        task = progress.add_task("sampling text", total=len(rows))
+        return own_rows(
+            args.model, rows, args.row_tokens, args.own_text, args.seed, args.out,
+            lambda count: progress.update(task, completed=count),
+        )  # fmt: skip
+
+
+def _built_in(tokenizer: Any, row_tokens: int) -> list[list[int]]:
+    """Rows of the standard library, without what `bench` asks."""
+    texts = [text for source, text in library_files() if not is_held_out(source)]
+    return rows_of([texts[index] for index in every_nth(len(texts), BUILT_IN_FILES)], tokenizer, row_tokens)
 
 
 def _settings(args: argparse.Namespace, base: BaseModel, data: int) -> Settings:
@@ -79,7 +114,9 @@ def _settings(args: argparse.Namespace, base: BaseModel, data: int) -> Settings:
     kind = PARTS[args.command]
     values = {entry.name: getattr(args, entry.name) for entry in fields(kind) if hasattr(args, entry.name)}
     if values.get("late_layer", 0) is None:
-        values["late_layer"] = base.num_layers - 1
+        values["late_layer"] = base.num_layers
+    if values.get("inner_size", 0) is None:
+        values["inner_size"] = 4 * base.hidden_size
     settings = kind(**{**values, "data": data})
     settings.check(base)
     return settings
@@ -104,15 +141,19 @@ def _interrupts() -> Iterator[list[int]]:
 def _train_with_progress(
     base: BaseModel, rows: Sequence[Sequence[int]], settings: Settings, out: Path, interrupted: Callable[[], bool]
 ) -> Part:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with _progress() as progress:
         task = progress.add_task("training", total=settings.steps)
 
         def advance(step: int, loss: float) -> None:
             progress.update(task, completed=step, description=f"training, loss {loss:.3f}")
 
         return train(base, rows, settings, out, advance, interrupted)
+
+
+def _progress() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _write(path: Path, words: str) -> None:

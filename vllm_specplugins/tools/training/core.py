@@ -39,6 +39,7 @@ class Settings:
         seed: of the order of the rows.
         heldout: share of the rows that is not trained on.
         data: checksum of the token ids.
+        own_text: temperature at which the model wrote the text; None: others did.
         loss: one of LOSSES.
         num_draft: how many draft tokens it learns to say one behind the other.
     """
@@ -51,6 +52,7 @@ class Settings:
     seed: int
     heldout: float
     data: int
+    own_text: float | None = None
     loss: str = "cross-entropy"
     num_draft: int = 1
 
@@ -189,7 +191,7 @@ def _resume(path: Path, settings: Settings, parameters: dict[str, Any], optimize
         raise whole from error
     if differing:
         name = differing[0]
-        flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
+        flag = {"model": "MODEL", "own_text": "--self"}.get(name, "--" + name.replace("_", "-"))
         found = "other text" if name == "data" else shown(getattr(settings, name))
         was = "the text" if name == "data" else shown(stored.get(name))
         raise ConfigError(f"{flag} must be {was}, as in the run in {path.parent}, or --out new, not {found}.")

@@ -34,7 +34,11 @@ class JumpSettings(Settings):
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
         """See Settings."""
         last = base.num_layers - 1
-        return {"early_layers": (0, last), "late_layer": (self.early_layers, last), "inner_size": (1, 1_000_000)}
+        return {
+            "early_layers": (0, last),
+            "late_layer": (self.early_layers, base.num_layers),
+            "inner_size": (1, 1_000_000),
+        }
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> "TrainedJump":
         """See Settings."""
@@ -65,6 +69,8 @@ class TrainedJump:
         gram, cross = torch.zeros(2 * hidden, 2 * hidden), torch.zeros(2 * hidden, hidden)
         for states in base.hidden_states(rows):
             early, late, last = (states[index].float().cpu() for index in (early_layers, late_layer, -1))
+            if late_layer == base.num_layers:  # the final norm is still to come
+                late = late / base.norm_weight.cpu()
             both = torch.cat((F.rms_norm(early, (hidden,), eps=base.norm_eps)[1:], last[:-1]), dim=-1)
             gram += both.T @ both
             cross += both.T @ (late - early)[1:]

@@ -13,10 +13,12 @@ from rich.table import Table
 from vllm_specplugins.tools.training.core import Settings
 from vllm_specplugins.tools.training.scores import Scores
 
-COLUMNS = ("", "same token", "min(p, q)", "tokens a step")
+COLUMNS = ("", "same token, %", "min(p, q), %", "T 0", "T 1")
 MEANING = (
-    "Of each draft token, if those before it are the text's. same token: as the full model's, greedily; min(p, q): "
-    "accepted at temperature 1; tokens a step: at temperatures 0 and 1."
+    "On what the model says behind the beginnings of held-out rows. Of each draft token, if those before it are right: "
+    "same token, as the model's, at temperature 0; min(p, q), accepted at temperature 1 if drafts are probabilistic. "
+    "T 0, T 1: tokens a step, which is an engine's acceptance length with the K below; at temperature 1 with "
+    "draft_sample_method greedy, coupled and probabilistic."
 )
 CARD = """\
 # {method} for {model}
@@ -26,7 +28,7 @@ vllm-specplugins installed:
 
     vllm serve {model} --speculative-config {config}
 
-## On {num_tokens:,} held-out tokens
+## On {num_tokens:,} tokens
 
 {table}
 
@@ -43,7 +45,7 @@ The weights were made from those of {model} and from the text: their licences bi
 def show(before: Scores, after: Scores, config: dict[str, Any], out: Path, num_tokens: int) -> None:
     """Prints the scores and what to serve with."""
     console = Console()
-    table = Table(title=f"On {num_tokens:,} held-out tokens", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(title=f"On {num_tokens:,} tokens", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for title in COLUMNS:
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for row in _rows(before, after):
@@ -75,8 +77,9 @@ def _rows(before: Scores, after: Scores) -> list[list[str]]:
     return [
         [
             name,
-            *(", ".join(f"{share:.1%}" for share in shares) for shares in (found.match, found.overlap)),
-            f"{found.length:.2f}, {found.sampled_length:.2f}",
+            *(", ".join(f"{100 * share:.0f}" for share in shares) for shares in (found.match, found.overlap)),
+            f"{found.length:.2f}",
+            ", ".join(f"{length:.2f}" for length in found.sampled_lengths.values()),
         ]
         for name, found in (("as it began", before), ("trained", after))
     ]

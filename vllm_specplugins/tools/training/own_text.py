@@ -1,0 +1,63 @@
+"""`--self`: rows that the model wrote, sampled in the real engine, and kept in the folder of the part."""
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.engine.measure.texts import continued
+from vllm_specplugins.tools.files import save_whole
+
+FILE = "own_text.json"
+LOG = "own_text.log"
+PROMPT_SHARE = 4  # one token of so many is the prompt's
+
+
+def own_rows(
+    model: str,
+    rows: Sequence[Sequence[int]],
+    row_tokens: int,
+    temperature: float,
+    seed: int,
+    out: Path,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[list[int]]:
+    """The beginning of each row, a quarter of `row_tokens` at most, and what the model says behind it.
+
+    A second call with the same arguments reads what the first one wrote.
+
+    Raises:
+        ConfigError: `out` holds the text of other arguments, or cannot be read or written; the engine failed.
+    """
+    prompts = [list(row[: max(1, row_tokens // PROMPT_SHARE)]) for row in rows]
+    made_of = {"model": model, "self": temperature, "row_tokens": row_tokens, "seed": seed}
+    made_of["data"] = zlib.crc32(json.dumps(prompts).encode())
+    if (out / FILE).exists():
+        return _read(out, made_of)
+    if find_spec("vllm") is None:
+        raise ConfigError("--self needs vllm, which is not installed (pip install 'vllm-specplugins[vllm]').")
+    found = list(continued(model, prompts, row_tokens, temperature, seed, out / LOG, advance))
+    save_whole(out, lambda folder: _write(folder / FILE, {"made_of": made_of, "rows": found}))
+    return found
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content))
+
+
+def _read(out: Path, made_of: dict[str, Any]) -> list[list[int]]:
+    try:
+        content = json.loads((out / FILE).read_text())
+        stored, rows = dict(content["made_of"]), [list(map(int, row)) for row in content["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--out must be a folder whose {FILE} is whole, not {out}.") from error
+    for name, value in made_of.items():
+        if stored.get(name) != value:
+            flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
+            was = "the text" if name == "data" else shown(stored.get(name))
+            found = "other text" if name == "data" else shown(value)
+            raise ConfigError(f"{flag} must be {was}, as {FILE} in {out} was made with, or --out new, not {found}.")
+    return rows
