@@ -52,7 +52,13 @@ class FirstLayers:
     def of_states(
         self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer) of states in front of them."""
+        """Hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer) of states in front of them.
+
+        Where these are no layers, nothing attends, and no forward context is needed.
+        """
+        if first_layer == end_layer:  # a body's forward expects a residual that only layers leave
+            alone: torch.Tensor = self._body.norm(states) if normed else states
+            return alone
         return self._cut(first_layer, end_layer, normed)(None, positions, None, inputs_embeds=states)
 
     def _cut(self, first_layer: int, end_layer: int, normed: bool) -> Callable[..., torch.Tensor]:
@@ -70,7 +76,7 @@ class FirstLayers:
         states = torch.ones_like(self._body.norm.weight)[None]
         first = torch.zeros(1, dtype=torch.int64, device=states.device)
         try:
-            known = self.of_states(0, 0, states.clone(), first, normed=False)
+            known = self._cut(0, 0, normed=False)(None, first, None, inputs_embeds=states.clone())
         except (AttributeError, TypeError):
             return False
         return hasattr(self._body, "embed_input_ids") and torch.equal(known, states)

@@ -79,9 +79,9 @@ class _PagedForward:
     def hidden_states_of(
         self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        if first_layer == end_layer:  # nothing attends
+        if first_layer == end_layer:
             flat_states = states.flatten(0, -2)
-            return self._first_layers.of_states(end_layer, end_layer, flat_states, positions.view(-1), normed).view(
+            return self._first_layers.of_states(first_layer, end_layer, flat_states, positions, normed).view(
                 states.shape
             )
         with self._attention(positions) as flat:

@@ -52,9 +52,9 @@ class PagedForward:
         self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
         layers = self._speculator.first_layers
-        if first_layer == end_layer:  # nothing attends
+        if first_layer == end_layer:
             flat_states = states.reshape(-1, states.shape[-1])
-            alone: torch.Tensor = layers.of_states(end_layer, end_layer, flat_states, positions.reshape(-1), normed)
+            alone: torch.Tensor = layers.of_states(first_layer, end_layer, flat_states, positions, normed)
             return alone.view(states.shape)
 
         def run(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
