@@ -19,7 +19,7 @@ from pathlib import Path
 import prompts
 import torch
 from torch import nn
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 from widen_parts import widen_part
 
@@ -102,8 +102,8 @@ def widen(small: LlamaForCausalLM, config: LlamaConfig) -> LlamaForCausalLM:
 def check(small_path: Path, wide_path: Path) -> tuple[float, bool, int]:
     """(largest difference of logits in float32, whether every argmax agrees, number of held-out tokens)."""
     tokenizer = AutoTokenizer.from_pretrained(wide_path)
-    small = LlamaForCausalLM.from_pretrained(small_path, dtype=torch.float32)
-    wide = LlamaForCausalLM.from_pretrained(wide_path, dtype=torch.float32)
+    small = AutoModelForCausalLM.from_pretrained(small_path, dtype=torch.float32)
+    wide = AutoModelForCausalLM.from_pretrained(wide_path, dtype=torch.float32)
     largest, same, num_tokens = 0.0, True, 0
     for prompt in prompts.load_prompts("continue", 8):
         token_ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -113,6 +113,21 @@ def check(small_path: Path, wide_path: Path) -> tuple[float, bool, int]:
         same &= torch.equal(small_logits.argmax(-1), wide_logits.argmax(-1))
         num_tokens += token_ids.shape[1]
     return largest, same, num_tokens
+
+
+def check_same(small_path: Path, wide_path: Path) -> None:
+    """Says how far the logits are apart; ValueError if that is too far."""
+    largest, same, num_tokens = check(small_path, wide_path)
+    argmax = "identical" if same else "DIFFERENT"
+    print(f"max |difference| of logits: {largest:g} over {num_tokens} tokens; argmax {argmax}")
+    if largest > TOLERANCE or not same:
+        raise ValueError(f"logits differ by {largest:g}; allowed: at most {TOLERANCE:g}, and identical argmax")
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copy(source / name, target / name)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -127,17 +142,11 @@ def run(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     wide = widen(LlamaForCausalLM.from_pretrained(args.model, dtype=torch.float32), wide_config)
     wide.to(getattr(torch, args.dtype)).save_pretrained(args.out)
-    for name in TOKENIZER_FILES:
-        if (args.model / name).exists():
-            shutil.copy(args.model / name, args.out / name)
+    copy_tokenizer(args.model, args.out)
     for part in args.parts:
         widen_part(part, args.out / part.resolve().name, args.hidden_factor, args.depth_factor)
-    largest, same, num_tokens = check(args.model, args.out)
     print(f"{args.out}: {wide.num_parameters():,} parameters, {args.dtype}")
-    argmax = "identical" if same else "DIFFERENT"
-    print(f"max |difference| of logits: {largest:g} over {num_tokens} tokens; argmax {argmax}")
-    if largest > TOLERANCE or not same:
-        raise ValueError(f"logits differ by {largest:g}; allowed: at most {TOLERANCE:g}, and identical argmax")
+    check_same(args.model, args.out)
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ class MadeUpEngine:
         seconds = sum(answer.first_ms + sum(answer.step_ms) for answer in answers) / 1000
         steps = sum(len(answer.step_ms) for answer in answers)
         drafts = 0 if self._config is None else steps // 2
-        return Turn(seconds, answers, drafts, 4 * drafts, 3 * drafts)
+        return Turn(seconds, answers, seconds, drafts, 4 * drafts, 3 * drafts)
 
 
 @pytest.fixture

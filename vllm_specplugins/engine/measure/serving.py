@@ -66,6 +66,7 @@ class Turn:
     Args:
         seconds: from the first arrival to the last token.
         answers: in the order of the prompts.
+        cpu_seconds: for which the engine's threads computed, all of them together.
         num_drafts: how often a request's step had a draft.
         num_draft_tokens: how many tokens these held.
         num_accepted_tokens: how many of them were right.
@@ -74,6 +75,7 @@ class Turn:
 
     seconds: float
     answers: list[Answer]
+    cpu_seconds: float = 0.0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -197,11 +199,11 @@ def _serve(llm: Any, traffic: Traffic, clock: _Clock, ours: bool) -> Turn:
     )
     before = _totals(llm, ours)
     clock.wait()
-    start = clock.now()
+    start, cpu_start = clock.now(), time.process_time()
     answers = _answer(llm.llm_engine, traffic, params, clock)
-    seconds = clock.now() - start
+    seconds, cpu_seconds = clock.now() - start, time.process_time() - cpu_start
     totals = (after - earlier for after, earlier in zip(_totals(llm, ours), before, strict=True))
-    return Turn(seconds, answers, *totals)
+    return Turn(seconds, answers, cpu_seconds, *totals)
 
 
 def _answer(engine: Any, traffic: Traffic, params: Any, clock: _Clock) -> list[Answer]:
