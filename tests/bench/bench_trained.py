@@ -1,4 +1,4 @@
-"""Which trained part drafts fastest? All that can be trained, with the same text and about the same CPU time.
+"""Which trained part drafts fastest? All that can be trained for a model, with the same text and like CPU time.
 
     python tests/bench/bench_trained.py --model examples/demo/model --cache .cache/demo
     python tests/bench/bench_trained.py --cache .cache/plain         # first trains a target without exits, 40 minutes

@@ -105,8 +105,8 @@ class EarlyExitConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpConfig:
-    """`jump`: a trained part guesses the state in front of the target's last layers from its embedding of the newest
-    token and its last hidden state; these layers run on the target's own KV cache, and its norm and head draft.
+    """`jump`: a trained part guesses the state in front of the target's norm and head, which draft, from its embedding
+    of the newest token and its last hidden state; or in front of its last layers, which run on its own KV cache.
 
     Args:
         head: folder of the trained part (`python -m vllm_specplugins train-jump`), which says what runs.
