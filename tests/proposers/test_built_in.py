@@ -130,3 +130,37 @@ def test_chances_of_what_is_continued() -> None:
     begun = of_stage(0, np.array([[7, 0, 0]], np.int32), np.array([1]), np.ones(1))
     drafts = Offered(1, StageCounters(), K).draft(replace(batch, offer=sure), begun, np.array([2]))
     assert drafts.confidence[0, : drafts.num_draft[0]].tolist() == [2.0, 4.0]
+
+
+def test_spared_while_text_is_copied() -> None:
+    """Lookup drafts 6 tokens, the model 3. Fails if the model is spared where a draft was shorter, its own, cut short
+    or of one request alone; if it is left out for good; or if its time counts only where it ran."""
+    context = replace(CONTEXT, max_num_draft=6)
+    stages = [LOOKUP, {**MODEL, "num_speculative_tokens": 3}]
+    config = {"method": "cascade", "num_speculative_tokens": 6, "policy": "first", "stages": stages}
+    proposer: Any = build_proposer(parse_config(config), context)
+    copied, new = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3], [5, 6]
+    told: list[float] = []
+    proposer._add_times = lambda gate, feedback, step_ms: told.append(step_ms)
+    proposer._gate.lengths = lambda rows, stage, confidence, most, *rest: most
+
+    def step(*histories: list[int], room: int = 6, offered: int = 3, ms: float = 8.0) -> list[int]:
+        batch = batch_of(list(histories), [[7, 8, 9][:offered]] * len(histories), room)
+        assert batch.offer is not None
+        num_draft: list[int] = proposer.propose(replace(batch, offer=replace(batch.offer, ms=ms))).num_draft.tolist()
+        return num_draft
+
+    def needs(*accepted: int) -> bool:
+        ids, counts = [str(row) for row in range(len(accepted))], np.array(accepted, np.int32)
+        needed: bool = proposer.needs_built_in(ids, counts)
+        proposer.observe(Feedback(ids, counts, counts, step_ms=20.0))
+        return needed
+
+    assert needs(0), "nothing was drafted yet"
+    assert step(copied) == [6] and not needs(6)
+    assert step(copied, offered=0, ms=1.0) == [6] and needs(5), "cut short"
+    assert step(copied, room=5) == [5] and needs(5), "short"
+    assert step(new) == [3] and needs(3), "its own"
+    assert step(copied, new) == [6, 3] and needs(6, 3), "of one alone"
+    assert step(copied) == [6] and not needs(6)
+    assert told == [20.0, 20.0 + 8.0, 20.0, 20.0, 20.0, 20.0, 20.0 + 7.0]

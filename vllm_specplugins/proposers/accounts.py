@@ -53,6 +53,13 @@ class Accounts:
             return None
         return Fates(stage, confidence, known, accepted)
 
+    def went_on(self, rows: Ints, num_accepted: Int32Array, stage: int, least: int) -> bool:
+        """Whether of each request a draft of so many tokens or more was accepted whole, whose last one was not of this
+        stage."""
+        num_draft = self._num_draft[rows]
+        last = self._stage[rows, np.maximum(num_draft, 1) - 1]
+        return bool(((num_draft >= least) & (num_draft == num_accepted) & (last != stage)).all())
+
     def clear(self, rows: Ints) -> None:
         """Forgets these requests."""
         self._num_draft[rows] = 0

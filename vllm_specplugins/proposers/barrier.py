@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from vllm_specplugins.counters import Counters
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer
 from vllm_specplugins.proposers.acceptance import Acceptance
 from vllm_specplugins.proposers.checks import checked_draft
 from vllm_specplugins.proposers.guard import Guard
@@ -111,6 +111,11 @@ class FaultBarrier:
         """The offer of a cascade's stage that is built into the engine; None where it fails. See Guard."""
         guard: Guard | None = getattr(self.proposer, "built_in_guard", None)
         return work() if guard is None else guard.call_built_in(work, is_timed)
+
+    def needs_built_in(self, request_ids: Sequence[str], num_accepted: Int32Array) -> bool:
+        """See Cascade.needs_built_in; asked as a part of that work."""
+        needed: bool = getattr(self.proposer, "needs_built_in", lambda *_: True)(request_ids, num_accepted)
+        return needed
 
     def count(self, feedback: Feedback) -> None:
         """Counts one step's verification, and now and then logs the totals."""

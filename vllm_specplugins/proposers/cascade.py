@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_specplugins.config import CascadeConfig
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.proposers.accounts import Accounts
 from vllm_specplugins.proposers.auto import Auto
 from vllm_specplugins.proposers.built_in import BuiltIn, Offered
@@ -68,6 +68,7 @@ class Cascade:
         self._gated_stages: list[Gated | Auto] = []
         self._drafter = self._combine(config.rule)
         self._drafting_ms, self._num_context = 0.0, 0  # of the last step
+        self._is_needed, self._offer_ms = True, {True: 0.0, False: 0.0}  # of the stage that is built in
 
     def propose(self, batch: DraftBatch) -> Draft:
         """The stages' drafts, combined by the policy, as long as the gate thinks they pay."""
@@ -77,6 +78,7 @@ class Cascade:
                 guard.begin_step()
         if batch.offer is not None:
             self._counters[self._built_in].ms += batch.offer.ms
+            self._offer_ms[self._is_needed] = batch.offer.ms
         rows = self._rows.of(batch.request_ids)
         self._accounts.make_room(self._rows.num_rows)
         if self._gate is not None:
@@ -85,6 +87,18 @@ class Cascade:
         draft = self._accounts.put(rows, self._drafter.draft(batch, None, batch.max_num_draft.astype(np.int64)))
         self._drafting_ms = (time.perf_counter() - start) * 1000
         return draft
+
+    def needs_built_in(self, request_ids: Sequence[str], num_accepted: Int32Array) -> bool:
+        """Whether anybody may use what the stage built into the engine would draft in this step; asked before it runs.
+
+        Nobody may where of all requests a draft at least twice as long as its own, which another stage made or ended,
+        has just been accepted whole: as long as text is copied it costs no more than the tokens that it has to see.
+        """
+        self._is_needed = True
+        if self._gate is not None and self._context.num_ranks == 1:  # others do not know what became of drafts
+            rows, least = self._rows.known(request_ids), 2 * self._most[self._built_in]
+            self._is_needed = not self._accounts.went_on(rows, num_accepted, self._built_in, least)
+        return self._is_needed
 
     def fit(self, max_model_len: int) -> None:
         """See EarlyExit.fit."""
@@ -112,7 +126,9 @@ class Cascade:
         if self._gate is not None and fates is not None:
             self._gate.records.add(rows, *fates)
         if self._gate is not None and feedback.step_ms is not None:
-            self._add_times(self._gate, feedback, feedback.step_ms)
+            # Where it was spared text goes on as found, which says nothing of what tokens cost: as if it had run.
+            spared_ms = 0.0 if self._is_needed else self._offer_ms[True] - self._offer_ms[False]
+            self._add_times(self._gate, feedback, feedback.step_ms + max(0.0, spared_ms))
         for guard in self._guards.values():
             guard.observe(feedback)
 

@@ -6,7 +6,7 @@ does, whoever drafted them.
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from vllm_specplugins.draft import Offer
 from vllm_specplugins.engine.spec_config import for_built_in
 
 DRAFTERS = ("DFlashProposer", "DraftModelProposer", "EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer")
+BY_TOKEN = ("DraftModelProposer", "EagleProposer")  # which take in tokens and draft none where none are wanted
 
 
 @contextmanager
@@ -46,6 +47,8 @@ class BuiltInDrafter:
         self._runner = runner
         self._most = runner.speculative_config.built_in_tokens
         self._config = runner.speculative_config
+        kind = type(runner.drafter).__name__
+        self._runs_by_token = kind in BY_TOKEN and not self._config.parallel_drafting
         self._propose = runner.propose_draft_token_ids  # vLLM's own, bound
         # A drafter clamps positions at the end of the target's context, but not at an earlier end of its own.
         own_end = runner.effective_drafter_max_model_len
@@ -53,10 +56,16 @@ class BuiltInDrafter:
         self._config.disable_padded_drafter_batch = True
 
     def offer(
-        self, rows: Sequence[int], scheduler_output: Any, sampled_token_ids: list[list[int]], *step: Any
+        self,
+        is_needed: Callable[[], bool],
+        rows: Sequence[int],
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        *step: Any,
     ) -> Offer | None:
         """Its drafts for these rows; None where some request of the batch is too long for it.
 
+        Where they are not needed it only takes in the step's tokens, if it is one that runs once for each draft token.
         `step` is what `propose_draft_token_ids` gets behind the sampled tokens.
         """
         *tensors, common, slot_mappings = step
@@ -65,7 +74,8 @@ class BuiltInDrafter:
         start = time.perf_counter()
         padded = self._padded(sampled_token_ids)
         scheduler_output = copy.copy(scheduler_output)  # vLLM 0.33 may want fewer than K in a step
-        scheduler_output.num_spec_tokens_to_schedule = min(self._most, scheduler_output.num_spec_tokens_to_schedule)
+        most = 0 if self._runs_by_token and not is_needed() else self._most
+        scheduler_output.num_spec_tokens_to_schedule = min(most, scheduler_output.num_spec_tokens_to_schedule)
         with self._as_it_expects(scheduler_output, sampled_token_ids):
             # The metadata are changed.
             drafts = self._propose(scheduler_output, padded, *tensors, copy.copy(common), slot_mappings)

@@ -5,7 +5,7 @@ replaced, on that one runner, by one that sees all that the step knows.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -188,8 +188,9 @@ class _Adapter:
         """
         input_batch = self._runner.input_batch
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
+        request_ids = [input_batch.req_ids[row] for row in rows]
         num_tokens = input_batch.num_tokens_no_spec[rows]
-        requests = [self._request(input_batch.req_ids[row]) for row in rows]
+        requests = [self._request(request_id) for request_id in request_ids]
         seeds = [request.seed for request in requests]
         target = self._target_of(rows, num_tokens, seeds, hidden_states, sampling_metadata, common_attn_metadata)
         step = (
@@ -201,16 +202,18 @@ class _Adapter:
             common_attn_metadata,
             slot_mappings,
         )
+        num_accepted = np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32)
+        is_needed = partial(self._barrier.needs_built_in, request_ids, num_accepted)
         batch = DraftBatch(
-            request_ids=[input_batch.req_ids[row] for row in rows],
+            request_ids=request_ids,
             token_ids=Views.of_rows(view(input_batch.token_ids_cpu), rows, num_tokens.tolist()),
             max_num_draft=self._limits(rows, requests, num_tokens),
             options=[request.options for request in requests],
             target=target,
-            offer=self._offer(rows, scheduler_output, sampled_token_ids, step),
+            offer=self._offer(is_needed, rows, scheduler_output, sampled_token_ids, step),
             likeliest=None if self.verifier is None else self.verifier.likeliest(rows),
         )
-        feedback = self._feedback(rows, batch.request_ids, scheduler_output, sampled_token_ids)
+        feedback = self._feedback(request_ids, num_accepted, scheduler_output)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not self._drafts:
             self._barrier.count(feedback)
@@ -245,27 +248,30 @@ class _Adapter:
         return replace(target, sampling=replace(target.sampling, verified=verified), edit=edit)
 
     def _offer(
-        self, rows: list[int], scheduler_output: Any, sampled_token_ids: list[list[int]], step: tuple[Any, ...]
+        self,
+        is_needed: Callable[[], bool],
+        rows: list[int],
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        step: tuple[Any, ...],
     ) -> Offer | None:
         """What the proposer built into vLLM drafts, if one is a stage."""
         if self._built_in is None:
             return None
         most_decoded = len(self._runner.input_batch.req_ids) * (1 + self._runner.num_spec_tokens)
         return self._barrier.call_built_in(
-            partial(self._built_in.offer, rows, scheduler_output, sampled_token_ids, *step),
+            partial(self._built_in.offer, is_needed, rows, scheduler_output, sampled_token_ids, *step),
             is_timed=scheduler_output.total_num_scheduled_tokens <= most_decoded,  # no prompt is taken in
         )
 
-    def _feedback(
-        self, rows: list[int], request_ids: Sequence[str], scheduler_output: Any, sampled_token_ids: list[list[int]]
-    ) -> Feedback:
+    def _feedback(self, request_ids: Sequence[str], num_accepted: Any, scheduler_output: Any) -> Feedback:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         num_draft = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32)
-        only_decoded = scheduler_output.total_num_scheduled_tokens == len(rows) + num_draft.sum()
+        only_decoded = scheduler_output.total_num_scheduled_tokens == len(request_ids) + num_draft.sum()
         return Feedback(
             request_ids=request_ids,
             num_draft=num_draft,
-            num_accepted=np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32),
+            num_accepted=num_accepted,
             step_ms=(time.perf_counter() - self._drafted_at) * 1000 if only_decoded else None,
         )
 
