@@ -68,6 +68,15 @@ def malformed() -> list[dict[str, Any]]:
         if value is not allowed and not (field == "exit_head" and isinstance(value, str) and value)
         and not (field == "exit_layer" and value == 65)
     ]  # fmt: skip
+    depths: list[Any] = [[], [2, 1], [1, 1], [0, 1], [1, "auto"], [1, True], "AUTO"]
+    wrong += [{"method": "early_exit", "exit_layer": value} for value in depths]
+    wrong += [{"method": "early_exit", "exit_layer": value, "look_ahead": "folder"} for value in ("auto", [1, 2])]
+    wrong += [
+        {
+            "method": "cascade",
+            "stages": [{"method": "eagle", "model": "m"}, {"method": "early_exit", "exit_layer": "auto"}],
+        }
+    ]
     stages = [{"method": "prompt_lookup"}, {"method": "early_exit"}]
     wrong += [{"method": "cascade", "stages": value} for value in RUBBISH]
     wrong += [{"method": "cascade", "stages": [stages[0], value]} for value in [*RUBBISH, {"method": "cascade"}]]

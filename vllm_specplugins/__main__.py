@@ -137,7 +137,7 @@ def _training(command: Any) -> None:
 
 
 def _calibrate(subparsers: Any) -> None:
-    words = "find the exit layer and the number of draft tokens that serve a model fastest"
+    words = "find the method, exit layer and number of draft tokens that serve a model fastest"
     example = "Example: python -m vllm_specplugins calibrate MODEL --data corpus/*.txt --out REPORT"
     command = subparsers.add_parser("calibrate", help=words, description=f"Will {words}.", epilog=example)
     _common(command)
@@ -145,6 +145,11 @@ def _calibrate(subparsers: Any) -> None:
     add("--out", type=Path, metavar="DIR", help="folder for calibration.json, a plot and the engines' logs")
     add("--layers", type=layer_list, metavar="1,2,4", help="exit layers to look at (default: all but the last)")
     add("--exit-head", type=Path, metavar="DIR", help="a trained head to look at as well")
+    add("--jump", type=Path, metavar="DIR", help="a trained jump to serve as well")
+    add("--look-ahead", type=Path, metavar="DIR", help="trained look-ahead embeddings to serve as well")
+    add("--medusa", type=Path, metavar="DIR", help="Medusa heads to serve as well")
+    also = "prompt_lookup,suffix_lookup,cascade"
+    add("--also", default=also, metavar="NAMES", help=f"other methods to serve, or none (default: {also})")
     add("--max-draft", type=whole(1, 64), default=8, metavar="K", help="most draft tokens of a step (default: 8)")
     add("--prompts", type=whole(1, 10_000), default=8, metavar="N", help="default: 8")
     add("--tokens", type=whole(2, 100_000), default=96, metavar="N", help="output tokens of a prompt (default: 96)")

@@ -115,11 +115,34 @@ class PagedForward(Protocol):
     ) -> Any:
         """As `hidden_states`, after layers [first_layer, end_layer), of states [..., hidden_size] in front of them."""
 
+    def share(self, end_layer: int) -> float:
+        """What part of the target's weights a token drafted behind layers [0, end_layer) reads, its head included."""
+
+    def normed(self, hidden_states: Any) -> Any:
+        """The target's final norm of hidden states [N, hidden_size]."""
+
     def logits(self, hidden_states: Any) -> Any:
         """The target's logits [N, vocab_size] of normed hidden states [N, hidden_size]."""
 
     def argmax(self, hidden_states: Any) -> Any:
         """Token ids [N] of the largest of these logits; under tensor parallelism they are never gathered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """What the target's pass of this step has left behind early layers. T: most tokens that it gives a request, K + 1.
+
+    Args:
+        states: by number of layers, [num_tokens_of_the_step, hidden_size] behind so many, without a norm.
+        places: [num_reqs, T] int64, from which of these each token that came out was said.
+        token_ids: [num_reqs, T] int64, the tokens that came out.
+        num_tokens: [num_reqs] int64, how many there are; what stands behind them is ignored.
+    """
+
+    states: Mapping[int, Any]
+    places: Any
+    token_ids: Any
+    num_tokens: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +158,7 @@ class Target:
         edit: (logits [num_reqs, vocab_size], drafts [num_reqs, T], positions [num_reqs]) to the logits as verification
             will edit them behind these T drafts (bias, penalties, forbidden tokens), for the tokens at these positions;
             None where no request asks for that.
+        early: what stood behind early layers in this step; None unless an exit's layer is chosen while serving.
     """
 
     forward: PagedForward
@@ -143,6 +167,7 @@ class Target:
     last_hidden_states: Any
     sampling: Sampling
     edit: Callable[[Any, Any, Any], Any] | None = None
+    early: Callable[[], Early] | None = None
 
 
 @dataclass(frozen=True, slots=True)

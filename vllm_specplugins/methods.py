@@ -161,6 +161,8 @@ def _check_stages(config: CascadeConfig, num_speculative_tokens: int) -> None:
         raise ConfigError(
             f"cascade: stages must not hold more than one proposer built into vLLM, like {' and '.join(built_in)}."
         )
+    if built_in and any(isinstance(stage.own, EarlyExitConfig) and stage.own.is_chosen for stage in config.stages):
+        raise ConfigError(f"cascade: exit_layer must be an integer in stages beside {built_in[0]}, not a choice.")
     samples = any(getattr(stage.own, "draft_sample_method", None) == "probabilistic" for stage in config.stages)
     if built_in and samples:
         raise ConfigError(
@@ -226,6 +228,24 @@ def parts(config: SpecConfig, kind: type[T]) -> list[T]:
     """The configurations of one kind in a method: its own, or those of its stages."""
     found = [config.own, *(stage.own for stage in getattr(config.own, "stages", ()))]
     return [part for part in found if isinstance(part, kind)]
+
+
+def layers_to_hand_out(config: SpecConfig) -> tuple[int, ...]:
+    """Behind which layers the target's states are looked at: where an exit's layer is chosen while serving."""
+    chosen = [part for part in parts(config, EarlyExitConfig) if part.is_chosen]
+    return tuple(sorted({layer for part in chosen for layer in part.candidates}))
+
+
+def with_exits(config: SpecConfig, change: Callable[[EarlyExitConfig], EarlyExitConfig]) -> SpecConfig:
+    """The configuration with each exit of it, alone or a stage, as `change` makes it."""
+
+    def changed(own: Any) -> Any:
+        return change(own) if isinstance(own, EarlyExitConfig) else own
+
+    if isinstance(config.own, CascadeConfig):
+        stages = tuple(replace(stage, own=changed(stage.own)) for stage in config.own.stages)
+        return replace(config, own=replace(config.own, stages=stages))
+    return replace(config, own=changed(config.own))
 
 
 def sample_methods(config: SpecConfig) -> set[str]:

@@ -60,7 +60,7 @@ RECEIVERS: dict[str, str] = {
     "batch": "InputBatch BatchExecutionDescriptor",
     "bias": "LogitBiasState",
     "_bias": "LogitBiasState",
-    "_target": "LlamaForCausalLM",
+    "_target": "LlamaForCausalLM SupportsEagle3",
     "common": "CommonAttentionMetadata",
     "compilation_config": "CompilationConfig",
     "carrier": "ModelRunnerOutput",

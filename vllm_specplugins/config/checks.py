@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import MISSING, field, fields
 from typing import Any
 
+MAX_NUM_LAYERS = 10_000
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message is one sentence for the user."""
@@ -29,6 +31,11 @@ def text(default: Any = MISSING) -> Any:
 def optional_text() -> Any:
     """A dataclass field that holds a non-empty string or None."""
     return field(default=None, metadata={"kind": None})
+
+
+def layers(default: int) -> Any:
+    """A dataclass field that holds a number of layers, "auto", or a list of such numbers, ascending."""
+    return field(default=default, metadata={"kind": "layers"})
 
 
 def choice(default: str, *others: str) -> Any:
@@ -70,6 +77,10 @@ def said(error: BaseException) -> str:
     return words if len(words) <= 120 else words[:117] + "..."
 
 
+def _is_depth(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_NUM_LAYERS
+
+
 def check_value(entry: Any, value: object) -> tuple[bool, str]:
     """Whether the metadata of a dataclass field allows a value, and what it allows."""
     kind = entry.metadata["kind"]
@@ -89,6 +100,12 @@ def check_value(entry: Any, value: object) -> tuple[bool, str]:
     if kind is tuple:
         words = entry.metadata["words"]
         return isinstance(value, str) and value in words, f"one of {', '.join(map(repr, words))}"
+    if kind == "layers":
+        several = list(value) if isinstance(value, list | tuple) else []
+        is_list = len(several) > 1 and all(map(_is_depth, several)) and several == sorted(set(several))
+        return _is_depth(value) or value == "auto" or is_list, (
+            f"an integer from 1 to {MAX_NUM_LAYERS}, 'auto', or a list of two such integers or more, ascending"
+        )
     if kind is list:
         return isinstance(value, list | tuple) and bool(value), "a list of dictionaries, at least one"
     return isinstance(value, dict) and all(isinstance(key, str) for key in value), "a dictionary with string keys"

@@ -8,6 +8,7 @@ from vllm_specplugins.config.checks import (
     check_fields,
     choice,
     integer,
+    layers,
     number,
     optional_text,
     shown,
@@ -84,23 +85,43 @@ class EarlyExitConfig:
     """`early_exit`: the target's first layers, its final norm and its head draft.
 
     Args:
-        exit_layer: how many layers draft, from the first one on; at most as many as the target has.
+        exit_layer: how many layers draft, from the first one on; at most as many as the target has. A list: as many of
+            these as promise most tokens for their cost, by what each would have drafted for tokens that were verified
+            (for models whose early states vLLM hands out, as it does for EAGLE 3). "auto": a list of an eighth, a
+            quarter and half of the layers, and those of the exit_head.
         draft_sample_method: "greedy" drafts the likeliest token (q is one-hot); "probabilistic" samples from the
             exit at the request's temperature, and is accepted more often where that is high; "coupled" lets the exit
             run the race that verification will run, with the same noise and the request's temperature, top-k, top-p
             and min-p: nearly as often accepted, q is one-hot, and a seeded request says the same whatever is drafted.
-        exit_head: folder of a trained head (see proposers/exit_head.py); None is the target's own norm and head.
+        exit_head: folder of a trained head (see proposers/exit_head.py), for the layer that it was trained for; None
+            is the target's own norm and head.
         look_ahead: folder of trained embeddings (`python -m vllm_specplugins train-look-ahead`) that stand for draft
             tokens not yet known, so that one pass through the layers drafts all; None: a pass for each token.
     """
 
-    exit_layer: int = integer(1, 1, 10_000)
+    exit_layer: int | str | tuple[int, ...] = layers(1)
     draft_sample_method: str = choice("greedy", "probabilistic", "coupled")
     exit_head: str | None = optional_text()
     look_ahead: str | None = optional_text()
 
     def __post_init__(self) -> None:
         check_fields(self, "early_exit")
+        if self.look_ahead is not None and not isinstance(self.exit_layer, int):
+            raise ConfigError(
+                "early_exit: exit_layer must be an integer beside look_ahead, which was trained for one layer, not "
+                f"{shown(self.exit_layer)}."
+            )
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """The layers to choose from; what "auto" means the engine says (see `with_candidates`)."""
+        assert self.exit_layer != "auto"
+        return (self.exit_layer,) if isinstance(self.exit_layer, int) else tuple(map(int, self.exit_layer))
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the layer is chosen while serving."""
+        return not isinstance(self.exit_layer, int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

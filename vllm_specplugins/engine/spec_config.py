@@ -3,6 +3,7 @@
 import copy
 import logging
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 from pydantic import SkipValidation, ValidationError
@@ -20,12 +21,15 @@ from vllm_specplugins.engine.target.model_source import may_be_cut, uncuttable
 from vllm_specplugins.methods import (
     built_in_stage,
     drafts_on_device,
+    layers_to_hand_out,
     parts,
     reads_history,
     reads_likeliest,
     runs_target,
     sample_methods,
+    with_exits,
 )
+from vllm_specplugins.proposers.exit_choice import default_layers
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -101,6 +105,15 @@ class PluginSpeculativeConfig(SpeculativeConfig):
     def reads_on_host(self) -> bool:
         """Whether the method, on Model Runner V2, waits for tokens on the host."""
         return self.reads_history and not self.drafts_on_device
+
+    @property
+    def hands_out_states(self) -> bool:
+        """Whether the target's states behind early layers are looked at."""
+        return bool(layers_to_hand_out(self.plugin_config))
+
+    def compute_hash(self) -> str:
+        """vLLM's, and what else the target's compiled code goes by: the layers whose states it hands out."""
+        return f"{super().compute_hash()}{layers_to_hand_out(self.plugin_config) if self.hands_out_states else ''}"
 
     def use_ngram(self) -> bool:
         """What vLLM asks to know whether all tokens shall be in the device's memory."""
@@ -203,7 +216,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
             f"not {stages}."
         )
     if speculative_config.runs_target:
-        _check_target(vllm_config, speculative_config.plugin_config)
+        speculative_config.plugin_config = _check_target(vllm_config, speculative_config.plugin_config)
         if speculative_config.built_in is None:  # or else vLLM reserves these slots itself
             vllm_config.__class__ = PluginVllmConfig
     if speculative_config.reads_likeliest and vllm_config.parallel_config.enable_batch_sharded_sampling:
@@ -225,9 +238,14 @@ def _has_state(model: ModelConfig) -> bool:
     return bool(model.is_hybrid or model.has_inner_state or model.is_attention_free)
 
 
-def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
-    """Raises ConfigError for a target whose layers a proposer of ours cannot run."""
+def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> SpecConfig:
+    """The configuration with the layers that "auto" means for this target.
+
+    Raises:
+        ConfigError: a proposer of ours cannot run its layers.
+    """
     model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
+    config = with_exits(config, lambda own: with_candidates(own, model.get_total_num_hidden_layers()))
     exits, jumps = parts(config, EarlyExitConfig), parts(config, JumpConfig)
     for name, size in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size),
@@ -261,7 +279,7 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
             vocab_size=model.get_vocab_size(),
         )
     if not exits and not jumps:
-        return
+        return config
     registered = model.registry.models.get(model.architecture)
     module = getattr(registered, "module_name", "")  # of a class of the user's own there is none
     if not may_be_cut(module):
@@ -272,21 +290,35 @@ def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
         from vllm_specplugins.proposers.jump_head import check_jump
 
         check_jump(jump.head, num_layers=model.get_total_num_hidden_layers(), hidden_size=model.get_hidden_size())
+    return config
+
+
+def with_candidates(config: EarlyExitConfig, num_layers: int) -> EarlyExitConfig:
+    """An exit's configuration with the layers that "auto" stands for, of a target with so many."""
+    if config.exit_layer != "auto":
+        return config
+    layers = set(default_layers(num_layers))
+    if config.exit_head is not None:
+        from vllm_specplugins.proposers.exit_head import read_head_config
+
+        layers.add(read_head_config(config.exit_head).exit_layer)
+    return replace(config, exit_layer=tuple(sorted(layers)) if len(layers) > 1 else layers.pop())
 
 
 def _check_exit(config: EarlyExitConfig, model: ModelConfig, num_draft: int) -> None:
     num_layers = model.get_total_num_hidden_layers()
-    if config.exit_layer > num_layers:
+    if config.candidates[-1] > num_layers:
         raise ConfigError(
             f"early_exit: exit_layer must be an integer from 1 to {num_layers}, the layers of this model, "
-            f"not {config.exit_layer}."
+            f"not {config.candidates[-1]}."
         )
     if config.exit_head is not None:
-        from vllm_specplugins.proposers.exit_head import check_exit_head
+        from vllm_specplugins.proposers.exit_head import check_exit_head, read_head_config
 
+        trained_for = read_head_config(config.exit_head).exit_layer
         check_exit_head(
             config.exit_head,
-            exit_layer=config.exit_layer,
+            exit_layer=trained_for if trained_for in config.candidates else config.candidates[0],
             hidden_size=model.get_hidden_size(),
             vocab_size=model.get_vocab_size(),
         )
@@ -295,7 +327,7 @@ def _check_exit(config: EarlyExitConfig, model: ModelConfig, num_draft: int) -> 
 
         check_look_ahead(
             config.look_ahead,
-            exit_layer=config.exit_layer,
+            exit_layer=config.candidates[0],
             hidden_size=model.get_hidden_size(),
             num_draft=num_draft,
         )

@@ -65,6 +65,8 @@ class _WithProposer:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if self.vllm_config.speculative_config.hands_out_states:
+            self.model_runner.use_aux_hidden_state_outputs = True
         time_verification(self.model_runner, self._reporter.verification)
 
     def compile_or_warm_up_model(self) -> Any:

@@ -65,6 +65,9 @@ class Cascade:
         self._guards = {
             index: self._guard(index, clock) for index, stage in enumerate(stages) if not isinstance(stage, RUN_TARGET)
         }
+        self._chosen = [stage.chosen for stage in stages if isinstance(stage, EarlyExit) and stage.chosen is not None]
+        for chosen in self._chosen:
+            chosen.choice.goes_short = self._gate is not None
         self._gated_stages: list[Gated | Auto] = []
         self._drafter = self._combine(config.rule)
         self._drafting_ms, self._num_context = 0.0, 0  # of the last step
@@ -79,6 +82,9 @@ class Cascade:
         if batch.offer is not None:
             self._counters[self._built_in].ms += batch.offer.ms
             self._offer_ms[self._is_needed] = batch.offer.ms
+        for stage in self._stages:
+            if isinstance(stage, EarlyExit):
+                stage.begin_step(batch)
         rows = self._rows.of(batch.request_ids)
         self._accounts.make_room(self._rows.num_rows)
         if self._gate is not None:
@@ -166,6 +172,8 @@ class Cascade:
             self._gate.records.clear(rows)
         for guard in self._guards.values():
             guard.forget(request_ids)
+        for chosen in self._chosen:
+            chosen.forget(request_ids)
 
     @property
     def built_in_guard(self) -> Guard | None:

@@ -13,6 +13,7 @@ import torch
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, Target
+from vllm_specplugins.proposers.chosen_layer import ChosenLayer
 from vllm_specplugins.proposers.draft_sampler import DraftSampler
 from vllm_specplugins.proposers.exit_head import ExitHead
 from vllm_specplugins.proposers.look_ahead import load_look_ahead
@@ -45,7 +46,7 @@ class Steps:
 
 
 class EarlyExit:
-    """Stateless: whatever it knows of a request stands in the target's KV cache.
+    """Stateless, but for the choice of a layer: whatever it knows of a request stands in the target's KV cache.
 
     `propose` waits for nothing and branches on nothing that is on the device, so an adapter may record it in a
     CUDA graph.
@@ -53,14 +54,28 @@ class EarlyExit:
 
     def __init__(self, config: EarlyExitConfig, context: ProposerContext):
         self.max_num_draft = context.max_num_draft
-        self._exit_layer = config.exit_layer
         self._sampler = DraftSampler(config.draft_sample_method)
         self.fit(context.max_model_len)
-        self._head = self._ahead = None
+        self._heads: dict[int, ExitHead] = {}  # by layer
+        self._ahead = None
         if config.look_ahead is not None:
             self._ahead = load_look_ahead(config.look_ahead, context.device, context.dtype or torch.float32)
         if config.exit_head is not None:
-            self._head = ExitHead.load(config.exit_head, context.device, context.dtype)
+            head = ExitHead.load(config.exit_head, context.device, context.dtype)
+            self._heads[head.config.exit_layer] = head
+        self.exit_layer = config.candidates[0]
+        self.chosen = None
+        if config.is_chosen:
+            self.chosen = ChosenLayer(config.candidates, self._heads, self._sampler, context)
+
+    @property
+    def _head(self) -> ExitHead | None:
+        return self._heads.get(self.exit_layer)
+
+    def begin_step(self, batch: DraftBatch) -> None:
+        """Chooses the layer, if that is done while serving; once a step, where waiting for the device is no matter."""
+        if self.chosen is not None and batch.target is not None:
+            self.exit_layer = self.chosen.of(batch.request_ids, batch.target)
 
     @property
     def is_one_hot(self) -> bool:
@@ -74,6 +89,7 @@ class EarlyExit:
     def propose(self, batch: DraftBatch) -> Draft:
         """K tokens of the exit, one step each; a request near the end of its context gets fewer."""
         assert batch.target is not None
+        self.begin_step(batch)
         token_ids, logits = self.go_on(batch.target, int(batch.max_num_draft.max(initial=0)))
         return Draft(token_ids, batch.max_num_draft, logits=logits)
 
@@ -148,7 +164,7 @@ class EarlyExit:
         fed = torch.cat((newest, ahead[: num_steps - 1].expand(num_reqs, -1, -1)), dim=1)
         positions = (target.num_tokens - 1)[:, None] + torch.arange(num_steps, device=fed.device)
         positions.clamp_(max=self.max_position)
-        states = forward.hidden_states_of(0, self._exit_layer, fed, positions, normed=self._head is None)
+        states = forward.hidden_states_of(0, self.exit_layer, fed, positions, normed=self._head is None)
         logits = (forward if self._head is None else self._head).logits(states.flatten(0, 1))
         logits = logits.view(num_reqs, num_steps, -1)
         for step in range(num_steps):
@@ -202,7 +218,7 @@ class EarlyExit:
 
         `begun` [num_reqs, T]: what was drafted before; None: nobody edits the logits.
         """
-        hidden_states = target.forward.hidden_states(self._exit_layer, token_ids, positions, normed=self._head is None)
+        hidden_states = target.forward.hidden_states(self.exit_layer, token_ids, positions, normed=self._head is None)
         flat = hidden_states.view(-1, hidden_states.shape[-1])
         if self._sampler.is_greedy and self._head is None and (target.edit is None or begun is None) and not rates:
             return target.forward.argmax(flat).view(token_ids.shape), None, None
@@ -215,4 +231,6 @@ class EarlyExit:
         """Nothing to learn."""
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Nothing to forget."""
+        """Nothing to forget, but for the choice of a layer."""
+        if self.chosen is not None:
+            self.chosen.forget(request_ids)

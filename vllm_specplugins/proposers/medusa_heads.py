@@ -107,6 +107,15 @@ def check_medusa(folder: str | Path, *, num_heads: int, hidden_size: int, vocab_
         _refuse(folder, f"heads whose hidden_size is {hidden_size}", str(found))
 
 
+def num_heads(folder: str | Path) -> int:
+    """How many heads a folder holds; ConfigError if none."""
+    names = [name.replace("medusa_heads.", "") for name in _read(folder)]
+    found = {next(filter(None, match.groups()[:4:2])) for name in names if (match := _LAYER.fullmatch(name))}
+    if not found:
+        _refuse(folder, "a folder with heads", "one without any")
+    return len(found)
+
+
 def _parts(folder: str | Path, num_heads: int) -> tuple[list[tuple[Tensors, Tensors]], Tensors, torch.Tensor | None]:
     """Weights and biases of the first heads by layer; their heads, or one for all, or none; the token map."""
     layers: dict[tuple[int, int, str], torch.Tensor] = {}

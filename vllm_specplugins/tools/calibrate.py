@@ -1,8 +1,9 @@
-"""`calibrate`: finds the exit layer and the number of draft tokens with which `early_exit` serves a model fastest.
+"""`calibrate`: finds the method and the number of draft tokens with which a model is served fastest.
 
 An engine without speculation continues the user's own text greedily; each layer is then asked, token by token, whether
-it would have drafted what came out; and engines with early exit tell what drafting and verifying cost here. Nothing
-else is served: the speed-up of every layer and K follows from these (speedup.py).
+it would have drafted what came out; and engines with early exit tell what drafting and verifying cost here. From these
+follows the speed-up of every layer and K (speedup.py). Other methods are served, once each (served.py), last a cascade
+of a lookup and the best of them.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from vllm_specplugins.proposers.exit_head import ExitHead, check_exit_head, read
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer, overlap
 from vllm_specplugins.tools.files import MIN_ROW_TOKENS, every_nth, make_folder, token_rows
 from vllm_specplugins.tools.findings import Findings, Row, show, write
+from vllm_specplugins.tools.served import Method, cascade_of, measured, methods_to_serve, picked
 from vllm_specplugins.tools.speedup import Bits, Costs, Timing, predict
 
 MIN_STEPS = 8  # an output with fewer says little about the time of a step
@@ -91,13 +93,13 @@ class Bench:
         self.prompts = prompts
         self._args, self._logs, self._progress = args, logs, progress
 
-    def serve(self, arms: Sequence[Arm]) -> list[list[Served]]:
+    def serve(self, arms: Sequence[Arm | Method]) -> list[list[Served]]:
         """What each arm made of every prompt; the first prompt goes unmeasured before."""
         if not self._args.together:
             return [self._serve([arm])[0] for arm in arms]
         return self._serve(arms)
 
-    def _serve(self, arms: Sequence[Arm]) -> list[list[Served]]:
+    def _serve(self, arms: Sequence[Arm | Method]) -> list[list[Served]]:
         served: list[list[Served]] = [[] for _ in arms]
         tasks = [self._progress.add_task(f"{arm}: starting vLLM", total=1 + len(self.prompts)) for arm in arms]
         with ExitStack() as stack:
@@ -112,7 +114,7 @@ class Bench:
                     self._progress.advance(task)
         return served
 
-    def _engine(self, arm: Arm) -> Engine:
+    def _engine(self, arm: Arm | Method) -> Engine:
         args = self._args
         settings = EngineSettings(
             model=args.model,
@@ -126,13 +128,14 @@ class Bench:
 
 def run(args: argparse.Namespace) -> int:
     """The command; prints its findings and returns the exit status."""
+    methods = methods_to_serve(args)
     prompts = pick_prompts(args)
     layers = check_layers(args)
     console = Console(stderr=True)
     logs = make_folder(args.out) if args.out else Path(tempfile.mkdtemp(prefix="specplugins-"))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        findings = calibrate(args, layers, Bench(args, prompts, logs, progress))
+        findings = calibrate(args, layers, methods, Bench(args, prompts, logs, progress))
     show(findings, Console())
     if args.out:
         write(findings, args.out)
@@ -141,8 +144,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def calibrate(args: argparse.Namespace, layers: Sequence[int], bench: Bench) -> Findings:
-    """Serves, compares and predicts: every layer as it is, and the trained head if there is one."""
+def calibrate(args: argparse.Namespace, layers: Sequence[int], methods: Sequence[Method], bench: Bench) -> Findings:
+    """Serves, compares and predicts: every layer as it is, the trained head if there is one, and other methods."""
     arms = [Arm(), *arms_to_time(args, layers)]
     exits = [Exit(layer) for layer in layers]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -150,7 +153,8 @@ def calibrate(args: argparse.Namespace, layers: Sequence[int], bench: Bench) -> 
         head = ExitHead.load(args.exit_head, device)
         exits.append(Exit(head.config.exit_layer, head))
         arms.append(Arm(head.config.exit_layer, args.max_draft, args.exit_head))
-    plain, *served = bench.serve(arms)
+    plain, *served = bench.serve([*arms, *methods])
+    served, others = served[: len(arms) - 1], served[len(arms) - 1 :]
     check_lengths(plain, args.max_draft)
     timings = [arm.timing(answers) for arm, answers in zip(arms[1:], served, strict=True)]
     plain_ms = statistics.median(ms for request in plain for ms in request.step_ms)
@@ -168,9 +172,13 @@ def calibrate(args: argparse.Namespace, layers: Sequence[int], bench: Bench) -> 
         )
         for place, agreement, ms in zip(exits, found, draft_ms, strict=True)
     ]
+    more = [measured(method, own, plain_ms, costs) for method, own in zip(methods, others, strict=True)]
+    if "cascade" in picked(args.also):
+        cascade = cascade_of([*rows, *more], args.max_draft)
+        more.append(measured(cascade, bench.serve([cascade])[0], plain_ms, costs))
     conditions = {"model": args.model, "dtype": args.dtype, "prompts": len(plain), "tokens": args.tokens}
     num_tokens = sum(len(request.token_ids) for request in plain)
-    return Findings(conditions, costs, rows, num_tokens, max(map(spread, [plain, *served])))
+    return Findings(conditions, costs, rows, more, num_tokens, max(map(spread, [plain, *served])))
 
 
 def pick_prompts(args: argparse.Namespace) -> list[list[int]]:

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vllm_specplugins.tools.served import ServedRow
 from vllm_specplugins.tools.speedup import Costs, Prediction
 
 JSON_FILE, PLOT_FILE = "calibration.json", "calibration.png"
@@ -19,6 +20,9 @@ LEGEND = """\
 same: how often the exit would have drafted the model's greedy token.
 min(p, q): share of the exit's samples that is accepted at temperature 1.
 draft: one draft token, in ms and as a share of a step without speculation."""
+OTHERS_LEGEND = """\
+Served with the most draft tokens; what fewer would bring is predicted from that.
+drafts: share of steps that had one. accepted: share of the draft tokens."""
 
 MAX_SPREAD = 0.3  # a quiet machine stays below 0.1
 DISTURBED = """\
@@ -52,6 +56,7 @@ class Findings:
         conditions: what it was run with.
         costs: of steps and their parts.
         rows: one for each exit.
+        others: one for each other method.
         num_tokens: of the outputs that the exits were compared with.
         spread: of the steps' times, interquartile range over median; of the worst engine.
     """
@@ -59,6 +64,7 @@ class Findings:
     conditions: dict[str, Any]
     costs: Costs
     rows: list[Row]
+    others: list[ServedRow]
     num_tokens: int
     spread: float
 
@@ -68,9 +74,10 @@ class Findings:
         return self.spread > MAX_SPREAD
 
     @property
-    def best(self) -> Row | None:
-        """The fastest exit; None if none is faster than no speculation."""
-        best = max(self.rows, key=lambda row: row.prediction.speed_up)
+    def best(self) -> Row | ServedRow | None:
+        """The fastest; None if none is faster than no speculation."""
+        rows: list[Row | ServedRow] = [*self.rows, *self.others]
+        best = max(rows, key=lambda row: row.prediction.speed_up)
         return best if best.prediction.speed_up > 1 else None
 
 
@@ -97,17 +104,33 @@ def show(findings: Findings, console: Console) -> None:
         )
     console.print(table)
     console.print(LEGEND, highlight=False)
+    if findings.others:
+        console.print(_others(findings))
+        console.print(OTHERS_LEGEND, highlight=False)
     verified = " and ".join(f"{ms:.1f} ms with {num_draft}" for num_draft, ms in costs.verify_ms.items())
     console.print(f"A step takes {costs.plain_ms:.1f} ms; to verify draft tokens, {verified}.", highlight=False)
     console.print(f"Compared on {findings.num_tokens:,} output tokens.\n", highlight=False)
     if findings.disturbed:
         console.print(DISTURBED + "\n")
     if best is None:
-        console.print("Speculation by early exit does not pay here: serve this model without it.")
+        console.print("Speculation does not pay here: serve this model without it.")
         return
     console.print(f"Fastest: {best.prediction.speed_up:.2f}x is predicted with", highlight=False)
     config = shlex.quote(json.dumps(best.speculative_config()))
     console.print(f"--speculative-config {config}", highlight=False, soft_wrap=True)
+
+
+def _others(findings: Findings) -> Table:
+    table = Table(title="Other methods", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for title in ("drafts", "accepted", "best K", "tokens/step", "speed-up"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in findings.others:
+        found = row.prediction
+        share, accepted, tokens = f"{row.share:.0%}", f"{row.accepted:.0%}", f"{found.tokens_per_step:.2f}"
+        style = "bold" if row is findings.best else None
+        table.add_row(row.name, share, accepted, str(found.num_draft), tokens, f"{found.speed_up:.2f}x", style=style)
+    return table
 
 
 def write(findings: Findings, folder: Path) -> None:
@@ -142,6 +165,9 @@ def plot(findings: Findings, path: Path) -> None:
             right.annotate(label, place, (0, 8), textcoords="offset points", ha="center", fontsize=8)
     left.set(title="Agreement with the full model", xlabel="exit layer", ylim=(0, 1.02))
     right.set(title="Predicted speed-up, one request, greedy", xlabel="exit layer")
+    for index, other in enumerate(findings.others):
+        words = f"{other.name}, K = {other.prediction.num_draft}"
+        right.axhline(other.prediction.speed_up, color=f"C{3 + index}", lw=1, ls=":", label=words)
     right.axhline(1, color="gray", lw=1, ls="--", label="no speculation")
     right.margins(y=0.15)
     for axes in (left, right):

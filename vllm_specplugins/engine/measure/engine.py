@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -29,11 +29,15 @@ class Served:
         token_ids: [num_tokens] of the output.
         step_ms: [num_steps] of each step.
         propose_ms: [num_steps] how much of it was drafting; 0 without speculation.
+        emitted: [num_steps] tokens that came out.
+        drafted: [num_steps] draft tokens that were verified.
     """
 
     token_ids: list[int]
     step_ms: list[float]
     propose_ms: list[float]
+    emitted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
 
 
 class Engine:
@@ -88,27 +92,34 @@ def _answer_all(
             return
         llm.llm_engine.add_request(str(number), {"type": "token", "prompt_token_ids": list(prompt)}, params)
         pipe.send(_run_request(llm, bool(speculative_config)))
+        if speculative_config and number == 0:  # unmeasured, and asked again: nothing is drafted from its answer
+            llm.collective_rpc("specplugins_store", args=("reset",))
 
 
 def _run_request(llm: Any, speculating: bool) -> Served:
     """Steps through the one request of an engine."""
-    token_ids: list[int] = []
-    step_ms, propose_ms = [], []
+    served = Served([], [], [])
     while llm.llm_engine.has_unfinished_requests():
-        decoding, drafted, start = bool(token_ids), _propose_ms(llm, speculating), time.perf_counter()
+        before, totals, start = len(served.token_ids), _totals(llm, speculating), time.perf_counter()
         outputs = llm.llm_engine.step()
         elapsed = (time.perf_counter() - start) * 1000
         if outputs:
-            token_ids = list(outputs[0].outputs[0].token_ids)
-        if decoding:
-            step_ms.append(elapsed)
-            propose_ms.append(_propose_ms(llm, speculating) - drafted)
-    return Served(token_ids, step_ms, propose_ms)
+            served.token_ids[:] = outputs[0].outputs[0].token_ids
+        if before:
+            propose_ms, drafted = (now - then for now, then in zip(_totals(llm, speculating), totals, strict=True))
+            served.step_ms.append(elapsed)
+            served.propose_ms.append(propose_ms)
+            served.drafted.append(int(drafted))
+            served.emitted.append(len(served.token_ids) - before)
+    return served
 
 
-def _propose_ms(llm: Any, speculating: bool) -> float:
-    """Our proposer's running total."""
-    return float(llm.collective_rpc("specplugins_stats")[0]["propose_ms"]) if speculating else 0.0
+def _totals(llm: Any, speculating: bool) -> tuple[float, float]:
+    """Our proposer's: ms of drafting, and draft tokens verified."""
+    if not speculating:
+        return 0.0, 0.0
+    stats = llm.collective_rpc("specplugins_stats")[0]
+    return float(stats["propose_ms"]), float(stats["drafted_tokens"])
 
 
 def _time_drafting(worker: Any) -> None:

@@ -7,12 +7,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from vllm.model_executor.models.interfaces import supports_eagle3
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, SpecConfig
 from vllm_specplugins.engine.plugin import sentence_instead_of_traceback
 from vllm_specplugins.engine.target.compiled import compile_cut, compiles
-from vllm_specplugins.engine.target.model_source import PARTS, takes_no_states, uncuttable
-from vllm_specplugins.methods import parts
+from vllm_specplugins.engine.target.model_source import PARTS, hands_out_no_states, takes_no_states, uncuttable
+from vllm_specplugins.methods import layers_to_hand_out, parts
+from vllm_specplugins.proposers.exit_head import read_head_config
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -37,6 +39,11 @@ class FirstLayers:
             _refuse(uncuttable(config.method, model))
         if enters and not self._takes_states():
             _refuse(takes_no_states(config.method, model))
+        self.early = layers_to_hand_out(config)
+        if self.early:
+            if not supports_eagle3(target):
+                _refuse(hands_out_no_states(config.method, model))
+            self._target.set_aux_hidden_state_layers(self.early)
 
     def __call__(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
@@ -83,7 +90,11 @@ class FirstLayers:
 
     def compile(self, config: SpecConfig) -> None:
         """Compiles what the exits of a method run, if vLLM compiles the target; before the first request."""
-        exits = {(part.exit_layer, part.exit_head is None) for part in parts(config, EarlyExitConfig)}
+        exits = {
+            (layer, part.exit_head is None or layer != read_head_config(part.exit_head).exit_layer)
+            for part in parts(config, EarlyExitConfig)
+            for layer in part.candidates
+        }
         if not exits or not compiles(self._body):
             return
         for end_layer, normed in sorted(exits - self._compiled):
@@ -98,6 +109,17 @@ class FirstLayers:
         if not normed:
             cut._modules = {**cut._modules, "norm": _Sum()}
         return cut
+
+    def share(self, end_layer: int) -> float:
+        """See draft.PagedForward."""
+        head = _num_weights(getattr(self._target, "lm_head", None))
+        layers = [_num_weights(layer) for layer in self._body.layers]
+        return (sum(layers[:end_layer]) + head) / (sum(layers) + head)
+
+    def normed(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The final norm of hidden states [num_tokens, hidden_size]."""
+        normed: torch.Tensor = self._body.norm(hidden_states)
+        return normed
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's logits [num_tokens, vocab_size] of normed hidden states."""
@@ -123,6 +145,10 @@ class _Sum(nn.Module):
         if not residual:
             return hidden_states
         return hidden_states if residual[0] is None else hidden_states + residual[0], None
+
+
+def _num_weights(module: nn.Module | None) -> int:
+    return 0 if module is None else sum(weights.numel() for weights in module.parameters())
 
 
 def _refuse(refusal: ConfigError) -> NoReturn:

@@ -192,7 +192,9 @@ class _Adapter:
         num_tokens = input_batch.num_tokens_no_spec[rows]
         requests = [self._request(request_id) for request_id in request_ids]
         seeds = [request.seed for request in requests]
-        target = self._target_of(rows, num_tokens, seeds, hidden_states, sampling_metadata, common_attn_metadata)
+        num_new = np.array([len(sampled_token_ids[row]) for row in rows])
+        states = hidden_states, aux_hidden_states
+        target = self._target_of(rows, num_tokens, num_new, seeds, states, sampling_metadata, common_attn_metadata)
         step = (
             sampling_metadata,
             hidden_states,
@@ -235,12 +237,19 @@ class _Adapter:
         return np.array(limits, np.int32)
 
     def _target_of(
-        self, rows: list[int], num_tokens: Any, seeds: list[int], hidden_states: Any, sampling: Any, attention: Any
+        self,
+        rows: list[int],
+        num_tokens: Any,
+        num_new: Any,
+        seeds: list[int],
+        states: tuple[Any, Any],  # of the step's tokens, and behind early layers
+        sampling: Any,
+        attention: Any,
     ) -> Target | None:
         """What a model proposer sees of these rows; None where the method reads histories alone."""
         if self._target is None or not rows:
             return None
-        target = self._target.of(rows, num_tokens, seeds, hidden_states, attention)
+        target = self._target.of(rows, num_tokens, num_new, seeds, *states, attention)
         if self.verifier is None:
             return target
         verified = self.verifier.sampling(sampling).at(rows)

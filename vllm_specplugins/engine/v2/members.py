@@ -25,7 +25,8 @@ V2_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "v1/worker/gpu/input_batch.py",
         "InputBatch",
-        "req_ids num_reqs num_tokens query_start_loc seq_lens seq_lens_cpu_upper_bound idx_mapping_np cu_num_logits_np",
+        "req_ids num_reqs num_tokens input_ids query_start_loc seq_lens seq_lens_cpu_upper_bound idx_mapping_np "
+        "cu_num_logits_np",
         "rows of the batch, V2",
     ),
     *members_of(

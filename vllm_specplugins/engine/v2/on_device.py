@@ -1,8 +1,8 @@
 """Model Runner V2: an exit, alone or behind a lookup, that drafts on the device. Nothing here waits.
 
 The match, the exit's steps, who is followed, how likely each token is to be accepted, and what is counted are one CUDA
-graph for each batch size and depth of the exit; every rank of a tensor-parallel group draws the same. R: rows of the
-batch or of a graph, K: most tokens of a draft.
+graph for each batch size, layer and depth of the exit; every rank of a tensor-parallel group draws the same. R: rows of
+the batch or of a graph, K: most tokens of a draft.
 """
 
 import time
@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_specplugins.config import CascadeConfig, PromptLookupConfig
-from vllm_specplugins.draft import DraftBatch
+from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, PromptLookupConfig
+from vllm_specplugins.draft import DraftBatch, Target
+from vllm_specplugins.engine.v2.early import LateChoice
 from vllm_specplugins.engine.v2.exit_costs import ExitCosts
 from vllm_specplugins.engine.v2.graphs import graphs_of_rows, record, replayed
 from vllm_specplugins.engine.v2.limits import Limits
@@ -28,6 +30,7 @@ from vllm_specplugins.engine.v2.target import TargetSpeculator
 from vllm_specplugins.engine.v2.texts import DeviceTexts
 from vllm_specplugins.methods import parts
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
+from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.exit_gate import depths
 from vllm_specplugins.proposers.on_device import EXIT, EXTENDING, LOOKUP, OnDevice, with_certain
 from vllm_specplugins.proposers.told import Told
@@ -57,7 +60,8 @@ class DeviceSpeculator(TargetSpeculator):
         self._told: Told | None = None
         self._costs = ExitCosts()
         self._depth = 0  # how many tokens of the exit are drafted
-        self._graphs_of: dict[int, CudaGraphManager] = {}  # by depth
+        self._graphs_of: dict[tuple[int, int], CudaGraphManager] = {}  # by the exit's layer and depth
+        self._layers: LateChoice | None = None  # of the exit, where they are chosen
 
     @property
     def _depths(self) -> tuple[int, ...]:
@@ -65,20 +69,30 @@ class DeviceSpeculator(TargetSpeculator):
         most = self._cascade.num_steps
         return depths(most) if self._rates else (0, most)
 
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        none = super().load_draft_model(target_model, target_attn_layer_names)
+        if self._exit.chosen is not None:
+            self._layers = LateChoice(self._exit.chosen, self.first_layers.share)
+        return none
+
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         super().init_cudagraph_manager(cudagraph_mode)
         if self._graphs is not None:
-            exits = {depth: self._new_graphs() for depth in self._depths[1:]}
-            self._graphs_of = {0: graphs_of_rows(self.vllm_config, self.device), **exits}
+            [own] = parts(self.vllm_config.speculative_config.plugin_config, EarlyExitConfig)
+            exits = {(layer, depth): self._new_graphs() for layer in own.candidates for depth in self._depths[1:]}
+            self._graphs_of = {(0, 0): graphs_of_rows(self.vllm_config, self.device), **exits}
 
     def capture(self) -> None:
-        """Records, for each batch size, one graph of each depth of the exit, and one without it."""
-        for depth, graphs in self._graphs_of.items():
+        """Records, for each batch size, one graph of each layer and depth of the exit, and one without it."""
+        first = self._exit.exit_layer
+        for (layer, depth), graphs in self._graphs_of.items():
             self._depth, self._graphs = depth, graphs
             if depth:
+                self._exit.exit_layer = layer
                 super().capture()
             else:
                 record(graphs, lambda num_rows: self._draft_rows(self._batch([""] * num_rows, None)))
+        self._exit.exit_layer = first
 
     def add(self, new_requests: Any) -> None:
         """Takes requests that are new, or back after a preemption."""
@@ -110,6 +124,8 @@ class DeviceSpeculator(TargetSpeculator):
         num_reqs = input_batch.num_reqs
         self._begin(input_batch, num_sampled, num_rejected, most, rehearses=False)
         self.settle()
+        if self._layers is not None:
+            self._exit.exit_layer = self._layers.layer(self._target(input_batch), self.idx_mapping[:num_reqs])
         self._depth = self._chosen_depth(input_batch.req_ids) if most else 0
         edit = self._edit_of(input_batch) if self._depth else None
         if edit is not None or not self._replays(num_reqs):
@@ -152,16 +168,28 @@ class DeviceSpeculator(TargetSpeculator):
         self._draft_on_device(batch, None, self._depth)
 
     def _replays(self, num_reqs: int) -> bool:
-        self._graphs = self._graphs_of.get(self._depth)
+        self._graphs = self._graphs_of.get((self._exit.exit_layer if self._depth else 0, self._depth))
         return super()._replays(num_reqs) if self._depth else replayed(self._graphs, num_reqs)
 
     def _chosen_depth(self, request_ids: Sequence[str]) -> int:
         """Of this step, by what was counted until the one before."""
-        if self._told is None or not self._rates or (costs := self._costs.of(self.manager(), len(request_ids))) is None:
-            return self._depths[-1]
-        depth = self._told.depth(request_ids, *costs)
-        self._costs.expect(self.manager(), depth / self._depths[-1])
+        depth = most = self._depths[-1]
+        if (costs := self._costs.of(self.manager(), len(request_ids))) is None:
+            return most
+        scale = 1.0 if self._layers is None else self._layers.cost
+        if self._told is not None and self._rates:
+            depth = self._told.depth(request_ids, scale * costs[0], costs[1])
+        if self._rates or self._layers is not None:
+            self._costs.expect(self.manager(), scale * depth / most)
         return depth
+
+    def _target(self, input_batch: Any) -> Target:
+        """As proposers see it, and what it has left behind early layers."""
+        num_reqs = input_batch.num_reqs
+        forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
+        target = self._batch(input_batch.req_ids, forward).target
+        assert target is not None
+        return target
 
     def _draft_on_device(self, batch: DraftBatch, longest: int | None, num_steps: int) -> bool:
         """Drafts for all rows, with so many tokens of the exit; see DeviceTexts.match for `longest`."""
@@ -237,9 +265,15 @@ class DeviceSpeculator(TargetSpeculator):
         self._maybe_predict_acceptance(logits, self.idx_mapping[: len(logits)], self._steps[step])
 
     @property
+    def _exit(self) -> EarlyExit:
+        proposer: Any = self.barrier.proposer
+        stage: EarlyExit = proposer if self._policy is None else proposer.named_stages()[EXIT][1]
+        return stage
+
+    @property
     def _cascade(self) -> OnDevice:
         proposer: Any = self.barrier.proposer
         if self._policy is None:
             sees = self._estimate if self.enable_adaptive_verification else None
             return OnDevice(proposer, None, False, self.num_speculative_steps, sees)
-        return OnDevice(proposer.named_stages()[EXIT][1], self._policy, self._rates, self._limits.of_stages[EXIT])
+        return OnDevice(self._exit, self._policy, self._rates, self._limits.of_stages[EXIT])

@@ -34,6 +34,7 @@ class PagedForward:
         self._exists = speculator.idx_mapping[:num_reqs] >= 0  # not so in a graph's padding rows
         layers = speculator.first_layers
         self.logits, self.argmax, self.embeddings = layers.logits, layers.argmax, layers.embeddings
+        self.share, self.normed = layers.share, layers.normed
 
     def hidden_states(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True

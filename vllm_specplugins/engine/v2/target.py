@@ -8,6 +8,7 @@ Where the attention backends can update their metadata in place, a whole draft i
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,12 +22,13 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_specplugins.config import EarlyExitConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Sampling, Target
+from vllm_specplugins.draft import Draft, DraftBatch, Early, Feedback, Sampling, Target
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target.adapters import Adapters
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.metadata import updates_in_place
 from vllm_specplugins.engine.v2.built_in import DeviceOffer
+from vllm_specplugins.engine.v2.early import early_of
 from vllm_specplugins.engine.v2.feedback import LateFeedback
 from vllm_specplugins.engine.v2.graphs import graph_for
 from vllm_specplugins.engine.v2.history import Histories
@@ -70,6 +72,7 @@ class TargetSpeculator(DraftModelSpeculator):
         self._options: dict[str, Options] = {}  # of requests that have any, where there are no histories
         self._drafted_at = 0.0  # when the last drafting from histories ended
         self._graphs: SpeculatorCudaGraphManager | None = None
+        self._early: Callable[[], Early] | None = None  # of this step
         self.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._last_token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
         self._num_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -195,6 +198,9 @@ class TargetSpeculator(DraftModelSpeculator):
             self._rehearse(input_batch, is_profile, skip_attn_for_dummy_run)
             return drafts
         self._take_inputs(input_batch, last_hidden_states, num_rejected, last_sampled, temperature, seeds)
+        if self.first_layers.early and aux_hidden_states is not None:
+            states = dict(zip(self.first_layers.early, aux_hidden_states, strict=True))
+            self._early = partial(early_of, input_batch, states, num_sampled, num_rejected, last_sampled, drafts)
         self._draft_step(input_batch, num_sampled, num_rejected, num_speculative_tokens)
         return drafts
 
@@ -247,6 +253,7 @@ class TargetSpeculator(DraftModelSpeculator):
 
         Without attention there is no KV cache yet.
         """
+        self._early = None
         num_reqs = input_batch.num_reqs
         for buffer in (self._last_token_ids, self._num_tokens, self._last_hidden_states, self._temperature):
             buffer.zero_()
@@ -375,6 +382,7 @@ class TargetSpeculator(DraftModelSpeculator):
                 self._temperature[rows], self._seeds[rows], None if self._verified is None else self._verified.at(rows)
             ),
             edit=edit,
+            early=self._early,
         )
         max_num_draft = np.full(len(request_ids), self.num_speculative_steps, np.int32)
         return DraftBatch(request_ids, (), max_num_draft, [{}] * len(request_ids), target)

@@ -69,6 +69,37 @@ COMMON: tuple[Seam, ...] = (
     ),
     Seam("config/speculative.py", "SpeculativeConfig.draft_model_config", None, "instance", "the target's own"),
     Seam(
+        "config/speculative.py",
+        "SpeculativeConfig.compute_hash",
+        names_of("self"),
+        "override",
+        "compiled code goes by the layers whose states the target hands out",
+    ),
+    Seam(
+        "model_executor/models/interfaces.py", "supports_eagle3", names_of("model"), "read", "models that can do that"
+    ),
+    Seam(
+        "model_executor/models/interfaces.py",
+        "SupportsEagle3.set_aux_hidden_state_layers",
+        names_of("self layers"),
+        "read",
+        "has the target hand out states of early layers, as for EAGLE 3",
+    ),
+    Seam(
+        "v1/worker/gpu_model_runner.py",
+        "GPUModelRunner.use_aux_hidden_state_outputs",
+        None,
+        "instance",
+        "whether it takes such states, V1",
+    ),
+    Seam(
+        "v1/worker/gpu/model_runner.py",
+        "GPUModelRunner.use_aux_hidden_state_outputs",
+        None,
+        "instance",
+        "whether it takes such states, V2",
+    ),
+    Seam(
         "config/parallel.py",
         "ParallelConfig.worker_cls",
         None,
