@@ -1,5 +1,9 @@
-"""An exit's layer that is chosen while serving: what the shadows say, and that it settles, on both runners."""
+"""An exit's layer that is chosen while serving: what the shadows say, and that it settles.
 
+On V2 a cascade of it is in test_simulated_cascade.py; SPECPLUGINS_SIMULATED=all runs these there, too.
+"""
+
+import os
 from typing import Any
 
 import numpy as np
@@ -9,6 +13,9 @@ from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS
 from recorded import runner
 
 K, NUM_TOKENS = 4, 20
+if INTERPRETED and os.environ.get("SPECPLUGINS_SIMULATED") != "all":
+    pytest.skip("V1's are enough", allow_module_level=True)
+
 EXIT = {"method": "early_exit", "exit_layer": [1, NUM_LAYERS], "draft_sample_method": "coupled"}
 ALONE = {**EXIT, "num_speculative_tokens": K}
 CASCADE = {"method": "cascade", "stages": [{"method": "prompt_lookup"}, EXIT], "num_speculative_tokens": K}

@@ -58,7 +58,10 @@ def on_device(engine: Any, config: dict[str, Any]) -> Any:
 
 def drafted(llm: Any) -> dict[int, int]:
     """Steps that were replayed, by how many tokens the exit drafted."""
-    return {depth: replays(graphs) for depth, graphs in runner(llm).speculator._graphs_of.items()}
+    totals: dict[int, int] = {}
+    for (_, depth), own in runner(llm).speculator._graphs_of.items():
+        totals[depth] = totals.get(depth, 0) + replays(own)
+    return totals
 
 
 @pytest.mark.parametrize(("policy", "method"), CASES)
@@ -103,6 +106,22 @@ def test_an_exit_as_deep_as_it_pays(engine: Any, device: Device, prompts: Any, e
             patch.setattr(type(told), "depth", lambda *_, depth=depth: depth)
             assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
         assert {own for own, count in drafted(llm).items() if count > before[own]} == {depth}
+
+
+def test_a_layer_chosen_while_serving(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
+    """Where all layers, which are always right, cost what one does, the exit goes over to all, to graphs of their own,
+    without a wait. Fails if a look reads the device, or another place, or if a graph of another layer is replayed."""
+    llm = on_device(engine, cascade("first", exit_layer=[1, NUM_LAYERS]))
+    speculator = runner(llm).speculator
+    choice, speculator._layers._shares[:] = speculator._exit.chosen.choice, 0.1
+    with device.waits_forbidden():
+        for _ in range(2):
+            before = {layer: replays(speculator._graphs_of[layer, K]) for layer in choice.layers}
+            assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    assert choice.layer == NUM_LAYERS and choice.counts[1, 0].sum() <= 1 < choice.counts[0, 0].sum()
+    assert replays(speculator._graphs_of[1, K]) == before[1]
+    assert replays(speculator._graphs_of[NUM_LAYERS, K]) > before[NUM_LAYERS]
+    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
 
 
 def test_nothing_found_costs_one_token(engine: Any, device: Device) -> None:

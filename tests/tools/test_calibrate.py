@@ -46,7 +46,11 @@ def greedy(model: Path, prompts: list[list[int]], num_tokens: int) -> list[Serve
 
 
 class MadeUpEngine:
-    """In place of measure.Engine: a draft token of E layers takes 1 + E / 2 ms, verifying K + 1 takes 10 + K / 2."""
+    """In place of measure.Engine: a draft token of E layers takes 1 + E / 2 ms, verifying K + 1 takes 10 + K / 2.
+
+    A lookup finds something in every other step, for nothing, of which two tokens are right; a jump's token takes 1 ms,
+    and its first one is right.
+    """
 
     configs: ClassVar[list[Any]] = []
 
@@ -67,6 +71,13 @@ class MadeUpEngine:
         if self._config is None:
             return greedy(self._model, [prompt], self._max_tokens)[0]
         num_draft = self._config["num_speculative_tokens"]
+        if self._config["method"] == "jump":
+            steps = [10 + num_draft * 1.5] * 8, [1.0 * num_draft] * 8, [2] * 8, [num_draft] * 8
+            return Served([5] * self._max_tokens, *steps)
+        if "exit_layer" not in self._config:
+            return Served(
+                [5] * self._max_tokens, [10.0, 10 + num_draft / 2] * 4, [0.0] * 8, [1, 3] * 4, [0, num_draft] * 4
+            )
         propose_ms = num_draft * (1 + self._config["exit_layer"] / 2)
         return Served([5] * self._max_tokens, [10 + num_draft / 2 + propose_ms] * 9, [propose_ms] * 9)
 
@@ -80,7 +91,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpEngine]:
 
 def run(model: Path, files: list[Path], *options: str) -> int:
     few = ("--prompts", "3", "--tokens", "24", "--prompt-tokens", "32", "--max-draft", "4")
-    return main(["calibrate", str(model), "--data", *map(str, files), *few, *options])
+    also = () if "--also" in options else ("--also", "none")
+    return main(["calibrate", str(model), "--data", *map(str, files), *few, *also, *options])
 
 
 @pytest.mark.parametrize("options", [[], ["--together"]])
@@ -151,6 +163,32 @@ def test_a_trained_head(tiny_model: Path, text_files: list[Path], engines: Any, 
     assert found["rows"][2]["exit_head"] == engines.configs[-1]["exit_head"] == str((tmp_path / "head").resolve())
     assert found["rows"][2]["overlap"] != found["rows"][0]["overlap"]
     assert "1 + head" in capsys.readouterr().out
+
+
+def test_other_methods(
+    tiny_model: Path, text_files: list[Path], engines: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Served once each; fewer tokens cost less to verify, and a jump's to draft, too. The cascade is of a lookup, which
+    is the fastest. Fails if steps without a draft are left out, or if a K is printed that is not the best."""
+    (tmp_path / "jump").mkdir()
+    options = ["--also", "prompt_lookup,cascade", "--jump", str(tmp_path / "jump"), "--out", str(tmp_path)]
+    assert run(tiny_model, text_files, *options) == 0
+    found = json.loads((tmp_path / "calibration.json").read_text())
+    lookup, jump, cascade = found["others"]
+    gains = {1: 1.5 * 10 / 10.25, 2: 2 * 10 / 10.5, 3: 2 * 10 / 10.75, 4: 2 * 10 / 11}
+    assert lookup["prediction"]["by_num_draft"] == pytest.approx({str(k): gain for k, gain in gains.items()})
+    assert (lookup["prediction"]["num_draft"], lookup["share"], lookup["accepted"]) == (2, 0.5, 0.5)
+    assert jump["prediction"]["by_num_draft"] == pytest.approx({str(k): 20 / (10 + 1.5 * k) for k in range(1, 5)})
+    assert cascade["config"]["stages"] == [{"method": "prompt_lookup"}]
+    assert found["chosen"] == {"method": "prompt_lookup", "num_speculative_tokens": 2}
+    output = capsys.readouterr().out
+    assert "Other methods" in output and f"--speculative-config '{json.dumps(found['chosen'])}'" in output
+
+
+def test_a_name_that_is_no_method(tiny_model: Path, text_files: list[Path], capsys: Any) -> None:
+    """Fails if it is found out by an engine."""
+    assert run(tiny_model, text_files, "--also", "prompt_lookup,jump") == 2
+    assert "--also must be of prompt_lookup" in capsys.readouterr().err
 
 
 def test_bits_are_those_of_the_drafts(tiny_model: Path) -> None:

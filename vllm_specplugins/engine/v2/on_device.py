@@ -40,6 +40,7 @@ class DeviceSpeculator(TargetSpeculator):
     """See the module. Drafting by another way than a graph is guarded like any proposer."""
 
     texts: DeviceTexts | None = None
+    _layers: LateChoice | None = None  # of the exit, where they are chosen
     manager: Callable[[], Any] = staticmethod(lambda: None)  # vLLM's, of what is verified; set by runner.attach
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
@@ -61,7 +62,6 @@ class DeviceSpeculator(TargetSpeculator):
         self._costs = ExitCosts()
         self._depth = 0  # how many tokens of the exit are drafted
         self._graphs_of: dict[tuple[int, int], CudaGraphManager] = {}  # by the exit's layer and depth
-        self._layers: LateChoice | None = None  # of the exit, where they are chosen
 
     @property
     def _depths(self) -> tuple[int, ...]:
