@@ -191,7 +191,8 @@ def test_metrics(client: openai.OpenAI) -> None:
     def added(name: str) -> float:
         return sum(after[name].values()) - sum(before[name].values())
 
-    absent = {"gate_lengths", "faults", "stored_outputs", "stored_tokens"}  # no gate here, no fault and no store
+    # No gate here, no fault, no store and no choice of a layer.
+    absent = {"gate_lengths", "faults", "stored_outputs", "stored_tokens", "exit_layer"}
     for metric in TABLE:
         shown = metric.exported_name + ("_count" if metric.kind == "histogram" else "")
         assert shown in after or metric.name in absent, metric.name

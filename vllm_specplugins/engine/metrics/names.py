@@ -61,6 +61,7 @@ TABLE: tuple[Metric, ...] = (
     Metric("counter", "faults", ("stage", "cause"), "Faults of a stage that the barrier stopped."),
     Metric("counter", "times_switched_off", ("stage",), "How often a stage was switched off after repeated faults."),
     Metric("gauge", "switched_off", ("stage",), "Whether a stage is switched off now."),
+    Metric("gauge", "exit_layer", ("stage",), "How many layers draft now, where that is chosen while serving."),
     Metric("gauge", "store_bytes", ("stage",), "Memory of what a stage keeps of requests, in bytes."),
     Metric("gauge", "stored_outputs", ("stage",), "Outputs of earlier requests that suffix_lookup drafts from."),
     Metric("gauge", "stored_tokens", ("stage",), "Their tokens."),
