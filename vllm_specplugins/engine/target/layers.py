@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -112,9 +113,16 @@ class FirstLayers:
 
     def share(self, end_layer: int) -> float:
         """See draft.PagedForward."""
-        head = _num_weights(getattr(self._target, "lm_head", None))
-        layers = [_num_weights(layer) for layer in self._body.layers]
+        layers, head = self._num_weights
         return (sum(layers[:end_layer]) + head) / (sum(layers) + head)
+
+    @cached_property
+    def _num_weights(self) -> tuple[list[int], int]:
+        """Of each layer, and of the head."""
+        head = getattr(self._target, "lm_head", None)
+        modules = [*self._body.layers, *([] if head is None else [head])]
+        counts = [sum(weights.numel() for weights in module.parameters()) for module in modules]
+        return counts[: len(self._body.layers)], sum(counts[len(self._body.layers) :])
 
     def normed(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The final norm of hidden states [num_tokens, hidden_size]."""
@@ -145,10 +153,6 @@ class _Sum(nn.Module):
         if not residual:
             return hidden_states
         return hidden_states if residual[0] is None else hidden_states + residual[0], None
-
-
-def _num_weights(module: nn.Module | None) -> int:
-    return 0 if module is None else sum(weights.numel() for weights in module.parameters())
 
 
 def _refuse(refusal: ConfigError) -> NoReturn:
