@@ -30,7 +30,7 @@ def eagle_head(method: str) -> Path:
 @functools.cache
 def parallel_head(method: str) -> Path:
     """A folder with a layer for "dflash" or "dspark": attention over projected states of the target, and for the latter
-    what one token says of the next; it is removed when the process ends."""
+    what one token says of the next, and how sure it is; it is removed when the process ends."""
     folder, target = _folder(method), FAMILIES["llama"]
     hidden, head = target.hidden_size, target.head_dim
     kind = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}[method]
@@ -40,7 +40,8 @@ def parallel_head(method: str) -> Path:
     shapes |= {f"layers.0.self_attn.{name}_norm.weight": (head,) for name in "qk"}
     shapes |= {f"{name}norm.weight": (hidden,) for name in ("hidden_", "", "layers.0.input_layer")}
     if method == "dspark":
-        config["markov_rank"] = rank = 8
+        config |= {"markov_rank": (rank := 8), "enable_confidence_head": True}
+        shapes |= {"confidence_head.proj.weight": (1, hidden), "confidence_head.proj.bias": (1,)}
         shapes |= {f"markov_head.markov_{part}.weight": (target.vocab_size, rank) for part in ("w1", "w2")}
     (folder / "config.json").write_text(json.dumps(config))
     _save(_random({**shapes, "fc.weight": (hidden, 2 * hidden)}), folder)

@@ -3,27 +3,59 @@ at every step, over all tokens of that step, so that its KV cache holds every to
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from vllm_specplugins.draft import Offer
 from vllm_specplugins.engine.hooks import both
+from vllm_specplugins.engine.spec_config import for_built_in
 
 
 class DeviceOffer:
-    """What vLLM's own speculator drafted in a step, still on the device."""
+    """What vLLM's own speculator drafted in a step, and its chances, still on the device."""
 
-    def __init__(self, drafts: torch.Tensor, stopwatch: "_Stopwatch"):
-        self._drafts, self._stopwatch = drafts, stopwatch
+    def __init__(self, drafts: torch.Tensor, chances: torch.Tensor, stopwatch: "_Stopwatch"):
+        self._drafts, self._chances, self._stopwatch = drafts, chances, stopwatch
 
     def of(self, rows: Sequence[int]) -> Offer:
         """The drafts for these rows of the batch; waits for them."""
         token_ids = self._drafts.to("cpu", torch.int32).numpy()[rows]
-        return Offer(token_ids, self._stopwatch.ms())
+        chances = self._chances.cpu().numpy()[rows]
+        return Offer(token_ids, self._stopwatch.ms(), None if np.isnan(chances).any() else chances)
+
+
+def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) -> Any:
+    """vLLM's own speculator, made by its factory so that it says how likely each of its tokens is to be accepted: by a
+    head of its own (dspark), or by vLLM's estimator, which goes by the draft's logits.
+
+    It does that for adaptive verification alone, which nobody else shall see: our gate trims the drafts. The estimator
+    learns nothing, for what is verified is often another stage's; the gate's records do that.
+    """
+    alone = for_built_in(vllm_config)
+    config = alone.speculative_config
+    config.enable_adaptive_verification = config.method == "dspark" or not config.use_local_argmax_reduction
+    theirs = build(alone, *arguments)
+    config.enable_adaptive_verification = False
+    theirs.draft_token_confidence_probs.fill_(torch.nan)  # some rate nothing
+    theirs.observe_verification = lambda idx_mapping, num_sampled, num_rejected: None
+    return theirs
+
+
+@contextmanager
+def not_trimmed(theirs: Any) -> Iterator[None]:
+    """While the runner asks whether it shall trim the drafts."""
+    rates, theirs.enable_adaptive_verification = theirs.enable_adaptive_verification, False
+    try:
+        yield
+    finally:
+        theirs.enable_adaptive_verification = rates
 
 
 def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
@@ -32,14 +64,15 @@ def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
     The runner deals with vLLM's own, whose layers and KV cache it has to prepare. It was built with the K of its stage,
     but takes in steps that verified up to `max_num_draft` tokens of each request.
     """
-    propose, own_most = theirs.propose, theirs.num_speculative_steps
+    propose, own_most, chances = theirs.propose, theirs.num_speculative_steps, theirs.draft_token_confidence_probs
 
     def offer(*args: Any, num_speculative_tokens: int | None = None, **kwargs: Any) -> DeviceOffer:
         stopwatch = _Stopwatch(ours.device)
         most = own_most if num_speculative_tokens is None else min(own_most, num_speculative_tokens)
         drafts = propose(*args, num_speculative_tokens=most, **kwargs)
         stopwatch.stop()
-        return DeviceOffer(drafts[:, :most], stopwatch)  # behind so many it leaves no tokens
+        rated = chances[: len(drafts)]
+        return DeviceOffer(drafts[:, :most], rated[:, :most], stopwatch)  # behind so many it leaves no tokens
 
     def init_cudagraph_manager(cudagraph_mode: Any) -> None:
         """Its first step takes in what was verified, and its graphs of that are as wide."""

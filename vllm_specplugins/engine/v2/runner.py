@@ -3,6 +3,7 @@
 A proposer that runs on the host waits for the sampled tokens; one that only runs the target waits for nothing.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,10 +20,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array
 from vllm_specplugins.engine.adaptive import or_planned
 from vllm_specplugins.engine.hooks import both
-from vllm_specplugins.engine.spec_config import for_built_in, without_built_in
+from vllm_specplugins.engine.spec_config import without_built_in
 from vllm_specplugins.engine.v2 import verify
 from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
-from vllm_specplugins.engine.v2.built_in import DeviceOffer, run_before
+from vllm_specplugins.engine.v2.built_in import DeviceOffer, not_trimmed, rating, run_before
 from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.lookup import LookupSpeculator
 from vllm_specplugins.engine.v2.on_device import DeviceSpeculator
@@ -47,7 +48,7 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
         if speculative_config.built_in is None:
             return kind(vllm_config, device, req_states)
         ours = kind(without_built_in(vllm_config), device, req_states)
-        theirs = original(for_built_in(vllm_config), device, req_states)
+        theirs = rating(original, vllm_config, device, req_states)
         return run_before(theirs, ours, vllm_config.num_speculative_tokens)
 
     model_runner.init_speculator = init_speculator
@@ -62,7 +63,9 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     speculator = runner.speculator
     if speculator is None:  # a pipeline rank that does not draft
         return
-    speculator = getattr(speculator, "specplugins", speculator)
+    if hasattr(speculator, "specplugins"):
+        runner.initialize_kv_cache = not_trimmed(speculator)(runner.initialize_kv_cache)
+        speculator = speculator.specplugins
     speculator.barrier = barrier
     add_requests, finish_requests, sample_tokens = runner.add_requests, runner.finish_requests, runner.sample_tokens
 
@@ -135,6 +138,7 @@ class HostSpeculator(BaseSpeculator):
         self._max_num_draft = vllm_config.num_speculative_tokens
         self._histories = Histories(req_states, self._model_config.max_model_len, self._max_num_draft, device)
         self.report = DraftReport()
+        self._drafted_at = 0.0  # when the last drafting ended
         self._draft_tokens = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs, self._max_num_draft, dtype=torch.int64, device=device
         )
@@ -208,7 +212,13 @@ class HostSpeculator(BaseSpeculator):
                 self.rejection_sampler(), input_batch, {row: place for place, row in enumerate(rows)}
             ),
         )
-        draft = self.barrier.propose(batch, Feedback(request_ids, accepted + rejected, accepted))
+        # Behind the offer, which was waited for: what the stage built into vLLM takes is part of the step's time.
+        step_ms = (time.perf_counter() - self._drafted_at) * 1000
+        num_verified = int((1 + accepted + rejected).sum())
+        only_decoded = len(rows) == input_batch.num_reqs and input_batch.num_tokens == num_verified
+        feedback = Feedback(request_ids, accepted + rejected, accepted, step_ms if only_decoded else None)
+        draft = self.barrier.propose(batch, feedback)
+        self._drafted_at = time.perf_counter()
         padded = np.zeros((input_batch.num_reqs, self._max_num_draft), np.int32)
         drafts: list[list[int]] = [[] for _ in input_batch.req_ids]
         for row, tokens, count in zip(rows, draft.token_ids, draft.num_draft, strict=True):

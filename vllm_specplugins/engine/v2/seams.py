@@ -213,6 +213,13 @@ V2: tuple[Seam, ...] = (
         "read",
         "metadata made once a step",
     ),
+    Seam(
+        "v1/worker/gpu/spec_decode/speculator.py",
+        "DraftModelSpeculator.observe_verification",
+        names_of("self idx_mapping num_sampled num_rejected"),
+        "instance",
+        "vLLM's estimator would learn from what other stages drafted, V2",
+    ),
     Seam("v1/worker/gpu/spec_decode/speculator.py", "DraftModelSpeculator.draft_logits", None, "instance", "q, V2"),
     Seam(
         "v1/worker/gpu/spec_decode/target_dependent_ar/cudagraph_utils.py",

@@ -3,9 +3,11 @@
 Its distributions are far from uniform and differ much from one context to the next, so that wrong sampling shows.
 """
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
@@ -26,8 +28,10 @@ def write_checkpoint(folder: Path, seed: int) -> LlamaForCausalLM:
 
 
 def write_parts(folder: Path, seed: int) -> None:
-    """Writes what drafts for such a model into `jump` and `look_ahead`, random, and `draft_model`, its first layer."""
+    """Writes what drafts for such a model into `jump` and `look_ahead`, random, and `draft_model` and `eagle`, of its
+    first layer."""
     model = make_model(seed)
+    _write_eagle(folder / "eagle", model)
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
     model.save_pretrained(folder / "draft_model")
     generator = torch.Generator().manual_seed(seed)
@@ -38,6 +42,18 @@ def write_parts(folder: Path, seed: int) -> None:
     JumpHead(config, weights | {"norm.weight": torch.ones(HIDDEN_SIZE)}).save(folder / "jump")
     embeddings = LookAheadConfig(exit_layer=1, hidden_size=HIDDEN_SIZE, num_embeddings=1)
     save_look_ahead(folder / "look_ahead", embeddings, 0.2 * torch.randn(1, HIDDEN_SIZE, generator=generator))
+
+
+def _write_eagle(folder: Path, model: LlamaForCausalLM) -> None:
+    """A head that sees of the target's state a tenth, in the format of published ones."""
+    folder.mkdir()
+    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    same = torch.eye(HIDDEN_SIZE)
+    parts = model.model.layers[0].state_dict()
+    layer = {f"layers.0.{name}": parts[name] for name in parts if not name.startswith("input_layernorm")}
+    weights = {**layer, "fc.weight": torch.cat((same, 0.1 * same), dim=1)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @torch.no_grad()

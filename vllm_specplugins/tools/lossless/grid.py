@@ -23,6 +23,14 @@ _EXIT = {"method": "early_exit", "exit_layer": 1}
 _SAMPLED_EXIT = {**_EXIT, "draft_sample_method": "probabilistic"}
 _JUMP = {"method": "jump", "draft_sample_method": "probabilistic"}
 _CASCADE = {"method": "cascade", "gate": "off"}  # on a tiny model drafts never pay
+
+
+def _beside_lookup(method: str) -> dict[str, Any]:
+    """A stage that is built into vLLM, behind a lookup that drafts longer."""
+    stage = {"method": method, "model": f"MADE/{method}", "num_speculative_tokens": 4}
+    return {**_CASCADE, "stages": [_LOOKUP, stage], "policy": "first", "num_speculative_tokens": 12}
+
+
 METHODS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {**_LOOKUP, **_DRAFTS},
     "suffix_lookup": {"method": "suffix_lookup", "max_index_bytes": 1 << 22, "store_bytes": 1 << 22, **_DRAFTS},
@@ -36,12 +44,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "cascade-verify": {**_CASCADE, "stages": [_LOOKUP, _SAMPLED_EXIT], "policy": "verify", **_DRAFTS},
     "cascade-first": {**_CASCADE, "stages": [{**_LOOKUP, "min_ngram": 2}, _SAMPLED_EXIT], "policy": "first", **_DRAFTS},
     "cascade-extend": {**_CASCADE, "stages": [_LOOKUP, _EXIT], "policy": "extend", **_DRAFTS},
-    "cascade-draft_model": {
-        **_CASCADE,
-        "stages": [_LOOKUP, {"method": "draft_model", "model": "MADE/draft_model", "num_speculative_tokens": 4}],
-        "policy": "first",
-        "num_speculative_tokens": 12,
-    },
+    "cascade-draft_model": _beside_lookup("draft_model"),
+    "cascade-eagle": _beside_lookup("eagle"),
 }
 
 
