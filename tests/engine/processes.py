@@ -2,27 +2,43 @@
 
     python processes.py '[PROMPTS, {NAME: ARGUMENTS OF LLM, ...}]'
 
+Arguments of ours beside vLLM's: "adapters", folders that requests run in turn, after one without; "samples": also say
+what seeded requests get at temperature 0.9; "ends": what becomes of a planted fault, a name in ENDS.
+
 Importing vLLM takes longer than all that they do. So an engine's process is forked from one that has imported it, and
 is given its arguments pickled, as where vLLM spawns it; workers are forked from the engine's, as by vLLM on GPUs.
 """
 
+import asyncio
 import json
 import multiprocessing
+import os
 import sys
 import time
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
-SPAWNS_AS = "forkserver" if multiprocessing.parent_process() is None else "fork"
+SPAWNS_AS = "forkserver" if __name__ == "__main__" else "fork"  # an engine imports this file, too
 get_context = multiprocessing.get_context
 multiprocessing.get_context = lambda method=None: get_context(SPAWNS_AS if method == "spawn" else method)
 COUNTED = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 
 
-def outputs(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=21, ignore_eos=True, detokenize=False)
-    results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+def params(index: int, temperature: float) -> SamplingParams:
+    seed = index if temperature else None
+    return SamplingParams(temperature=temperature, seed=seed, max_tokens=21, ignore_eos=True, detokenize=False)
+
+
+def outputs(llm: LLM, prompts: list[list[int]], adapters: list[str], temperature: float = 0.0) -> list[list[int]]:
+    loras = [None, *(LoRARequest(path, number, path) for number, path in enumerate(adapters, 1))]
+    results = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        [params(index, temperature) for index in range(len(prompts))],
+        use_tqdm=False,
+        lora_request=[loras[index % len(loras)] for index in range(len(prompts))] if adapters else None,
+    )
     return [list(result.outputs[0].token_ids) for result in results]
 
 
@@ -31,8 +47,8 @@ def steps_of_first_stage(worker: Any) -> int:
     return number
 
 
-def plant(worker: Any) -> None:
-    """The second stage fails on rank 1."""
+def fail_on_rank_1(worker: Any) -> None:
+    """The second stage does."""
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("planted")
@@ -42,39 +58,90 @@ def plant(worker: Any) -> None:
             setattr(worker._barrier.proposer._stages[1], name, fail)
 
 
-def end_of_a_fault(llm: LLM, prompts: list[list[int]]) -> dict[str, Any]:
-    steps = llm.collective_rpc(steps_of_first_stage)
-    llm.collective_rpc(plant)
+def die_on_rank_1(worker: Any) -> None:
+    """In the middle of a step, as by a signal."""
+    if worker.rank == 1:
+        worker.model_runner.sample_tokens = lambda *args: os._exit(1)
+        worker.model_runner._sample = lambda *args: os._exit(1)
+
+
+ENDS = {"fails": fail_on_rank_1, "dies": die_on_rank_1}
+
+
+def end_of(llm: LLM, prompts: list[list[int]], fault: str) -> dict[str, Any]:
+    """What a fault on rank 1 is answered with, and when."""
+    steps = llm.collective_rpc(steps_of_first_stage) if fault == "fails" else []
+    llm.collective_rpc(ENDS[fault])
     start = time.perf_counter()
     try:
-        outputs(llm, prompts)
+        outputs(llm, prompts, [])
         end = "lived"
     except Exception as error:
         end = type(error).__name__
     return {"steps": steps, "end": end, "seconds": time.perf_counter() - start}
 
 
-def serve(prompts: list[list[int]], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def serve(
+    prompts: list[list[int]], arguments: dict[str, Any], adapters: list[str], samples: bool, ends: str | None
+) -> dict[str, Any]:
+    """Of one engine."""
     llm = LLM(**arguments)
     try:
-        found: dict[str, Any] = {"outputs": outputs(llm, prompts)}
+        found: dict[str, Any] = {"outputs": outputs(llm, prompts, adapters)}
         if arguments["speculative_config"]:
             found["stats"] = llm.collective_rpc("specplugins_stats")
             values = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in COUNTED}
             found["drafted"], found["accepted"] = (values[name] for name in COUNTED)
-        return found | (end_of_a_fault(llm, prompts) if name == "a fault" else {})
+        if samples:
+            found["sampled"] = outputs(llm, prompts, adapters, temperature=0.9)
+        return found | (end_of(llm, prompts, ends) if ends else {})
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        if not ends:  # or else it has shut itself down
+            llm.llm_engine.engine_core.shutdown()
+
+
+async def serve_by_several(prompts: list[list[int]], arguments: dict[str, Any]) -> dict[str, Any]:
+    """By engines that share the requests; LLM refuses more than one, and each request says which one it wants."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    async def ask(index: int, prompt: list[int]) -> list[int]:
+        rank, inputs = index % arguments["data_parallel_size"], {"prompt_token_ids": prompt}
+        said = llm.generate(inputs, params(index, 0.0), str(index), data_parallel_rank=rank)
+        return [list(output.outputs[0].token_ids) async for output in said][-1]
+
+    try:
+        found: dict[str, Any] = {"outputs": await asyncio.gather(*(ask(*each) for each in enumerate(prompts)))}
+        if arguments["speculative_config"]:
+            found["stats"] = await llm.collective_rpc("specplugins_stats")  # vLLM answers with the first engine's
+        return found
+    finally:
+        llm.shutdown()
+
+
+def tell(prompts: list[list[int]], runs: dict[str, dict[str, Any]]) -> None:
+    """Prints what became of each run."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    for name, arguments in runs.items():
+        own = {"adapters": [], "samples": False, "ends": None}
+        own |= {key: arguments.pop(key) for key in own.keys() & arguments.keys()}
+        try:
+            if arguments.get("data_parallel_size", 1) > 1:
+                found = asyncio.run(serve_by_several(prompts, arguments))
+            else:
+                found = serve(prompts, arguments, **own)
+        except Exception as error:  # the other runs go on
+            found = {"error": f"{type(error).__name__}: {error}"[:500]}
+        print("RESULT", json.dumps([name, found]), flush=True)
+        CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)  # once is enough: see conftest.py
 
 
 def main() -> None:
-    from vllm.platforms.cpu import CpuPlatform
-
     multiprocessing.set_forkserver_preload(["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"])
-    prompts, runs = json.loads(sys.argv[1])
-    for name, arguments in runs.items():
-        print("RESULT", json.dumps([name, serve(prompts, name, arguments)]), flush=True)
-        CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)  # once is enough: see conftest.py
+    tell(*json.loads(sys.argv[1]))
 
 
 if __name__ == "__main__":

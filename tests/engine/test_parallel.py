@@ -2,20 +2,20 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, TOKEN_RECYCLING, early_exit
+from combinations import PROMPTS, RANKS, Results, look_ahead, medusa, results_of
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS
+from jump_heads import HIDDEN, write_head
 
 pytestmark = pytest.mark.slow
-HERE = Path(__file__).parent
 LONG = os.environ.get("SPECPLUGINS_METHODS") == "all"
-PROMPTS = [[5, 6, 7, 8] * 8, list(range(30, 70)), [9, 9, 3] * 9]
+ALL_SIMULATED = not INTERPRETED or os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 HALF = NUM_LAYERS // 2
+COUPLED = {"draft_sample_method": "coupled"}
 GATED = {
     "method": "cascade",
     "num_speculative_tokens": 4,
@@ -31,44 +31,41 @@ FAULTY = {
         {"method": "early_exit", "exit_layer": 1},
     ],
 }
-TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
-RUNS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
-    "plain": (None, TWO_RANKS),
-    "prompt_lookup": (PROMPT_LOOKUP, TWO_RANKS),
-    "all layers": (early_exit(NUM_LAYERS), {**TWO_RANKS, "async_scheduling": False}),  # which plans a step too much
-}
-if not INTERPRETED or os.environ.get("SPECPLUGINS_SIMULATED") == "all":  # as on V1, and minutes in the interpreter
-    RUNS |= {"one rank": (PROMPT_LOOKUP, {}), "gated": (GATED, TWO_RANKS)}
-if LONG:
-    RUNS |= {
-        "suffix_lookup": (SUFFIX_LOOKUP, TWO_RANKS),
-        "token_recycling": (TOKEN_RECYCLING, TWO_RANKS),
-        "half of the layers": (early_exit(HALF), {**TWO_RANKS, "async_scheduling": False}),
+SAMPLES = {"samples": True}
+TO_THE_END = {"async_scheduling": False}  # which plans a step too much
+OF_STATES = ("look_ahead", "medusa")  # what drafts from states that each rank has
+OF_HISTORY = ("prompt_lookup", "token_recycling", "suffix_lookup")
+
+
+def runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Arguments of LLM by name; trained parts are written to the folder."""
+    jump = {**write_head(folder / "jump", HALF, HALF, 0.0), **COUPLED}
+    made: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+        "plain": (None, {}),
+        "prompt_lookup": (PROMPT_LOOKUP, SAMPLES),
+        "all layers": (early_exit(NUM_LAYERS), TO_THE_END),
+        "jump": (jump, {**SAMPLES, **TO_THE_END}),
     }
-if "gated" in RUNS:
-    RUNS["a fault"] = FAULTY, TWO_RANKS  # the last, since its engine dies
-Results = dict[str, dict[str, Any]]
+    if ALL_SIMULATED:  # as on V1, and minutes in the interpreter
+        made |= {
+            "one rank": (PROMPT_LOOKUP, {**SAMPLES, "tensor_parallel_size": 1}),
+            "gated": (GATED, {}),
+            "look_ahead": ({**look_ahead(folder / "look_ahead", NUM_LAYERS, HIDDEN), **COUPLED}, SAMPLES),
+            "medusa": ({**medusa(folder / "medusa", HIDDEN), **COUPLED}, SAMPLES),
+            "token_recycling": (TOKEN_RECYCLING, SAMPLES),
+        }
+    if LONG:
+        made |= {"suffix_lookup": (SUFFIX_LOOKUP, SAMPLES), "half of the layers": (early_exit(HALF), TO_THE_END)}
+    if ALL_SIMULATED:
+        made["a fault"] = FAULTY, {"ends": "fails"}  # the last, since its engine dies
+    model = {"model": str(DEMO_MODEL), **RANKS}
+    return {name: {**model, "speculative_config": config, **more} for name, (config, more) in made.items()}
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
-    """What became of each of RUNS."""
-    defaults = {"model": str(DEMO_MODEL), "dtype": "float32", "max_model_len": 256, "enforce_eager": True}
-    defaults["disable_log_stats"] = False
-    runs = {name: {**defaults, **more, "speculative_config": config} for name, (config, more) in RUNS.items()}
-    paths = [str(HERE), str(HERE.parent / "proposers"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of the program's
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
-    command = [sys.executable, str(HERE / "processes.py"), json.dumps([PROMPTS, runs])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
-    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    found: Results = dict(map(json.loads, lines))
-    assert found.keys() == runs.keys(), done.stderr[-3000:]
-    return found
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What became of each run."""
+    return results_of("processes.py", runs(tmp_path_factory.mktemp("parts")))
 
 
 def of(results: Results, name: str) -> dict[str, Any]:
@@ -84,12 +81,27 @@ def test_engine_process(results: Results) -> None:
     assert stats["accepted_tokens"] > 10
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", *(["suffix_lookup", "token_recycling"] if LONG else [])])
+@pytest.mark.parametrize("name", OF_HISTORY if LONG else OF_HISTORY[:2])
 def test_two_ranks(results: Results, name: str) -> None:
     """Both ranks verify the same drafts. Kills: on V1 a rank that drafts by itself, on V2 one that drafts otherwise."""
     stats = of(results, name)["stats"]
     assert len(stats) == 2
     assert stats[0]["accepted_tokens"] > 10
+
+
+@pytest.mark.parametrize("name", OF_STATES)
+def test_two_ranks_draft_from_states(results: Results, name: str) -> None:
+    """Fails if a rank takes its part of the vocabulary for the whole, or draws otherwise than the other one."""
+    result = of(results, name)
+    assert 0 < result["accepted"] < result["drafted"]
+    assert [rank["faults"] for rank in result["stats"]] == [{}, {}]
+
+
+@pytest.mark.parametrize("name", ["one rank", "jump", *OF_STATES, "token_recycling"])
+def test_seeded_requests_say_the_same(results: Results, name: str) -> None:
+    """At temperature 0.9, with any drafts, on one rank and on two. Fails if ranks verify with noise of their own."""
+    assert of(results, name)["sampled"] == results["prompt_lookup"]["sampled"]
+    assert results["prompt_lookup"]["sampled"] != results["plain"]["outputs"]
 
 
 def test_two_ranks_gated(results: Results) -> None:
@@ -101,14 +113,14 @@ def test_two_ranks_gated(results: Results) -> None:
     assert [rank["faults"] for rank in stats] == [{}, {}]
 
 
-@pytest.mark.parametrize("name", ["all layers", *(["half of the layers"] if LONG else [])])
+@pytest.mark.parametrize("name", ["all layers", "jump", *(["half of the layers"] if LONG else [])])
 def test_two_ranks_exit_early(results: Results, name: str) -> None:
-    """Each rank holds half of the heads and of their KV cache. Kills: hidden states or logits that are one rank's part
-    of a sum, and ranks that draft different tokens."""
+    """Each rank holds half of the heads and of their KV cache; the jump has exact states. Kills: hidden states or
+    logits that are one rank's part of a sum, and ranks that draft different tokens."""
     result = of(results, name)
     drafted, accepted = result["drafted"], result["accepted"]
     assert drafted >= len(PROMPTS) * 16
-    assert accepted == drafted if name == "all layers" else 0 < accepted < drafted
+    assert 0 < accepted < drafted if name == "half of the layers" else accepted == drafted
     assert [rank["faults"] for rank in result["stats"]] == [{}, {}]
 
 

@@ -206,6 +206,19 @@ def test_pipeline_on_v1() -> None:
         engine_config(PROMPT_LOOKUP, pipeline_parallel_size=2)
 
 
+@pytest.mark.skipif(RUNNER == "v1", reason="refused there")
+@pytest.mark.parametrize("method", ["prompt_lookup", "token_recycling"])
+def test_pipeline_on_v2(method: str) -> None:
+    """Fails if what reads tokens on the host keeps a pipeline synchronous, where vLLM plans drafts for requests whose
+    last step is still on its way; or if who asks for that is not told."""
+    spec = {"method": method, "num_speculative_tokens": 4}
+    scheduler = engine_config(spec, pipeline_parallel_size=2).scheduler_config
+    assert scheduler.async_scheduling and scheduler.scheduler_cls.endswith(".PlannedScheduler")
+    words = rf"^{method}: pipeline_parallel_size must be 1 without async_scheduling, .*, not 2\.$"
+    with pytest.raises(ConfigError, match=words):
+        engine_config(spec, pipeline_parallel_size=2, async_scheduling=False)
+
+
 def test_asynchronous_scheduling() -> None:
     """On V2 it brings our scheduler; V1 cannot (on a CPU vLLM itself turns it off), and says so."""
     config = engine_config(PROMPT_LOOKUP, async_scheduling=True)

@@ -143,7 +143,7 @@ def _with_method(config: SpecConfig, original: Callable[..., Any], engine_args: 
     from vllm_specplugins.engine import scheduling, spec_config
 
     asked = engine_args.async_scheduling
-    asynchronous = scheduling.wanted_of_vllm(config, asked)
+    asynchronous = scheduling.wanted_of_vllm(config, asked, engine_args.pipeline_parallel_size)
     known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), name_in_vllm(config.method))]  # type: ignore[valid-type]
     with (
         _replaced(engine_args, {"_specplugins_config": config, "async_scheduling": asynchronous}),

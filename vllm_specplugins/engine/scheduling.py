@@ -1,7 +1,9 @@
 """Which methods of ours are scheduled asynchronously, as vLLM's own are, and which scheduler that takes.
 
 A method that reads tokens on the host waits for them in every step, and there a synchronous scheduler knows the true
-lengths of its drafts. One that reads none leaves the device busy while the next step is scheduled.
+lengths of its drafts. One that reads none leaves the device busy while the next step is scheduled. A pipeline is always
+scheduled asynchronously: vLLM's synchronous scheduler would plan the drafts of a request whose last step is still on
+its way through the stages.
 """
 
 import logging
@@ -15,9 +17,9 @@ logger = logging.getLogger("vllm.specplugins")
 SCHEDULER = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
 
 
-def wanted_of_vllm(config: SpecConfig, asked: bool | None) -> bool | None:
+def wanted_of_vllm(config: SpecConfig, asked: bool | None, num_stages: int) -> bool | None:
     """What vLLM is told: what the user said, else False or vLLM's own default (None)."""
-    waits = reads_history(config) and not drafts_on_device(config)
+    waits = reads_history(config) and not drafts_on_device(config) and num_stages == 1
     return False if asked is None and waits else asked
 
 
@@ -36,7 +38,13 @@ def settle(vllm_config: Any, asked: bool | None) -> None:
             method,
             f"synchronously, for {synchronous_for}" if synchronous_for else "asynchronously, as vLLM's own methods are",
         )
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
     if not scheduler.async_scheduling:
+        if num_stages > 1:
+            raise ConfigError(
+                f"{method}: pipeline_parallel_size must be 1 without async_scheduling, where vLLM plans drafts for a "
+                f"request whose last step is still under way, not {num_stages}."
+            )
         return
     if not vllm_config.use_v2_model_runner:
         raise ConfigError(f"{method}: async_scheduling must be false on Model Runner V1, not True.")
@@ -50,7 +58,7 @@ def settle(vllm_config: Any, asked: bool | None) -> None:
 def _synchronous_for(vllm_config: Any) -> str | None:
     """Why scheduling has to wait for the drafts; None if it need not."""
     config = vllm_config.speculative_config
-    if config.reads_on_host:
+    if config.reads_on_host and vllm_config.parallel_config.pipeline_parallel_size == 1:
         return "it reads tokens on the host (--async-scheduling plans each draft's length from the last one)"
     if not vllm_config.use_v2_model_runner:
         return "Model Runner V1 plans with the drafts at hand"

@@ -14,8 +14,11 @@ def register() -> None:
     import_simulated_device()
     from simulated_device.interpreter import patch_interpreter
     from simulated_device.patches import Patches
+    from simulated_device.vllm_cpu import patch_asynchronous
 
-    patch_interpreter(Patches())  # for good
+    patches = Patches()  # for good
+    patch_interpreter(patches)
+    patch_asynchronous(patches)
 
 
 def import_simulated_device() -> None:
