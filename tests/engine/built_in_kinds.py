@@ -124,3 +124,5 @@ def fill(model: torch.nn.Module) -> None:
     for part in model.modules():
         if hasattr(part, "_build_fused_kv_buffers"):
             part._build_fused_kv_buffers()
+        if hasattr(part, "materialize_inference_buffers"):
+            part.materialize_inference_buffers(torch.device("cpu"), torch.float32)
