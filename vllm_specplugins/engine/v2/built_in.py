@@ -39,10 +39,12 @@ def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) 
     learns nothing, for what is verified is often another stage's; the gate's records do that.
     """
     alone = for_built_in(vllm_config)
-    config = alone.speculative_config
-    config.enable_adaptive_verification = config.method == "dspark" or not config.use_local_argmax_reduction
+    their_config = alone.speculative_config
+    their_config.enable_adaptive_verification = (
+        their_config.method == "dspark" or not their_config.use_local_argmax_reduction
+    )
     theirs = build(alone, *arguments)
-    config.enable_adaptive_verification = False
+    their_config.enable_adaptive_verification = False
     theirs.draft_token_confidence_probs.fill_(torch.nan)  # some rate nothing
     theirs.observe_verification = lambda idx_mapping, num_sampled, num_rejected: None
     return theirs

@@ -25,6 +25,12 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
         kind="instance",
     ),
     *members_of(
+        "config/speculative.py",
+        "SpeculativeConfig",
+        "parallel_drafting use_local_argmax_reduction",
+        "how a stage that is built into vLLM drafts",
+    ),
+    *members_of(
         "config/utils.py",
         "",
         "config(cls)",
