@@ -24,7 +24,7 @@ CHOICE = 0  # in place of a layer
 
 
 def hold(exit_stage: Any, layer: int) -> None:
-    """Takes the choice away from an exit, or gives it back what it knew."""
+    """Takes the choice away from an exit."""
     exit_stage.chosen, exit_stage.exit_layer = None, layer
 
 
@@ -66,6 +66,7 @@ def main() -> int:
                 seconds[kind][layer] += elapsed
                 steps[kind][layer] += llm.collective_rpc("specplugins_stats")[0]["request_steps"] - before
         assert len(outputs) == 1, "a layer has changed a token"
+        print(f"{index} of {len(prompts)} prompts", file=sys.stderr, flush=True)
     is_good = True
     for kind, own in seconds.items():
         best, worst = min(own[layer] for layer in layers), max(own[layer] for layer in layers)
