@@ -14,8 +14,10 @@ import random
 import sys
 import time
 from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 from prompts import load_prompts
@@ -23,9 +25,9 @@ from prompts import load_prompts
 CHOICE = 0  # in place of a layer
 
 
-def hold(exit_stage: Any, layer: int) -> None:
-    """Takes the choice away from an exit."""
-    exit_stage.chosen, exit_stage.exit_layer = None, layer
+def held(choice: Any, layer: int) -> AbstractContextManager[Any]:
+    """Takes the choice away, for as long as a `with` block lasts."""
+    return nullcontext() if layer == CHOICE else patch.multiple(choice, begin_step=lambda: False, layer=layer)
 
 
 def main() -> int:
@@ -44,8 +46,8 @@ def main() -> int:
     config = {"method": "early_exit", "exit_layer": layers, "num_speculative_tokens": args.num_draft}
     llm = LLM(args.model, dtype="float32", max_model_len=2048, max_num_seqs=1, enforce_eager=True,
               enable_prefix_caching=False, speculative_config=config)  # fmt: skip
-    exit_stage = llm.llm_engine.model_executor.driver_worker.worker._barrier.proposer
-    chosen, order = exit_stage.chosen, random.Random(0)
+    chosen = llm.llm_engine.model_executor.driver_worker.worker._barrier.proposer.chosen
+    order = random.Random(0)
     params = SamplingParams(temperature=args.temperature, seed=1, max_tokens=args.tokens, ignore_eos=True,
                             detokenize=False)  # fmt: skip
     seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -54,12 +56,10 @@ def main() -> int:
     for index, (kind, text) in enumerate(prompts[:1] + prompts):  # the first one warms up
         outputs = set()
         for layer in order.sample([CHOICE, *layers], len(layers) + 1):
-            hold(exit_stage, layer)
-            if layer == CHOICE:
-                exit_stage.chosen, exit_stage.exit_layer = chosen, chosen.choice.layer
             before = llm.collective_rpc("specplugins_stats")[0]["request_steps"]
             start = time.process_time()
-            [output] = llm.generate([text], params, use_tqdm=False)
+            with held(chosen.choice, layer):
+                [output] = llm.generate([text], params, use_tqdm=False)
             elapsed = time.process_time() - start
             outputs.add(tuple(output.outputs[0].token_ids))
             if index:
@@ -67,6 +67,7 @@ def main() -> int:
                 steps[kind][layer] += llm.collective_rpc("specplugins_stats")[0]["request_steps"] - before
         assert len(outputs) == 1, "a layer has changed a token"
         print(f"{index} of {len(prompts)} prompts", file=sys.stderr, flush=True)
+    assert not llm.collective_rpc("specplugins_stats")[0]["faults"]
     is_good = True
     for kind, own in seconds.items():
         best, worst = min(own[layer] for layer in layers), max(own[layer] for layer in layers)

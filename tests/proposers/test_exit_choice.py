@@ -125,3 +125,15 @@ def test_a_rehearsal_is_no_step() -> None:
     chosen = ChosenLayer((1, 2), {}, DraftSampler("greedy"), context)
     target: Any = SimpleNamespace(early=None, num_tokens=torch.zeros(1))
     assert chosen.of(["one"], target) == 1 and sum(chosen.choice.num_steps.values()) == 0
+
+
+def test_more_requests_than_at_a_time() -> None:
+    """Before it is told which ones are gone. Fails if a request has no slot."""
+    context = ProposerContext(vocab_size=9, max_model_len=9, max_num_reqs=1, max_num_draft=1, tokenize=lambda text: [])
+    chosen = ChosenLayer((1, 2), {}, DraftSampler("greedy"), context)
+    states = torch.tensor([[5], [6]])
+    early = Early(dict.fromkeys((1, 2), states), torch.tensor([[0, 1]]), torch.tensor([[5, 6]]), torch.tensor([2]))
+    forward: Any = SimpleNamespace(normed=lambda own: own, argmax=lambda own: own[:, 0], share=lambda layer: layer / 2)
+    target: Any = SimpleNamespace(early=lambda: early, num_tokens=torch.tensor([4]), forward=forward)
+    for name in "abc":
+        assert chosen.of([name], target) == 1

@@ -28,6 +28,7 @@ class ChosenLayer:
     def of(self, request_ids: Sequence[str], target: Target) -> int:
         """The layer for this step, which waits for what it looks at; that of the step before in a rehearsal."""
         rows = torch.from_numpy(self._rows.of(request_ids)).to(target.num_tokens.device)
+        self._shadow.make_room(self._rows.num_rows)
         counts = self.look(target, rows)
         if counts is not None:
             self.learn(counts.cpu().numpy(), self.shares(target.forward))

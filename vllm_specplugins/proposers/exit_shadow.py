@@ -32,6 +32,11 @@ class Shadow:
         # By slot, whether each candidate had the newest token right; -1: not known.
         self._newest = torch.full((num_slots, len(layers)), -1, dtype=torch.int8, device=device)
 
+    def make_room(self, num_slots: int) -> None:
+        """For so many requests."""
+        more = self._newest.new_full((max(0, num_slots - len(self._newest)), len(self._layers)), -1)
+        self._newest = torch.cat((self._newest, more)) if len(more) else self._newest
+
     def look(self, target: Target, slots: torch.Tensor, begins_anew: bool) -> torch.Tensor:
         """[C, 2, 2] int64 tokens of this step, by whether a candidate had the one before right, and this one.
 
