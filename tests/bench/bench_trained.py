@@ -39,18 +39,12 @@ def methods(wide: Path) -> list[list[dict[str, Any]]]:
     """What is compared, in two groups of engines."""
     exits = {"method": "early_exit", "exit_layer": 1, "exit_head": str(wide / "exit"), **SAMPLED}
     jump, last = ({"method": "jump", "head": str(wide / name), **SAMPLED} for name in ("jump", "jump-last"))
-    cascade = {"method": "cascade", "num_speculative_tokens": 5, "stages": [LOOKUP, jump]}
+    cascade = {"method": "cascade", "num_speculative_tokens": 4, "policy": "first", "stages": [LOOKUP, jump]}
     medusa = {"method": "medusa", "heads": str(wide / "medusa"), **SAMPLED}
     ahead = {**exits, "look_ahead": str(wide / "ahead")}
     return [
-        [
-            with_k(exits, 3),
-            with_k(jump, 4),
-            with_k(LOOKUP, 4),
-            cascade | {"policy": "first"},
-            cascade | {"policy": "auto"},
-        ],
-        [with_k(exits, 4), with_k(jump, 6), with_k(last, 4), with_k(medusa, 4), with_k(ahead, 4)],
+        [with_k(exits, 2), with_k(jump, 3), with_k(LOOKUP, 3), cascade | {"gate": "off"}, cascade | {"policy": "auto"}],
+        [with_k(exits, 4), with_k(jump, 4), with_k(last, 4), with_k(medusa, 4), with_k(ahead, 4)],
     ]
 
 
