@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -232,6 +233,18 @@ def test_asynchronous_scheduling() -> None:
     assert config.scheduler_config.scheduler_cls == "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
     with pytest.raises(ConfigError, match="scheduler_cls must be left alone"):
         engine_config(PROMPT_LOOKUP, async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+
+
+@pytest.mark.parametrize("method", ["prompt_lookup", "token_recycling", "early_exit"])
+def test_checked_again(method: str) -> None:
+    """As an engine's own process does with the configuration that it was sent. Fails if vLLM then refuses our method
+    asynchronous scheduling, so that no engine starts but in the process that asks for it, or drops our scheduler."""
+    spec = {"method": method, "num_speculative_tokens": 4}
+    config = pickle.loads(pickle.dumps(engine_config(spec, async_scheduling=RUNNER == "v2")))
+    config.__post_init__()
+    assert config.scheduler_config.async_scheduling is (RUNNER == "v2")
+    assert (config.scheduler_config.scheduler_cls is not None) is (RUNNER == "v2")
+    assert config.num_lookahead_tokens == (4 if method == "early_exit" else 0)
 
 
 def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

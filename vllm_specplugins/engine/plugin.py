@@ -134,20 +134,14 @@ def _without_speculation(original: Callable[..., Any], engine_args: Any, *args: 
 
 
 def _with_method(config: SpecConfig, original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's configuration with our method in it, our worker and, where scheduling is asynchronous, our scheduler.
-
-    vLLM's check of `async_scheduling` knows methods by name; ours is one more name while it runs.
-    """
-    from vllm.config import vllm as vllm_config_module
-
+    """vLLM's configuration with our method in it, our worker and, where scheduling is asynchronous, our scheduler."""
     from vllm_specplugins.engine import scheduling, spec_config
 
     asked = engine_args.async_scheduling
     asynchronous = scheduling.wanted_of_vllm(config, asked, engine_args.pipeline_parallel_size)
-    known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), name_in_vllm(config.method))]  # type: ignore[valid-type]
     with (
         _replaced(engine_args, {"_specplugins_config": config, "async_scheduling": asynchronous}),
-        _replaced(vllm_config_module, {"NgramGPUTypes": known_names}),
+        may_be_asynchronous(config.method),
     ):
         vllm_config = original(engine_args, *args, **kwargs)
     spec_config.take_over(vllm_config, asked)
@@ -156,6 +150,16 @@ def _with_method(config: SpecConfig, original: Callable[..., Any], engine_args: 
 
         stop_if_only(vllm_config)
     return vllm_config
+
+
+@contextmanager
+def may_be_asynchronous(method: str) -> Iterator[None]:
+    """vLLM's check of `async_scheduling` knows methods by name; ours is one more name while it runs."""
+    from vllm.config import vllm as vllm_config_module
+
+    known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), name_in_vllm(method))]  # type: ignore[valid-type]
+    with _replaced(vllm_config_module, {"NgramGPUTypes": known_names}):
+        yield
 
 
 @contextmanager

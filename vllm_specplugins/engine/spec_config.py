@@ -3,6 +3,7 @@
 import copy
 import logging
 import textwrap
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm_specplugins.engine import adaptive, scheduling
 from vllm_specplugins.engine.method_names import name_in_vllm
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
+from vllm_specplugins.engine.plugin import may_be_asynchronous
 from vllm_specplugins.engine.target.model_source import may_be_cut, uncuttable
 from vllm_specplugins.methods import (
     built_in_stage,
@@ -121,11 +123,18 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
 
 class PluginVllmConfig(VllmConfig):
-    """vLLM's configuration with lookahead slots for a method that writes keys and values past the last token."""
+    """vLLM's configuration that may be checked again, as an engine's own process does, and with lookahead slots for a
+    method that writes keys and values past the last token."""
+
+    def __post_init__(self) -> None:
+        config = self.speculative_config
+        with may_be_asynchronous(config.plugin_config.method) if config else nullcontext():
+            super().__post_init__()
 
     @property
     def num_lookahead_tokens(self) -> int:
-        return self.num_speculative_tokens
+        config = self.speculative_config
+        return self.num_speculative_tokens if config and config.runs_target else super().num_lookahead_tokens
 
 
 def build(
@@ -217,8 +226,8 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         )
     if speculative_config.runs_target:
         speculative_config.plugin_config = _check_target(vllm_config, speculative_config.plugin_config)
-        if speculative_config.built_in is None:  # or else vLLM reserves these slots itself
-            vllm_config.__class__ = PluginVllmConfig
+    if speculative_config.built_in is None:  # or else vLLM reserves these slots itself, and knows the name
+        vllm_config.__class__ = PluginVllmConfig
     if speculative_config.reads_likeliest and vllm_config.parallel_config.enable_batch_sharded_sampling:
         raise ConfigError(
             f"{method}: enable_batch_sharded_sampling must be false for token_recycling, not True: the rank that "

@@ -165,6 +165,14 @@ COMMON: tuple[Seam, ...] = (
     ),
     Seam(
         "config/vllm.py",
+        "VllmConfig.__post_init__",
+        names_of("self"),
+        "override",
+        "an engine's own process checks its configuration again, with the names that may be scheduled asynchronously",
+        remove_when="that check asks the method, and not its name",
+    ),
+    Seam(
+        "config/vllm.py",
         "VllmConfig.num_lookahead_tokens",
         names_of("self"),
         "override",
