@@ -39,12 +39,12 @@ def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) 
     learns nothing, for what is verified is often another stage's; the gate's records do that.
     """
     alone = for_built_in(vllm_config)
-    their_config = alone.speculative_config
-    their_config.enable_adaptive_verification = (
-        their_config.method == "dspark" or not their_config.use_local_argmax_reduction
+    speculative_config = alone.speculative_config
+    speculative_config.enable_adaptive_verification = (
+        speculative_config.method == "dspark" or not speculative_config.use_local_argmax_reduction
     )
     theirs = build(alone, *arguments)
-    their_config.enable_adaptive_verification = False
+    speculative_config.enable_adaptive_verification = False
     theirs.draft_token_confidence_probs.fill_(torch.nan)  # some rate nothing
     theirs.observe_verification = lambda idx_mapping, num_sampled, num_rejected: None
     return theirs
