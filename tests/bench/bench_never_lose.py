@@ -40,7 +40,6 @@ METHOD = {
 BATCHES = (1, 4, 16, 32)
 PROMPT_LENGTH = 64
 BLOCK_SIZE = 128  # of the KV cache, in tokens
-NUM_PROMPTS = 8  # at least; twice as many as are served at a time
 # name -> kind of prompts, temperature, output tokens
 WORKLOADS = {
     "random tokens, temperature 1": ("random", 1.0, 32),
@@ -56,8 +55,9 @@ def prompts_of(kind: str, tokenizer: Any, count: int, num_context: int) -> list[
     names = ("code", "copy") if kind == "mixed" else (kind,)
     made = [make_workload(name, tokenizer, count, 256).take(count) for name in names]
     prompts = [prompt[-PROMPT_LENGTH:] for prompts in zip(*made, strict=True) for prompt in prompts][:count]
-    text = [token for row in make_workload(names[0], tokenizer, num_context // 256 + 1, 256).prompts for token in row]
-    return [text[len(text) - num_context :] + prompt for prompt in prompts]
+    others = make_workload(names[0], tokenizer, count + num_context // 256 + 1, 256).prompts[count:]
+    text = [token for other in others for token in other]
+    return [text[:num_context] + prompt for prompt in prompts]
 
 
 def measured(engines: dict[str, ServingEngine], traffic: Traffic, num_rounds: int) -> Cell:
@@ -91,7 +91,7 @@ class Pair:
         kind, temperature, num_tokens = WORKLOADS[name]
         if not self._engines:
             self._start()
-        prompts = prompts_of(kind, self._tokenizer, max(NUM_PROMPTS, 2 * batch), self._args.context)
+        prompts = prompts_of(kind, self._tokenizer, max(self._args.prompts, 2 * batch), self._args.context)
         traffic = Traffic(
             prompts=prompts, temperature=temperature, max_tokens=num_tokens, at_a_time=batch, ignore_eos=True
         )
@@ -118,6 +118,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="requests at a time")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--prompts", type=int, default=8, help="at least; twice as many as are served at a time")
     parser.add_argument("--context", type=int, default=0, help="tokens in front of all prompts")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--method", type=json.loads, default=METHOD, help="JSON: speculative_config")
@@ -137,7 +138,8 @@ def main() -> int:
         for name in args.workloads:
             row = []
             for batch in args.batches:
-                key = json.dumps([args.model, args.context, name, batch, args.rounds, args.dtype, args.method])
+                setting = args.model, args.context, args.prompts, args.rounds, args.dtype, args.method
+                key = json.dumps([name, batch, *setting])
                 if key not in known:
                     known[key] = pair.cell(name, batch)
                     if args.results:
