@@ -127,5 +127,11 @@ def results_of(
 
 
 def results_on_ray(runs: dict[str, dict[str, Any]]) -> Results:
-    """The same of workers on two nodes of Ray's, under an engine in the program's own process, which knows of both."""
-    return results_of("ray_on_cpus.py", runs, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "0"})
+    """The same of workers on two nodes of Ray's, under an engine in the program's own process, which knows of both; a
+    program and nodes for each run, for a second engine waits for the places of the first one's workers."""
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+    environment |= {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}  # it would share the machine last
+    found: Results = {}
+    for name, arguments in runs.items():
+        found |= results_of("ray_on_cpus.py", {name: arguments}, environment)
+    return found

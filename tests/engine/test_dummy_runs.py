@@ -27,7 +27,9 @@ class Layers:
         self.num_calls = self.num_tokens = 0
         self._run = speculator.first_layers
         monkeypatch.setattr(speculator, "first_layers", self)
-        self.logits, self.argmax, self.embeddings = self._run.logits, self._run.argmax, self._run.embeddings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
 
     def __call__(self, end_layer: int, token_ids: Any, *rest: Any) -> Any:
         self.num_calls += 1
