@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.measure.engine import Served
 from vllm_specplugins.tools import calibrate
+from vllm_specplugins.tools.agreement import agreements
 from vllm_specplugins.tools.base_model import BaseModel, Exit
 from vllm_specplugins.tools.speedup import tokens_per_step
 
@@ -195,7 +196,7 @@ def test_bits_are_those_of_the_drafts(tiny_model: Path) -> None:
     """Against a draft loop that runs the exit itself. Kills: bits of another token or another layer."""
     prompts = [[0, 40, 50, 60], [0, 300, 301]]
     served = greedy(tiny_model, prompts, 20)
-    [agreement] = calibrate.agreements(BaseModel.load(str(tiny_model), "cpu"), [Exit(2)], prompts, served)
+    [agreement] = agreements(BaseModel.load(str(tiny_model), "cpu"), [Exit(2)], prompts, served)
     model = LlamaForCausalLM.from_pretrained(tiny_model)
     model.model.layers = model.model.layers[:2]
     num_tokens = num_steps = 0

@@ -25,30 +25,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.engine.measure.engine import Engine, EngineSettings, Served
 from vllm_specplugins.proposers.exit_head import ExitHead, check_exit_head, read_head_config
-from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer, overlap
+from vllm_specplugins.tools.agreement import agreements
+from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer
 from vllm_specplugins.tools.files import MIN_ROW_TOKENS, every_nth, make_folder, token_rows
 from vllm_specplugins.tools.findings import Findings, Row, show, write
 from vllm_specplugins.tools.served import Method, cascade_of, measured, methods_to_serve, picked
-from vllm_specplugins.tools.speedup import Bits, Costs, Timing, predict
+from vllm_specplugins.tools.speedup import Costs, Timing, predict
 
 MIN_STEPS = 8  # an output with fewer says little about the time of a step
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """How an exit does on the model's own outputs.
-
-    Args:
-        match: for each output, [num_tokens] whether the exit's greedy token is the output's.
-        overlap: mean sum of min(p, q).
-    """
-
-    match: list[Bits]
-    overlap: float
-
-    @property
-    def match_rate(self) -> float:
-        return sum(int(bits.sum()) for bits in self.match) / sum(map(len, self.match))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,23 +213,3 @@ def spread(served: Sequence[Served]) -> float:
     """Interquartile range of an engine's steps over their median."""
     low, middle, high = np.quantile([ms for request in served for ms in request.step_ms], (0.25, 0.5, 0.75))
     return float((high - low) / middle)
-
-
-def agreements(
-    base: BaseModel, exits: Sequence[Exit], prompts: Sequence[Sequence[int]], plain: Sequence[Served]
-) -> list[Agreement]:
-    """Asks each exit for every token of the outputs but the first, given all tokens before it."""
-    match: list[list[Bits]] = [[] for _ in exits]
-    overlaps: list[list[torch.Tensor]] = [[] for _ in exits]
-    for prompt, served in zip(prompts, plain, strict=True):
-        # The first token of an output comes from the prompt and is never drafted.
-        row, start = [*prompt, *served.token_ids[:-1]], len(prompt)
-        wanted = torch.tensor(served.token_ids[1:], device=base.model.device)
-        [states] = base.hidden_states([row])
-        states = [state[start:] for state in states]
-        full = base.logits(states[-1])
-        for place, bits, shares in zip(exits, match, overlaps, strict=True):
-            logits = place.logits(base, states)
-            bits.append((logits.argmax(-1) == wanted).cpu().numpy())
-            shares.append(overlap(full, logits).cpu())
-    return [Agreement(bits, torch.cat(shares).mean().item()) for bits, shares in zip(match, overlaps, strict=True)]
