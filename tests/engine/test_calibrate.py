@@ -1,4 +1,4 @@
-"""`calibrate` from end to end: three real engines, each in a process of its own."""
+"""`calibrate` from end to end: real engines, each in a process of its own."""
 
 import json
 import os
@@ -20,6 +20,7 @@ def test_calibrates_the_demo_model(tmp_path: Path) -> None:
         files.append(tmp_path / f"{index}.txt")
         files[-1].write_text(text)
     options = "--layers 1,4 --prompts 3 --tokens 32 --prompt-tokens 600 --max-draft 4 --dtype float32 --enforce-eager"
+    options += " --also prompt_lookup"
     command = [sys.executable, "-m", "vllm_specplugins", "calibrate", DEMO_MODEL, *options.split()]
     done = subprocess.run(
         [*command, "--out", tmp_path / "out", "--data", *files], capture_output=True, text=True, env=os.environ
@@ -38,4 +39,8 @@ def test_calibrates_the_demo_model(tmp_path: Path) -> None:
         assert 1 <= row["prediction"]["tokens_per_step"] <= 5
         assert set(row["prediction"]["by_num_draft"]) == {"1", "2", "3", "4"}
     assert (tmp_path / "out" / "calibration.png").stat().st_size > 10_000
-    assert len(list((tmp_path / "out").glob("engine-*.log"))) == 3
+    [lookup] = found["others"]
+    assert lookup["name"] == "prompt_lookup" and 0 < lookup["share"] <= 1 and 0 < lookup["accepted"] <= 1
+    # Edits repeat their prompt: where steps are not told apart, or drafts not counted, this is 1.
+    assert 1.5 < lookup["prediction"]["tokens_per_step"] <= 5
+    assert len(list((tmp_path / "out").glob("engine-*.log"))) == 4
