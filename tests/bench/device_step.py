@@ -16,7 +16,6 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 
 from vllm_specplugins.config import CascadeConfig, PromptLookupConfig
 from vllm_specplugins.draft import DraftBatch, ProposerContext, Sampling, Target
-from vllm_specplugins.engine.v2.exit_costs import ExitCosts
 from vllm_specplugins.engine.v2.forecast import Forecast
 from vllm_specplugins.engine.v2.limits import Limits
 from vllm_specplugins.engine.v2.lookup import LookupSpeculator
@@ -24,7 +23,6 @@ from vllm_specplugins.engine.v2.on_device import DeviceSpeculator
 from vllm_specplugins.engine.v2.outcomes import Outcomes
 from vllm_specplugins.engine.v2.texts import DeviceTexts
 from vllm_specplugins.methods import build_proposer, parse_config, parts
-from vllm_specplugins.proposers.told import Told
 
 VOCAB_SIZE = 3072  # the demo model's
 Ints = npt.NDArray[np.int64]
@@ -109,10 +107,7 @@ class DeviceStep:
             context = ProposerContext(VOCAB_SIZE, longest, num_slots, width, lambda text: [])
             proposer: Any = build_proposer(spec, context)
             proposer.fit(longest)
-            own.barrier, own._policy, own._costs = SimpleNamespace(proposer=proposer), cascade.policy, ExitCosts()
-            own.manager = lambda: self._manager
-            counters = list(proposer.stage_counters().values())
-            own._told = Told(counters, cascade.policy, width, own._depths)
+            own.barrier, own._policy = SimpleNamespace(proposer=proposer), cascade.policy
         self._has_exit = cascade is not None
 
     def start(self, slot: int, text: int) -> None:
@@ -158,8 +153,8 @@ class DeviceStep:
         longest = int(lengths.max())
         if self._has_exit:
             if self._counts is not None:
-                own._told.add(self._counts[0], *np.split(self._counts[1], range(1, 9), axis=1))
-            depth = own._chosen_depth(names)
+                own._chosen_depth.tell(*self._counts)
+            depth = own._chosen_depth.of(self._manager, names)
             self.exit.begin(texts, lengths)
             last = states.all_token_ids.gpu[slots, lengths - 1]
             sampling = Sampling(torch.zeros(num_reqs), torch.zeros(num_reqs, dtype=torch.int64))
@@ -175,7 +170,7 @@ class DeviceStep:
     def stop(self, slot: int) -> None:
         """A request is over."""
         if self._has_exit:
-            self._own._told.forget([str(slot)])
+            self._own._chosen_depth.forget([str(slot)])
 
     def _publish(self, slots: Ints) -> None:
         """The newest confidences stay on the device; a budget sees those of the step before."""

@@ -19,7 +19,7 @@ from vllm_specplugins.kernels.history_match import References, Texts, history_ma
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext, Sampling, Target
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.drafted import of_stage
-from vllm_specplugins.proposers.on_device import LOOKUP, OnDevice, with_certain
+from vllm_specplugins.proposers.on_device import LOOKUP, OnDevice, keep_logits, with_certain
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
 NUM_STEPS = 10_000 if os.environ.get("SPECPLUGINS_FUZZ") else 800  # of a request
@@ -146,6 +146,19 @@ def test_certain_tokens_are_one_hot() -> None:
     found = with_certain(logits.clone(), drafts, is_certain)
     one_hot = torch.nn.functional.one_hot(token_ids, 9).double().log()
     assert torch.equal(found, torch.where(is_certain[..., None], one_hot.float(), logits))
+
+
+@pytest.mark.parametrize("num_steps", [0, 2, 3])
+def test_what_is_kept(num_steps: int) -> None:
+    """Rows of others stay. Fails if what stands behind the exit's last step is not one-hot, or if a request's logits
+    are kept as another's."""
+    rows, token_ids = torch.tensor([3, 0]), torch.tensor([[1, 2, 3], [4, 0, 2]])
+    drafts = of_stage(0, token_ids.int(), torch.full((2,), 3), torch.ones(2))
+    logits, kept = torch.randn(2, num_steps, 9), torch.full((4, 3, 9), torch.nan)
+    keep_logits(kept, rows, drafts, logits.clone() if num_steps else None, None)
+    one_hot = torch.nn.functional.one_hot(token_ids, 9).double().log().float()
+    assert torch.equal(kept[rows], torch.cat((logits, one_hot[:, num_steps:]), dim=1))
+    assert kept[[1, 2]].isnan().all()
 
 
 @pytest.mark.parametrize("in_part", [False, True])

@@ -137,3 +137,23 @@ def with_certain(
     token_ids, is_certain = drafts.token_ids[:, :num_steps, None].long(), is_certain[:, :num_steps, None]
     logits.masked_fill_(is_certain, -torch.inf)
     return logits.scatter_(2, token_ids, logits.gather(2, token_ids).masked_fill_(is_certain, 0.0))
+
+
+def keep_logits(
+    kept: torch.Tensor,  # [max_num_reqs, K, vocab_size], of which rows are overwritten
+    rows: torch.Tensor,  # [R] int64, whose they are
+    drafts: Drafted,
+    logits: torch.Tensor | None,  # [R, num_steps, vocab_size], changed
+    is_certain: torch.Tensor | None,  # [R, K] bool
+) -> None:
+    """Keeps what tokens were drawn from; of those that were not, and all behind the exit's last step, one-hot."""
+    num_steps = 0
+    if logits is not None:
+        num_steps = logits.shape[1]
+        if is_certain is not None:
+            logits = with_certain(logits, drafts, is_certain)
+        kept[rows, :num_steps] = logits.to(kept.dtype)
+    rest = drafts.token_ids[:, num_steps:, None].long()
+    if rest.shape[1]:
+        one_hot = kept.new_full((*rest.shape[:2], kept.shape[-1]), -torch.inf)
+        kept[rows, num_steps:] = one_hot.scatter_(2, rest, 0.0)

@@ -6,11 +6,10 @@ the batch or of a graph, K: most tokens of a draft.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
@@ -20,7 +19,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, PromptLookupConfig
 from vllm_specplugins.draft import DraftBatch, Target
 from vllm_specplugins.engine.v2.early import LateChoice
-from vllm_specplugins.engine.v2.exit_costs import ExitCosts
+from vllm_specplugins.engine.v2.exit_depth import ExitDepth
 from vllm_specplugins.engine.v2.graphs import graphs_of_rows, record, replayed
 from vllm_specplugins.engine.v2.limits import Limits
 from vllm_specplugins.engine.v2.outcomes import Outcomes
@@ -32,8 +31,7 @@ from vllm_specplugins.methods import parts
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.exit_gate import depths
-from vllm_specplugins.proposers.on_device import EXIT, EXTENDING, LOOKUP, OnDevice, with_certain
-from vllm_specplugins.proposers.told import Told
+from vllm_specplugins.proposers.on_device import EXIT, EXTENDING, LOOKUP, OnDevice, keep_logits
 
 
 class DeviceSpeculator(TargetSpeculator):
@@ -58,8 +56,6 @@ class DeviceSpeculator(TargetSpeculator):
         self.outcomes = Outcomes(max(1, len(stages)), req_states, width, device, num_more=4 + width)
         self.draft_token_confidence_probs = self.outcomes.probs
         self.report = LateReport()
-        self._told: Told | None = None
-        self._costs = ExitCosts()
         self._depth = 0  # how many tokens of the exit are drafted
         self._graphs_of: dict[tuple[int, int], CudaGraphManager] = {}  # by the exit's layer and depth
 
@@ -106,19 +102,11 @@ class DeviceSpeculator(TargetSpeculator):
         super().remove(request_ids)
         if self.texts is not None:
             self.texts.remove(request_ids)
-        if self._told is not None:
-            self._told.forget(sorted(request_ids))
+        self._chosen_depth.forget(sorted(request_ids))
 
     def settle(self) -> None:
         """Counts what became of the last drafts, where no step follows for a while."""
-        request_ids, numbers = self.outcomes.count(self.barrier)
-        if self._policy is None:
-            return
-        if self._told is None:
-            proposer: Any = self.barrier.proposer
-            counters = list(proposer.stage_counters().values())
-            self._told = Told(counters, self._policy, self.num_speculative_steps, self._depths)
-        self._told.add(request_ids, *np.split(numbers, range(1, 9), axis=1))
+        self._chosen_depth.tell(*self.outcomes.count(self.barrier))
 
     def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
         num_reqs = input_batch.num_reqs
@@ -126,7 +114,7 @@ class DeviceSpeculator(TargetSpeculator):
         self.settle()
         if self._layers is not None:
             self._exit.exit_layer = self._layers.layer(self._target(input_batch), self.idx_mapping[:num_reqs])
-        self._depth = self._chosen_depth(input_batch.req_ids) if most else 0
+        self._depth = self._chosen_depth.of(self.manager(), input_batch.req_ids) if most else 0
         edit = self._edit_of(input_batch) if self._depth else None
         if edit is not None or not self._replays(num_reqs):
             self._draft_eagerly_on_device(input_batch, edit, min(most, self._depth))
@@ -171,17 +159,12 @@ class DeviceSpeculator(TargetSpeculator):
         self._graphs = self._graphs_of.get((self._exit.exit_layer if self._depth else 0, self._depth))
         return super()._replays(num_reqs) if self._depth else replayed(self._graphs, num_reqs)
 
-    def _chosen_depth(self, request_ids: Sequence[str]) -> int:
-        """Of this step, by what was counted until the one before."""
-        depth = most = self._depths[-1]
-        if (costs := self._costs.of(self.manager(), len(request_ids))) is None:
-            return most
-        scale = 1.0 if self._layers is None else self._layers.cost
-        if self._told is not None and self._rates:
-            depth = self._told.depth(request_ids, scale * costs[0], costs[1])
-        if self._rates or self._layers is not None:
-            self._costs.expect(self.manager(), scale * depth / most)
-        return depth
+    @cached_property
+    def _chosen_depth(self) -> ExitDepth:
+        """Made behind the start, when it is known whether chances are ours to say."""
+        proposer: Any = self.barrier.proposer
+        counters = [] if self._policy is None else list(proposer.stage_counters().values())
+        return ExitDepth(self._depths, self.num_speculative_steps, self._policy, counters, self._rates, self._layers)
 
     def _target(self, input_batch: Any) -> Target:
         """As proposers see it, and what it has left behind early layers."""
@@ -206,14 +189,10 @@ class DeviceSpeculator(TargetSpeculator):
         looked_up = told.looked_up if found is None else found.num_draft
         if self._policy is None:
             self.outcomes.probs[:num_rows].mul_(drafts.is_drafted)
-        self.outcomes.keep(
-            drafts, wanted, self._rates,
-            (looked_up, told.exited, told.confirmed, torch.full_like(wanted, num_steps), drafts.stage),
-        )  # fmt: skip
+        more = looked_up, told.exited, told.confirmed, torch.full_like(wanted, num_steps), drafts.stage
+        self.outcomes.keep(drafts, wanted, self._rates, more)
         self.draft_tokens[:num_rows] = drafts.token_ids
-        if self.draft_logits is not None:
-            logits = None if steps is None else steps.logits
-            self._keep_logits(drafts, logits, drafts.stage == LOOKUP if self._policy else None)
+        self._keep_logits(drafts, None if steps is None else steps.logits)
         return True
 
     def _found(self, slots: torch.Tensor, wanted: torch.Tensor, own: torch.Tensor, longest: int | None) -> Drafted:
@@ -232,18 +211,11 @@ class DeviceSpeculator(TargetSpeculator):
         num_worth = self.outcomes.num_worth(found, EXIT, num_steps, in_part=self._policy in EXTENDING)
         return found._replace(num_draft=torch.where(own > 0, num_worth, found.num_draft))
 
-    def _keep_logits(self, drafts: Drafted, logits: torch.Tensor | None, is_certain: torch.Tensor | None) -> None:
-        """What the tokens were drawn from; those that were not, and all behind the exit's last step, are one-hot."""
-        requests, num_steps = self.idx_mapping[: len(drafts.num_draft)].long(), 0
-        if logits is not None:
-            num_steps = logits.shape[1]
-            if is_certain is not None:
-                logits = with_certain(logits, drafts, is_certain)
-            self._draft_logits[requests, :num_steps] = logits.to(self._draft_logits.dtype)
-        rest = drafts.token_ids[:, num_steps:, None].long()
-        if rest.shape[1]:
-            one_hot = self._draft_logits.new_full((*rest.shape[:2], self._draft_logits.shape[-1]), -torch.inf)
-            self._draft_logits[requests, num_steps:] = one_hot.scatter_(2, rest, 0.0)
+    def _keep_logits(self, drafts: Drafted, logits: torch.Tensor | None) -> None:
+        if self.draft_logits is not None:
+            is_certain = drafts.stage == LOOKUP if self._policy else None
+            requests = self.idx_mapping[: len(drafts.num_draft)].long()
+            keep_logits(self._draft_logits, requests, drafts, logits, is_certain)
 
     def _draft_nothing(self, num_reqs: int) -> None:
         """After a fault: tokens that are verified, and certain."""
@@ -252,8 +224,7 @@ class DeviceSpeculator(TargetSpeculator):
         self.outcomes.probs[:num_reqs].zero_()
         drafts = of_stage(0, self.draft_tokens[:num_reqs].int(), none, none.float())
         self.outcomes.keep(drafts, none, self._rates, (none - 1, none - 1, none, none, drafts.stage))
-        if self.draft_logits is not None:
-            self._keep_logits(drafts, None, None)
+        self._keep_logits(drafts, None)
 
     @property
     def _rates(self) -> bool:
