@@ -181,6 +181,7 @@ def test_other_methods(
     assert (lookup["prediction"]["num_draft"], lookup["share"], lookup["accepted"]) == (2, 0.5, 0.5)
     assert jump["prediction"]["by_num_draft"] == pytest.approx({str(k): 20 / (10 + 1.5 * k) for k in range(1, 5)})
     assert cascade["config"]["stages"] == [{"method": "prompt_lookup"}]
+    assert cascade["name"] == "prompt_lookup, gated"
     assert found["chosen"] == {"method": "prompt_lookup", "num_speculative_tokens": 2}
     output = capsys.readouterr().out
     assert "Other methods" in output and f"--speculative-config '{json.dumps(found['chosen'])}'" in output

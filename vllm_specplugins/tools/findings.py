@@ -21,8 +21,9 @@ same: how often the exit would have drafted the model's greedy token.
 min(p, q): share of the exit's samples that is accepted at temperature 1.
 draft: one draft token, in ms and as a share of a step without speculation."""
 OTHERS_LEGEND = """\
-Served with the most draft tokens; what fewer would bring is predicted from that.
-drafts: share of steps that had one. accepted: share of the draft tokens."""
+Served with the most draft tokens; what fewer would bring is predicted.
+drafts: share of steps that had one. accepted: share of the draft tokens.
+a + b: a cascade of both. gated: a cascade of one, which drafts only what pays."""
 
 MAX_SPREAD = 0.3  # a quiet machine stays below 0.1
 DISTURBED = """\

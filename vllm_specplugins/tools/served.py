@@ -125,7 +125,8 @@ def cascade_of(rows: Sequence[Any], most: int) -> Method:
     stage = {key: value for key, value in best.items() if key != "num_speculative_tokens"}
     before = [] if stage["method"] in WITHOUT_FILES else [{"method": "prompt_lookup"}]
     config = {"method": "cascade", "stages": [*before, stage], "num_speculative_tokens": most}
-    return Method("cascade", config, one_pass=False)
+    name = f"{before[0]['method']} + {stage['method']}" if before else f"{stage['method']}, gated"
+    return Method(name, config, one_pass=False)
 
 
 def measured(method: Method, served: Sequence[Served], plain_ms: float, costs: Costs) -> ServedRow:
