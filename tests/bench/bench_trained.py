@@ -1,122 +1,230 @@
-"""Which trained part drafts fastest? All that can be trained for a model, with the same text and like CPU time.
+"""Which trained part drafts fastest? Parts of one model side by side, and what needs no training beside them.
 
-    python tests/bench/bench_trained.py --model examples/demo/model --cache .cache/demo
-    python tests/bench/bench_trained.py --cache .cache/plain         # first trains a target without exits, 40 minutes
+    python tests/bench/train_parts.py --parts .cache/plain
+    python tests/bench/bench_trained.py --parts .cache/plain --temperature 0.8 \\
+        --methods exit1=2 jump=3 medusa=2 lookup=3 lookup+jump=4
 
-Trains an exit head, look-ahead embeddings on it, Medusa heads and two jumps, on the standard library; widens the model
-and them (examples/demo/widen.py); and has `python -m vllm_specplugins bench` serve them side by side: one request at a
-time, at temperatures 0, 0.8 and 1.0, answers of 32 tokens, which hardly loop. What is in the cache is not made again.
-At most 6 engines of 1.7 GB are up at once. `--only train` and `--only bench` do one half.
+The model and its parts are widened (examples/demo/widen.py) into --parts/wide, and an engine for each method serves the
+same requests, one at a time, in rounds in which the engines take turns. A method is a folder of --parts, `layerN` (an
+exit with the model's own head), `lookup`, or `lookup+` a jump (a cascade `first` without a gate), each with its K.
+Prompts are held-out code; they stay in the prefix cache, so that decoding alone is timed. At temperature 0 each output
+is cut where the model begins to say 8 tokens for the second time, and more prompts are asked, for as many tokens
+together: text that does not loop. A round that is in --results is not measured again.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.tools.bench.library import is_held_out, library_files
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from vllm_specplugins.engine.measure.serving import ServingEngine, Traffic, Turn
+from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
+from vllm_specplugins.tools.bench.figures import repeated_share
+from vllm_specplugins.tools.bench.rounds import serve_round
+from vllm_specplugins.tools.bench.workloads import make_workload
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
-NUM_FILES, FILE_CHARACTERS = 150, 20_000
-COMMON = "--row-tokens 256 --batch-tokens 2048 --learning-rate 0.002 --device cpu"
-# name -> command; the steps are those of about four minutes of one core.
-PARTS = {
-    "jump": "train-jump --inner-size 1024 --steps 250",
-    "exit": "train-exit-head --exit-layer 1 --steps 700",
-    "medusa": "train-medusa --steps 350",
-    "ahead": "train-look-ahead --exit-layer 1 --exit-head {cache}/exit --steps 250",
-    "jump-last": "train-jump --late-layer 7 --inner-size 1024 --steps 220",
-}
 SAMPLED = {"draft_sample_method": "probabilistic"}
 LOOKUP = {"method": "prompt_lookup"}
+BLOCK_SIZE = 128  # of the KV cache, in tokens; a prompt has one more, which has to be computed
+LOOP_TOKENS, NUM_CANDIDATES = 8, 60
+Figures = dict[str, float]
+Request = tuple[list[int], int]
 
 
-def methods(wide: Path) -> list[list[dict[str, Any]]]:
-    """What is compared, in two groups of engines."""
-    exits = {"method": "early_exit", "exit_layer": 1, "exit_head": str(wide / "exit"), **SAMPLED}
-    jump, last = ({"method": "jump", "head": str(wide / name), **SAMPLED} for name in ("jump", "jump-last"))
-    cascade = {"method": "cascade", "num_speculative_tokens": 4, "policy": "first", "stages": [LOOKUP, jump]}
-    medusa = {"method": "medusa", "heads": str(wide / "medusa"), **SAMPLED}
-    ahead = {**exits, "look_ahead": str(wide / "ahead")}
-    return [
-        [with_k(exits, 2), with_k(jump, 3), with_k(LOOKUP, 3), cascade | {"gate": "off"}, cascade | {"policy": "auto"}],
-        [with_k(exits, 4), with_k(jump, 4), with_k(last, 4), with_k(medusa, 4), with_k(ahead, 4)],
-    ]
+def config_of(word: str, wide: Path) -> dict[str, Any]:
+    """What `name=K` stands for."""
+    name, _, num_draft = word.partition("=")
+    return {**_method(name, wide), "num_speculative_tokens": int(num_draft)}
 
 
-def with_k(config: dict[str, Any], num_draft: int) -> dict[str, Any]:
-    return {**config, "num_speculative_tokens": num_draft}
+def _method(name: str, wide: Path) -> dict[str, Any]:
+    folder = wide / name
+    if name == "lookup":
+        return LOOKUP
+    if name.startswith("lookup+"):
+        stages = [LOOKUP, _method(name.removeprefix("lookup+"), wide)]
+        return {"method": "cascade", "policy": "first", "gate": "off", "stages": stages}
+    if name.startswith("layer"):
+        return {"method": "early_exit", "exit_layer": int(name.removeprefix("layer")), **SAMPLED}
+    if (folder / "exit_head.safetensors").exists():
+        layer = json.loads((folder / "config.json").read_text())["exit_layer"]
+        return {"method": "early_exit", "exit_layer": layer, "exit_head": str(folder), **SAMPLED}
+    if (folder / "jump.safetensors").exists():
+        return {"method": "jump", "head": str(folder), **SAMPLED}
+    return {"method": "medusa", "heads": str(folder), **SAMPLED}
 
 
-def run(*command: str) -> float:
-    """Runs a program of this Python to its end; its CPU time in seconds."""
-    before = os.times()
-    subprocess.run([sys.executable, *command], check=True)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
-
-
-def train(model: Path, cache: Path) -> None:
-    """The text, the target if it is to be made, and the parts."""
-    if not (model / "config.json").exists():
-        run(
-            str(DEMO / "train.py"),
-            "--plain",
-            "--minutes",
-            "40",
-            "--out",
-            str(model),
-            "--state",
-            str(cache / "plain.pt"),
-        )
-    text = cache / "text.txt"
-    if not text.exists():
-        texts = [text for source, text in library_files() if not is_held_out(source)]
-        step = max(1, len(texts) // NUM_FILES)
-        text.write_text("".join(text[:FILE_CHARACTERS] for text in texts[::step][:NUM_FILES]))
-    for name, words in PARTS.items():
-        if (cache / name / "README.md").exists():
-            continue
-        command, *options = words.format(cache=cache).split()
-        more = [*COMMON.split(), "--data", str(text), "--out", str(cache / name)]
-        start = time.perf_counter()
-        seconds = run("-m", "vllm_specplugins", command, str(model), *options, *more)
-        print(f"{name}: {seconds:.0f} s of CPU time, {time.perf_counter() - start:.0f} s on the clock")
-
-
-def bench(model: Path, cache: Path, args: argparse.Namespace) -> None:
-    """Widens what there is, and serves it."""
-    wide = cache / "wide"
+def widened(model: Path, parts: Path) -> Path:
+    """The model and its parts, wide; made where they are not there yet."""
+    wide = parts / "wide"
     if not wide.exists():
-        run(str(DEMO / "widen.py"), str(model), str(wide), "--parts", *(str(cache / name) for name in PARTS))
-    for number, configs in enumerate(methods(wide)):
-        run(
-            "-m", "vllm_specplugins", "bench", "--model", str(wide), "--workloads", "code", "--ignore-eos",
-            "--temperature", "0,0.8,1.0", "--prompts", str(args.prompts), "--prompt-tokens", "128",
-            "--tokens", "32", "--rounds", str(args.rounds), "--engine-args", '{"num_gpu_blocks_override": 16}',
-            "--json", str(cache / f"bench-{number}.json"), "--methods", *map(json.dumps, configs),
-        )  # fmt: skip
+        trained = [str(readme.parent) for readme in sorted(parts.glob("*/README.md"))]
+        command = [sys.executable, str(DEMO / "widen.py"), str(model), str(wide), "--parts", *trained]
+        subprocess.run(command, check=True)
+    return wide
+
+
+def requests_of(model: Path, args: argparse.Namespace) -> list[Request]:
+    """Prompts, each with how many tokens are asked of it."""
+    made = make_workload("code", load_tokenizer(str(model)), NUM_CANDIDATES, BLOCK_SIZE + 1).prompts
+    if args.temperature:
+        return [(prompt, args.tokens) for prompt in made[: args.prompts]]
+    base = BaseModel.load(str(model), "cpu")
+    rows = base.go_on(torch.tensor(made), BLOCK_SIZE + 1 + args.tokens, lambda logits, _: logits.argmax(-1))
+    cut: list[Request] = []
+    for prompt, row in zip(made, rows, strict=True):
+        length = before_loop(row[BLOCK_SIZE + 1 :])
+        if length >= args.tokens / 2 and sum(tokens for _, tokens in cut) < args.prompts * args.tokens:
+            cut.append((prompt, length))
+    print(f"{len(cut)} outputs, cut to {[tokens for _, tokens in cut]} tokens", flush=True)
+    return cut
+
+
+def before_loop(text: list[int]) -> int:
+    """How many tokens stand before LOOP_TOKENS are said for the second time.
+
+    >>> before_loop([9, *range(8), 7, *range(8)])
+    10
+    """
+    ends = range(LOOP_TOKENS, len(text) + 1)
+    return next((end - LOOP_TOKENS for end in ends if repeated_share([text[:end]], LOOP_TOKENS)), len(text))
+
+
+def figures(turns: list[Turn], plain: list[Turn], temperature: float) -> Figures:
+    """Of a method's turns, beside those of no speculation in the same round."""
+    answers, expected = ([answer for turn in own for answer in turn.answers] for own in (turns, plain))
+    said = [answer.token_ids for answer in answers]
+    if not temperature and said != [answer.token_ids for answer in expected]:
+        raise SystemExit("speculation changed an output")
+    if any(turn.num_faults for turn in turns):
+        raise SystemExit("a proposer had faults")
+
+    def ratio(clock: str) -> float:
+        return sum(getattr(turn, clock) for turn in plain) / sum(getattr(turn, clock) for turn in turns)
+
+    return {
+        "wall": ratio("seconds"),
+        "cpu": ratio("cpu_seconds"),
+        "tokens": sum(len(answer.token_ids) - answer.num_first for answer in answers),
+        "steps": sum(len(answer.step_ms) for answer in answers),
+        "step_ms": sum(sum(answer.step_ms) for answer in answers),
+        "drafts": sum(turn.num_drafts for turn in turns),
+        "drafted": sum(turn.num_draft_tokens for turn in turns),
+        "accepted": sum(turn.num_accepted_tokens for turn in turns),
+        "repeats": repeated_share(said, 4),
+    }
+
+
+class Engines:
+    """One for each method, and one without speculation, up from the first round on."""
+
+    def __init__(self, args: argparse.Namespace, stack: ExitStack):
+        self._args, self._stack, self._up = args, stack, dict[str, ServingEngine]()
+
+    def round(self, number: int, requests: list[Request]) -> dict[str, Figures]:
+        """A round; whose turn is first changes."""
+        if not self._up:
+            self._start(requests)
+        turns = [self._serve(number + place, *request) for place, request in enumerate(requests)]
+        plain = [found["none"] for found in turns]
+        heat = self._args.temperature
+        return {name: figures([found[name] for found in turns], plain, heat) for name in self._up}
+
+    def _serve(self, number: int, prompt: list[int], num_tokens: int) -> dict[str, Turn]:
+        heat = self._args.temperature
+        traffic = Traffic(prompts=[prompt], temperature=heat, max_tokens=num_tokens, at_a_time=1, ignore_eos=True)
+        names = list(self._up)
+        first = number % len(names)
+        return serve_round({name: self._up[name] for name in names[first:] + names[:first]}, traffic)
+
+    def _start(self, requests: list[Request]) -> None:
+        wide, logs = widened(self._args.model, self._args.parts), Path(tempfile.mkdtemp())
+        arguments = {
+            "model": str(wide), "dtype": "float32", "max_model_len": 4 * BLOCK_SIZE, "max_num_seqs": 1,
+            "block_size": BLOCK_SIZE, "num_gpu_blocks_override": 32, "enable_prefix_caching": True,
+        }  # fmt: skip
+        for name, config in {"none": None, **{word: config_of(word, wide) for word in self._args.methods}}.items():
+            engine = ServingEngine(name, arguments, config, logs / f"{len(self._up)}.log")
+            self._up[name] = self._stack.enter_context(engine)
+            print(f"{name}: {engine.wait()}, {json.dumps(config)}", flush=True)
+        for prompt, _ in requests:  # warms up, and computes the prompts
+            self._serve(0, prompt, 4)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """The rounds that are not there yet, and the table of all."""
+    path = args.results or args.parts / "results.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    key = json.dumps([args.temperature, args.tokens, args.prompts, sorted(args.methods)])
+    rounds = known.setdefault(key, [])
+    begun = time.perf_counter()
+    with ExitStack() as stack:
+        requests = requests_of(args.model, args)
+        engines = Engines(args, stack)
+        while len(rounds) < args.rounds and time.perf_counter() - begun < 60 * args.minutes:
+            rounds.append(engines.round(len(rounds), requests))
+            path.write_text(json.dumps(known, indent=1))
+            print({name: round(own["wall"], 2) for name, own in rounds[-1].items()}, flush=True)
+    show(args, rounds)
+
+
+def show(args: argparse.Namespace, rounds: list[dict[str, Figures]]) -> None:
+    columns = "speed, wall clock", "CPU time", "tokens/step", "step cost", "steps with a draft", "repeated 4-grams"
+    table = Table(
+        title=f"temperature {args.temperature:g}: {len(rounds)} rounds, {args.prompts} x {args.tokens} tokens"
+    )
+    for title in ("method=K", *columns):
+        table.add_column(title)
+    for name in rounds[0] if rounds else ():
+        own = [found[name] for found in rounds]
+        wall, cpu = ([found[clock] for found in own] for clock in ("wall", "cpu"))
+        total = {field: sum(found[field] for found in own) for field in own[0]}
+        costs = [
+            found[name]["step_ms"] / found[name]["steps"] / (found["none"]["step_ms"] / found["none"]["steps"])
+            for found in rounds
+        ]
+        table.add_row(
+            name,
+            f"{statistics.median(wall):.2f}x ({min(wall):.2f}-{max(wall):.2f})",
+            f"{statistics.median(cpu):.2f}x ({min(cpu):.2f}-{max(cpu):.2f})",
+            f"{total['tokens'] / total['steps']:.2f}",
+            f"{statistics.median(costs):.2f}",
+            f"{total['drafts'] / total['steps']:.0%}",
+            f"{total['repeats'] / len(own):.0%}",
+        )
+    Console(width=140).print(table)
+    print(f"vllm {version('vllm')}, torch {version('torch')}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="default: one that is trained without exits, in the cache")
-    parser.add_argument("--cache", type=Path, required=True, help="folder for what is trained and widened")
-    parser.add_argument("--only", choices=("train", "bench"))
+    parser.add_argument("--parts", type=Path, required=True, help="folder of trained parts, one folder each")
+    parser.add_argument("--model", type=Path, help="default: --parts/target")
+    parser.add_argument("--methods", nargs="+", metavar="NAME=K", default=["jump=3"])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--prompts", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=60, help="no round begins behind so many")
+    parser.add_argument("--results", type=Path, help="JSON file (default: in --parts)")
     args = parser.parse_args()
-    args.cache.mkdir(parents=True, exist_ok=True)
-    model = args.model or args.cache / "target"
+    args.model = args.model or args.parts / "target"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if args.only != "bench":
-        train(model, args.cache)
-    if args.only != "train":
-        bench(model, args.cache, args)
+    torch.set_num_threads(1)
+    serve(args)
     return 0
 
 
