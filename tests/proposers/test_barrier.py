@@ -330,6 +330,18 @@ def test_state_is_bounded() -> None:
     release.set()
 
 
+def test_a_pause_is_no_part_of_a_step() -> None:
+    """Fails if a proposer is told the time in which the engine stood still, or has it taken from other steps."""
+    told = []
+    proposer = Scripted(lambda: GOOD)
+    proposer.observe = lambda feedback: told.append(feedback.step_ms)  # type: ignore[method-assign]
+    barrier = guard(proposer)
+    for paused_ms, step_ms in ((700.0, 900.0), (0.0, 200.0), (500.0, None), (0.0, 200.0)):
+        barrier.paused_ms += paused_ms
+        barrier.propose(batch(), replace(feedback(), step_ms=step_ms))
+    assert told == [200.0, 200.0, None, 200.0]
+
+
 def test_empty_batch_is_not_proposed_for() -> None:
     proposer = Scripted(raises)
     barrier = guard(proposer)

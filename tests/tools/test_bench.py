@@ -1,13 +1,16 @@
 """`bench` with engines that are made up, and everything else real."""
 
 import json
+import time
+from multiprocessing import Pipe
 from pathlib import Path
+from threading import Timer
 from typing import Any, ClassVar, Self
 
 import pytest
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.engine.measure.serving import Answer, Machine, Traffic, Turn
+from vllm_specplugins.engine.measure.serving import Answer, Machine, Traffic, Turn, _Clock
 from vllm_specplugins.tools.bench import command
 
 pytest.importorskip("vllm")
@@ -99,6 +102,19 @@ def test_figures(tiny_model: Path, engines: Any, tmp_path: Path, capsys: pytest.
     assert 'Serve with prompt_lookup: 1.45x.\n--speculative-config \'{"method": "prompt_lookup"' in output
     assert "decodes" not in output
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_clock_stands_still_while_others_serve() -> None:
+    """And workers are told for how long. Fails if they are not, or if a slice does not end."""
+    here, there = Pipe()
+    told = []
+    clock = _Clock(there, 0.0, lambda name, args: told.append((name, *args)))
+    begun = time.perf_counter() - clock.now()
+    Timer(0.2, here.send, (True,)).start()
+    clock.give_way(3)
+    [(name, paused_ms)] = told
+    assert here.recv() == 3 and name == "specplugins_paused" and paused_ms > 100
+    assert time.perf_counter() - clock.now() - begun >= paused_ms / 1000
 
 
 def test_engines_take_turns(tiny_model: Path, engines: Any) -> None:

@@ -101,6 +101,11 @@ class _WithProposer:
         """Our counters (counters.Counters) as a dictionary; for `LLM.collective_rpc`."""
         return asdict(self._barrier.totals())
 
+    def specplugins_paused(self, ms: float) -> None:
+        """Whoever steps the engine has let it stand still so long, of which a gate shall not learn; for
+        `LLM.collective_rpc`."""
+        self._barrier.paused_ms += ms
+
     def specplugins_store(self, action: str = "stats") -> dict[str, dict[str, int]]:
         """What the stores of earlier outputs hold, by stage, after "reset" or "save", or as it is; for
         `LLM.collective_rpc("specplugins_store", args=("reset",))`.

@@ -7,6 +7,7 @@ the proposer is given is its own. See guard.py for what becomes of faults.
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,6 +65,7 @@ class FaultBarrier:
         self._max_num_draft = max_num_draft
         self._clock = clock
         self._logged_at = clock()
+        self.paused_ms = 0.0  # for how long the engine stood still within this step, of which that is no part
 
     @property
     def proposer(self) -> Proposer:
@@ -78,6 +80,9 @@ class FaultBarrier:
         self.count(feedback)
         if batch.num_reqs == 0:
             return Draft.empty(0)
+        if feedback.step_ms is not None:
+            feedback = replace(feedback, step_ms=feedback.step_ms - self.paused_ms)
+        self.paused_ms = 0.0
         self.guard.begin_step()
         start = time.perf_counter()
         try:

@@ -13,6 +13,9 @@ TOKEN_SHARE = 0.32  # but, from 16 on, no more than so much of what one of the s
 SLOPE_WEIGHT = 1.0  # how much of a record (draft tokens of a request, squared) that guess is worth
 SHORT_CONTEXT = 1024  # tokens of all requests, below which their attention costs nothing that shows
 SLOPE_MEMORY = 64.0  # how much of a record is kept at most
+HICCUP = 3.0  # what takes so many times what was expected was held up: times err upwards alone
+MAX_HICCUPS = 3  # in a row; a fourth one says that steps have become slower
+SURPRISE = 0.5  # of a step without drafts: how much of what was not expected one step may lay to its drafts
 
 
 @dataclass(slots=True)
@@ -27,12 +30,20 @@ class StepCosts:
     mean_emitted: float = 0.0
     variation: float = 0.0  # sum of squares of the number of draft tokens about its mean
     covariation: float = 0.0  # with the time
+    num_hiccups: int = 0  # in a row, so far
 
     def add(self, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
         """One step's time without drafting, the drafting before it, the draft tokens that it verified, its tokens."""
         off_ms, off_draft = ms - self.mean_ms, num_draft - self.mean_draft
-        if self.weight > 4 and ms > 3 * (self.mean_ms + self.slope_ms * max(0.0, off_draft)):  # a hiccup
+        expected_ms = self.mean_ms + self.slope_ms * max(0.0, off_draft)
+        self.num_hiccups = self.num_hiccups + 1 if self.weight and ms > HICCUP * expected_ms else 0
+        if 0 < self.num_hiccups <= MAX_HICCUPS:
             return
+        if self.num_hiccups or ms * HICCUP < expected_ms:  # what was learned holds no longer, or was of hiccups
+            self.weight = self.variation = self.covariation = 0.0
+            self.num_hiccups = 0
+        usual_ms, most_ms = self.slope_ms * off_draft, SURPRISE * self.mean_ms
+        drafts_ms = usual_ms + min(max(off_ms - usual_ms, -most_ms), most_ms)
         self.weight = self.weight * COST_DECAY + 1
         share = 1 / self.weight
         self.mean_ms += share * off_ms
@@ -43,7 +54,7 @@ class StepCosts:
         square = (1 - share) * off_draft * off_draft
         keep = max(0.0, 1 - square / (SLOPE_MEMORY * self.num_reqs**2))
         self.variation = keep * self.variation + square
-        self.covariation = keep * self.covariation + (1 - share) * off_draft * off_ms
+        self.covariation = keep * self.covariation + (1 - share) * off_draft * drafts_ms
 
     @property
     def slope_ms(self) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.proposers.costs import LoadCosts, StepCosts, worth_of_a_ms
+from vllm_specplugins.proposers.costs import HICCUP, LoadCosts, StepCosts, worth_of_a_ms
 from vllm_specplugins.proposers.drafted import Drafted
 from vllm_specplugins.proposers.host import gate as host
 from vllm_specplugins.proposers.records import Floats, Ints, Records
@@ -24,6 +24,7 @@ GOOD_ACCEPTANCE = 0.75  # what text that suits a stage may be expected to have, 
 FIRST_CONFIDENCE = 1.0  # of a stage that says none, or has not drafted yet
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
 FEW_CALLS = 10  # of a stage, after which its time is known
+UNSURE_CALLS = 3  # of a stage, before which its time may be that of a hiccup, and trials may cost anything
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
 ALL = np.empty(0, np.bool_)
 FOUND, CHECKED = 1 << 8, 1 << 9  # trials of what there is in front of a stage, and of its other way, by stage
@@ -102,9 +103,11 @@ class Gate:
         if stage not in self._drafted:  # the first time warms up caches and compilers
             self._drafted.add(stage)
             return
-        calls = self._draft_calls[stage] = self._draft_calls.get(stage, 0) + 1
-        old = self._draft_ms.get(stage, 0.0)
-        self._draft_ms[stage] = old + max(1 / FEW_CALLS, 1 / calls) * (ms / num_tokens - old)
+        token_ms = ms / num_tokens
+        old = self._draft_ms.get(stage, token_ms)
+        is_quicker = token_ms * HICCUP < old  # what was learned was of hiccups
+        calls = self._draft_calls[stage] = 1 if is_quicker else self._draft_calls.get(stage, 0) + 1
+        self._draft_ms[stage] = old + max(1 / FEW_CALLS, 1 / calls) * (min(token_ms, HICCUP * old) - old)
 
     @property
     def costs(self) -> dict[str, Any]:
@@ -257,7 +260,8 @@ class Gate:
             return lengths
         quiet = self._quiet[stage] = self._quiet.get(stage, 0) + 1
         trial_ms = without * costs.slope_ms + self._draft_ms.get(stage, 0.0)
-        if quiet < max(EXPLORE_EVERY, trial_ms / costs.step_ms / EXPLORE_SHARE):
+        is_known = self._draft_calls.get(stage, UNSURE_CALLS) >= UNSURE_CALLS
+        if quiet < max(EXPLORE_EVERY, is_known * trial_ms / costs.step_ms / EXPLORE_SHARE):
             return lengths
         self._quiet[stage] = 0
         return np.where(lengths > 0, lengths, np.minimum(1, most))

@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -146,7 +146,7 @@ def _serve_all(pipe: Connection, arguments: Mapping[str, Any], speculative_confi
     pipe.send(Machine(device, dtype, "V2" if vllm_config.use_v2_model_runner else "V1"))
     ours = hasattr(vllm_config.speculative_config, "plugin_config")
     # A GPU would work on behind the back of a clock that stands still.
-    clock = _Clock(pipe, SLICE_S if on_cpu else math.inf)
+    clock = _Clock(pipe, SLICE_S if on_cpu else math.inf, llm.collective_rpc if ours else None)
     while (traffic := pipe.recv()) is not None:
         pipe.send(_serve(llm, traffic, clock, ours))
 
@@ -160,10 +160,10 @@ def _processor_name() -> str:
 
 
 class _Clock:
-    """Time, less that in which the other engines had their turns."""
+    """Time, less that in which the other engines had their turns; `tell`, if any, has our workers leave that out."""
 
-    def __init__(self, pipe: Connection, slice_s: float):
-        self._pipe, self._slice_s = pipe, slice_s
+    def __init__(self, pipe: Connection, slice_s: float, tell: Callable[..., object] | None):
+        self._pipe, self._slice_s, self._tell = pipe, slice_s, tell
         self._paused_s = self._resumed = 0.0
 
     def now(self) -> float:
@@ -175,6 +175,8 @@ class _Clock:
         start = self.now()
         if self._pipe.recv() is None:
             raise SystemExit  # in the midst of traffic
+        if self._tell is not None:
+            self._tell("specplugins_paused", args=((self.now() - start) * 1000,))
         self._resumed = start
         self._paused_s += self.now() - start
 
