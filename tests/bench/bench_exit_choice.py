@@ -66,7 +66,8 @@ def main() -> int:
                 seconds[kind][layer] += elapsed
                 steps[kind][layer] += llm.collective_rpc("specplugins_stats")[0]["request_steps"] - before
         assert len(outputs) == 1, "a layer has changed a token"
-        print(f"{index} of {len(prompts)} prompts", file=sys.stderr, flush=True)
+        so_far = ", ".join(f"{layer or 'chosen'} {own:.1f} s" for layer, own in sorted(seconds[kind].items()))
+        print(f"{index} of {len(prompts)} prompts; {kind}: {so_far}", file=sys.stderr, flush=True)
     assert not llm.collective_rpc("specplugins_stats")[0]["faults"]
     is_good = True
     for kind, own in seconds.items():
