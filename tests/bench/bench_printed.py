@@ -66,15 +66,15 @@ def served(llm: Any, prompts: list[list[int]], temperature: float, num_tokens: i
 
 
 def written(base: BaseModel, prompts: list[list[int]], temperature: float, num_tokens: int) -> list[Text]:
-    """What the model says outside of an engine, with the noise of the same seeds."""
+    """What the model says outside of an engine behind prompts of one length, with the noise of the same seeds."""
     seeds = torch.arange(len(prompts))
     sampling = Sampling(torch.full(seeds.shape, temperature), seeds)
     rows = base.go_on(
         torch.tensor(prompts),
-        NUM_PROMPT + num_tokens,
+        len(prompts[0]) + num_tokens,
         lambda logits, place: coupled_sample(logits, torch.full_like(seeds, place), sampling),
     )
-    return [Text(row, NUM_PROMPT, temperature, seed) for seed, row in enumerate(rows)]
+    return [Text(row, len(prompts[0]), temperature, seed) for seed, row in enumerate(rows)]
 
 
 def main() -> int:
