@@ -14,6 +14,8 @@ if not INTERPRETED:
 from recorded import drafts_pay, replays, runner
 from simulated_device.device import Device, simulated_device
 
+from vllm_specplugins.proposers.told import Told
+
 ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 K, NUM_TOKENS = 4, 16
 STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": NUM_LAYERS}]
@@ -98,12 +100,11 @@ def test_an_exit_that_costs_too_much(engine: Any, device: Device, prompts: Any, 
 def test_an_exit_as_deep_as_it_pays(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
     """Fails if there is no graph of that depth, or if another's is replayed."""
     llm = on_device(engine, cascade("first", draft_sample_method="greedy"))
-    told = runner(llm).speculator._told
     generate(llm, prompts[:2], [2], max_tokens=4)
     for depth in (1, 2):
         before = drafted(llm)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(told), "depth", lambda *_, depth=depth: depth)
+            patch.setattr(Told, "depth", lambda *_, depth=depth: depth)
             assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
         assert {own for own, count in drafted(llm).items() if count > before[own]} == {depth}
 
