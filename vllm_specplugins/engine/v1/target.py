@@ -88,7 +88,7 @@ class _PagedForward:
     def __init__(self, runner: Any, first_layers: FirstLayers, rows: list[int], lengths: torch.Tensor):
         self._runner = runner
         self._first_layers = first_layers
-        self.logits, self.argmax, self.embeddings = first_layers.logits, first_layers.argmax, first_layers.embeddings
+        self.logits, self.argmax = first_layers.logits, first_layers.argmax
         self.share, self.normed = first_layers.share, first_layers.normed
         # Upper bounds of the lengths while drafting, on the host.
         self._longest = (lengths.int() + runner.num_spec_tokens - 1).clamp_(max=runner.max_model_len)
@@ -103,6 +103,11 @@ class _PagedForward:
         if runner.lora_config is not None:
             requests = set(runner.input_batch.lora_id_to_lora_request.values())
             self._adapters = Adapters(runner._set_active_loras, runner.input_batch.request_lora_mapping[rows], requests)
+
+    def embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._adapters is not None:
+            self._adapters.spread(1 if token_ids.ndim == 1 else token_ids.shape[1])
+        return self._first_layers.embeddings(token_ids)
 
     def hidden_states(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True

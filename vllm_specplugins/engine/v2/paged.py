@@ -33,8 +33,13 @@ class PagedForward:
         self._attends = attends
         self._exists = speculator.idx_mapping[:num_reqs] >= 0  # not so in a graph's padding rows
         layers = speculator.first_layers
-        self.logits, self.argmax, self.embeddings = layers.logits, layers.argmax, layers.embeddings
+        self.logits, self.argmax = layers.logits, layers.argmax
         self.share, self.normed = layers.share, layers.normed
+
+    def embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._speculator.adapters is not None:
+            self._speculator.adapters.spread(1 if token_ids.ndim == 1 else token_ids.shape[1])
+        return self._speculator.first_layers.embeddings(token_ids)
 
     def hidden_states(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
