@@ -83,8 +83,6 @@ def combinations() -> dict[str, dict[str, Any]]:
         "TP": {**llama, **RANKS},
         "PP": {**llama, "pipeline_parallel_size": 2},
         "DP": {**llama, "data_parallel_size": 2},
-        "EP": {**experts, **RANKS, "enable_expert_parallel": True},
-        "EP over DP": {**experts, "data_parallel_size": 2, "enable_expert_parallel": True},
         "Ray": {**llama, **RANKS, "distributed_executor_backend": "ray"},
     }
 
