@@ -12,7 +12,6 @@ rounds, by wall clock and by CPU time. The bar: copy 1.4, prose 0.97.
 """
 
 import argparse
-import json
 import random
 import shutil
 import statistics
@@ -23,7 +22,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
+
+from shortened import first_layers
 
 from vllm_specplugins.engine.measure.serving import ServingEngine, Traffic, Turn
 from vllm_specplugins.tools.base_model import load_tokenizer
@@ -35,18 +36,6 @@ DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
 K, LONGEST = 4, 12
 NUM_PROMPTS = 4
 PROMPT_LENGTH = 128
-
-
-def first_layers(num_layers: int, out: Path) -> str:
-    """A checkpoint of so many of the demo model's layers."""
-    shutil.copytree(DEMO_MODEL, out)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
-    dropped = tuple(f"model.layers.{layer}." for layer in range(num_layers, config["num_hidden_layers"]))
-    weights = load_file(out / "model.safetensors")
-    kept = {name: tensor for name, tensor in weights.items() if not name.startswith(dropped)}
-    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
-    return str(out)
 
 
 def configs(draft_model: str, temperature: float, policy: str) -> dict[str, dict[str, Any]]:
@@ -101,7 +90,7 @@ def main() -> int:
     parser.add_argument("--policy", default="auto")
     args = parser.parse_args()
     tokenizer, folder = load_tokenizer(args.model), Path(tempfile.mkdtemp())
-    draft_model = first_layers(args.layers, folder / "draft_model")
+    draft_model = str(first_layers(DEMO_MODEL, args.layers))
     arguments = {
         "model": args.model, "max_model_len": 1024, "max_num_seqs": args.batch, "gpu_memory_utilization": 0.45,
         "block_size": 32, "num_gpu_blocks_override": 34 * args.batch + 2,  # no more memory than is used

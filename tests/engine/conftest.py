@@ -3,12 +3,8 @@
 Without a GPU, V2 runs through Triton's interpreter. The engines run in this process, so that tests can look inside.
 """
 
-import atexit
-import json
 import os
-import shutil
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,28 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shortened import first_layers
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 RUNNER = os.environ.get("SPECPLUGINS_RUNNER", "v1")
 INTERPRETED = RUNNER == "v2" and not torch.cuda.is_available()
 TAPES = INTERPRETED and os.environ.get("SPECPLUGINS_TAPES") != "0"  # CUDA graphs, streams and copies, simulated
-
-
-def first_layers(model: Path, num_layers: int) -> Path:
-    """A checkpoint of a model's first layers, in a new folder; the demo model is trained to be usable so."""
-    out = Path(tempfile.mkdtemp(prefix="specplugins-model-"))
-    atexit.register(shutil.rmtree, out, ignore_errors=True)
-    shutil.copytree(model, out, dirs_exist_ok=True)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
-    dropped = tuple(f"model.layers.{layer}." for layer in range(num_layers, config["num_hidden_layers"]))
-    weights = load_file(out / "model.safetensors")
-    kept = {name: tensor for name, tensor in weights.items() if not name.startswith(dropped)}
-    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
-    return out
-
 
 DEMO_MODEL = EXAMPLES / "demo" / "model"
 NUM_LAYERS = 8
@@ -66,7 +50,6 @@ elif RUNNER == "v2":
 os.environ.update(ENGINE_ENVIRONMENT)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for the engines of this process alone
 sys.path.insert(0, str(EXAMPLES / "demo"))
-sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent / "proposers"))
 
 

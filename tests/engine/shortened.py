@@ -1,0 +1,23 @@
+"""Checkpoints of a model's first layers."""
+
+import atexit
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+
+def first_layers(model: Path, num_layers: int) -> Path:
+    """A checkpoint of a model's first layers, in a new folder; the demo model is trained to be usable so."""
+    out = Path(tempfile.mkdtemp(prefix="specplugins-model-"))
+    atexit.register(shutil.rmtree, out, ignore_errors=True)
+    shutil.copytree(model, out, dirs_exist_ok=True)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
+    dropped = tuple(f"model.layers.{layer}." for layer in range(num_layers, config["num_hidden_layers"]))
+    weights = load_file(out / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith(dropped)}
+    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    return out
