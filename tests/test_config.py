@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from vllm_specplugins.config import ConfigError, PromptLookupConfig
-from vllm_specplugins.methods import BUILT_IN, METHODS, built_in_stage, parse_config
+from vllm_specplugins.config import ConfigError, PromptLookupConfig, built_in_stage
+from vllm_specplugins.methods import BUILT_IN, METHODS, parse_config
 
 RUBBISH: list[Any] = [
     None,

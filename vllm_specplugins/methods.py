@@ -21,7 +21,9 @@ from vllm_specplugins.config import (
     SuffixLookupConfig,
     TokenRecyclingConfig,
     meant,
+    parts,
     said,
+    sample_methods,
     shown,
 )
 from vllm_specplugins.draft import PROTOCOL_VERSION, Proposer, ProposerContext
@@ -216,42 +218,6 @@ def drafts_on_device(config: SpecConfig) -> bool:
         return False  # its graphs are of single tokens
     stages = tuple(stage.method for stage in getattr(config.own, "stages", ()))
     return _method(config.method).on_device or stages == DEVICE_CASCADE
-
-
-def built_in_stage(config: SpecConfig) -> StageConfig | None:
-    """The stage of a cascade that is built into vLLM, if there is one."""
-    stages = getattr(config.own, "stages", ())
-    return next((stage for stage in stages if isinstance(stage.own, BuiltInConfig)), None)
-
-
-def parts(config: SpecConfig, kind: type[T]) -> list[T]:
-    """The configurations of one kind in a method: its own, or those of its stages."""
-    found = [config.own, *(stage.own for stage in getattr(config.own, "stages", ()))]
-    return [part for part in found if isinstance(part, kind)]
-
-
-def layers_to_hand_out(config: SpecConfig) -> tuple[int, ...]:
-    """Behind which layers the target's states are looked at: where an exit's layer is chosen while serving."""
-    chosen = [part for part in parts(config, EarlyExitConfig) if part.is_chosen]
-    return tuple(sorted({layer for part in chosen for layer in part.candidates}))
-
-
-def with_exits(config: SpecConfig, change: Callable[[EarlyExitConfig], EarlyExitConfig]) -> SpecConfig:
-    """The configuration with each exit of it, alone or a stage, as `change` makes it."""
-
-    def changed(own: Any) -> Any:
-        return change(own) if isinstance(own, EarlyExitConfig) else own
-
-    if isinstance(config.own, CascadeConfig):
-        stages = tuple(replace(stage, own=changed(stage.own)) for stage in config.own.stages)
-        return replace(config, own=replace(config.own, stages=stages))
-    return replace(config, own=changed(config.own))
-
-
-def sample_methods(config: SpecConfig) -> set[str]:
-    """How the drafts of a method's model proposers are drawn."""
-    kinds: tuple[Any, ...] = (EarlyExitConfig, JumpConfig, MedusaConfig)
-    return {part.draft_sample_method for kind in kinds for part in parts(config, kind)}
 
 
 def _names(config: SpecConfig) -> list[str]:

@@ -14,7 +14,7 @@ from exits import Said
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
-from vllm_specplugins.config import CascadeConfig, PromptLookupConfig
+from vllm_specplugins.config import CascadeConfig, PromptLookupConfig, parts
 from vllm_specplugins.draft import DraftBatch, ProposerContext, Sampling, Target
 from vllm_specplugins.engine.v2.forecast import Forecast
 from vllm_specplugins.engine.v2.limits import Limits
@@ -22,7 +22,7 @@ from vllm_specplugins.engine.v2.lookup import LookupSpeculator
 from vllm_specplugins.engine.v2.on_device import DeviceSpeculator
 from vllm_specplugins.engine.v2.outcomes import Outcomes
 from vllm_specplugins.engine.v2.texts import DeviceTexts
-from vllm_specplugins.methods import build_proposer, parse_config, parts
+from vllm_specplugins.methods import build_proposer, parse_config
 
 VOCAB_SIZE = 3072  # the demo model's
 Ints = npt.NDArray[np.int64]

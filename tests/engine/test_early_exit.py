@@ -15,7 +15,7 @@ from transformers import GPT2Config, JambaConfig, MambaConfig, OPTConfig
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine import spec_config
-from vllm_specplugins.engine.spec_config import _check_target
+from vllm_specplugins.engine.target.admission import checked_for
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.model_source import may_be_cut
 from vllm_specplugins.methods import parse_config
@@ -231,7 +231,7 @@ def test_refused_multimodal(monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config(early_exit(1))
     monkeypatch.setattr(type(config.model_config), "is_multimodal_model", True)
     with pytest.raises(ConfigError, match=r"^early_exit: model must be .*, not a multimodal model\.$"):
-        _check_target(config, config.speculative_config.plugin_config)
+        checked_for(config, config.speculative_config.plugin_config)
 
 
 def memory(llm: Any) -> dict[str, Any]:

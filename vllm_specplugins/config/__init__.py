@@ -6,6 +6,7 @@ and what is allowed.
 
 from vllm_specplugins.config.cascade import BUILT_IN_SETTINGS, BuiltInConfig, CascadeConfig, StageConfig
 from vllm_specplugins.config.checks import ConfigError, check_fields, check_value, integer, meant, said, shown
+from vllm_specplugins.config.parts import built_in_stage, layers_to_hand_out, parts, sample_methods, with_exits
 from vllm_specplugins.config.proposers import (
     CustomConfig,
     EarlyExitConfig,
@@ -35,10 +36,15 @@ __all__ = [
     "StageConfig",
     "SuffixLookupConfig",
     "TokenRecyclingConfig",
+    "built_in_stage",
     "check_fields",
     "check_value",
     "integer",
+    "layers_to_hand_out",
     "meant",
+    "parts",
     "said",
+    "sample_methods",
     "shown",
+    "with_exits",
 ]

@@ -4,7 +4,6 @@ import copy
 import logging
 import textwrap
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 from pydantic import SkipValidation, ValidationError
@@ -13,25 +12,21 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
 from vllm.platforms import current_platform
 
-from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, MedusaConfig, SpecConfig, StageConfig
+from vllm_specplugins.config import (
+    ConfigError,
+    SpecConfig,
+    StageConfig,
+    built_in_stage,
+    layers_to_hand_out,
+    sample_methods,
+)
 from vllm_specplugins.engine import adaptive, scheduling
 from vllm_specplugins.engine.method_names import name_in_vllm
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
 from vllm_specplugins.engine.plugin import may_be_asynchronous
-from vllm_specplugins.engine.target.model_source import may_be_cut, uncuttable
-from vllm_specplugins.methods import (
-    built_in_stage,
-    drafts_on_device,
-    layers_to_hand_out,
-    parts,
-    reads_history,
-    reads_likeliest,
-    runs_target,
-    sample_methods,
-    with_exits,
-)
-from vllm_specplugins.proposers.exit_choice import default_layers
+from vllm_specplugins.engine.target.admission import checked_for, has_state
+from vllm_specplugins.methods import drafts_on_device, reads_history, reads_likeliest, runs_target
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -213,7 +208,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     """
     speculative_config = vllm_config.speculative_config
     method = speculative_config.plugin_config.method
-    if current_platform.is_cpu() and _has_state(vllm_config.model_config):
+    if current_platform.is_cpu() and has_state(vllm_config.model_config):
         raise ConfigError(
             f"{method}: model must have attention in every layer on a CPU, not be a hybrid or state-space model, whose "
             "state vLLM does not wind back there when a draft is rejected."
@@ -225,7 +220,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
             f"not {stages}."
         )
     if speculative_config.runs_target:
-        speculative_config.plugin_config = _check_target(vllm_config, speculative_config.plugin_config)
+        speculative_config.plugin_config = checked_for(vllm_config, speculative_config.plugin_config)
     if speculative_config.built_in is None:  # or else vLLM reserves these slots itself, and knows the name
         vllm_config.__class__ = PluginVllmConfig
     if speculative_config.reads_likeliest and vllm_config.parallel_config.enable_batch_sharded_sampling:
@@ -240,103 +235,3 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     adaptive.place(vllm_config)
     scheduling.settle(vllm_config, async_scheduling)
     adaptive.settle(vllm_config)
-
-
-def _has_state(model: ModelConfig) -> bool:
-    """Whether a layer keeps a state that every token changes, as Mamba's, GDN's and short convolutions do."""
-    return bool(model.is_hybrid or model.has_inner_state or model.is_attention_free)
-
-
-def _check_target(vllm_config: VllmConfig, config: SpecConfig) -> SpecConfig:
-    """The configuration with the layers that "auto" means for this target.
-
-    Raises:
-        ConfigError: a proposer of ours cannot run its layers.
-    """
-    model, parallel, method = vllm_config.model_config, vllm_config.parallel_config, config.method
-    config = with_exits(config, lambda own: with_candidates(own, model.get_total_num_hidden_layers()))
-    exits, jumps = parts(config, EarlyExitConfig), parts(config, JumpConfig)
-    for name, size in (
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
-        ("decode_context_parallel_size", parallel.decode_context_parallel_size),
-        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
-    ):
-        if size > 1:
-            raise ConfigError(f"{method}: {name} must be 1, not {size}.")
-    if parallel.data_parallel_size > 1 and model.is_moe:  # engines of a dense model know nothing of each other
-        raise ConfigError(
-            f"{method}: data_parallel_size must be 1 for a mixture of experts, whose engines run each layer together, "
-            f"not {parallel.data_parallel_size}."
-        )
-    if vllm_config.lora_config is not None and parts(config, MedusaConfig):
-        raise ConfigError(f"{method}: enable_lora must be false, not True: the heads know the model without adapters.")
-    kinds = {
-        "a hybrid or state-space model": _has_state(model),
-        "a multimodal model": model.is_multimodal_model or model.uses_mrope,
-        "an encoder-decoder model": model.is_encoder_decoder,
-    }
-    for kind, found in kinds.items():
-        if found:
-            raise ConfigError(f"{method}: model must be a text-only decoder with attention in every layer, not {kind}.")
-    for heads in parts(config, MedusaConfig):
-        from vllm_specplugins.proposers.medusa_heads import check_medusa
-
-        check_medusa(
-            heads.heads,
-            num_heads=config.common.num_speculative_tokens,
-            hidden_size=model.get_hidden_size(),
-            vocab_size=model.get_vocab_size(),
-        )
-    if not exits and not jumps:
-        return config
-    registered = model.registry.models.get(model.architecture)
-    module = getattr(registered, "module_name", "")  # of a class of the user's own there is none
-    if not may_be_cut(module):
-        raise uncuttable(method, model.architecture)
-    for exit_config in exits:
-        _check_exit(exit_config, model, config.common.num_speculative_tokens)
-    for jump in jumps:
-        from vllm_specplugins.proposers.jump_head import check_jump
-
-        check_jump(jump.head, num_layers=model.get_total_num_hidden_layers(), hidden_size=model.get_hidden_size())
-    return config
-
-
-def with_candidates(config: EarlyExitConfig, num_layers: int) -> EarlyExitConfig:
-    """An exit's configuration with the layers that "auto" stands for, of a target with so many."""
-    if config.exit_layer != "auto":
-        return config
-    layers = set(default_layers(num_layers))
-    if config.exit_head is not None:
-        from vllm_specplugins.proposers.exit_head import read_head_config
-
-        layers.add(read_head_config(config.exit_head).exit_layer)
-    return replace(config, exit_layer=tuple(sorted(layers)) if len(layers) > 1 else layers.pop())
-
-
-def _check_exit(config: EarlyExitConfig, model: ModelConfig, num_draft: int) -> None:
-    num_layers = model.get_total_num_hidden_layers()
-    if config.candidates[-1] > num_layers:
-        raise ConfigError(
-            f"early_exit: exit_layer must be an integer from 1 to {num_layers}, the layers of this model, "
-            f"not {config.candidates[-1]}."
-        )
-    if config.exit_head is not None:
-        from vllm_specplugins.proposers.exit_head import check_exit_head, read_head_config
-
-        trained_for = read_head_config(config.exit_head).exit_layer
-        check_exit_head(
-            config.exit_head,
-            exit_layer=trained_for if trained_for in config.candidates else config.candidates[0],
-            hidden_size=model.get_hidden_size(),
-            vocab_size=model.get_vocab_size(),
-        )
-    if config.look_ahead is not None:
-        from vllm_specplugins.proposers.look_ahead import check_look_ahead
-
-        check_look_ahead(
-            config.look_ahead,
-            exit_layer=config.candidates[0],
-            hidden_size=model.get_hidden_size(),
-            num_draft=num_draft,
-        )

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from vllm.model_executor.models.interfaces import supports_eagle3
 
-from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, SpecConfig
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, SpecConfig, layers_to_hand_out, parts
 from vllm_specplugins.engine.plugin import sentence_instead_of_traceback
 from vllm_specplugins.engine.target.compiled import compile_cut, compiles
 from vllm_specplugins.engine.target.model_source import PARTS, hands_out_no_states, takes_no_states, uncuttable
-from vllm_specplugins.methods import layers_to_hand_out, parts
 from vllm_specplugins.proposers.exit_head import read_head_config
 
 logger = logging.getLogger("vllm.specplugins")

@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, PromptLookupConfig
+from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, PromptLookupConfig, parts
 from vllm_specplugins.draft import DraftBatch, Target
 from vllm_specplugins.engine.v2.early import LateChoice
 from vllm_specplugins.engine.v2.exit_depth import ExitDepth
@@ -27,7 +27,6 @@ from vllm_specplugins.engine.v2.paged import PagedForward
 from vllm_specplugins.engine.v2.report import LateReport
 from vllm_specplugins.engine.v2.target import TargetSpeculator
 from vllm_specplugins.engine.v2.texts import DeviceTexts
-from vllm_specplugins.methods import parts
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.exit_gate import depths

@@ -21,7 +21,7 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
-from vllm_specplugins.config import EarlyExitConfig
+from vllm_specplugins.config import EarlyExitConfig, parts
 from vllm_specplugins.draft import Draft, DraftBatch, Early, Feedback, Sampling, Target
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target.adapters import Adapters
@@ -37,7 +37,6 @@ from vllm_specplugins.engine.v2.report import DraftReport, warms_up
 from vllm_specplugins.engine.v2.verify import likeliest_of
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.kernels.rejection import Sampling as Verified
-from vllm_specplugins.methods import parts
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.read_only import Views, view
 from vllm_specplugins.request_options import Options, draft_limit

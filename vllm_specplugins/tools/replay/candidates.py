@@ -4,15 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_specplugins.config import CommonConfig, ConfigError
-from vllm_specplugins.methods import (
-    METHODS,
-    built_in_stage,
-    parse_config,
-    reads_likeliest,
-    registered_methods,
-    runs_target,
-)
+from vllm_specplugins.config import CommonConfig, ConfigError, built_in_stage
+from vllm_specplugins.methods import METHODS, parse_config, reads_likeliest, registered_methods, runs_target
 from vllm_specplugins.tools.bench.methods import Config, pick_methods
 
 ALWAYS, GATED = "always", "gated"
