@@ -146,7 +146,12 @@ def _calibrate(subparsers: Any) -> None:
     add("--layers", type=layer_list, metavar="1,2,4", help="exit layers to look at (default: all but the last)")
     add("--exit-head", type=Path, metavar="DIR", help="a trained head to look at as well")
     add("--jump", type=Path, metavar="DIR", help="a trained jump to serve as well")
-    add("--look-ahead", type=Path, metavar="DIR", help="trained look-ahead embeddings to serve as well")
+    add(
+        "--look-ahead",
+        type=Path,
+        metavar="DIR",
+        help="trained look-ahead embeddings to serve as well, with --exit-head if it is of their layer",
+    )
     add("--medusa", type=Path, metavar="DIR", help="Medusa heads to serve as well")
     also = "prompt_lookup,suffix_lookup,cascade"
     add("--also", default=also, metavar="NAMES", help=f"other methods to serve, or none (default: {also})")

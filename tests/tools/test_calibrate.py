@@ -1,5 +1,6 @@
 """`calibrate` with engines that are made up, and everything else real."""
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,12 @@ from transformers import LlamaForCausalLM
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.measure.engine import Served
+from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig
+from vllm_specplugins.proposers.look_ahead import LookAheadConfig, save_look_ahead
 from vllm_specplugins.tools import calibrate
 from vllm_specplugins.tools.agreement import agreements
 from vllm_specplugins.tools.base_model import BaseModel, Exit
+from vllm_specplugins.tools.served import methods_to_serve
 from vllm_specplugins.tools.speedup import tokens_per_step
 
 pytest.importorskip("vllm")
@@ -185,6 +189,20 @@ def test_other_methods(
     assert found["chosen"] == {"method": "prompt_lookup", "num_speculative_tokens": 2}
     output = capsys.readouterr().out
     assert "Other methods" in output and f"--speculative-config '{json.dumps(found['chosen'])}'" in output
+
+
+def test_look_ahead_with_its_head(tmp_path: Path) -> None:
+    """Fails if a head of another layer is served with them, or their own is not."""
+    made = LookAheadConfig(exit_layer=2, hidden_size=8, num_embeddings=3)
+    save_look_ahead(tmp_path / "ahead", made, torch.zeros(3, 8))
+    weights = {"norm.weight": torch.ones(8), "head.weight": torch.zeros(16, 8)}
+    for layer in (1, 2):
+        config = ExitHeadConfig(exit_layer=layer, hidden_size=8, vocab_size=16, rank=0, rms_norm_eps=1e-5)
+        ExitHead(config, weights).save(tmp_path / f"head{layer}")
+    given = {"max_draft": 8, "also": "none", "jump": None, "look_ahead": tmp_path / "ahead", "medusa": None}
+    for layer, heads in ((1, None), (2, str(tmp_path / "head2"))):
+        [method] = methods_to_serve(argparse.Namespace(**given, exit_head=tmp_path / f"head{layer}"))
+        assert method.config.get("exit_head") == heads and method.config["num_speculative_tokens"] == 4
 
 
 def test_a_name_that_is_no_method(tiny_model: Path, text_files: list[Path], capsys: Any) -> None:

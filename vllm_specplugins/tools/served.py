@@ -89,7 +89,7 @@ def methods_to_serve(args: argparse.Namespace) -> list[Method]:
         config = {"method": "jump", "head": str(args.jump.resolve()), "num_speculative_tokens": most}
         found.append(Method("jump", config, one_pass=False))
     if args.look_ahead:
-        found.append(Method("look_ahead", _look_ahead(args.look_ahead, most)))
+        found.append(Method("look_ahead", _look_ahead(args.look_ahead, args.exit_head, most)))
     if args.medusa:
         found.append(Method("medusa", _medusa(args.medusa, most)))
     for method in found:
@@ -97,12 +97,16 @@ def methods_to_serve(args: argparse.Namespace) -> list[Method]:
     return found
 
 
-def _look_ahead(folder: Path, most: int) -> dict[str, Any]:
+def _look_ahead(folder: Path, exit_head: Path | None, most: int) -> dict[str, Any]:
+    """With the head, if it is of their layer: they were trained through it."""
+    from vllm_specplugins.proposers.exit_head import read_head_config
     from vllm_specplugins.proposers.look_ahead import KIND
 
     made = KIND.read_config(folder)
     num_draft = min(most, made.num_embeddings + 1)
     own = {"exit_layer": made.exit_layer, "look_ahead": str(folder.resolve())}
+    if exit_head is not None and read_head_config(exit_head).exit_layer == made.exit_layer:
+        own["exit_head"] = str(exit_head.resolve())
     return {"method": "early_exit", **own, "num_speculative_tokens": num_draft}
 
 
