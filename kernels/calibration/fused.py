@@ -219,7 +219,7 @@ def _whole(drafts: Drafts) -> Drafts:
 def _tiles(state: State, num_tokens: int) -> dict[str, int]:
     """Constants of a launch whose tiles have so many tokens."""
     width = state.sent_stage.shape[1]
-    lanes = triton.next_power_of_2(width)
+    lanes = max(2, triton.next_power_of_2(width))  # Triton 3.6 cannot compile a scan over one token
     return {"K": width, "M": len(state.weights), "LANES": lanes, "ROWS": max(1, num_tokens // lanes)}
 
 

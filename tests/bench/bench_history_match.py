@@ -2,9 +2,11 @@
 
 Ours is counted in Triton's interpreter, vLLM's n-gram kernel by its source: for each n from min to max a load of each
 place, and one more of each place that still matches. Predicted, not measured: bytes / bandwidth. What a kernel loads
-again it may find in a cache; "once" is each byte counted once.
+again it may find in a cache; "once" is each byte counted once. On a GPU both are timed instead, in CUDA graphs, behind
+256 MiB of other memory.
 
     TRITON_INTERPRET=1 python tests/bench/bench_history_match.py
+    python tests/bench/bench_history_match.py       # on a GPU
 """
 
 import sys
@@ -57,7 +59,59 @@ def theirs(text: np.ndarray) -> tuple[float, float]:
     return 4 * loads / len(text), 4.0
 
 
+def timed(text: np.ndarray, num_tokens: int, num_reqs: int) -> tuple[float, float]:
+    """Median us of a launch of ours and of vLLM's two kernels, on texts of so many tokens, each moved by some."""
+    from types import SimpleNamespace
+
+    from bench_rejection import recorded, times_ms
+    from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+
+    repeated = np.resize(text, num_tokens + num_reqs)
+    rows = torch.from_numpy(np.stack([repeated[row : row + num_tokens] for row in range(num_reqs)])).cuda()
+    lengths = torch.full((num_reqs,), num_tokens, dtype=torch.int32, device="cuda")
+    slots, one = torch.arange(num_reqs, device="cuda"), torch.ones_like(lengths)
+    states = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=rows), total_len=SimpleNamespace(gpu=lengths))
+    spec = SimpleNamespace(num_speculative_tokens=5, prompt_lookup_min=MIN_NGRAM, prompt_lookup_max=MAX_NGRAM)
+    config = SimpleNamespace(
+        speculative_config=spec,
+        scheduler_config=SimpleNamespace(max_num_seqs=num_reqs),
+        model_config=SimpleNamespace(max_model_len=num_tokens),
+    )
+    speculator = NgramGPUSpeculator(config, torch.device("cuda"), states)
+    batch, last = SimpleNamespace(num_reqs=num_reqs, idx_mapping=slots), rows[:, -1:].long().contiguous()
+    wanted = torch.full_like(lengths, 5)
+
+    def mine() -> None:
+        history_match(Texts(rows, lengths), slots, wanted, 5, MIN_NGRAM, MAX_NGRAM)
+
+    def other() -> None:
+        speculator.propose(batch, None, None, None, None, one, None, last, None, None, None)
+
+    mine_ms, other_ms = (np.median(times_ms(recorded(call), 50)) for call in (mine, other))
+    return 1000 * float(mine_ms), 1000 * float(other_ms)
+
+
+def measure() -> None:
+    """On a GPU."""
+    from bench_rejection import copy_gb_per_s
+
+    bandwidth = copy_gb_per_s() * 1e9
+    title = f"us a launch, {torch.cuda.get_device_name()}; a copy runs at {bandwidth / 1e12:.2f} TB/s"
+    table = Table(title=title)
+    for name in ("tokens", "requests", "texts, MB", "read once, us", "ours, us", "vLLM, us"):
+        table.add_column(name, justify="right")
+    for num_tokens, num_reqs in SIZES:
+        num_bytes = 4 * num_tokens * num_reqs
+        found = (f"{us:.1f}" for us in timed(sample_text(), num_tokens, num_reqs))
+        floor = f"{num_bytes / bandwidth * 1e6:.1f}"
+        table.add_row(f"{num_tokens:,}", str(num_reqs), f"{num_bytes / 1e6:.1f}", floor, *found)
+    Console(width=110).print(table)
+
+
 def main() -> None:
+    if torch.cuda.is_available():
+        measure()
+        return
     if not INTERPRETED:
         sys.exit("TRITON_INTERPRET=1 must be set: bytes are counted in the interpreter.")
     text = sample_text()

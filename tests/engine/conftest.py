@@ -164,6 +164,8 @@ def engine() -> Iterator[Callable[..., Any]]:
                 defaults |= graphs()
             if INTERPRETED:  # a capture puts back what stood in the KV cache
                 defaults["num_gpu_blocks_override"] = 256
+            elif torch.cuda.is_available():  # several test processes share the GPU
+                defaults |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 29}
             llm = LLM(**{**defaults, **arguments}, speculative_config=speculative_config)
             alive.update(llm=llm, key=key)
             if start.records and getattr(runner(llm), "adaptive_verification", None):

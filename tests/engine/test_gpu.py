@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cases import PROMPT_LOOKUP, generate, mixed_prompts
 from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, spec_metrics
-from test_exit_sampling import ARGUMENTS, checkpoint, expected, p_value, sampled  # noqa: F401
+from test_exit_sampling import ARGUMENTS, HALVES, checkpoint, expected, p_value, sampled  # noqa: F401
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -76,7 +76,7 @@ def test_sampled_cascade(
     """Three tokens of a tiny vocabulary against their exact distribution, with drafts that are planned too long."""
     config = cascade(policy, gate, "probabilistic")
     llm = engine(config, model=str(checkpoint), async_scheduling=asynchronous, **ARGUMENTS)
-    assert p_value(sampled(llm), expected) > 1e-4
+    assert p_value(sampled(llm, *HALVES), expected) > 1e-4
     assert faults(llm) == {}
 
 
@@ -95,7 +95,8 @@ SYNC_CHECK = """
 import sys
 sys.path[:0] = [sys.argv[1], sys.argv[2]]
 from vllm import LLM, SamplingParams
-llm = LLM(sys.argv[3], max_model_len=512, speculative_config=eval(sys.argv[4]))
+memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 29}
+llm = LLM(sys.argv[3], max_model_len=512, speculative_config=eval(sys.argv[4]), **memory)
 prompts = [{"prompt_token_ids": [5, 9, 4, 8, 5, 9, 4]}] * 4
 for temperature in (0.0, 1.0):
     llm.generate(prompts, SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True), use_tqdm=False)

@@ -16,7 +16,7 @@ import torch
 from vllm_specplugins import kernels
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import INTERPRETED, RUNS, needs_triton, run_interpreted
+from interpreted import DEVICE, INTERPRETED, RUNS, needs_triton, run_interpreted
 
 # What of `Shapes` is of vocab_size and block, beside the check that must find it. A tile of a draw is of 8192 tokens,
 # of edits and noise 2048; 2100 tokens are 9 groups.
@@ -133,7 +133,7 @@ def test_in_the_interpreter() -> None:
 def problems(package: str, vocab_size: int, block: bool, only: str | None = None) -> dict[str, str]:
     check = importlib.import_module(f"{package}.self_check")
     shapes = check.Shapes(vocab_size, torch.bfloat16, max_num_draft=3, samples=True, block=block)
-    findings = check.check_device(torch.device("cpu"), shapes, only)
+    findings = check.check_device(torch.device(DEVICE), shapes, only)
     return {finding.name: finding.problem for finding in findings}
 
 
