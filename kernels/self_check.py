@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .budget import Layout, share_budget
+from .budget.testing import make_shares
 from .calibration import learn, num_worth, predict
 from .calibration.state import new_state
 from .calibration.testing import make_steps
@@ -86,6 +88,7 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device], int]
     if shapes.looks_up:
         yield "lookup", partial(_looks_up, shapes)
         yield "calibration", partial(_rates, shapes)
+        yield "budget", partial(_shares, shapes)
 
 
 def _verifies(shapes: Shapes, operation: Callable[..., Any], dense: bool, truncated: bool, device: torch.device) -> int:
@@ -158,6 +161,19 @@ def _looks_up(shapes: Shapes, device: torch.device, seed: int = 1) -> int:
     ours = operation(*_moved(tuple(arguments), device), implementation="fused")
     # No sums, no ties: one that differs is one too many.
     return 2 * sum(bool((mine.cpu() != theirs).any()) for mine, theirs in zip(ours, expected, strict=True))
+
+
+def _shares(shapes: Shapes, device: torch.device) -> int:
+    found: dict[str, list[Any]] = {"reference": [], "fused": []}
+    for name, results in found.items():
+        there = device if name == "fused" else torch.device("cpu")
+        for share in make_shares(12, shapes.max_num_draft):
+            layout = Layout(*torch.full((2, 17), -1, dtype=torch.int32, device=there))
+            chances, slots, num_tokens = _moved(share[:3], there)
+            share_budget(layout, chances, slots, num_tokens, share.budget, 1, name)
+            results += [bounds.cpu() for bounds in layout]
+    pairs = zip(found["fused"], found["reference"], strict=True)
+    return 2 * sum(not torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 def _rates(shapes: Shapes, device: torch.device, num_stages: int = 2) -> int:

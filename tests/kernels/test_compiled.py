@@ -20,10 +20,15 @@ MAX_REGISTERS = {"_draw_kernel": 80, "_scan_kernel": 64, "_draw_kept_kernel": 64
 MAX_REGISTERS |= {"_accept_kernel": 48, "_keep_kernel": 80, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64}
 MAX_REGISTERS |= {"_best_kernel": 80, "_choose_kernel": 48}
-MAX_REGISTERS |= {"_learn_kernel": 128, "_predict_kernel": 64, "_worth_kernel": 64}  # one program, and small ones
+MAX_REGISTERS |= {
+    "_share_kernel": 80,
+    "_learn_kernel": 128,
+    "_predict_kernel": 64,
+    "_worth_kernel": 64,
+}  # one program, and small ones
 # There a SIMD has 512, and two of a program's 8 warps: 64 leave room for four programs, 72 for three.
 MAX_REGISTERS_GFX942 = {name: min(most, 64) for name, most in MAX_REGISTERS.items()}
-MAX_REGISTERS_GFX942 |= {"_weigh_kernel": 72, "_learn_kernel": 128}
+MAX_REGISTERS_GFX942 |= {"_weigh_kernel": 72, "_learn_kernel": 128, "_share_kernel": 80}
 # Logits of each row that a program reads, where it does not choose some.
 TILE_SIZES = {"_draw_kernel": 8192, "_scan_kernel": 8192, "_keep_kernel": 8192, "_adjust_kernel": 2048}
 TILE_SIZES |= {"_best_kernel": 2048, "_match_kernel": 2 * 1024}  # of tokens, in a text and in a reference
@@ -39,6 +44,8 @@ def record_launches() -> list:
     """(kernel, arguments, keyword arguments) of every launch of every variant, once for each specialisation."""
     import torch
     from triton.runtime.jit import JITFunction
+    from vllm_specplugins.kernels.budget import Layout, share_budget
+    from vllm_specplugins.kernels.budget.testing import make_shares
     from vllm_specplugins.kernels.calibration import learn, num_worth, predict
     from vllm_specplugins.kernels.calibration.state import new_state
     from vllm_specplugins.kernels.calibration.testing import make_steps
@@ -71,6 +78,8 @@ def record_launches() -> list:
             rows = batch.sampling.temperature, batch.sampling.seeds, batch.positions
             gumbel_sample(batch.target_logits, *rows, implementation="fused")
     history_match(*make_lookup(5), implementation="fused")
+    share = next(make_shares(256, 5, num_slots=1024))
+    share_budget(Layout(*torch.zeros(2, 1025, dtype=torch.int32)), *share, 1, "fused")
     for slots, drafts, sampled, rejected in make_steps(1, 8, 2, 5):
         known = new_state(2, 17, 5, "cpu")
         learn(known, slots, sampled, rejected, "fused")

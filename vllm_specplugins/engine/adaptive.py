@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from vllm_specplugins.engine.v2.budget import share_in_one_launch
 from vllm_specplugins.engine.v2.forecast import Forecast
 
 logger = logging.getLogger("vllm.specplugins")
@@ -91,7 +92,10 @@ def or_planned(create: Callable[..., Any], runner: Any) -> Callable[..., Any]:
     @wraps(create)
     def created(**arguments: Any) -> Any:
         try:
-            return foreseeing(create(**arguments))
+            manager = foreseeing(create(**arguments))
+            if manager is not None and runner.speculator.shares_budget:
+                share_in_one_launch(manager)
+            return manager
         except ValueError as error:
             names = sorted({group.backend.get_name() for groups in arguments["attn_groups"] for group in groups})
             tell(

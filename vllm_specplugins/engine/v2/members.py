@@ -188,7 +188,8 @@ V2_MEMBERS: tuple[Seam, ...] = (
         "v1/worker/gpu/spec_decode/adaptive_verification.py",
         "AdaptiveVerificationManager",
         "req_states num_speculative_steps cost_tables _stale_confidences _stale_idx add_request(self, req_idx) "
-        "record_confidences(self, confidence_probs, input_batch)",
+        "record_confidences(self, confidence_probs, input_batch) reallocate_drafts(self, req_ids, idx_mapping) "
+        "_cu_num_logits query_start_loc _confidence_probs num_bonus_tokens _batch_budget",
         "instance",
     ),
     *_trims(

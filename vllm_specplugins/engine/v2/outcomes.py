@@ -36,6 +36,7 @@ class Outcomes:
         self._req_states, self.device = req_states, device
         self._slots = torch.full((num_slots,), num_slots, dtype=torch.int64, device=device)
         self._num_sampled, self._num_rejected = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
+        self._num_rows = 0  # of the step before: behind them all is padding
         # How likely each token is to be accepted if those before it are; 0 behind a draft's end. By rows.
         self.probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
         self._known = new_state(num_stages, num_slots + 1, max_num_draft, device)
@@ -53,11 +54,14 @@ class Outcomes:
     ) -> None:
         """Takes what a step has sampled, of [num_reqs] rows; nothing is learned from a rehearsal."""
         num_reqs = len(slots)
-        self._slots[:num_reqs].copy_(slots)
-        self._slots[num_reqs:].fill_(self._req_states.max_num_reqs)
-        for buffer, values in ((self._num_sampled, num_sampled), (self._num_rejected, num_rejected)):
+        nobody = self._req_states.max_num_reqs
+        for buffer, values, padding in (
+            (self._slots, slots, nobody), (self._num_sampled, num_sampled, 0), (self._num_rejected, num_rejected, 0)
+        ):  # fmt: skip
             buffer[:num_reqs].copy_(values)
-            buffer[num_reqs:].zero_()
+            if num_reqs < self._num_rows:
+                buffer[num_reqs : self._num_rows].fill_(padding)
+        self._num_rows = num_reqs
         if rehearses:
             self._num_sampled.clamp_(max=1)
             self._num_rejected.zero_()

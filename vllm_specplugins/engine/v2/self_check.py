@@ -25,6 +25,7 @@ _REMEDIES = {
     "noise": "drafting is switched off",
     "lookup": "its reference looks up, which is slower",
     "calibration": "its reference rates drafts, which is slower",
+    "budget": "vLLM shares out what is verified, which is slower",
 }
 VARIABLE, _VALUES = "VLLM_SPECPLUGINS_SELF_CHECK", ("0", "1", "only")
 
@@ -74,6 +75,8 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
         speculator.texts.implementation = "reference"
     if "calibration" in failed:
         speculator.outcomes.implementation = "reference"
+    if "budget" in failed:
+        speculator.shares_budget = False
 
 
 def shapes_of(vllm_config: Any) -> Shapes:

@@ -75,6 +75,7 @@ class TargetSpeculator(DraftModelSpeculator):
         self.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._last_token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
         self._num_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._num_rows = 0  # of the step before
         self._last_hidden_states = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
         self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -218,13 +219,15 @@ class TargetSpeculator(DraftModelSpeculator):
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
         self.draft_max_seq_len = min(longest + self.num_speculative_steps, self._most_tokens)
         requests = self.idx_mapping[:num_reqs]
-        last_rows = (input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected[:num_reqs]).long()
+        last_rows = input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected[:num_reqs]
         torch.sub(input_batch.seq_lens[:num_reqs], num_rejected[:num_reqs], out=self._num_tokens[:num_reqs])
         self._num_tokens[:num_reqs].add_(1)
-        self._num_tokens[num_reqs:].zero_()
+        if num_reqs < self._num_rows:  # behind the rows of the step before all is padding
+            self._num_tokens[num_reqs : self._num_rows].zero_()
+        self._num_rows = num_reqs
         self._last_token_ids[:num_reqs].copy_(last_sampled.view(-1)[requests])
-        self._last_hidden_states[:num_reqs].copy_(last_hidden_states[last_rows])
-        self._temperature[:num_reqs].copy_(temperature[requests])
+        torch.index_select(last_hidden_states, 0, last_rows, out=self._last_hidden_states[:num_reqs])
+        torch.index_select(temperature, 0, requests, out=self._temperature[:num_reqs])
         self._seeds[:num_reqs].copy_(draft_seeds(seeds[requests], self._num_tokens[:num_reqs], self._rejection))
         if self._verified is not None:
             states = self.sampling_states()

@@ -1,0 +1,30 @@
+"""The arithmetic of a shared budget in PyTorch, on any device, without a look at a number."""
+
+import torch
+
+from . import Layout
+
+
+def share_budget(
+    layout: Layout,
+    chances: torch.Tensor,  # [S, K]
+    slots: torch.Tensor,  # [R]
+    num_tokens: torch.Tensor,  # [2, R]
+    budget: int,
+    num_bonus: int,
+) -> None:
+    """See the front door."""
+    (num_draft, others), num_rows, width = num_tokens, len(slots), chances.shape[1]
+    survival, worth = torch.ones(num_rows, device=chances.device), []
+    for step in range(width):  # in float32, one after the other, as the kernel does
+        survival = survival * chances[slots.long(), step]
+        worth.append(torch.where(step < num_draft, survival, -1.0))
+    best = torch.stack(worth, dim=1).flatten().sort(descending=True, stable=True).indices[:budget]
+    admitted = torch.zeros(num_rows * width, dtype=torch.int32, device=chances.device)
+    admitted[best] = 1
+    num_admitted = admitted.view(num_rows, width).sum(dim=1)
+    for bounds, more in ((layout.cu_num_logits, num_bonus), (layout.query_start_loc, others)):
+        ends = (num_admitted + more).cumsum(dim=0)
+        bounds[0] = 0
+        bounds[1 : num_rows + 1] = ends
+        bounds[num_rows + 1 :] = ends[-1]

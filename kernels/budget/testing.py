@@ -1,0 +1,31 @@
+"""Batches with budgets, for tests and for the check of a device."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+
+class Share(NamedTuple):
+    """See share_budget."""
+
+    chances: torch.Tensor
+    slots: torch.Tensor
+    num_tokens: torch.Tensor
+    budget: int
+
+
+def make_shares(num_rows: int, width: int, num_slots: int = 16, seed: int = 1) -> Iterator[Share]:
+    """Batches of which none, some and all of the drafts are verified; chances are multiples of a quarter, so that many
+    are equal, and 0 and 1 among them."""
+    rng = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(num_slots, generator=rng)[:num_rows]
+    for chances in (
+        torch.randint(5, (num_slots, width), generator=rng) / 4,
+        torch.rand(num_slots, width, generator=rng),
+    ):
+        num_draft = torch.randint(width + 1, (num_rows,), generator=rng)
+        others = torch.randint(1, 4, (num_rows,), generator=rng)
+        total = int(num_draft.sum())
+        for budget in sorted({0, 1, total // 3, total // 2, max(0, total - 1), total} & set(range(total + 1))):
+            yield Share(chances, slots, torch.stack((num_draft, others)).int(), budget)

@@ -1,0 +1,32 @@
+"""Model Runner V2: vLLM's manager of adaptive verification shares a step's budget out in one launch of ours.
+
+vLLM's own is some twenty operations on the device and a function that torch.compile compiles when it is first called,
+in the middle of serving.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_specplugins.kernels.budget import Layout, share_budget
+
+
+def share_in_one_launch(manager: Any) -> None:
+    """From now on; the kernel is compiled here."""
+    layout, device = Layout(manager._cu_num_logits, manager.query_start_loc), manager.req_states.device
+    chances, num_bonus = manager._confidence_probs, manager.num_bonus_tokens
+
+    def reallocate_drafts(request_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
+        """vLLM's; what `get_num_tokens` has left there is used once."""
+        (drafts, others, budget), manager._batch_budget = manager._batch_budget, None
+        counts = np.array([[numbers[name] for name in request_ids] for numbers in (drafts, others)], np.int32)
+        share_budget(layout, chances, idx_mapping, async_tensor_h2d(counts, device), budget, num_bonus)
+        # vLLM 0.33 hands out what was admitted, too, where sampling is sharded by batch: then nothing is trimmed.
+        more = (None,) if hasattr(manager, "_copy_admitted_drafts_to_host") else ()
+        return layout.cu_num_logits[: len(request_ids) + 1], layout.query_start_loc, budget, *more
+
+    nobody = torch.zeros(1, dtype=torch.int64, device=device)
+    share_budget(layout, chances, nobody, torch.zeros(2, 1, dtype=torch.int32, device=device), 0, num_bonus)
+    manager.reallocate_drafts = reallocate_drafts
