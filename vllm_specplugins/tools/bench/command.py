@@ -114,23 +114,18 @@ def engine_arguments(
 def engines_up(
     configs: Mapping[str, Config | None], arguments: Mapping[str, Any], advance: Callable[..., None]
 ) -> Iterator[tuple[dict[str, ServingEngine], Machine]]:
-    """All engines, and what they run on; started one after the other, or at once if none measures free memory.
+    """All engines, started one after the other, and what they run on.
 
     Raises:
         ConfigError: one that does not start; its log is kept.
     """
     logs = Path(tempfile.mkdtemp(prefix="specplugins-"))
-    at_once = "kv_cache_memory_bytes" in arguments
     with ExitStack() as stack:
         engines: dict[str, ServingEngine] = {}
         for number, (name, config) in enumerate(configs.items()):
-            engines[name] = ServingEngine(name, arguments, config, logs / f"engine-{number}.log")
-            if at_once:
-                stack.enter_context(engines[name])
-        for name, engine in engines.items():
             advance(f"{name}: starting vLLM")
-            if not at_once:
-                stack.enter_context(engine)
+            engine = ServingEngine(name, arguments, config, logs / f"engine-{number}.log")
+            engines[name] = stack.enter_context(engine)
             machine = engine.wait()
             advance()
         yield engines, machine
