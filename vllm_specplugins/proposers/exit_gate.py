@@ -8,7 +8,7 @@ start, not by a clock, so that all ranks choose alike. K: most tokens of a draft
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -49,47 +49,6 @@ class _Average:
 
 
 @dataclass(slots=True)
-class _Chain:
-    """How many of a draft's tokens there are, by request: of each place, by those in the place before it."""
-
-    here: Floats
-    before: Floats
-    guess: float
-
-    @classmethod
-    def of(cls, width: int, guess: float) -> "_Chain":
-        return cls(np.zeros(width), np.zeros(width), guess)
-
-    def add(self, counts: Floats, depth: int) -> None:
-        """[K], of which the first ones are known."""
-        for sums, values in ((self.here, counts), (self.before, np.concatenate(([1.0], counts[:-1])))):
-            sums[:depth] = DECAY * sums[:depth] + values[:depth]
-            sums[depth:] *= FORGOTTEN
-
-    def up_to(self, ends: Sequence[int]) -> Floats:
-        """Sums of the first places."""
-        rates = (self.here + GUESS_WEIGHT * self.guess) / (self.before + GUESS_WEIGHT)
-        return np.concatenate(([0.0], rates.cumprod().cumsum()))[list(ends)]
-
-
-@dataclass(slots=True)
-class _Requests:
-    """What steps brought requests of one kind, with drafts of the exit and without them."""
-
-    accepted: _Chain
-    verified: _Chain
-    beside: _Average = field(default_factory=_Average)
-    without: _Average = field(default_factory=_Average)
-
-    def expected(self, ends: Sequence[int]) -> tuple[Floats, Floats]:
-        """Tokens emitted and draft tokens verified, by depth of the exit."""
-        beside, without, is_with = self.beside, self.without, np.array(ends) > 0
-        alone = max(without.emitted, beside.emitted) if without.is_known else UNKNOWN
-        emitted = np.where(is_with, beside.emitted + self.accepted.up_to(ends), alone)
-        return emitted, np.where(is_with, beside.verified + self.verified.up_to(ends), without.verified)
-
-
-@dataclass(slots=True)
 class Brought:
     """What one step has brought requests of a kind, all of them together.
 
@@ -100,14 +59,16 @@ class Brought:
     """
 
     num_reqs: int
-    emitted: int
-    verified: int
+    emitted: float
+    verified: float
     exit_accepted: Floats
     exit_verified: Floats
 
 
 class ExitGate:
     """What steps bring, with drafts of the exit and without them, by kind of request.
+
+    It runs in every step between two launches, and so has few operations: arrays of all kinds at once.
 
     Args:
         width: K.
@@ -116,21 +77,30 @@ class ExitGate:
     """
 
     def __init__(self, width: int, depths: Sequence[int], num_kinds: int = 1):
-        self._depths = depths
-        self._kinds = [_Requests(_Chain.of(width, GOOD_ACCEPTANCE), _Chain.of(width, 1.0)) for _ in range(num_kinds)]
+        self._depths, self._ends = depths, np.array(depths)
+        # Of the exit's tokens that were accepted, and of those verified: how many there are in each place, by request,
+        # and how many in the place before.
+        self._sums = np.zeros((num_kinds, 2, 2, width))
+        self._guesses = np.array([[GOOD_ACCEPTANCE], [1.0]])
+        self._usual = [
+            (_Average(), _Average()) for _ in range(num_kinds)
+        ]  # where the exit had not drafted, and beside it
         self._num_steps = [0] * num_kinds  # since going with it, or without it, was tried, where most are of that kind
 
     def add(self, kind: int, depth: int, brought: Brought) -> None:
         """What one step has brought requests of this kind, for which the exit had drafted so deep; 0: it had not."""
         if brought.num_reqs == 0:
             return
-        own, scale = self._kinds[kind], 1 / brought.num_reqs
-        emitted = brought.emitted - brought.exit_accepted.sum()
-        verified = brought.verified - brought.exit_verified.sum()
-        (own.beside if depth else own.without).add(emitted * scale, verified * scale)
+        scale, exits = 1 / brought.num_reqs, np.array((brought.exit_accepted, brought.exit_verified))
+        accepted, verified = exits.sum(axis=1).tolist()
+        usual = self._usual[kind][depth > 0]
+        usual.add((brought.emitted - accepted) * scale, (brought.verified - verified) * scale)
         if depth:
-            own.accepted.add(brought.exit_accepted * scale, depth)
-            own.verified.add(brought.exit_verified * scale, depth)
+            exits = exits[:, :depth] * scale
+            told, sums = np.ones((2, 2, depth)), self._sums[kind]
+            told[:, 0], told[:, 1, 1:] = exits, exits[:, :-1]
+            sums[..., :depth] = DECAY * sums[..., :depth] + told
+            sums[..., depth:] *= FORGOTTEN
 
     def depth(self, num_reqs: Sequence[int], draft_ms: float, verify_ms: Floats) -> int:
         """How many tokens to draft in this step; now and then with or without it, to see what that would bring.
@@ -144,11 +114,9 @@ class ExitGate:
         >>> [gate.depth([1], draft_ms, np.full(9, 10.0)) for draft_ms in (1.0, 16.0, 100.0)]
         [4, 2, 0]
         """
-        tokens, verified = np.array(num_reqs) @ np.array(
-            [np.concatenate(own.expected(self._depths)) for own in self._kinds]
-        ).reshape(len(self._kinds), 2, -1).swapaxes(0, 1)
+        tokens, verified = np.tensordot(num_reqs, self._expected(), 1)
         places = np.minimum(np.rint(sum(num_reqs) + verified).astype(int), len(verify_ms) - 1)
-        times = verify_ms[places] + draft_ms * np.array(self._depths) / self._depths[-1]
+        times = verify_ms[places] + draft_ms * self._ends / self._depths[-1]
         rates = tokens / times
         best, kind = int(rates.argmax()), int(np.argmax(num_reqs))
         other = 0 if best else 1 + int(rates[1:].argmax())
@@ -157,3 +125,16 @@ class ExitGate:
         if self._num_steps[kind] >= max(EXPLORE_EVERY, lost_ms / times[best] / EXPLORE_SHARE):
             self._num_steps[kind], best = 0, other
         return self._depths[best]
+
+    def _expected(self) -> Floats:
+        """[kinds, 2, depths]: tokens emitted and draft tokens verified."""
+        here, before = self._sums.swapaxes(0, 2).swapaxes(1, 2)
+        rates = (here + GUESS_WEIGHT * self._guesses) / (before + GUESS_WEIGHT)
+        up_to = np.zeros((*rates.shape[:2], rates.shape[2] + 1))
+        rates.cumprod(axis=2).cumsum(axis=2, out=up_to[:, :, 1:])
+        others = np.array([(beside.emitted, beside.verified) for _, beside in self._usual])
+        expected: Floats = others[:, :, None] + up_to[:, :, self._ends]
+        for own, (without, beside) in zip(expected, self._usual, strict=True):
+            alone = max(without.emitted, beside.emitted) if without.is_known else UNKNOWN
+            own[:, 0] = alone, without.verified
+        return expected

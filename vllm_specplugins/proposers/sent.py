@@ -64,11 +64,6 @@ def count_drafts(counters: Sequence[StageCounters], drafts: Drafted) -> None:
         own.drafts += int(np.count_nonzero(is_own.any(axis=1)))
 
 
-def count_by_place(fates: Fates, stage: int, ends: Array) -> Array:
-    """[K] float64: how many tokens of a stage stand in each place, of drafts that end there [R]."""
-    return ((fates.stage == stage) & (columns(fates.stage) < ends[:, None])).sum(axis=0).astype(np.float64)
-
-
 def count_fates(counters: Sequence[StageCounters], fates: Fates) -> None:
     """Counts, by stage, tokens that the target looked at and those that it accepted."""
     places = columns(fates.stage)

@@ -32,9 +32,9 @@ class ExitDepth:
         self._costs = ExitCosts()
 
     def tell(self, request_ids: Sequence[str], numbers: np.ndarray) -> None:
-        """Takes what became of a step's drafts: `numbers` [num_reqs, 9 + K], columns as Told.add has them."""
+        """Takes what became of a step's drafts: `numbers` [num_reqs, 8 + K], see Told.add."""
         if self._told is not None:
-            self._told.add(request_ids, *np.split(numbers, range(1, 9), axis=1))
+            self._told.add(request_ids, numbers)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what is held of these requests."""
