@@ -30,17 +30,20 @@ from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
 KERNEL_TESTS = Path(__file__).parents[1] / "kernels"
 BYTES_LIMITS = {("one-hot", "-"): 1.1, ("dense", "-"): 2.2}
 TOP_P = 0.95
+# How far twenty tokens of a row are above the bulk, in logits: with 20 top-p keeps some of them; with 12 some rows are
+# flat and others are not; with 6 top-p keeps hundreds or thousands, in all groups.
+PEAKS = {"peaked": 20, "mixed": 12, "flat": 6}
 
 
-def bench_batch(num_reqs, num_draft, vocab_size, dense, top_p, device, dtype=torch.bfloat16):
-    """Rows with twenty tokens above the bulk, as a language model has them; every other request's drafts are likely."""
+def bench_batch(num_reqs, num_draft, vocab_size, dense, top_p, device, dtype=torch.bfloat16, peak=12):
+    """Rows with twenty tokens `peak` above the bulk, as in language models; every other request's drafts are likely."""
     batch = make_batch([num_draft] * num_reqs, vocab_size, dense=dense, dtype=dtype,
                        temperature=torch.full((2 * num_reqs,), 0.8),
                        top_p=torch.full((2 * num_reqs,), TOP_P) if top_p else None)  # fmt: skip
     above = slice(100, None, vocab_size // 20)
-    batch.target_logits[:, above] += 12
+    batch.target_logits[:, above] += peak
     if dense:
-        batch.draft_logits[:, :, above] += 12
+        batch.draft_logits[:, :, above] += peak
     likely = batch.target_logits.argmax(-1).roll(1).view(num_reqs, -1)
     batch.draft_token_ids.view(num_reqs, -1)[::2] = likely[::2]
     moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in batch]
@@ -195,11 +198,11 @@ def report_times(console, args, device, implementation, dtype):
     table = Table(title=f"ms, median and p90 {kind}; temperature 0.8, {dtype}")
     ours = ("ours", "p90", "GB/s", "of limit") if bandwidth else ("ours", "p90")
     peers = [name for name in PEERS if bandwidth or name == "vLLM V1"]
-    for column in ("B", "K", "V", "q", "top-p", *ours, *itertools.chain(*((name, "/ ours") for name in peers))):
+    for column in ("B", "K", "V", "q", "rows", "top-p", *ours, *itertools.chain(*((name, "/ ours") for name in peers))):
         table.add_column(column, justify="right")
     for size in itertools.product(args.requests, args.drafts, args.vocabularies):
-        for dense, top_p in itertools.product([False, True], [False, True]):
-            batch = bench_batch(*size, dense, top_p, device, dtype)
+        for dense, (rows, top_p) in itertools.product([False, True], [("mixed", False), *((r, True) for r in PEAKS)]):
+            batch = bench_batch(*size, dense, top_p, device, dtype, PEAKS[rows])
             call = lambda batch=batch: rejection_sample(*batch, implementation=implementation)  # noqa: E731
             ms = times_ms(recorded(call) if bandwidth else call, args.repeats)
             cells = [f"{np.median(ms):.3f}", f"{np.quantile(ms, 0.9):.3f}"]
@@ -211,7 +214,7 @@ def report_times(console, args, device, implementation, dtype):
                 peer, mark = recorded_if_possible(peer) if peer and bandwidth else (peer, "")
                 peer_ms = np.median(times_ms(peer, args.repeats)) if peer else None
                 cells += [f"{peer_ms:.3f}{mark}", f"{peer_ms / np.median(ms):.1f}"] if peer else ["-", "-"]
-            table.add_row(*map(str, size), "dense" if dense else "one-hot", str(TOP_P) if top_p else "-", *cells)
+            table.add_row(*map(str, size), "dense" if dense else "one-hot", rows, str(TOP_P) if top_p else "-", *cells)
     console.print(table)
 
 
@@ -273,7 +276,7 @@ def main():
     command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", *tests]
     if not args.untested and subprocess.run(command).returncode:
         sys.exit("The tests of verification fail: no report.")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     device = torch.cuda.get_device_name() if on_gpu else f"{cpu_name()}, {torch.get_num_threads()} threads"
     console.print(
         f"{device}, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, torch {torch.__version__}"

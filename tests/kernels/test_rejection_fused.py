@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from vllm_specplugins.kernels.rejection import rejection_sample
+from vllm_specplugins.kernels.rejection.arguments import drafts_of, layout_of, parameters_of, target_of
 from vllm_specplugins.kernels.rejection.block import block_rejection_sample
 from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
+from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import DEVICE, INTERPRETED, RUNS, bytes_moved, needs_triton, run_interpreted
@@ -92,6 +94,42 @@ def test_strange_logits(truncation: str, kind: str) -> None:
     assert_same(kind, batch)
     sampled, num_sampled = operation(*to_device(batch, DEVICE), implementation="fused")
     assert (num_sampled >= 1).all() and (sampled < 300).all() and (sampled[:, 0] >= 0).all()
+
+
+FLAT = {
+    "top_k": {"top_k": torch.tensor([4000, 20, 0, 1000], dtype=torch.int32)},
+    "top_p": {"top_p": torch.tensor([0.95, 0.6, 1.0, 0.9995])},
+    "min_p": {"min_p": torch.tensor([0.05, 0.001, 0.0, 0.02])},
+}
+FLAT["all"] = FLAT["top_k"] | FLAT["top_p"] | FLAT["min_p"]
+
+
+@needs_triton
+@pytest.mark.parametrize("truncation", FLAT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_flat_rows(dtype: torch.dtype, truncation: str) -> None:
+    """Exactly what is kept, and its weight, where thousands of tokens share it: no group can be left out.
+
+    Fails if a bound is above the threshold, a read leaves out a chunk or a group, or the search ends beside it.
+    """
+    from vllm_specplugins.kernels.rejection.dense.fused import weigh
+    from vllm_specplugins.kernels.rejection.scan.fused import LOG2_E, scan
+
+    batch = make_batch([1, 1], 9001, dense=True, dtype=dtype, temperature=torch.full((4,), 0.9), **FLAT[truncation])
+    batch.target_logits[:] = batch.target_logits * 0.3 + torch.tensor([[0.0], [9.0], [0.0], [-9.0]])
+    moved = to_device(batch, DEVICE)
+    layout, target, drafts = layout_of(*moved[1:5]), target_of(moved.target_logits), drafts_of(moved.draft_logits)
+    parameters, given = parameters_of(moved.sampling, layout)
+    scanned = scan(target, drafts, layout, parameters, 2)
+    weighed = weigh(None, scanned, target, drafts, layout, parameters, given, 2)
+    limit, total = weighed.limit.flatten().cpu(), weighed.total.flatten().cpu()
+    rows = batch.sampling.at(batch.idx_mapping.long().repeat_interleave(2))
+    logits, scale = batch.target_logits.float(), LOG2_E.value / rows.temperature
+    weights = torch.exp2((logits - logits.amax(-1, keepdim=True)) * scale[:, None])
+    kept = logits >= thresholds(logits, scale, weights, rows.top_k, rows.top_p, rows.min_p)[:, None]
+    assert int(kept.sum(-1).max()) > 500
+    assert torch.equal(logits >= limit[:, None], kept)
+    torch.testing.assert_close(total, (weights * kept).sum(-1), rtol=1e-5, atol=0.0)
 
 
 @needs_triton

@@ -48,13 +48,10 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
     "rejection/truncation/fused.py": [
         ("top-k", "(given & 1) != 0", "(given & 8) != 0", _CUT),
         ("one more", "top_k.to(tl.float32), floor", "top_k.to(tl.float32) + 1.0, floor", _CUT),
-        (
-            "top-p",
-            "row_ptr, groups_ptr, num_candidates, vocab_size, top_p * total,",
-            "row_ptr, groups_ptr, num_candidates, vocab_size, top_p,",
-            _CUT,
-        ),
-        ("top-p's share", "top_p * total, tl.maximum", "top_p * tl.sum(totals, axis=0), tl.maximum", _CUT),
+        ("top-p", "row, top_p * total, floor", "row, top_p, floor", _CUT),
+        ("top-p's share", "row, top_p * total, floor", "row, top_p * tl.sum(totals, axis=0), floor", _CUT),
+        ("top-p's floor", "* total / vocab_size", "* total", _CUT),
+        ("a read", "tl.where(has_a, b, a) - 1", "tl.where(has_a, a, a) - 1", _CUT),
         ("top-p's bound", "top_p * total * 1.001", "top_p * total * 0.3", _CUT),
         ("min-p", "tl.log2(min_p) / scale", "tl.log2(min_p)", _CUT),
         (

@@ -1,10 +1,10 @@
 """Top-k, top-p and min-p in Triton, without a sort of the vocabulary: the smallest logit that a row keeps.
 
 The maxima and weights of a row's groups bound its threshold from below: k groups with a maximum of t or more have k
-tokens that top-k may keep, and what maxima above t weigh is above t. So few groups are left to look at, whatever the
-vocabulary; in them bisection over the floats' own order finds the threshold, in 16 steps for bfloat16. (Over whole rows
-that would be 16 reads; a histogram of weights needs atomics and one more read.) A flat row keeps many groups and costs
-more, but is as exact.
+tokens that top-k may keep, what maxima above t weigh is above t, and if all tokens were as likely as t and weighed less
+than what top-p leaves out, then t is out. So few groups are left to look at, whatever the vocabulary; in them a search
+in the floats' own order finds the threshold, two bounds a read, in about 5 reads for bfloat16. (A histogram of weights
+needs atomics.) A flat row keeps many groups, maybe all, and costs these reads, but is as exact.
 """
 
 import torch
@@ -15,9 +15,12 @@ from ..arguments import Layout, Parameters, Result, Target, padded_width
 from ..race.fused import first_of_largest, race
 from ..reference import GROUP_SIZE
 from ..result.fused import is_last, write_drawn
-from ..scan.fused import Scan, load_logits, load_request, load_scan, scale_of
+from ..scan.fused import Scan, load_request, load_scan, scale_of
 
 _CHUNK_GROUPS = 16
+# Tokens that a lane loads at once: 16 bytes of bfloat16.
+_VECTOR = tl.constexpr(8)
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 # Lower bits of the float32 that logits of a type never use.
 _KEY_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
@@ -36,41 +39,61 @@ def _from_key(key):
 
 
 @triton.jit
-def _sum_above(
-    row_ptr, groups_ptr, num_candidates, vocab_size, above, limit, maximum, scale,
-    COUNTS: tl.constexpr, CHUNK: tl.constexpr, GROUP_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Weight, or number if COUNTS, of tokens above `above` and not below `limit`, in the groups of the list."""
-    result = 0.0
+def _sums(row, a, b, COUNTS: tl.constexpr, CHUNK: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """Weights, or numbers if COUNTS, of the candidates' tokens not below each of two bounds, in one read."""
+    row_ptr, vocab_size, groups_ptr, num_candidates, maximum, scale = row
+    # A lane's tokens are summed up as they come, the lanes at the end: warps wait for nothing but memory.
+    LANES: tl.constexpr = GROUP_SIZE // _VECTOR
+    lanes = tl.arange(0, CHUNK * LANES)
+    from_a = tl.zeros([CHUNK * LANES], tl.float32)
+    from_b = from_a
     for first in range(0, num_candidates, CHUNK):
-        places = first + tl.arange(0, CHUNK)
-        groups = tl.load(groups_ptr + places, mask=places < num_candidates, other=0)
-        offsets = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
-        logits = load_logits(row_ptr, offsets, (places < num_candidates)[:, None] & (offsets < vocab_size))
-        sizes = tl.full(logits.shape, 1.0, tl.float32) if COUNTS else tl.exp2((logits - maximum) * scale)
-        chosen = (logits > above) & (logits >= limit)
-        result += tl.sum(tl.sum(tl.where(chosen, sizes, 0.0), axis=1), axis=0)
-    return result
+        places = first + lanes // LANES
+        inside = places < num_candidates
+        groups = tl.load(groups_ptr + places, mask=inside, other=0)
+        offsets = (groups * GROUP_SIZE + lanes % LANES * _VECTOR)[:, None] + tl.arange(0, _VECTOR)[None, :]
+        mask = inside[:, None] & (offsets < vocab_size)
+        logits = tl.load(row_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32)
+        # NaN is not above any bound, and +inf weighs as much as the maximum.
+        weights = tl.exp2((tl.minimum(logits, maximum) - maximum) * scale)
+        sizes = tl.full(logits.shape, 1.0, tl.float32) if COUNTS else weights
+        from_a += tl.sum(tl.where(logits >= a, sizes, 0.0), axis=1)
+        from_b += tl.sum(tl.where(logits >= b, sizes, 0.0), axis=1)
+    return tl.sum(from_a, axis=0), tl.sum(from_b, axis=0)
 
 
 @triton.jit
 def _bisect(
-    row_ptr, groups_ptr, num_candidates, vocab_size, target, floor, limit, maximum, scale,
+    row, target, floor, limit, total,
     KEY_SHIFT: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Smallest float from `floor` on above which there is less than `target`; at least `limit`."""
-    low, high = _to_key(floor) >> KEY_SHIFT, _to_key(maximum) >> KEY_SHIFT
+    """Largest float between `floor` and the maximum from which on there is `target` or more, and how much there is.
+
+    At least `limit`; that and `total`, if even from `floor` on there is less. A read leaves a third of the floats.
+    """
+    # Floats that differ in unused bits alone make a bucket, of which one is a logit.
+    start, high = _to_key(tl.maximum(floor, -_LARGEST)) >> KEY_SHIFT, _to_key(row[4]) >> KEY_SHIFT
+    low = start - 1
     while low < high:
-        middle = (low + high) >> 1
-        # Floats that differ in unused bits alone make a bucket: this is its largest.
-        bound = _from_key(((middle + 1) << KEY_SHIFT) - 1)
-        found = _sum_above(
-            row_ptr, groups_ptr, num_candidates, vocab_size, bound, limit, maximum, scale, COUNTS, CHUNK, GROUP_SIZE
-        )
-        is_less = found < target
-        high = tl.where(is_less, middle, high)
-        low = tl.where(is_less, low, middle + 1)
-    return tl.maximum(_from_key(low << KEY_SHIFT), limit)
+        span = high - low
+        a, b = low + (span + 2) // 3, low + (2 * span + 2) // 3
+        from_a, from_b = _sums(
+            row, tl.maximum(_from_key(a << KEY_SHIFT), limit), tl.maximum(_from_key(b << KEY_SHIFT), limit),
+            COUNTS, CHUNK, GROUP_SIZE,
+        )  # fmt: skip
+        has_a, has_b = from_a >= target, from_b >= target
+        low = tl.where(has_b, b, tl.where(has_a, a, low))
+        high = tl.where(has_b, high, tl.where(has_a, b, a) - 1)
+        total = tl.where(has_b, from_b, tl.where(has_a, from_a, total))
+    return tl.where(low < start, limit, tl.maximum(_from_key(low << KEY_SHIFT), limit)), total
+
+
+@triton.jit
+def _nucleus_floor(total, maximum, scale, top_p, vocab_size):
+    """A bound of top-p's threshold: if all tokens were this likely, they would weigh what top-p may leave out."""
+    # Leaves room for roundings, of sums and of logits.
+    depth = tl.minimum(tl.log2(tl.maximum(1.0 - 1.001 * top_p, 0.0) * total / vocab_size) / scale, 0.0)
+    return maximum + depth - 1e-6 * (tl.abs(maximum) - depth)
 
 
 @triton.jit
@@ -122,25 +145,14 @@ def _truncate(
         num_candidates = tl.sum(chosen.to(tl.int32), axis=0)
         tl.store(groups_ptr + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, tl.arange(0, GROUPS), mask=chosen)
         tl.debug_barrier()
+        row = row_ptr, vocab_size, groups_ptr, num_candidates, maximum, scale
         if top_k < vocab_size:
-            limit = _bisect(
-                row_ptr, groups_ptr, num_candidates, vocab_size, top_k.to(tl.float32), floor, limit, maximum, scale,
-                KEY_SHIFT, True, CHUNK, GROUP_SIZE,
-            )  # fmt: skip
+            limit, _number = _bisect(row, top_k.to(tl.float32), floor, limit, total, KEY_SHIFT, True, CHUNK, GROUP_SIZE)
         if has_others:
-            total = _sum_above(
-                row_ptr, groups_ptr, num_candidates, vocab_size, float("-inf"), limit, maximum, scale,
-                False, CHUNK, GROUP_SIZE,
-            )  # fmt: skip
+            total, _total = _sums(row, limit, limit, False, CHUNK, GROUP_SIZE)
         if top_p < 1.0:
-            limit = _bisect(
-                row_ptr, groups_ptr, num_candidates, vocab_size, top_p * total, tl.maximum(floor, limit), limit,
-                maximum, scale, KEY_SHIFT, False, CHUNK, GROUP_SIZE,
-            )  # fmt: skip
-            total = _sum_above(
-                row_ptr, groups_ptr, num_candidates, vocab_size, float("-inf"), limit, maximum, scale,
-                False, CHUNK, GROUP_SIZE,
-            )  # fmt: skip
+            floor = tl.maximum(tl.maximum(floor, limit), _nucleus_floor(total, maximum, scale, top_p, vocab_size))
+            limit, total = _bisect(row, top_p * total, floor, limit, total, KEY_SHIFT, False, CHUNK, GROUP_SIZE)
     return limit, total
 
 
