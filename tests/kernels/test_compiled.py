@@ -16,7 +16,7 @@ import pytest
 
 VOCAB_SIZE = 128_256
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
-MAX_REGISTERS = {"_draw_kernel": 80, "_scan_kernel": 64, "_draw_kept_kernel": 64, "_weigh_kernel": 64}
+MAX_REGISTERS = {"_draw_kernel": 80, "_scan_kernel": 64, "_draw_kept_kernel": 80, "_weigh_kernel": 64}
 MAX_REGISTERS |= {"_accept_kernel": 48, "_keep_kernel": 80, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64}
 MAX_REGISTERS |= {"_best_kernel": 80, "_choose_kernel": 48}
