@@ -15,8 +15,9 @@ from vllm_specplugins.kernels.budget import Layout, share_budget
 
 def share_in_one_launch(manager: Any) -> None:
     """From now on; the kernel is compiled here."""
-    layout, device = Layout(manager._cu_num_logits, manager.query_start_loc), manager.req_states.device
+    layout = Layout(manager._cu_num_logits, manager.query_start_loc)
     chances, num_bonus = manager._confidence_probs, manager.num_bonus_tokens
+    device = chances.device
 
     def reallocate_drafts(request_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
         """vLLM's; what `get_num_tokens` has left there is used once."""

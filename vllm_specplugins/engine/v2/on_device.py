@@ -37,7 +37,7 @@ class DeviceSpeculator(TargetSpeculator):
     """See the module. Drafting by another way than a graph is guarded like any proposer."""
 
     texts: DeviceTexts | None = None
-    shares_budget = True  # by our kernel, unless it failed its check
+    shares_budget: bool = True  # by our kernel, unless it failed its check
     _layers: LateChoice | None = None  # of the exit, where they are chosen
     manager: Callable[[], Any] = staticmethod(lambda: None)  # vLLM's, of what is verified; set by runner.attach
 
