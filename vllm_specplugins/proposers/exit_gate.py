@@ -82,9 +82,8 @@ class ExitGate:
         # and how many in the place before.
         self._sums = np.zeros((num_kinds, 2, 2, width))
         self._guesses = np.array([[GOOD_ACCEPTANCE], [1.0]])
-        self._usual = [
-            (_Average(), _Average()) for _ in range(num_kinds)
-        ]  # where the exit had not drafted, and beside it
+        # Where the exit had not drafted, and beside its drafts.
+        self._usual = [(_Average(), _Average()) for _ in range(num_kinds)]
         self._num_steps = [0] * num_kinds  # since going with it, or without it, was tried, where most are of that kind
 
     def add(self, kind: int, depth: int, brought: Brought) -> None:
@@ -128,8 +127,7 @@ class ExitGate:
 
     def _expected(self) -> Floats:
         """[kinds, 2, depths]: tokens emitted and draft tokens verified."""
-        here, before = self._sums.swapaxes(0, 2).swapaxes(1, 2)
-        rates = (here + GUESS_WEIGHT * self._guesses) / (before + GUESS_WEIGHT)
+        rates = (self._sums[:, :, 0] + GUESS_WEIGHT * self._guesses) / (self._sums[:, :, 1] + GUESS_WEIGHT)
         up_to = np.zeros((*rates.shape[:2], rates.shape[2] + 1))
         rates.cumprod(axis=2).cumsum(axis=2, out=up_to[:, :, 1:])
         others = np.array([(beside.emitted, beside.verified) for _, beside in self._usual])
