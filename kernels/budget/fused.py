@@ -34,6 +34,7 @@ def _share_kernel(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """The whole batch's layout."""
     rows, steps = tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
     inside = rows < num_rows
     slots = tl.load(slots_ptr + rows, mask=inside, other=0).to(tl.int64)

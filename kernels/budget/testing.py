@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from . import Layout, share_budget
+
 
 class Share(NamedTuple):
     """See share_budget."""
@@ -29,3 +31,11 @@ def make_shares(num_rows: int, width: int, num_slots: int = 16, seed: int = 1) -
         total = int(num_draft.sum())
         for budget in sorted({0, 1, total // 3, total // 2, max(0, total - 1), total} & set(range(total + 1))):
             yield Share(chances, slots, torch.stack((num_draft, others)).int(), budget)
+
+
+def shared(share: Share, implementation: str, device: torch.device) -> list[torch.Tensor]:
+    """cu_num_logits and query_start_loc, on the host, of one token a request beside its drafts."""
+    layout = Layout(*torch.full((2, len(share.chances) + 1), -1, dtype=torch.int32, device=device))
+    chances, slots, num_tokens = (part.to(device) for part in share[:3])
+    share_budget(layout, chances, slots, num_tokens, share.budget, 1, implementation)
+    return [bounds.cpu() for bounds in layout]

@@ -32,11 +32,10 @@ from .noise.fused import stream_key
 from .noise.reference import GROUP, TOKEN
 from .reference import GROUP_SIZE
 from .result.fused import write_drawn
-from .scan.fused import LOG2_E, TILE_SIZE, finite_maximum, load_logits, scan, tidy
+from .scan.fused import LARGEST, LOG2_E, TILE_SIZE, finite_maximum, load_logits, scan, tidy
 from .truncation.fused import launch as launch_truncated
 
 _GROUP, _TOKEN = tl.constexpr(GROUP), tl.constexpr(TOKEN)
-_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 class Winners(NamedTuple):
@@ -76,7 +75,7 @@ def _draw_kernel(winners, target, layout, parameters, GROUPS: tl.constexpr, GROU
         sums = tl.sum(tl.exp2(tl.fma(logits, scale, -finite_maximum(maximum))), axis=1)
         is_tidy = tl.sum(sums, axis=0) < float("inf")  # NaN is not
         if not is_tidy:
-            logits = tl.minimum(tidy(logits) * scale, _LARGEST)
+            logits = tl.minimum(tidy(logits) * scale, LARGEST)
             maximum = tl.max(tl.max(logits, axis=1), axis=0)
             sums = tl.sum(tl.exp2(logits - finite_maximum(maximum)), axis=1)
         seed, position = tl.load(parameters.seeds + state), tl.load(layout.positions + row)
@@ -86,7 +85,7 @@ def _draw_kernel(winners, target, layout, parameters, GROUPS: tl.constexpr, GROU
         tokens = (tile * GROUPS + winner) * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
         chosen = load_logits(row_ptr, tokens, tokens < target.vocab_size)
         base = finite_maximum(maximum)
-        depths = tl.where(is_tidy, tl.fma(chosen, scale, -base), tl.minimum(chosen * scale, _LARGEST) - base)
+        depths = tl.where(is_tidy, tl.fma(chosen, scale, -base), tl.minimum(chosen * scale, LARGEST) - base)
         token_rates = tl.exp2(depths) / exponential(stream_key(seed, position, _TOKEN), tokens)
         token = (tile * GROUPS + winner) * GROUP_SIZE + tl.argmax(token_rates, axis=0)
     slot = (request * tl.num_programs(1) + step) * tl.num_programs(0) + tile

@@ -60,7 +60,7 @@ def theirs(text: np.ndarray) -> tuple[float, float]:
 
 
 def timed(text: np.ndarray, num_tokens: int, num_reqs: int) -> tuple[float, float]:
-    """Median us of a launch of ours and of vLLM's two kernels, on texts of so many tokens, each moved by some."""
+    """Median us of a lookup of ours and of vLLM's, two kernels each, on texts of so many tokens, each moved by some."""
     from types import SimpleNamespace
 
     from bench_rejection import recorded, times_ms
@@ -96,7 +96,7 @@ def measure() -> None:
     from bench_rejection import copy_gb_per_s
 
     bandwidth = copy_gb_per_s() * 1e9
-    title = f"us a launch, {torch.cuda.get_device_name()}; a copy runs at {bandwidth / 1e12:.2f} TB/s"
+    title = f"us a lookup, {torch.cuda.get_device_name()}; a copy runs at {bandwidth / 1e12:.2f} TB/s"
     table = Table(title=title)
     for name in ("tokens", "requests", "texts, MB", "read once, us", "ours, us", "vLLM, us"):
         table.add_column(name, justify="right")

@@ -25,6 +25,7 @@ TAPES = INTERPRETED and os.environ.get("SPECPLUGINS_TAPES") != "0"  # CUDA graph
 
 DEMO_MODEL = EXAMPLES / "demo" / "model"
 NUM_LAYERS = 8
+SHARE_OF_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 29}
 if INTERPRETED:  # a layer costs some ten milliseconds a step there
     NUM_LAYERS = 2
     DEMO_MODEL = first_layers(DEMO_MODEL, NUM_LAYERS)
@@ -165,7 +166,7 @@ def engine() -> Iterator[Callable[..., Any]]:
             if INTERPRETED:  # a capture puts back what stood in the KV cache
                 defaults["num_gpu_blocks_override"] = 256
             elif torch.cuda.is_available():  # several test processes share the GPU
-                defaults |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 29}
+                defaults |= SHARE_OF_GPU
             llm = LLM(**{**defaults, **arguments}, speculative_config=speculative_config)
             alive.update(llm=llm, key=key)
             if start.records and getattr(runner(llm), "adaptive_verification", None):

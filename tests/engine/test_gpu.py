@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import PROMPT_LOOKUP, generate, mixed_prompts
-from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, spec_metrics
+from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, SHARE_OF_GPU, spec_metrics
 from test_exit_sampling import ARGUMENTS, HALVES, checkpoint, exact_probs, p_value, sampled  # noqa: F401
 
 torch = pytest.importorskip("torch")
@@ -101,8 +101,7 @@ SYNC_CHECK = """
 import sys
 sys.path[:0] = [sys.argv[1], sys.argv[2]]
 from vllm import LLM, SamplingParams
-memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 29}
-llm = LLM(sys.argv[3], max_model_len=512, speculative_config=eval(sys.argv[4]), **memory)
+llm = LLM(sys.argv[3], max_model_len=512, speculative_config=eval(sys.argv[4]), **eval(sys.argv[5]))
 prompts = [{"prompt_token_ids": [5, 9, 4, 8, 5, 9, 4]}] * 4
 for temperature in (0.0, 1.0):
     llm.generate(prompts, SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True), use_tqdm=False)
@@ -118,7 +117,7 @@ def test_waits_are_announced(config: dict[str, Any]) -> None:
     """VLLM_GPU_SYNC_CHECK=error, in a process of its own: vLLM reads it when it is imported."""
     folders = [os.path.dirname(__file__), str(Path(__file__).parents[2] / "examples" / "demo")]
     done = subprocess.run(
-        [sys.executable, "-c", SYNC_CHECK, *folders, str(DEMO_MODEL), repr(config)],
+        [sys.executable, "-c", SYNC_CHECK, *folders, str(DEMO_MODEL), repr(config), repr(SHARE_OF_GPU)],
         env={**os.environ, "VLLM_GPU_SYNC_CHECK": "error"},
         capture_output=True,
         text=True,

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_specplugins.kernels.budget import Layout, share_budget
-from vllm_specplugins.kernels.budget.testing import Share, make_shares
+from vllm_specplugins.kernels.budget.testing import make_shares, shared
 from vllm_specplugins.kernels.self_check import Shapes, check_device
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import DEVICE, RUNS, needs_triton, run_interpreted
 
+HOST, GPU = torch.device("cpu"), torch.device(DEVICE)
 SIZES = [(1, 1, 1), (1, 5, 4), (12, 5, 16), (16, 16, 16), (97, 3, 100)]
 
 
@@ -23,21 +23,13 @@ def test_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
-def shared(share: Share, implementation: str) -> list[torch.Tensor]:
-    """cu_num_logits and query_start_loc."""
-    device = DEVICE if implementation == "fused" else "cpu"
-    layout = Layout(*torch.full((2, len(share.chances) + 1), -1, dtype=torch.int32, device=device))
-    share_budget(layout, *(part.to(device) for part in share[:3]), share.budget, 1, implementation)
-    return [bounds.cpu() for bounds in layout]
-
-
 @needs_triton
 @pytest.mark.parametrize(("num_rows", "width", "num_slots"), SIZES)
 def test_equals_reference(num_rows: int, width: int, num_slots: int) -> None:
     """Fails if equals are not taken by row, a token behind a draft's end counts, a chance of 0 or 1 is left out, or a
     row of padding moves an end."""
     for share in make_shares(num_rows, width, num_slots):
-        for ours, expected in zip(shared(share, "fused"), shared(share, "reference"), strict=True):
+        for ours, expected in zip(shared(share, "fused", GPU), shared(share, "reference", HOST), strict=True):
             assert torch.equal(ours, expected), share
 
 
@@ -53,7 +45,7 @@ def test_as_vllm(num_rows: int, width: int, num_slots: int) -> None:
         if share.budget < int(drafts.sum()):
             arguments = share.chances, share.slots, theirs, share.budget, width
             adaptive._assign_draft_token_budget(*arguments)
-        cu_num_logits, query_start_loc = shared(share, "reference")
+        cu_num_logits, query_start_loc = shared(share, "reference", HOST)
         ours = cu_num_logits.diff()[:num_rows] - 1
         assert torch.equal(ours + others, query_start_loc.diff()[:num_rows]) and int(ours.sum()) == share.budget
         assert (ours <= drafts).all() and not query_start_loc[num_rows:].diff().any()
@@ -66,9 +58,9 @@ def test_as_vllm(num_rows: int, width: int, num_slots: int) -> None:
 def test_the_check_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_specplugins.kernels.budget import fused
 
-    shapes = Shapes(2100, torch.bfloat16, max_num_draft=5, samples=False, block=False, looks_up=True)
+    shapes = Shapes(2100, torch.bfloat16, max_num_draft=5, samples=False, block=False, trims=True)
     sound = fused.share_budget
-    assert not [found.problem for found in check_device(torch.device(DEVICE), shapes, "budget") if found.problem]
+    assert not [found.problem for found in check_device(GPU, shapes, "budget") if found.problem]
     monkeypatch.setattr(fused, "share_budget", lambda *args: sound(*args[:4], max(0, args[4] - 1), args[5]))
-    [found] = check_device(torch.device(DEVICE), shapes, "budget")
+    [found] = check_device(GPU, shapes, "budget")
     assert found.problem == "differs from its reference"

@@ -10,7 +10,7 @@ from ..arguments import Drafts, Layout, Parameters, Target
 from ..reference import GROUP_SIZE
 
 TILE_SIZE = 8192
-_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -37,7 +37,7 @@ def load_request(layout, parameters, request):
 @triton.jit
 def tidy(logits):
     """NaN counts as -inf, +inf as the largest float32."""
-    return tl.minimum(tl.where(logits != logits, float("-inf"), logits), _LARGEST)
+    return tl.minimum(tl.where(logits != logits, float("-inf"), logits), LARGEST)
 
 
 @triton.jit

@@ -15,12 +15,11 @@ from ..arguments import Layout, Parameters, Result, Target, padded_width
 from ..race.fused import first_of_largest, race
 from ..reference import GROUP_SIZE
 from ..result.fused import is_last, write_drawn
-from ..scan.fused import Scan, load_request, load_scan, scale_of
+from ..scan.fused import LARGEST, Scan, load_request, load_scan, scale_of
 
 _CHUNK_GROUPS = 16
 # Tokens that a lane loads at once: 16 bytes of bfloat16.
 _VECTOR = tl.constexpr(8)
-_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 # Lower bits of the float32 that logits of a type never use.
 _KEY_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
@@ -63,7 +62,7 @@ def _sums(row, a, b, COUNTS: tl.constexpr, CHUNK: tl.constexpr, GROUP_SIZE: tl.c
 
 
 @triton.jit
-def _bisect(
+def _search(
     row, target, floor, limit, total,
     KEY_SHIFT: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +71,7 @@ def _bisect(
     At least `limit`; that and `total`, if even from `floor` on there is less. A read leaves a third of the floats.
     """
     # Floats that differ in unused bits alone make a bucket, of which one is a logit.
-    start, high = _to_key(tl.maximum(floor, -_LARGEST)) >> KEY_SHIFT, _to_key(row[4]) >> KEY_SHIFT
+    start, high = _to_key(tl.maximum(floor, -LARGEST)) >> KEY_SHIFT, _to_key(row[4]) >> KEY_SHIFT
     low = start - 1
     while low < high:
         span = high - low
@@ -147,12 +146,12 @@ def _truncate(
         tl.debug_barrier()
         row = row_ptr, vocab_size, groups_ptr, num_candidates, maximum, scale
         if top_k < vocab_size:
-            limit, _number = _bisect(row, top_k.to(tl.float32), floor, limit, total, KEY_SHIFT, True, CHUNK, GROUP_SIZE)
+            limit, _number = _search(row, top_k.to(tl.float32), floor, limit, total, KEY_SHIFT, True, CHUNK, GROUP_SIZE)
         if has_others:
             total, _total = _sums(row, limit, limit, False, CHUNK, GROUP_SIZE)
         if top_p < 1.0:
             floor = tl.maximum(tl.maximum(floor, limit), _nucleus_floor(total, maximum, scale, top_p, vocab_size))
-            limit, total = _bisect(row, top_p * total, floor, limit, total, KEY_SHIFT, False, CHUNK, GROUP_SIZE)
+            limit, total = _search(row, top_p * total, floor, limit, total, KEY_SHIFT, False, CHUNK, GROUP_SIZE)
     return limit, total
 
 

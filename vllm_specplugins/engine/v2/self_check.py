@@ -88,6 +88,7 @@ def shapes_of(vllm_config: Any) -> Shapes:
         samples=config.draft_sample_method == "probabilistic",
         block=config.plugin_config.common.rejection == "block",
         looks_up=config.use_ngram(),
+        trims=config.enable_adaptive_verification,
     )
 
 
