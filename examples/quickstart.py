@@ -13,9 +13,8 @@ import sys
 import zlib
 from pathlib import Path
 
-from rich.console import Console
-
 from vllm_specplugins.__main__ import main as command_line
+from vllm_specplugins.tools.progress import progress
 
 DEMO = Path(__file__).resolve().parent / "demo"
 CACHE = DEMO.parents[1] / ".cache" / "quickstart"
@@ -37,7 +36,8 @@ def widened_demo_model() -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, DEMO / "widen.py", weights.parent, partial]
         options = ["--hidden-factor=4", "--intermediate=7680", "--depth-factor=1", "--dtype=bfloat16"]
-        with Console(stderr=True).status("Widening the demo model to 217 M parameters (once)"):
+        with progress() as bars:
+            bars.add_task("Widening the demo model to 217 M parameters (once)", total=None)
             done = subprocess.run([*command, *options], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the demo model could not be widened: {done.stderr.strip()}")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -15,7 +16,7 @@ from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.measure.engine import Served
 from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig
 from vllm_specplugins.proposers.look_ahead import LookAheadConfig, save_look_ahead
-from vllm_specplugins.tools import calibrate
+from vllm_specplugins.tools import calibrate, progress
 from vllm_specplugins.tools.agreement import agreements
 from vllm_specplugins.tools.base_model import BaseModel, Exit
 from vllm_specplugins.tools.served import methods_to_serve
@@ -107,12 +108,14 @@ def test_an_exit_that_is_the_model(
     text_files: list[Path],
     engines: Any,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Everything matches, and the speed-up is that of the made-up machine.
 
-    Kills: bits off by a token, a drafted first token, costs of the wrong engine, the wrong K printed.
+    Kills: bits off by a token, a drafted first token, costs of the wrong engine, the wrong K, no word in a file.
     """
+    monkeypatch.setattr(progress, "SECONDS", 0.01)
     assert run(idle_model, text_files, "--out", str(tmp_path), *options) == 0
     found = json.loads((tmp_path / "calibration.json").read_text())
     first = found["rows"][0]
@@ -122,11 +125,13 @@ def test_an_exit_that_is_the_model(
     assert found["rows"][1]["draft_ms"] == pytest.approx(2.0)
     chosen = {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 4}
     assert found["chosen"] == chosen
-    output = capsys.readouterr().out
+    told = capsys.readouterr()
+    output = told.out
     assert f"--speculative-config '{json.dumps(chosen)}'" in output
     assert "100.0%" in output and f"{by_hand['4']:.2f}x" in output
     assert (tmp_path / "calibration.png").read_bytes().startswith(b"\x89PNG")
     assert engines.configs[0] is None and len(engines.configs) == 3
+    assert re.search(r"^engines(?: \(the last: .*, \d+ tokens a second\))?: \d of 3, ", told.err, re.MULTILINE)
 
 
 def test_speculation_that_does_not_pay(

@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -11,7 +12,7 @@ import pytest
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.measure.samples import Drawn, Request
-from vllm_specplugins.tools import verify_lossless
+from vllm_specplugins.tools import progress, verify_lossless
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, make_model
 from vllm_specplugins.tools.lossless.exact import ExactModel
@@ -96,12 +97,17 @@ def test_examples() -> None:
     assert doctest.testmod(verify_lossless).failed == doctest.testmod(grid).failed == 0
 
 
-def test_right_samples_pass(engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_right_samples_pass(
+    engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills: a test that refuses what is right; silence in a file."""
+    monkeypatch.setattr(progress, "SECONDS", 0.01)
     status, report = run(tmp_path)
     assert status == 0 and report["lossless"] and report["methods"] == {"prompt_lookup": grid.METHODS["prompt_lookup"]}
     assert set(verdicts(report).values()) == {"passed"} == set(verdicts(report, "no speculation").values())
     assert len(verdicts(report)) == len(grid.quick()) + 1
-    output = capsys.readouterr().out
+    output, lines = capsys.readouterr()
+    assert re.search(r"^prompt_lookup, lowest p-value so far .*: \d+ of 34, .* left$", lines, re.MULTILINE)
     assert "Lossless: 34 passed." in output and "T 1.5, top-k 3, seeds" in output and "Holm" in output
 
 

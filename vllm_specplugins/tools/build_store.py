@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from transformers import AutoTokenizer
 
 from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.structures import store_file
 from vllm_specplugins.tools.files import read_text
+from vllm_specplugins.tools.progress import progress
 
 TOKENS_AT_ONCE = 4096  # of a text: as long as an output may be
 
@@ -29,14 +29,17 @@ def run(args: argparse.Namespace) -> int:
 
     records: list[bytes] = []
     num_tokens = 0
-    with Progress(console=Console(stderr=True)) as progress:
-        for path in progress.track(args.data, description="reading"):
+    with progress() as bars:
+        task = bars.add_task("reading", total=len(args.data))
+        for path in args.data:
             for text in texts_of(path):
+                bars.update(task, description=f"reading {path.name} ({num_tokens:,} tokens so far)")
                 ids = np.array(tokenize(text), np.int32)
                 for start in range(0, len(ids), TOKENS_AT_ONCE):
                     piece = ids[start : start + TOKENS_AT_ONCE]
                     records.append(store_file.record(len(records), tenant, piece))
                     num_tokens += len(piece)
+            bars.advance(task)
     try:
         store_file.write(args.out, store_file.fingerprint(tokenize, vocab_size), records)
     except OSError as error:

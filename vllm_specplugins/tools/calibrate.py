@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.engine.measure.engine import Engine, EngineSettings, Served
@@ -29,6 +29,7 @@ from vllm_specplugins.tools.agreement import agreements
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer
 from vllm_specplugins.tools.files import MIN_ROW_TOKENS, every_nth, make_folder, token_rows
 from vllm_specplugins.tools.findings import Findings, Row, show, write
+from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.served import Method, cascade_of, measured, methods_to_serve, picked
 from vllm_specplugins.tools.speedup import Costs, Timing, predict
 
@@ -76,6 +77,11 @@ class Bench:
     def __init__(self, args: argparse.Namespace, prompts: Sequence[Sequence[int]], logs: Path, progress: Progress):
         self.prompts = prompts
         self._args, self._logs, self._progress = args, logs, progress
+        self._engines = progress.add_task("engines")
+
+    def expect(self, num_arms: int) -> None:
+        """How many arms there will be in all."""
+        self._progress.update(self._engines, total=num_arms)
 
     def serve(self, arms: Sequence[Arm | Method]) -> list[list[Served]]:
         """What each arm made of every prompt; the first prompt goes unmeasured before."""
@@ -96,6 +102,8 @@ class Bench:
                 for engine, answers, task in zip(engines, served, tasks, strict=True):
                     answers.append(engine.answer(prompt))
                     self._progress.advance(task)
+        for arm, answers in zip(arms, served, strict=True):
+            self._progress.update(self._engines, advance=1, description=f"engines (the last: {arm}, {speed(answers)})")
         return served
 
     def _engine(self, arm: Arm | Method) -> Engine:
@@ -115,11 +123,9 @@ def run(args: argparse.Namespace) -> int:
     methods = methods_to_serve(args)
     prompts = pick_prompts(args)
     layers = check_layers(args)
-    console = Console(stderr=True)
     logs = make_folder(args.out) if args.out else Path(tempfile.mkdtemp(prefix="specplugins-"))
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        findings = calibrate(args, layers, methods, Bench(args, prompts, logs, progress))
+    with progress() as bars:
+        findings = calibrate(args, layers, methods, Bench(args, prompts, logs, bars))
     show(findings, Console())
     if args.out:
         write(findings, args.out)
@@ -131,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
 def calibrate(args: argparse.Namespace, layers: Sequence[int], methods: Sequence[Method], bench: Bench) -> Findings:
     """Serves, compares and predicts: every layer as it is, the trained head if there is one, and other methods."""
     arms = [Arm(), *arms_to_time(args, layers)]
+    bench.expect(len(arms) + (args.exit_head is not None) + len(methods) + ("cascade" in picked(args.also)))
     exits = [Exit(layer) for layer in layers]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.exit_head:
@@ -207,6 +214,12 @@ def check_lengths(served: Sequence[Served], max_draft: int) -> None:
     if longest < max_draft + MIN_STEPS:
         wanted = f"by {max_draft + MIN_STEPS} tokens or more"
         raise ConfigError(f"--data must hold text that the model continues {wanted}, not by {longest} at most.")
+
+
+def speed(served: Sequence[Served]) -> str:
+    """Of an engine, for a line of progress."""
+    ms = sum(sum(request.step_ms) for request in served)
+    return f"{1000 * sum(len(request.token_ids) - 1 for request in served) / max(ms, 1e-3):.0f} tokens a second"
 
 
 def spread(served: Sequence[Served]) -> float:

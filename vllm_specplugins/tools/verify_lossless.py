@@ -15,15 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.engine.measure.samples import Drawn, Request, SamplingEngine
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.exact import ExactModel
-from vllm_specplugins.tools.lossless.report import DIED, Judged, Report, show, write
+from vllm_specplugins.tools.lossless.report import DIED, Judged, Report, show, so_far, write
 from vllm_specplugins.tools.lossless.statistics import Counts, chi_squared
+from vllm_specplugins.tools.progress import progress
 
 NUM_PROMPTS = 4
 # Engines compute in another order, some with TF32: a token this close to where a cut falls may be in or out.
@@ -114,18 +114,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json and not args.json.parent.is_dir():
         raise ConfigError(f"--json must be a file in a folder that is there, not {args.json}.")
     cells = grid.GRIDS[args.grid]()
-    console = Console(stderr=True)
     folder = Path(tempfile.mkdtemp(prefix="specplugins-"))
     model = write_checkpoint(folder / "model", args.seed)
     write_parts(folder, args.seed)
 
     judged: list[Judged] = []
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=(len(cells) + 1) * (len(methods) + 1))
-        verification = Verification(model, cells, args.samples, args.seed, lambda: progress.advance(task))
+    with progress() as bars:
+        task = bars.add_task("", total=(len(cells) + 1) * (len(methods) + 1))
+        verification = Verification(model, cells, args.samples, args.seed, lambda: bars.advance(task))
         for method, config in {NO_SPECULATION: None, **methods}.items():
-            progress.update(task, description=method)
+            bars.update(task, description=f"{method}, {so_far(judged)}")
             placed = None if config is None else grid.placed(config, folder)
             with SamplingEngine(folder / "model", placed, args.seed, method, folder) as engine:
                 judged += verification.judge(engine, method)

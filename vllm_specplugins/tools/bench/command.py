@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError
 from vllm_specplugins.engine.measure.serving import Machine, ServingEngine, Traffic
@@ -21,6 +20,7 @@ from vllm_specplugins.tools.bench.plot import plot
 from vllm_specplugins.tools.bench.report import Report, show, write
 from vllm_specplugins.tools.bench.rounds import serve_rounds
 from vllm_specplugins.tools.bench.workloads import Workload, make_workload
+from vllm_specplugins.tools.progress import progress
 
 DEFAULT_WORKLOADS = ("code", "copy", "chat", "random")
 MEMORY_SHARE = 0.9  # of a GPU, for all engines together
@@ -34,22 +34,20 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{option} must be a file in a folder that is there, not {path}.")
     workloads = pick_workloads(args)
     arguments = engine_arguments(args, configs, workloads)
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress() as bars:
         cells = [
             (workload, Cell(workload.name, batch, temperature))
             for temperature in args.temperature for workload in workloads for batch in args.batch
         ]  # fmt: skip
-        task = progress.add_task("", total=len(configs) + len(cells) * (1 + args.rounds))
+        task = bars.add_task("", total=len(configs) + len(cells) * (1 + args.rounds))
 
         def advance(words: str | None = None) -> None:
-            progress.update(task, advance=words is None, description=words)
+            bars.update(task, advance=words is None, description=words)
 
         with engines_up(configs, arguments, advance) as (engines, machine):
             rows: list[Row] = []
             for workload, cell in cells:
-                advance(str(cell))
+                advance(f"{cell}{so_far(rows)}")
                 prompts = workload.take(max(args.prompts, cell.batch))
                 traffic = Traffic(
                     prompts=prompts,
@@ -61,6 +59,12 @@ def run(args: argparse.Namespace) -> int:
                 rows += rows_of(cell, serve_rounds(engines, traffic, args.rounds, advance))
     conditions = {"model": args.model, "rounds": args.rounds, "prompts": args.prompts, "tokens": args.tokens}
     return report(args, Report(rows, configs, machine, {**conditions, "arguments": arguments}))
+
+
+def so_far(rows: Sequence[Row]) -> str:
+    """The speeds of the last cell."""
+    words = ", ".join(f"{row.method} {row.ratio.median:.2f}x" for row in rows if row.cell == rows[-1].cell)
+    return f" (after {rows[-1].cell}: {words})" if rows else ""
 
 
 def report(args: argparse.Namespace, found: Report) -> int:

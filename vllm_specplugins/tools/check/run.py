@@ -3,7 +3,7 @@
 import argparse
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.guard import CHARGED
 from vllm_specplugins.proposers.switch import MAX_FAULTS
 from vllm_specplugins.tools.check.trace import Replay, Trace, load
+from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.replay.player import name_of
 
 
@@ -64,7 +65,10 @@ class Timed:
 def run(args: argparse.Namespace) -> int:
     """The command `check`: 0 where nothing is violated, or else 1."""
     config = parsed(args.proposer, args.options, args.time_budget_ms)
-    findings = check(config, load())
+    trace = load()
+    with progress() as bars:
+        task = bars.add_task("steps of the recording", total=len(trace.steps))
+        findings = check(config, trace, lambda: bars.advance(task))
     _print(args.proposer, findings)
     return 1 if findings.violations else 0
 
@@ -89,8 +93,8 @@ def parsed(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -> Sp
     return parse_config({"method": proposer, **common, **own})
 
 
-def check(config: SpecConfig, trace: Trace) -> Findings:
-    """Runs the trace with the configured proposer.
+def check(config: SpecConfig, trace: Trace, advance: Callable[[], None] = lambda: None) -> Findings:
+    """Runs the trace with the configured proposer; `advance` is called before each step.
 
     Raises:
         ConfigError: it cannot be made.
@@ -100,7 +104,7 @@ def check(config: SpecConfig, trace: Trace) -> Findings:
     timed = Timed(proposer, findings.cost_us)
     barrier = FaultBarrier(timed, trace.vocab_size, trace.max_num_draft, config.common.time_budget_ms)
     with _warnings() as words:
-        Replay(trace, barrier.propose, barrier.forget).run()
+        Replay(trace, barrier.propose, barrier.forget).run(advance)
     counters = barrier.counters
     findings.request_steps, findings.drafts = counters.request_steps, counters.drafts
     findings.drafted, findings.accepted = counters.drafted_tokens, counters.accepted_tokens

@@ -77,9 +77,10 @@ class Replay:
         self._player = Player(trace, trace.max_num_draft, trace.max_model_len, propose, forget)
         self._is_over: set[int] = set()
 
-    def run(self) -> None:
+    def run(self, advance: Callable[[], None] = lambda: None) -> None:
         """All steps, and as many more as slow requests need."""
         for requests, forgotten in self._steps():
+            advance()
             self._forget_all([number for number in forgotten if number not in self._is_over])
             running = [number for number in requests if number not in self._is_over]
             if running:

@@ -1,7 +1,7 @@
 """What a verification found: a table for the terminal, and JSON."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -109,6 +109,13 @@ def _numbers(cell: Judged) -> tuple[str, str, str, str, str]:
     if cell.test is None:
         return *drafts, "same" if not cell.num_different else f"{cell.num_different} differ", "", ""
     return *drafts, f"{cell.test.statistic:.1f}", str(cell.test.num_free), f"{cell.test.p_value:.2g}"
+
+
+def so_far(judged: Sequence[Judged]) -> str:
+    """How the cells that are judged look before all are."""
+    lowest = min((cell.test.p_value for cell in judged if cell.test), default=1.0)
+    num_different = sum(cell.num_different or 0 for cell in judged)
+    return f"lowest p-value so far {lowest:.2g}, {num_different} outputs differ at temperature 0"
 
 
 def _conclusion(report: Report) -> str:

@@ -6,10 +6,11 @@ from functools import cache, partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.replay.candidates import Candidate, candidates
 from vllm_specplugins.tools.replay.costs import TABLES, CostTable
 from vllm_specplugins.tools.replay.data import Traffic, read_traffic
@@ -24,14 +25,12 @@ def run(args: argparse.Namespace) -> int:
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path and not path.parent.is_dir():
             raise ConfigError(f"{option} must be a file in a folder that is there, not {path}.")
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        reading = progress.add_task("reading", total=None)
+    with progress() as bars:
+        reading = bars.add_task("reading", total=None)
         load_tokenizer = cache(partial(_load_tokenizer, args.tokenizer))
-        traffic = read_traffic(args.data, load_tokenizer, args.requests, partial(progress.advance, reading))
-        progress.remove_task(reading)
-        rows = play(args, traffic, found, costs, _tokenize(args, load_tokenizer), progress)
+        traffic = read_traffic(args.data, load_tokenizer, args.requests, partial(bars.advance, reading))
+        bars.remove_task(reading)
+        rows = play(args, traffic, found, costs, _tokenize(args, load_tokenizer), bars)
     conditions = {
         "requests": len(traffic.histories),
         "prompt_tokens": sum(traffic.prompt_lengths),
@@ -54,22 +53,22 @@ def play(
     found: list[Candidate],
     costs: CostTable,
     tokenize: Callable[[str], list[int]],
-    progress: Progress,
+    bars: Progress,
 ) -> list[Row]:
     """A row for each batch size and candidate, no speculation first."""
     rows = []
-    task = progress.add_task("", total=len(traffic.histories) * len(args.batch) * (1 + len(found)))
+    task = bars.add_task("no speculation", total=len(traffic.histories) * len(args.batch) * (1 + len(found)))
     builds = [partial(build_proposer, parse_config(candidate.config)) for candidate in found]
     for candidate, build in zip(found, builds, strict=True):  # compilers and caches warm up
         simulate(traffic.first(1), build, candidate.num_draft, Load(costs), tokenize)
     for batch in args.batch:
         load = Load(costs, batch, args.draft_us)
-        plain = simulate(traffic, None, 0, load, advance=partial(progress.advance, task))
+        plain = simulate(traffic, None, 0, load, advance=partial(bars.advance, task))
         rows.append(row_of(None, batch, plain, plain))
         for candidate, build in zip(found, builds, strict=True):
             words = f"{candidate.method}, {candidate.policy}, K = {candidate.num_draft}, {batch} at a time"
-            progress.update(task, description=words)
-            totals = simulate(traffic, build, candidate.num_draft, load, tokenize, partial(progress.advance, task))
+            bars.update(task, description=words)
+            totals = simulate(traffic, build, candidate.num_draft, load, tokenize, partial(bars.advance, task))
             rows.append(row_of(candidate, batch, totals, plain))
     return rows
 

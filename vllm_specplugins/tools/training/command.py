@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.bench.library import is_held_out, library_files
 from vllm_specplugins.tools.files import every_nth, make_folder, rows_of, save_whole, token_rows
+from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.training.core import Settings, train
 from vllm_specplugins.tools.training.exit_head import ExitHeadSettings
 from vllm_specplugins.tools.training.jump import JumpSettings
@@ -27,7 +28,7 @@ from vllm_specplugins.tools.training.medusa import MedusaSettings
 from vllm_specplugins.tools.training.own_text import own_rows
 from vllm_specplugins.tools.training.parts import Part
 from vllm_specplugins.tools.training.report import card, show
-from vllm_specplugins.tools.training.scores import own_texts, scores
+from vllm_specplugins.tools.training.scores import Scores, own_texts, scores
 
 PARTS: dict[str, type[Settings]] = {
     "train-exit-head": ExitHeadSettings,
@@ -46,7 +47,12 @@ def run(args: argparse.Namespace) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device must be cpu, not cuda: torch finds no GPU.")
     make_folder(args.out)
-    rows = _rows(args)
+    with progress() as bars:
+        return _run(args, device, bars)
+
+
+def _run(args: argparse.Namespace, device: str, bars: Progress) -> int:
+    rows = _rows(args, bars)
     heldout = set(every_nth(len(rows), max(1, round(len(rows) * args.heldout))))
     base = BaseModel.load(args.model, device)
     settings = _settings(args, base, zlib.crc32(json.dumps(rows).encode()))
@@ -55,13 +61,11 @@ def run(args: argparse.Namespace) -> int:
     test_rows = [test_rows[i] for i in every_nth(len(test_rows), MAX_SCORED_ROWS)]
     try:
         with _interrupts() as interrupts:
-            part = _train_with_progress(base, train_rows, settings, args.out, lambda: bool(interrupts))
+            part = _train(base, train_rows, settings, args.out, lambda: bool(interrupts), bars)
         config = part.serving(args.out)
         config.setdefault("num_speculative_tokens", NUM_SCORED_TOKENS)
-        texts = [own_texts(base, test_rows, temperature) for temperature in (0.0, 1.0)]
         num_draft = config["num_speculative_tokens"]
-        parts = settings.begin(base, train_rows), part
-        before, after = (scores(base, *texts, part, num_draft) for part in parts)
+        before, after, num_tokens = _scored(base, test_rows, (settings.begin(base, train_rows), part), num_draft, bars)
     except KeyboardInterrupt:
         Console(stderr=True).print(
             f"Interrupted. The training is saved in {args.out}: the same command goes on from there.",
@@ -71,14 +75,14 @@ def run(args: argparse.Namespace) -> int:
         return 130
     except torch.OutOfMemoryError:
         raise ConfigError("--batch-tokens and --row-tokens must be smaller: the GPU's memory is full.") from None
-    num_tokens = sum(len(text.row) - text.begin for text in (*texts[0], *texts[1]))
+    bars.stop()
     words = card(before, after, config, settings, num_tokens)
     save_whole(args.out, lambda folder: _write(folder / "README.md", words))
     show(before, after, config, args.out, num_tokens)
     return 0
 
 
-def _rows(args: argparse.Namespace) -> list[list[int]]:
+def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
     """The text to train and to score on; with --self it is sampled here, or read where it was before.
 
     Raises:
@@ -87,7 +91,9 @@ def _rows(args: argparse.Namespace) -> list[list[int]]:
     tokenizer = load_tokenizer(args.model)
     if not args.data and args.own_text is None:
         raise ConfigError("--data must be UTF-8 text files where there is no --self, not missing.")
+    reading = bars.add_task("reading text", total=None)
     rows = token_rows(args.data, tokenizer, args.row_tokens) if args.data else _built_in(tokenizer, args.row_tokens)
+    bars.remove_task(reading)
     if len(rows) < 2:
         raise ConfigError(f"--data must hold at least 2 rows of up to {args.row_tokens} tokens, not {len(rows)}.")
     if args.own_text is None:
@@ -95,12 +101,11 @@ def _rows(args: argparse.Namespace) -> list[list[int]]:
     batch_rows = max(1, args.batch_tokens // args.row_tokens)
     wanted = math.ceil(args.steps * batch_rows / (1 - args.heldout)) + 2  # no step needs more
     rows = [rows[index] for index in every_nth(len(rows), wanted)]
-    with _progress() as progress:
-        task = progress.add_task("sampling text", total=len(rows))
-        return own_rows(
-            args.model, rows, args.row_tokens, args.own_text, args.seed, args.out,
-            lambda count: progress.update(task, completed=count),
-        )  # fmt: skip
+    task = bars.add_task("sampling text", total=len(rows))
+    return own_rows(
+        args.model, rows, args.row_tokens, args.own_text, args.seed, args.out,
+        lambda count: bars.update(task, completed=count),
+    )  # fmt: skip
 
 
 def _built_in(tokenizer: Any, row_tokens: int) -> list[list[int]]:
@@ -138,22 +143,37 @@ def _interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _train_with_progress(
-    base: BaseModel, rows: Sequence[Sequence[int]], settings: Settings, out: Path, interrupted: Callable[[], bool]
+def _train(
+    base: BaseModel,
+    rows: Sequence[Sequence[int]],
+    settings: Settings,
+    out: Path,
+    interrupted: Callable[[], bool],
+    bars: Progress,
 ) -> Part:
-    with _progress() as progress:
-        task = progress.add_task("training", total=settings.steps)
+    task = bars.add_task("training", total=settings.steps)
 
-        def advance(step: int, loss: float) -> None:
-            progress.update(task, completed=step, description=f"training, loss {loss:.3f}")
+    def advance(step: int, loss: float) -> None:
+        bars.update(task, completed=step, description=f"training, loss {loss:.3f}")
 
-        return train(base, rows, settings, out, advance, interrupted)
+    return train(base, rows, settings, out, advance, interrupted)
 
 
-def _progress() -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+def _scored(
+    base: BaseModel, rows: Sequence[Sequence[int]], parts: Sequence[Part], num_draft: int, bars: Progress
+) -> tuple[Scores, Scores, int]:
+    """How a part did before its training and after, and on how many tokens of the model's own."""
+    texts = []
+    for temperature in (0.0, 1.0):
+        task = bars.add_task(f"writing text to score on, at temperature {temperature:g}, tokens of each of {len(rows)}")
+        texts.append(
+            own_texts(
+                base, rows, temperature, lambda done, all, task=task: bars.update(task, completed=done, total=all)
+            )
+        )
+    task = bars.add_task("scoring", total=len(parts) * sum(map(len, texts)))
+    before, after = (scores(base, *texts, part, num_draft, lambda: bars.advance(task)) for part in parts)
+    return before, after, sum(len(text.row) - text.begin for text in (*texts[0], *texts[1]))
 
 
 def _write(path: Path, words: str) -> None:

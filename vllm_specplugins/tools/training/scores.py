@@ -7,7 +7,7 @@ walk is taken over that text: the chance of each token to be accepted, given tha
 to end there. N: drafts of a row, K: draft tokens, V: vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,27 +54,47 @@ class Scores:
 
 
 @torch.no_grad()
-def own_texts(base: BaseModel, rows: Sequence[Sequence[int]], temperature: float) -> list[Text]:
-    """What the model says behind the first quarter of rows, up to the longest one's length or to its own end."""
+def own_texts(
+    base: BaseModel,
+    rows: Sequence[Sequence[int]],
+    temperature: float,
+    advance: Callable[[int, int], None] = lambda done, all: None,
+) -> list[Text]:
+    """What the model says behind the first quarter of rows, up to the longest one's length or to its own end.
+
+    Args:
+        advance: called for each token of a row with how many there are, and how many there will be at most.
+    """
     longest = max(map(len, rows))
     begin = max(1, longest // PROMPT_SHARE)
     prompts = torch.tensor([row[:begin] for row in rows if len(row) >= begin], device=base.model.device)
     seeds = torch.arange(len(prompts), device=prompts.device)
     sampling = Sampling(torch.full(seeds.shape, temperature, device=seeds.device), seeds)
-    texts = base.go_on(
-        prompts, longest, lambda logits, place: coupled_sample(logits, torch.full_like(seeds, place), sampling)
-    )
+
+    def choose(logits: torch.Tensor, place: int) -> torch.Tensor:
+        advance(place + 1 - begin, longest - begin)
+        return coupled_sample(logits, torch.full_like(seeds, place), sampling)
+
+    texts = base.go_on(prompts, longest, choose)
     return [Text(row, begin, temperature, seed) for seed, row in enumerate(texts)]
 
 
 @torch.no_grad()
-def scores(base: BaseModel, greedy: Sequence[Text], sampled: Sequence[Text], part: Part, num_draft: int) -> Scores:
-    """How a part does on texts of temperature 0 and of temperature 1."""
+def scores(
+    base: BaseModel,
+    greedy: Sequence[Text],
+    sampled: Sequence[Text],
+    part: Part,
+    num_draft: int,
+    advance: Callable[[], None] = lambda: None,
+) -> Scores:
+    """How a part does on texts of temperature 0 and of temperature 1; `advance` is called after each text."""
     cold, warm = (_Tally(num_draft, methods) for methods in (DRAWN[:1], DRAWN))
     for tally, texts in ((cold, greedy), (warm, sampled)):
         for text in texts:
             [states] = base.hidden_states([text.row])
             tally.add(text, list(part.guesses(base, states, num_draft)), base.logits(states[-1]))
+            advance()
     lengths = warm.lengths()
     return Scores(cold.means(cold.match), warm.means(warm.overlap), cold.lengths()["greedy"], lengths)
 

@@ -1,0 +1,106 @@
+"""Long work tells how far it is where standard error is a file; every command that may take long does so."""
+
+import re
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from rich.progress import Progress
+
+from vllm_specplugins.__main__ import COMMANDS, main
+from vllm_specplugins.tools import progress as module
+from vllm_specplugins.tools.progress import clock, line_of, progress
+
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
+SLOW = """
+import time
+import numpy as np
+from vllm_specplugins.draft import Draft
+
+class Slow:
+    def __init__(self, options, context): pass
+    def observe(self, feedback): pass
+    def forget(self, request_ids): pass
+    def propose(self, batch):
+        time.sleep(0.001)
+        return Draft(np.zeros((batch.num_reqs, 0), np.int32), np.zeros(batch.num_reqs, np.int32))
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line every 10 ms in place of 30 s."""
+    monkeypatch.setattr(module, "SECONDS", 0.01)
+
+
+def test_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    """Kills: silence while nothing advances, a task that is over and still spoken of, and lines after the end."""
+    with progress() as bars:
+        time.sleep(0.1)
+        task = bars.add_task("reading [1/2]", total=4)
+        bars.advance(task)
+        time.sleep(0.1)
+        bars.update(task, completed=4)
+        time.sleep(0.1)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("working, ")
+    assert any(re.fullmatch(r"reading \[1/2\]: 1 of 4, 0 s so far, about 0 s left", line) for line in lines)
+    assert lines[-1].startswith("working, ")
+    time.sleep(0.1)
+    assert capfd.readouterr().err == ""
+
+
+def test_how_long_still() -> None:
+    """Kills: an estimate that counts what was done before a run was resumed, and one from steps that take minutes."""
+    now = [0.0]
+    bars = Progress(disable=True, get_time=lambda: now[0], speed_estimate_period=module.MEMORY_SECONDS)
+    task = bars.add_task("training, loss 2.100", total=100)
+    assert line_of(bars.tasks[0]) == "training, loss 2.100: 0 of 100, 0 s so far"
+    for now[0], done in ((100.0, 51), (200.0, 52), (300.0, 53)):
+        bars.update(task, completed=done)
+    assert line_of(bars.tasks[0]) == "training, loss 2.100: 53 of 100, 5 min 0 s so far, about 1 h 18 min left"
+    assert clock(59.6) == "1 min 0 s"
+
+
+def spoken(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 0
+    return capfd.readouterr().err
+
+
+def test_training(tiny_model: Path, text_files: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Kills: a training, the text that is scored on, or the scoring itself without a word."""
+    arguments = ["train-medusa", str(tiny_model), "--data", *map(str, text_files), "--out", str(tmp_path)]
+    words = spoken([*arguments, "--steps", "20", "--row-tokens", "64", "--batch-tokens", "128"], capfd)
+    assert re.search(r"^training, loss \d+\.\d+: \d+ of 20, ", words, re.MULTILINE)
+    assert re.search(r"^writing text to score on, at temperature 1, .*: \d+ of \d+, ", words, re.MULTILINE)
+    assert re.search(r"^scoring: \d+ of \d+, ", words, re.MULTILINE)
+
+
+def test_reading_and_playing(
+    text_files: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills: `build-store`, `replay` or `check` without a word."""
+    store = ["build-store", "--tokenizer", str(DEMO_MODEL), "--data", *map(str, text_files * 10)]
+    assert re.search(
+        r"^reading (one|two)\.txt \([\d,]+ tokens so far\): \d+ of 20, ",
+        spoken([*store, "--out", str(tmp_path / "store")], capfd),
+        re.MULTILINE,
+    )
+    traffic = tmp_path / "trace.jsonl"
+    traffic.write_text('{"prompt": [1, 2, 3, 4], "output": [1, 2, 3, 4, 1, 2, 3, 4]}\n' * 50)
+    assert re.search(
+        r"^prompt_lookup, .*: \d+ of \d+, ", spoken(["replay", "--data", str(traffic)], capfd), re.MULTILINE
+    )
+    (tmp_path / "slow_one.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = spoken(["check", "slow_one:Slow"], capfd)
+    assert re.search(r"^steps of the recording: \d+ of \d+, ", words, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "doctor"])
+def test_one_way_to_tell(command: str) -> None:
+    """Kills: a command with bars of its own, which would be silent in a file."""
+    spec = find_spec(COMMANDS[command][0])
+    assert spec is not None and spec.origin is not None
+    assert "with progress() as bars:" in Path(spec.origin).read_text()
