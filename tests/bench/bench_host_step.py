@@ -1,0 +1,237 @@
+"""What a decoding step of Model Runner V2 costs the host: the engine's thread, on a device that does nothing.
+
+    python tests/bench/bench_host_step.py [--arms none ngram_gpu "prompt_lookup, free" JSON] [--drafts 5 31]
+    python tests/bench/bench_host_step.py --check          ends with 1 where a bar is missed
+
+Host and device are two stages of a pipeline, so that a step takes the longer of both; this is the host's. Every arm is
+an engine in a process of its own; they take turns. Microseconds of the thread's CPU time, minima over all steps: other
+work on the machine leaves these alone. What the driver takes is not in it (about 2 us a launch, 4 a copy, 10 a graph),
+nor what a front end does. K does not change (no gate by time, where time means nothing); an arm's ending says more:
+", free": further tokens cost the target nothing, as with few requests; otherwise about half of what is drafted is
+trimmed. ", gate off": as configured. ", K = 0": the scheduler plans no drafts.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from time import thread_time_ns
+from typing import Any
+
+import null_device
+
+LOOKUP = {"method": "prompt_lookup", "min_ngram": 2, "max_ngram": 8}
+EXIT = {"method": "early_exit", "exit_layer": 1}
+METHODS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "ngram_gpu": {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 8},
+    "prompt_lookup": LOOKUP,
+    "cascade": {"method": "cascade", "policy": "first", "stages": [LOOKUP, EXIT]},
+    "early_exit": EXIT,
+    "coupled": {**EXIT, "draft_sample_method": "coupled"},
+}
+# Arm, what it is held against, and the most that its step may cost of the other's at 1, 8 and 32 requests: what is
+# aimed at, and what --check holds today.
+BARS = [
+    ("prompt_lookup", "ngram_gpu", (0.95, 0.95, 0.98), (1.50, 1.47, 1.43)),
+    ("prompt_lookup, free", "ngram_gpu", (0.92, 0.92, 0.92), (1.50, 1.47, 1.43)),
+    ("cascade", "prompt_lookup", (1.05, 1.05, 1.05), (1.65, 1.60, 1.50)),
+    ("early_exit", "ngram_gpu", (1.00, 1.00, 1.00), (1.75, 1.70, 1.60)),
+    ("prompt_lookup, K = 0", "none", (1.10, 1.10, 1.06), (1.80, 1.70, 1.55)),
+]
+BATCHES = (1, 8, 32)
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128,
+    "max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32",
+}  # fmt: skip
+SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512]  # the last is vLLM's largest, too
+
+
+class Engine:
+    """One arm's."""
+
+    def __init__(self, arm: str, num_draft: int):
+        null_device.put_in_place()
+        from vllm import LLM
+
+        name, *endings = arm.split(", ") if not arm.startswith("{") else [arm]
+        method = METHODS[name] if name in METHODS else json.loads(name)
+        null_device.num_draft = 0 if method is None or "K = 0" in endings else num_draft
+        config = None if method is None else {"num_speculative_tokens": num_draft, **method}
+        if "gate off" in endings and config is not None:
+            config["gate"] = "off"
+        self._temperature = 0.8 if name == "coupled" else 0.0
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+            self._llm = LLM(
+                model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="float32", max_model_len=8192,
+                max_num_seqs=256, max_num_batched_tokens=8192, block_size=32, num_gpu_blocks_override=8192,
+                enable_prefix_caching=False, async_scheduling=True, speculative_config=config,
+                kv_cache_memory_bytes=1 << 28, disable_log_stats=True,
+                compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES},
+            )  # fmt: skip
+        null_device.replace_imported()
+        self._core, self._num_requests = self._llm.llm_engine.engine_core.engine_core, 0
+        runner = self._core.model_executor.driver_worker.worker.model_runner
+        _pin(self._core.scheduler, null_device.num_draft if method else None)
+        _replace_results(runner, num_draft, "free" in endings)
+
+    def run(self, num_requests: int, num_steps: int) -> tuple[list[float], dict[str, float]]:
+        """Microseconds of each step, and launches and the like of one."""
+        self._begin(num_requests)
+        before, times = Counter(null_device.counts), []
+        for _ in range(num_steps):
+            excluded, begin = null_device.excluded_ns, thread_time_ns()
+            self._core.step_fn()
+            times.append((thread_time_ns() - begin - null_device.excluded_ns + excluded) / 1000)
+        spent = {name: (count - before[name]) / num_steps for name, count in null_device.counts.items()}
+        self._end()
+        return times, spent
+
+    def profile(self, num_requests: int, num_steps: int) -> list[tuple[str, float, float]]:
+        """Functions, and their calls and microseconds a step, what they call included."""
+        import cProfile
+        import pstats
+
+        self._begin(num_requests)
+        profile = cProfile.Profile(lambda: (thread_time_ns() - null_device.excluded_ns) / 1e9)
+        profile.enable()
+        for _ in range(num_steps):
+            self._core.step_fn()
+        profile.disable()
+        self._end()
+        stats: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+        rows = [
+            ("/".join((*Path(file).parts[-2:], name)), calls / num_steps, whole * 1e6 / num_steps)
+            for (file, _, name), (_, calls, _, whole, _) in stats.items()
+        ]
+        return sorted(rows, key=lambda row: -row[2])
+
+    def _begin(self, num_requests: int) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=self._temperature, max_tokens=8000, ignore_eos=True, detokenize=False)
+        for _ in range(num_requests):
+            self._num_requests += 1
+            prompt = [5 + (self._num_requests + place) % 7 for place in range(12)]
+            self._llm.llm_engine.add_request(f"r{self._num_requests}", {"prompt_token_ids": prompt}, params)
+        for _ in range(12):
+            self._core.step_fn()
+
+    def _end(self) -> None:
+        requests = list(self._core.scheduler.requests)
+        self._core.abort_requests(requests)
+        self._llm.llm_engine.output_processor.abort_requests(requests, internal=True)
+        while self._core.scheduler.has_requests() or self._core.batch_queue:
+            self._core.step_fn()
+
+
+def _pin(scheduler: Any, num_draft: int | None) -> None:
+    """One K for all steps, through vLLM's own seam for K by the size of the batch."""
+    if num_draft == 0 or (num_draft is not None and scheduler.dynamic_sd_lookup is not None):
+        scheduler.dynamic_sd_lookup = [num_draft] * 1024
+
+
+def _replace_results(runner: Any, num_draft: int, tokens_are_free: bool) -> None:
+    """What kernels and the model would have left."""
+    import torch
+
+    logits = torch.zeros(8192, MODEL["vocab_size"])  # type: ignore[call-overload]
+    runner.model.lm_head.quant_method = type(
+        "Head", (), {"apply": lambda self, layer, x, bias=None: logits[: len(x)]}
+    )()
+    runner.model.forward = null_device.excluded(runner.model.forward)  # of a batch that no graph is recorded for
+    if (manager := runner.adaptive_verification) is not None:
+        token_ms = 0.0 if tokens_are_free else 0.35
+        manager.set_cost_curves([(1, 0.05), (256, 0.05)], [(n, 3.0 + token_ms * n) for n in range(1, 513)])
+    outcomes = getattr(runner.speculator, "outcomes", None)
+    if outcomes is not None:
+        outcomes.probs.fill_(0.8)
+
+
+def serve(connection: Any, *arguments: Any) -> None:
+    """In a process of its own: calls of an engine, as they are asked for."""
+    engine = Engine(*arguments)
+    connection.send(None)
+    while (message := connection.recv()) is not None:
+        name, *rest = message
+        connection.send(getattr(engine, name)(*rest))
+    os._exit(0)
+
+
+def started(arms: Iterable[str], num_draft: int) -> dict[str, Any]:
+    """A connection to each arm's engine; one that does not start ends the program."""
+    context, connections = multiprocessing.get_context("spawn"), {}
+    for arm in arms:
+        connections[arm], theirs = context.Pipe()
+        context.Process(target=serve, args=(theirs, arm, num_draft), daemon=True).start()
+        theirs.close()
+        connections[arm].recv()
+    return connections
+
+
+def measure(
+    arms: Iterable[str], num_draft: int, rounds: int, steps: int, profiled: int
+) -> dict[tuple[str, int], float]:
+    """Minima by arm and number of requests, also as rows of a table."""
+    connections = started(arms, num_draft)
+    runs: dict[tuple[str, int], list[Any]] = {}
+    for _ in range(rounds):
+        for num_requests in BATCHES:
+            for arm, connection in connections.items():
+                connection.send(("run", num_requests, steps))
+                runs.setdefault((arm, num_requests), []).append(connection.recv())
+    minima = {cell: min(min(times) for times, _ in of_cell) for cell, of_cell in runs.items()}
+    for arm, connection in connections.items():
+        values = [f"{minima[arm, size]:.0f}" for size in BATCHES]
+        for base in ("none", "ngram_gpu"):
+            known = base in connections
+            values.append(" / ".join(f"{minima[arm, n] / minima[base, n]:.2f}" for n in BATCHES) if known else "-")
+        spent = ", ".join(f"{count:g} {name}" for name, count in sorted(runs[arm, BATCHES[0]][0][1].items()))
+        print(f"| {arm} | {num_draft} | {' | '.join(values)} | {spent} |", flush=True)
+        if profiled:
+            connection.send(("profile", profiled, steps))
+            print("\n".join(f"{whole:8.1f} us {calls:6.1f} x {name}" for name, calls, whole in connection.recv()[:100]))
+        connection.send(None)
+    return minima
+
+
+def missed(minima: dict[tuple[str, int], float]) -> list[str]:
+    """Bars of today that these figures do not meet."""
+    found = []
+    for arm, base, _, held in BARS:
+        for num_requests, bar in zip(BATCHES, held, strict=True):
+            if (arm, num_requests) in minima and (base, num_requests) in minima:
+                ratio = minima[arm, num_requests] / minima[base, num_requests]
+                if ratio > bar:
+                    found.append(f"{arm}, {num_requests} requests: {ratio:.2f} of {base}, {bar} is the most")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--arms", nargs="+", default=list(dict.fromkeys(["none", "ngram_gpu", *(bar[0] for bar in BARS)]))
+    )
+    parser.add_argument("--drafts", nargs="+", type=int, default=[5], help="K")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--profile", type=int, default=0, metavar="REQUESTS", help="by function, at so many requests")
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    print(f"| arm | K | {' | '.join(f'{n}, us' for n in BATCHES)} | of none | of ngram_gpu | a step |\n{'|---' * 8}|")
+    problems = []
+    for num_draft in args.drafts:
+        problems += missed(measure(args.arms, num_draft, args.rounds, args.steps, args.profile))
+    if args.check and problems:
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()
