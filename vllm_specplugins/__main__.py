@@ -26,15 +26,15 @@ COMMANDS = {
     "train-look-ahead": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
     "train-medusa": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
     "train-jump": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
-    "calibrate": ("vllm_specplugins.tools.calibrate", ("vllm", "torch", "transformers", "rich", "matplotlib")),
+    "calibrate": ("vllm_specplugins.tools.calibrate", ("vllm", "torch", "transformers", "rich")),
     "check": ("vllm_specplugins.tools.check.run", ("rich",)),
     "doctor": ("vllm_specplugins.tools.doctor", ("vllm", "torch", "rich")),
     "verify-lossless": ("vllm_specplugins.tools.verify_lossless", ("vllm", "torch", "transformers", "rich")),
     "build-store": ("vllm_specplugins.tools.build_store", ("transformers", "rich")),
-    "replay": ("vllm_specplugins.tools.replay.command", ("torch", "transformers", "rich", "matplotlib")),
-    "bench": ("vllm_specplugins.tools.bench.command", ("vllm", "torch", "transformers", "rich", "matplotlib")),
+    "replay": ("vllm_specplugins.tools.replay.command", ("torch", "transformers", "rich")),
+    "bench": ("vllm_specplugins.tools.bench.command", ("vllm", "torch", "transformers", "rich")),
 }
-EXTRAS = {"rich": "tools", "matplotlib": "tools"}  # of pyproject.toml; what is not here comes with vLLM
+EXTRAS = {"rich": "tools"}  # of pyproject.toml; what is not here comes with vLLM
 
 
 class Parser(argparse.ArgumentParser):
@@ -229,9 +229,10 @@ def _bench(subparsers: Any) -> None:
     add = command.add_argument
     add("--model", required=True, metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
     add("--methods", nargs="+", default=["ngram,prompt_lookup,cascade"], metavar="METHOD",
-        help="names, or values of --speculative-config (default: ngram,prompt_lookup,cascade)")  # fmt: skip
-    names = "code, copy, chat, random"
-    add("--workloads", type=words_list, metavar="NAMES", help=f"of {names} (default: all of them, without --data)")
+        help="names, names with K as in ngram:31, or values of --speculative-config, as many as you like (default: "
+        "ngram,prompt_lookup,cascade)")  # fmt: skip
+    names = "code, copy, chat, random, and repeat, which asks the same in each round"
+    add("--workloads", type=words_list, metavar="NAMES", help=f"of {names} (default: the first four, without --data)")
     add("--data", type=Path, nargs="+", default=[], metavar="FILE",
         help="JSON lines: {\"prompt\": TEXT}, {\"messages\": [...]}, or Spec-Bench's questions")  # fmt: skip
     add("--batch", type=listed(whole(1, 4096)), default=[1], metavar="1,4", help="requests at a time (default: 1)")
@@ -250,7 +251,10 @@ def _bench(subparsers: Any) -> None:
     )
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), help="default: float32 on a CPU, else auto")
     add("--ignore-eos", action="store_true", help="outputs go on behind the end of their text, to --tokens")
+    add("--keep", action="store_true",
+        help="let methods draft from what earlier rounds said, as a server that has run for long")  # fmt: skip
     add("--engine-args", type=dictionary, default={}, metavar="JSON", help="more arguments of vllm.LLM, for all")
+    add("--wide", action="store_true", help="show all columns")
     add("--json", type=Path, metavar="FILE", help="where to write the figures")
     add("--plot", type=Path, metavar="FILE", help="where to draw the ratios, as PNG")
 
@@ -271,7 +275,7 @@ def _replay(subparsers: Any) -> None:
         "seconds where requests came one after the other")  # fmt: skip
     add("--tokenizer", metavar="MODEL", help="folder of a model, or its Hugging Face name; for text")
     add("--methods", nargs="+", default=[], metavar="METHOD",
-        help="names, or values of --speculative-config (default: all that read token ids alone)")  # fmt: skip
+        help="names, names with K, or values of --speculative-config (default: all that can be played)")  # fmt: skip
     add("--num-draft", type=listed(whole(1, 64)), default=[3, 5, 8, 12], metavar="K", help="default: 3,5,8,12")
     add("--batch", type=listed(whole(1, 4096)), default=[1], metavar="1,32", help="requests at a time (default: 1)")
     add("--requests", type=whole(1, 10_000_000), default=2000, metavar="N", help="most requests (default: 2000)")

@@ -109,7 +109,7 @@ def main() -> int:
                 at_a_time=args.batch,
                 ignore_eos=True,
             )
-            turns = serve_rounds(engines, traffic, args.rounds, lambda: None)
+            turns = serve_rounds(engines, [traffic] * (1 + args.rounds), lambda: None)
             wall, cpu = ratios(turns, lambda turn: turn.seconds), ratios(turns, lambda turn: turn.cpu_seconds)
             print(
                 f"{name}, T {args.temperature:g}, batch {args.batch}, {args.layers} layers: {wall}, of CPU time {cpu}"

@@ -62,7 +62,7 @@ def prompts_of(kind: str, tokenizer: Any, count: int, num_context: int) -> list[
 
 def measured(engines: dict[str, ServingEngine], traffic: Traffic, num_rounds: int) -> Cell:
     progress = tqdm(total=1 + num_rounds, desc="rounds", leave=False)
-    turns = serve_rounds(engines, traffic, num_rounds, progress.update)
+    turns = serve_rounds(engines, [traffic] * (1 + num_rounds), progress.update)
     progress.close()
     pairs = list(zip(turns["none"], turns["method"], strict=True))[1:]  # the first round warms up
     return {

@@ -58,7 +58,7 @@ def main() -> int:
         for kind in ("copy", "code"):
             prompts = make_workload(kind, tokenizer, 8, 256).prompts
             traffic = Traffic(prompts=prompts, temperature=0, max_tokens=48, at_a_time=4, ignore_eos=True)
-            rows += rows_of(Cell(kind, 4, 0.0), serve_rounds(engines, traffic, 1, lambda: None))
+            rows += rows_of(Cell(kind, 4, 0.0), serve_rounds(engines, [traffic] * 2, lambda: None))
     conditions = {"model": model, "rounds": 1, "prompts": 8, "tokens": 48}
     show(Report(rows, {name: config for name, (config, _) in ARMS.items()}, machine, conditions), Console())
     return 0

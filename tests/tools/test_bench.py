@@ -89,6 +89,7 @@ def test_figures(tiny_model: Path, engines: Any, tmp_path: Path, capsys: pytest.
     assert run(tiny_model, "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")) == 0
     found = json.loads((tmp_path / "a.json").read_text())
     plain, lookup = found["rows"]
+    assert lookup["ratio"].pop("rounds") == pytest.approx([320 / 220] * 4)
     assert lookup["ratio"] == pytest.approx(dict.fromkeys(("median", "low", "high"), 320 / 220))
     assert lookup["decoding"]["median"] == pytest.approx(1.5)
     assert lookup["tokens_per_step"] == 3.0 and plain["tokens_per_step"] == 1.0
@@ -99,7 +100,8 @@ def test_figures(tiny_model: Path, engines: Any, tmp_path: Path, capsys: pytest.
     assert lookup["num_outputs"] == 8 and lookup["num_different"] == 0 and lookup["repeats"] == 0
     output = capsys.readouterr().out
     assert "1.45x (1.45-1.45)" in output and "1.50x (1.50-1.50)" in output and "8/8" in output
-    assert 'Serve with prompt_lookup: 1.45x.\n--speculative-config \'{"method": "prompt_lookup"' in output
+    advice = 'Serve with prompt_lookup: 1.45x (1.45-1.45).\n--speculative-config \'{"method": "prompt_lookup"}\''
+    assert advice in output and max(map(len, output.splitlines())) <= 100
     assert "decodes" not in output
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
@@ -144,17 +146,18 @@ def test_more_than_its_steps(tiny_model: Path, engines: Any, monkeypatch: Any, c
     """Kills: decoding 3.75 times as fast with 3 tokens a step, without a word on why."""
     monkeypatch.setattr(engines, "fast", True)
     assert run(tiny_model) == 0
-    output = capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())
     assert "decodes 3.75x as fast with 3.00 tokens/step: its steps took 0.80 times as long" in output
     assert "in every round" in output
 
 
 def test_a_busy_machine(tiny_model: Path, engines: Any, monkeypatch: Any, capsys: Any) -> None:
-    """Kills: a method that is preferred to one that may be as fast; wide ranges without a word."""
+    """Kills: a method that is preferred to one that may be as fast; wide ranges without a word; advice from either."""
     methods = ["--methods", "ngram,prompt_lookup"]
     assert run(tiny_model, *methods) == 0
-    output = capsys.readouterr().out
-    assert "the ranges do not tell it from prompt_lookup." in output and "Ranges are wide" not in output
+    output = " ".join(capsys.readouterr().out.split())
+    assert "the ranges overlap, so that ngram is not told from prompt_lookup 1.45x (1.45-1.45)." in output
+    assert "No advice" in output and "--speculative-config" not in output and "Ranges are wide" not in output
     original = engines._turn
 
     def turn(self: MadeUpEngine) -> Turn:
@@ -164,7 +167,43 @@ def test_a_busy_machine(tiny_model: Path, engines: Any, monkeypatch: Any, capsys
 
     monkeypatch.setattr(engines, "_turn", turn)
     assert run(tiny_model, *methods) == 0
-    assert "Ranges are wide" in capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Ranges are wide" in output and "the ranges are wide" in output and "--speculative-config" not in output
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["--rounds", "2", "--prompts", "4"], "No advice: it takes 3 rounds, not 2."),
+    (["--rounds", "3"], "No advice: it takes 8 requests of each workload, not 6."),
+])  # fmt: skip
+def test_too_little_for_advice(options: list[str], words: str, tiny_model: Path, engines: Any, capsys: Any) -> None:
+    """Kills: a method recommended from two rounds, or from six requests."""
+    assert run(tiny_model, *options) == 0
+    output = capsys.readouterr().out
+    assert words in output and "--speculative-config" not in output
+
+
+def test_rounds_are_strangers(tiny_model: Path, engines: Any, monkeypatch: Any, capsys: Any) -> None:
+    """Kills: prompts, or a tenant, that two rounds share; rounds of `repeat` that do not; methods asked differently."""
+    asked: dict[str, list[Traffic]] = {}
+    begin = engines.begin
+
+    def write_down(self: MadeUpEngine, traffic: Traffic) -> None:
+        asked.setdefault(self._name, []).append(traffic)
+        begin(self, traffic)
+
+    monkeypatch.setattr(engines, "begin", write_down)
+    assert run(tiny_model, "--prompt-tokens", "32") == 0
+    rounds = asked["prompt_lookup"]
+    prompts = [tuple(prompt) for traffic in rounds for prompt in traffic.prompts]
+    assert len(set(prompts)) == len(prompts) == 10 and len({traffic.salt for traffic in rounds}) == 5
+    assert "what an engine learns" in " ".join(capsys.readouterr().out.lower().split()) and asked["none"] == rounds
+    for options, num_prompts in ((["--workloads", "repeat"], 2), (["--keep"], 10)):
+        asked.clear()
+        assert run(tiny_model, "--prompt-tokens", "32", *options) == 0
+        rounds = asked["prompt_lookup"]
+        assert len({traffic.salt for traffic in rounds}) == 1
+        assert len({tuple(prompt) for traffic in rounds for prompt in traffic.prompts}) == num_prompts
+        assert "what was learnt from a round's outputs is known" in " ".join(capsys.readouterr().out.split())
 
 
 def test_all_cells(tiny_model: Path, engines: Any, tmp_path: Path, capsys: Any) -> None:
@@ -180,12 +219,13 @@ def test_all_cells(tiny_model: Path, engines: Any, tmp_path: Path, capsys: Any) 
 REFUSED = {
     "method": (
         ["--methods", "sorcery"],
-        "--methods must be of none, ngram, prompt_lookup, early_exit, cascade, ",
+        "--methods must be of none, ngram, ngram_gpu, early_exit, cascade, prompt_lookup, ",
     ),
     "no method": (["--methods", "none"], "--methods must name a method beside none"),
+    "K": (["--methods", "ngram:65"], "--methods: K must be 1 to 64, as in ngram:5, not 'ngram:65'"),
     "no JSON": (["--methods", "{"], "--methods must be names or JSON, not '{'"),
     "field": (["--methods", '{"method":"prompt_lookup","max_ngram":99}'], "max_ngram must be an integer from 1 to 16"),
-    "workload": (["--workloads", "prose"], "--workloads must be of code, copy, chat, random, not 'prose'"),
+    "workload": (["--workloads", "prose"], "--workloads must be of code, copy, chat, random, repeat, not 'prose'"),
     "no file": (["--data", "nowhere.jsonl"], "--data must be readable files, not nowhere.jsonl"),
     "no prompt": (["--data", "TEXT"], "must be a JSON object, not "),
     "no model": (["--model", "./nowhere"], "a folder with a config.json, not './nowhere'"),

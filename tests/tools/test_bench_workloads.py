@@ -12,8 +12,8 @@ from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.data import read_workloads
 from vllm_specplugins.tools.bench.figures import repeated_share
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files
-from vllm_specplugins.tools.bench.methods import pick_methods
-from vllm_specplugins.tools.bench.workloads import BUILT_IN, make_workload
+from vllm_specplugins.tools.bench.workloads import BUILT_IN, Workload, make_workload
+from vllm_specplugins.tools.picker import pick_methods
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,22 @@ def test_repeated_share() -> None:
 
 
 def test_methods_by_name_and_value() -> None:
-    """Kills: no speculation left out, or twice; two values under one name."""
+    """Kills: no speculation left out, or twice; two values under one name; a K that is not the one asked for."""
     values = ['{"method":"ngram","num_speculative_tokens":3}', '{"method":"ngram","num_speculative_tokens":4}']
     picked = pick_methods(["prompt_lookup,none", *values])
-    assert list(picked) == ["none", "prompt_lookup", "ngram", "ngram 2"] and picked["none"] is None
-    assert picked["ngram 2"] == {"method": "ngram", "num_speculative_tokens": 4}
+    assert list(picked) == ["none", "prompt_lookup", "ngram:3", "ngram:4"] and picked["none"] is None
+    assert picked["ngram:4"] == {"method": "ngram", "num_speculative_tokens": 4}
+    sizes = pick_methods(["ngram:5,ngram:31,ngram_gpu:15,prompt_lookup:31", "ngram:31"])
+    assert list(sizes) == ["none", "ngram:5", "ngram:31", "ngram_gpu:15", "prompt_lookup:31"]
+    assert sizes["ngram:31"] == {**pick_methods(["ngram:5"])["ngram:5"], "num_speculative_tokens": 31}
+    assert sizes["prompt_lookup:31"] == {"method": "prompt_lookup", "num_speculative_tokens": 31}
+
+
+def test_rounds_have_prompts_of_their_own() -> None:
+    """Kills: a round that asks what an earlier one asked; a workload that repeats and does not; too few, unsaid."""
+    prompts = [[number] for number in range(6)]
+    assert Workload("a", prompts).rounds(2, 3) == [[[0], [1]], [[2], [3]], [[4], [5]]]
+    assert Workload("a", prompts, keeps=True).rounds(2, 2) == [[[0], [1]], [[2], [3]]]
+    assert Workload("a", prompts, repeats=True).rounds(2, 2) == [[[0], [1]], [[0], [1]]]
+    assert [Workload("a", prompts).is_short(count) for count in (6, 7)] == [False, True]
+    assert not Workload("a", prompts, repeats=True).is_short(7)

@@ -59,7 +59,7 @@ def test_refused(
     assert error.startswith("error: ") and error.endswith(".\n") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("name", "extra"), [("vllm", "vllm"), ("matplotlib", "tools")])
+@pytest.mark.parametrize(("name", "extra"), [("vllm", "vllm"), ("rich", "tools")])
 def test_missing_package(
     name: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +33,8 @@ class Traffic:
         max_tokens: most output tokens of a request.
         at_a_time: how many are served together; one that is done makes room for the next.
         ignore_eos: whether a request that has ended its text goes on to max_tokens.
+        salt: `cache_salt` of all: what earlier requests of another salt said is not known to them.
+        learns: whether later requests of the same salt may know what they say.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -40,6 +42,8 @@ class Traffic:
     max_tokens: int
     at_a_time: int
     ignore_eos: bool = False
+    salt: str | None = None
+    learns: bool = True
 
 
 @dataclass(slots=True)
@@ -148,6 +152,8 @@ def _serve_all(pipe: Connection, arguments: Mapping[str, Any], speculative_confi
     # A GPU would work on behind the back of a clock that stands still.
     clock = _Clock(pipe, SLICE_S if on_cpu else math.inf, llm.collective_rpc if ours else None)
     while (traffic := pipe.recv()) is not None:
+        if "store_path" in repr(config):  # what was stored before is asked for, and stays as it is
+            traffic = replace(traffic, salt=None, learns=False)
         pipe.send(_serve(llm, traffic, clock, ours))
 
 
@@ -198,6 +204,7 @@ def _serve(llm: Any, traffic: Traffic, clock: _Clock, ours: bool) -> Turn:
         # Without a seed: on CPUs vLLM 0.32 dies of a seeded request whose prompt is computed in pieces.
         detokenize=False,  # in a server, another process does that
         output_kind=RequestOutputKind.DELTA,
+        extra_args=None if traffic.learns else {"specplugins": {"learn": False}},
     )
     before = _totals(llm, ours)
     clock.wait()
@@ -218,6 +225,8 @@ def _answer(engine: Any, traffic: Traffic, params: Any, clock: _Clock) -> list[A
         while waiting and engine.get_num_unfinished_requests() < traffic.at_a_time:
             index = waiting.pop()
             prompt = {"type": "token", "prompt_token_ids": list(traffic.prompts[index])}
+            if traffic.salt:
+                prompt["cache_salt"] = traffic.salt
             last_s[index] = clock.now()
             engine.add_request(str(index), prompt, params)
         results, now = engine.step(), clock.now()

@@ -1,41 +1,60 @@
 """What follows from the figures, in sentences: which method to serve with, and what not to believe."""
 
-import json
-import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from vllm_specplugins.tools.bench.figures import Row
-from vllm_specplugins.tools.bench.methods import NONE, Config
+from vllm_specplugins.tools.bench.figures import Row, Spread
+from vllm_specplugins.tools.picker import NONE, Config
+from vllm_specplugins.tools.report import serve_with
 
 PAYS = 1.03  # a gain that is worth a configuration
 LOSES = 0.97
 WIDE = 0.3  # of a range over its median; a quiet machine stays below 0.1
+MIN_ROUNDS, MIN_REQUESTS = 3, 8  # of a workload: fewer say nothing
 
 
 def advice(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> str:
-    """The method with the best geometric mean of its median ratios, where it wins and where it loses."""
+    """The fastest method, by the mean of all cells, and where it wins and loses; no value where that is not certain."""
     by_method = {name: [row for row in rows if row.method == name] for name in configs if name != NONE}
-    gains = {name: statistics.geometric_mean(row.ratio.median for row in own) for name, own in by_method.items()}
-    best = max(gains, key=lambda name: gains[name])
-    if gains[best] < PAYS:
-        return f"Serve without speculation: the best method here, {best}, is {gains[best]:.2f}x as fast."
-    words = f"Serve with {best}: {gains[best]:.2f}x"
+    gains = {name: _mean_ratio(own) for name, own in by_method.items()}
+    best = max(gains, key=lambda name: gains[name].median)
+    words = f"{best}: {gains[best]}"
     if len(by_method[best]) > 1:
         ordered = sorted(by_method[best], key=lambda row: row.ratio.median)
         low, high = ordered[0], ordered[-1]
         words += f" in the mean, {low.ratio.median:.2f}x ({low.cell}) to {high.ratio.median:.2f}x ({high.cell})"
         if low.ratio.median < LOSES:
             words += _safer(by_method, low)
-    if rivals := [name for name, own in by_method.items() if name != best and _overlap(by_method[best], own)]:
-        words += f"; the ranges do not tell it from {' and '.join(rivals)}"
-    return f"{words}.\n--speculative-config {shlex.quote(json.dumps(configs[best]))}"
+    if doubts := list(_doubts(rows, gains, best)):
+        return f"No advice: {'; '.join(doubts)}. The highest median has {words}."
+    if gains[best].median < PAYS:
+        return f"Serve without speculation. The best method here is {words}."
+    return f"Serve with {words}.\n{serve_with(configs[best] or {})}"
 
 
-def _overlap(rows: Sequence[Row], others: Sequence[Row]) -> bool:
-    """Whether two methods may be as fast as each other in all cells."""
-    pairs = zip(rows, others, strict=True)
-    return all(own.ratio.low <= other.ratio.high and other.ratio.low <= own.ratio.high for own, other in pairs)
+def _mean_ratio(rows: Sequence[Row]) -> Spread:
+    """Of a method: in each round the geometric mean over the cells."""
+    return Spread.of([*map(statistics.geometric_mean, zip(*(row.ratio.rounds for row in rows), strict=True))])
+
+
+def _doubts(rows: Sequence[Row], gains: Mapping[str, Spread], best: str) -> Iterator[str]:
+    """Why the figures do not say which method is the fastest."""
+    if (count := len(rows[0].ratio.rounds)) < MIN_ROUNDS:
+        yield f"it takes {MIN_ROUNDS} rounds, not {count}"
+    if (count := min(row.num_outputs for row in rows)) < MIN_REQUESTS:
+        yield f"it takes {MIN_REQUESTS} requests of each workload, not {count}"
+    if _is_busy(rows):
+        yield "the ranges are wide, something else kept the machine busy"
+    if any(row.beats_its_steps and row.step_cost.high >= 1 for row in rows):
+        yield "a ratio is above tokens/step (see above)"
+    others = {NONE: Spread(1.0, 1.0, 1.0), **gains}
+    if rivals := [name for name, gain in others.items() if name != best and gain.overlaps(gains[best])]:
+        shown = ", ".join(f"{name} {others[name]}" for name in rivals)
+        yield f"the ranges overlap, so that {best} is not told from {shown}"
+
+
+def _is_busy(rows: Sequence[Row]) -> bool:
+    return any(row.ratio.high - row.ratio.low > WIDE * row.ratio.median for row in rows)
 
 
 def _safer(by_method: Mapping[str, Sequence[Row]], low: Row) -> str:
@@ -48,9 +67,8 @@ def _safer(by_method: Mapping[str, Sequence[Row]], low: Row) -> str:
 
 def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
     """What a reader should know before believing the figures."""
-    if any(row.beats_its_steps for row in rows):
-        yield from _cheap_steps(rows)
-    if any(row.ratio.high - row.ratio.low > WIDE * row.ratio.median for row in rows):
+    yield from _cheap_steps(rows)
+    if _is_busy(rows):
         yield "Ranges are wide: something else kept the machine busy. Repeat when it is idle."
     looping = list(dict.fromkeys(str(row.cell) for row in rows if row.method == NONE and row.loops))
     if looping:

@@ -5,22 +5,22 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError
 from vllm_specplugins.engine.measure.serving import Machine, ServingEngine, Traffic
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
 from vllm_specplugins.tools.bench.data import read_workloads
 from vllm_specplugins.tools.bench.figures import Cell, Row, rows_of
-from vllm_specplugins.tools.bench.methods import Config, pick_methods
 from vllm_specplugins.tools.bench.plot import plot
-from vllm_specplugins.tools.bench.report import Report, show, write
+from vllm_specplugins.tools.bench.report import Report, facts, show
 from vllm_specplugins.tools.bench.rounds import serve_rounds
 from vllm_specplugins.tools.bench.workloads import Workload, make_workload
+from vllm_specplugins.tools.picker import Config, pick_methods
 from vllm_specplugins.tools.progress import progress
+from vllm_specplugins.tools.report import check_files, stdout, write_json
 
 DEFAULT_WORKLOADS = ("code", "copy", "chat", "random")
 MEMORY_SHARE = 0.9  # of a GPU, for all engines together
@@ -29,9 +29,7 @@ MEMORY_SHARE = 0.9  # of a GPU, for all engines together
 def run(args: argparse.Namespace) -> int:
     """The command; prints its report, and returns 0, or 1 if speculation changed an output."""
     configs = pick_methods(args.methods)
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path and not path.parent.is_dir():
-            raise ConfigError(f"{option} must be a file in a folder that is there, not {path}.")
+    check_files(args)
     workloads = pick_workloads(args)
     arguments = engine_arguments(args, configs, workloads)
     with progress() as bars:
@@ -48,17 +46,30 @@ def run(args: argparse.Namespace) -> int:
             rows: list[Row] = []
             for workload, cell in cells:
                 advance(f"{cell}{so_far(rows)}")
-                prompts = workload.take(max(args.prompts, cell.batch))
-                traffic = Traffic(
-                    prompts=prompts,
-                    temperature=cell.temperature,
-                    max_tokens=args.tokens,
-                    at_a_time=cell.batch,
-                    ignore_eos=args.ignore_eos,
-                )
-                rows += rows_of(cell, serve_rounds(engines, traffic, args.rounds, advance))
+                rows += rows_of(cell, serve_rounds(engines, rounds_of(args, workload, cell), advance))
     conditions = {"model": args.model, "rounds": args.rounds, "prompts": args.prompts, "tokens": args.tokens}
-    return report(args, Report(rows, configs, machine, {**conditions, "arguments": arguments}))
+    conditions |= {
+        "arguments": arguments,
+        "keeps": [workload.name for workload in workloads if workload.keeps],
+        "short": [workload.name for workload in workloads if workload.is_short(num_prompts(args))],
+    }
+    return report(args, Report(rows, configs, machine, conditions))
+
+
+def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell) -> list[Traffic]:
+    """What each round of a cell asks, a first one to warm up with: prompts of its own, as a tenant of its own."""
+    prompts = workload.rounds(max(args.prompts, cell.batch), 1 + args.rounds)
+    return [
+        Traffic(
+            prompts=own,
+            temperature=cell.temperature,
+            max_tokens=args.tokens,
+            at_a_time=cell.batch,
+            ignore_eos=args.ignore_eos,
+            salt=str(cell) if workload.keeps else f"{cell}, round {index}",
+        )
+        for index, own in enumerate(prompts)
+    ]
 
 
 def so_far(rows: Sequence[Row]) -> str:
@@ -69,25 +80,31 @@ def so_far(rows: Sequence[Row]) -> str:
 
 def report(args: argparse.Namespace, found: Report) -> int:
     """Prints and writes what was found; the exit status."""
-    show(found, Console())
+    show(found, stdout(), args.wide)
     if args.json:
-        write(found, args.json)
+        write_json(facts(found), args.json)
     if args.plot:
         plot(found.rows, f"{Path(args.model).name}, {found.machine.dtype}, {found.machine.device}", args.plot)
     return 0 if found.is_lossless else 1
 
 
 def pick_workloads(args: argparse.Namespace) -> list[Workload]:
-    """The user's, and those built in that the user names; all of these without any data.
+    """The user's, and those built in that the user names; all of these but REPEAT without any data.
 
     Raises:
         ConfigError: see make_workload, read_workloads and load_tokenizer.
     """
     tokenizer = load_tokenizer(args.model)
-    count = max(args.prompts, *args.batch)
+    count = num_prompts(args)
     names: Sequence[str] = args.workloads or (() if args.data else DEFAULT_WORKLOADS)
     made = [make_workload(name, tokenizer, count, args.prompt_tokens) for name in names]
-    return [*made, *(workload for file in args.data for workload in read_workloads(file, tokenizer, count))]
+    made += [workload for file in args.data for workload in read_workloads(file, tokenizer, count)]
+    return [replace(workload, keeps=args.keep or workload.keeps) for workload in made]
+
+
+def num_prompts(args: argparse.Namespace) -> int:
+    """So many of a workload are served, the first round's among them."""
+    return int(max(args.prompts, *args.batch) * (1 + args.rounds))
 
 
 def engine_arguments(

@@ -20,16 +20,21 @@ NOISE = 0.02  # of a ratio
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure of every round: its median and its range."""
+    """A figure of every round: its median, its range, and itself."""
 
     median: float
     low: float
     high: float
+    rounds: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
         """The spread of at least one value."""
-        return cls(statistics.median(values), min(values), max(values))
+        return cls(statistics.median(values), min(values), max(values), tuple(values))
+
+    def overlaps(self, other: Self) -> bool:
+        """Whether the ranges do not tell the two apart."""
+        return self.low <= other.high and other.low <= self.high
 
     def __str__(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f})"
@@ -64,7 +69,7 @@ class Row:
         gap_ms: from tokens to the next ones of the same request, median and 99th percentile.
         repeats: share of output tokens that end an 8-gram which stood before in the same output.
         num_outputs: in all rounds.
-        num_different: how many of them are not what no speculation said first; None where they are sampled.
+        num_different: how many of them are not what no speculation said; None where they are sampled.
         num_faults: of our proposer.
     """
 
@@ -92,8 +97,8 @@ class Row:
 
     @property
     def beats_its_steps(self) -> bool:
-        """Whether decoding gained more than the tokens of a step explain."""
-        return self.decoding.median > self.tokens_per_step * (1 + NOISE)
+        """Whether decoding gained more than the tokens of a step explain: its steps were cheaper."""
+        return self.step_cost.median < 1 - NOISE
 
 
 def rows_of(cell: Cell, turns: Mapping[str, Sequence[Turn]]) -> list[Row]:
@@ -103,11 +108,10 @@ def rows_of(cell: Cell, turns: Mapping[str, Sequence[Turn]]) -> list[Row]:
         turns: by method, no speculation first; of each, the round that warmed up and then the others.
     """
     plain = next(iter(turns.values()))
-    expected = [answer.token_ids for answer in plain[0].answers]
-    return [_row(cell, method, own[1:], plain[1:], expected) for method, own in turns.items()]
+    return [_row(cell, method, own[1:], plain[1:]) for method, own in turns.items()]
 
 
-def _row(cell: Cell, method: str, own: Sequence[Turn], plain: Sequence[Turn], expected: list[list[int]]) -> Row:
+def _row(cell: Cell, method: str, own: Sequence[Turn], plain: Sequence[Turn]) -> Row:
     def against(figure: Callable[[Turn], float]) -> Spread:
         return Spread.of([figure(turn) / figure(other) for turn, other in zip(own, plain, strict=True)])
 
@@ -115,13 +119,14 @@ def _row(cell: Cell, method: str, own: Sequence[Turn], plain: Sequence[Turn], ex
     gaps = [ms for answer in answers for ms in answer.step_ms] or [0.0]
     num_steps = sum(map(_num_steps, own))
     num_draft_tokens = sum(turn.num_draft_tokens for turn in own)
-    different = sum(a.token_ids != b for turn in own for a, b in zip(turn.answers, expected, strict=True))
+    expected = [answer for turn in plain for answer in turn.answers]
+    different = sum(a.token_ids != b.token_ids for a, b in zip(answers, expected, strict=True))
     return Row(
         cell=cell,
         method=method,
         tokens_per_second=statistics.median(map(_speed, own)),
         ratio=against(_speed),
-        decoding=against(lambda turn: _tokens_per_step(turn) / _step_ms(turn)),
+        decoding=against(lambda turn: tokens_per_step(turn) / _step_ms(turn)),
         tokens_per_step=_mean(sum(map(_num_decoded, own)), num_steps),
         step_cost=against(_step_ms),
         step_ms=statistics.median(map(_step_ms, own)),
@@ -149,7 +154,8 @@ def _num_decoded(turn: Turn) -> int:
     return sum(len(answer.token_ids) - answer.num_first for answer in turn.answers)
 
 
-def _tokens_per_step(turn: Turn) -> float:
+def tokens_per_step(turn: Turn) -> float:
+    """Mean tokens of a request's step, its first one left out."""
     return _mean(_num_decoded(turn), _num_steps(turn))
 
 

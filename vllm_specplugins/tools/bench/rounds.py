@@ -1,6 +1,6 @@
 """Engines that take turns: in each round every one serves the same traffic, and all get through it side by side."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from vllm_specplugins.engine.measure.serving import Traffic, Turn
@@ -19,17 +19,18 @@ class Engine(Protocol):
 
 
 def serve_rounds(
-    engines: Mapping[str, Engine], traffic: Traffic, num_rounds: int, advance: Callable[[], None]
+    engines: Mapping[str, Engine], rounds: Sequence[Traffic], advance: Callable[[], None]
 ) -> dict[str, list[Turn]]:
-    """The turns of each engine, of a round that warms up and of `num_rounds` others.
+    """The turns of each engine.
 
     Args:
         engines: by method.
+        rounds: what each round asks all engines; the first one warms up.
         advance: called after each round.
     """
     turns: dict[str, list[Turn]] = {name: [] for name in engines}
     names = list(engines)
-    for index in range(1 + num_rounds):
+    for index, traffic in enumerate(rounds):
         first = index % len(names)  # who goes first may matter
         served = serve_round({name: engines[name] for name in names[first:] + names[:first]}, traffic)
         for name in names:

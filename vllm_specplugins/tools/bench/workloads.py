@@ -19,14 +19,31 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A kind of text: its name, and prompts of token ids."""
+    """A kind of text.
+
+    Args:
+        prompts: token ids of each.
+        keeps: whether what methods learn from a round's outputs is known in the next one.
+        repeats: whether all rounds ask the same.
+    """
 
     name: str
     prompts: list[list[int]]
+    keeps: bool = False
+    repeats: bool = False
 
-    def take(self, count: int) -> list[list[int]]:
+    def take(self, count: int, start: int = 0) -> list[list[int]]:
         """So many prompts, from the start again where there are fewer."""
-        return [self.prompts[index % len(self.prompts)] for index in range(count)]
+        return [self.prompts[index % len(self.prompts)] for index in range(start, start + count)]
+
+    def is_short(self, count: int) -> bool:
+        """Whether some of so many prompts come again although they should not."""
+        return not self.repeats and len(self.prompts) < count
+
+    def rounds(self, count: int, num_rounds: int) -> list[list[list[int]]]:
+        """Each round's own prompts, so many, or the same in all of them."""
+        step = 0 if self.repeats else count
+        return [self.take(count, step * index) for index in range(num_rounds)]
 
 
 def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Workload:
@@ -48,7 +65,7 @@ def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Wor
         raise ConfigError(
             f"--workloads: there is no text for {name} with prompts of {num_tokens} tokens on this machine."
         )
-    return Workload(name, prompts)
+    return Workload(name, prompts, keeps=name == REPEAT, repeats=name == REPEAT)
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -95,7 +112,8 @@ def _random(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[lis
         yield rng.choices(usual, k=num_tokens)
 
 
-BUILT_IN: dict[str, Make] = {"code": _code, "copy": _copy, "chat": _chat, "random": _random}
+REPEAT = "repeat"  # the same requests in every round, as of agents that ask again
+BUILT_IN: dict[str, Make] = {"code": _code, "copy": _copy, "chat": _chat, "random": _random, REPEAT: _code}
 
 
 def _texts(rng: random.Random, min_lines: int, max_lines: int) -> Iterator[str]:

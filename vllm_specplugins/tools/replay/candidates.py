@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_specplugins.config import CommonConfig, ConfigError, built_in_stage
 from vllm_specplugins.methods import METHODS, parse_config, reads_likeliest, registered_methods, runs_target
-from vllm_specplugins.tools.bench.methods import Config, pick_methods
+from vllm_specplugins.tools.picker import Config, pick_methods
 
 ALWAYS, GATED = "always", "gated"
 SHARED = {entry.name for entry in fields(CommonConfig)}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_specplugins.tools.bench.advice import LOSES, PAYS
-from vllm_specplugins.tools.bench.methods import NONE
+from vllm_specplugins.tools.picker import NONE
 from vllm_specplugins.tools.replay.candidates import ALWAYS, Candidate
 from vllm_specplugins.tools.replay.simulate import Totals
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.tools.bench.methods import NONE
+from vllm_specplugins.tools.picker import NONE
 from vllm_specplugins.tools.replay.candidates import ALWAYS, Candidate
 from vllm_specplugins.tools.replay.figures import Row, advice, best_rows
 
