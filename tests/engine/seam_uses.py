@@ -131,6 +131,7 @@ RECEIVERS: dict[str, str] = {
     "vllm_config": "VllmConfig",
     "vllm_config_module": "",
     "gpu_model_runner": "",
+    "dispatcher": "",
 }
 # Attributes that are vLLM's wherever they stand.
 _SET_BY_US = frozenset({"adapter", "specplugins", "aux_hidden_state_layers"})  # on objects of vLLM's

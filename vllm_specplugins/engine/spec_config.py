@@ -21,6 +21,7 @@ from vllm_specplugins.config import (
     sample_methods,
 )
 from vllm_specplugins.engine import adaptive, scheduling
+from vllm_specplugins.engine.kernel_overrides import look_into_plain_modules_alone
 from vllm_specplugins.engine.method_names import name_in_vllm
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
@@ -33,6 +34,7 @@ logger = logging.getLogger("vllm.specplugins")
 # Every process that receives a configuration of ours imports this module, the front ends' among them.
 check_requests()
 export_metrics()
+look_into_plain_modules_alone()
 
 # vLLM's workers that ours extend; see engine/worker.py.
 WORKERS = {

@@ -122,6 +122,15 @@ COMMON: tuple[Seam, ...] = (
         "override",
         "builds the model runner",
     ),
+    Seam(
+        "triton_utils/dispatcher.py",
+        "_rebind_kernels",
+        names_of("overrides"),
+        "patch",
+        "on a CPU, looks into all modules at each start of an engine, and dies of numba's",
+        remove_when="vLLM's search skips objects whose __dict__ is none",
+    ),
+    Seam("triton_utils/dispatcher.py", "sys", None, "swap", "the modules that it looks into"),
     verifies_by(
         "sampling_params.py",
         "SamplingParams._validate_spec_decode",
