@@ -34,6 +34,10 @@ COMMANDS = {
     "replay": ("vllm_specplugins.tools.replay.command", ("torch", "transformers", "rich")),
     "bench": ("vllm_specplugins.tools.bench.command", ("vllm", "torch", "transformers", "rich")),
 }
+DATA = (
+    'JSON lines of {"prompt": ..., "output": ...} in text or token ids, of {"messages": [...]} with answers in it or '
+    'behind it as "choices", or of {"text": ...}; else UTF-8 text; - is standard input'
+)
 EXTRAS = {"rich": "tools"}  # of pyproject.toml; what is not here comes with vLLM
 
 
@@ -214,8 +218,7 @@ def _build_store(subparsers: Any) -> None:
     command = subparsers.add_parser("build-store", help=words, description=f"Will {words}.", epilog=example)
     add = command.add_argument
     add("--tokenizer", required=True, metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
-    add("--data", type=Path, nargs="+", required=True, metavar="FILE",
-        help="UTF-8 text, or .jsonl of {\"text\": TEXT} or {\"messages\": [...]}; the last stay longest")  # fmt: skip
+    add("--data", type=Path, nargs="+", required=True, metavar="FILE", help=f"{DATA}; the last stay longest")
     add("--out", type=Path, required=True, metavar="FILE", help="what store_path will name")
     add("--cache-salt", metavar="SALT", help="whose requests shall see it (default: those without one)")
 
@@ -233,8 +236,7 @@ def _bench(subparsers: Any) -> None:
         "ngram,prompt_lookup,cascade)")  # fmt: skip
     names = "code, copy, chat, random, and repeat, which asks the same in each round"
     add("--workloads", type=words_list, metavar="NAMES", help=f"of {names} (default: the first four, without --data)")
-    add("--data", type=Path, nargs="+", default=[], metavar="FILE",
-        help="JSON lines: {\"prompt\": TEXT}, {\"messages\": [...]}, or Spec-Bench's questions")  # fmt: skip
+    add("--data", type=Path, nargs="+", default=[], metavar="FILE", help=DATA)
     add("--batch", type=listed(whole(1, 4096)), default=[1], metavar="1,4", help="requests at a time (default: 1)")
     add("--temperature", type=listed(temperature), default=[0.0], metavar="0,0.8", help="default: 0")
     add("--rounds", type=whole(1, 1000), default=5, metavar="N", help="that are measured, after one (default: 5)")
@@ -270,9 +272,7 @@ def _replay(subparsers: Any) -> None:
     )
     add = command.add_argument
     add("--data", type=Path, nargs="+", required=True, metavar="FILE",
-        help="JSON lines, - for standard input: {\"prompt\": ..., \"output\": ...} of text or token ids, or "
-        "{\"messages\": [...]} with the assistant's answers in it, or behind it as \"choices\"; with \"time\" in "
-        "seconds where requests came one after the other")  # fmt: skip
+        help=f"{DATA}; with \"time\" in seconds where requests came one after the other")  # fmt: skip
     add("--tokenizer", metavar="MODEL", help="folder of a model, or its Hugging Face name; for text")
     add("--methods", nargs="+", default=[], metavar="METHOD",
         help="names, names with K, or values of --speculative-config (default: all that can be played)")  # fmt: skip
@@ -291,7 +291,7 @@ def _replay(subparsers: Any) -> None:
 def _common(command: Parser, needs_data: bool = True) -> None:
     command.add_argument("model", metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
     add = command.add_argument
-    add("--data", type=Path, nargs="+", default=[], required=needs_data, metavar="FILE", help="UTF-8 text files")
+    add("--data", type=Path, nargs="+", default=[], required=needs_data, metavar="FILE", help=DATA)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -84,7 +84,7 @@ def dictionary(text: str) -> dict[str, Any]:
     """Reads a JSON object."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, not {shown(text)}")

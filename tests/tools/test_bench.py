@@ -227,7 +227,7 @@ REFUSED = {
     "field": (["--methods", '{"method":"prompt_lookup","max_ngram":99}'], "max_ngram must be an integer from 1 to 16"),
     "workload": (["--workloads", "prose"], "--workloads must be of code, copy, chat, random, repeat, not 'prose'"),
     "no file": (["--data", "nowhere.jsonl"], "--data must be readable files, not nowhere.jsonl"),
-    "no prompt": (["--data", "TEXT"], "must be a JSON object, not "),
+    "folder as file": (["--data", "."], "--data must be readable files, not . (Is a directory)"),
     "no model": (["--model", "./nowhere"], "a folder with a config.json, not './nowhere'"),
     "batch": (["--batch", "1,none"], "--batch: must be an integer from 1 to 4096, not 'none'"),
     "temperature": (["--temperature", "-1"], "--temperature: must be numbers from 0 to 10, not '-1'"),
@@ -238,11 +238,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str, tiny_model: Path, text_files: list[Path], engines: Any, capsys: Any) -> None:
+def test_refused(name: str, tiny_model: Path, engines: Any, capsys: Any) -> None:
     """Kills: a check that is left out, a traceback, an engine that is started first, another exit status."""
     options, words = REFUSED[name]
     try:
-        status = run(tiny_model, *[str(text_files[0]) if option == "TEXT" else option for option in options])
+        status = run(tiny_model, *options)
     except SystemExit as stop:
         status = int(stop.code or 0)
     error = capsys.readouterr().err

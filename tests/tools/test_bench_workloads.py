@@ -55,7 +55,7 @@ def test_edit_prompt() -> None:
 def test_a_chat_template_is_used(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Kills: messages of which the template sees only the last, special tokens added twice, no answer begun."""
     file = write_lines(tmp_path / "my chat.jsonl", {"messages": [{"role": "user", "content": "Hi"}]})
-    [without] = read_workloads(file, tokenizer, 9)
+    [without] = read_workloads(file, tokenizer, 9, 64)
     assert without.name == "my chat"
     assert tokenizer.decode(without.prompts[0], skip_special_tokens=True) == "User: Hi\n\nAssistant:"
     template = (
@@ -63,7 +63,7 @@ def test_a_chat_template_is_used(tokenizer: Any, monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(tokenizer, "chat_template", template)
     rows = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
-    [made] = read_workloads(write_lines(tmp_path / "b.jsonl", {"messages": rows}), tokenizer, 9)
+    [made] = read_workloads(write_lines(tmp_path / "b.jsonl", {"messages": rows}), tokenizer, 9, 64)
     assert tokenizer.decode(made.prompts[0]) == "[system] Be kind.[user] Hi>"
 
 
@@ -72,7 +72,7 @@ def test_spec_bench(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"question_id": n, "category": "writing", "turns": [f"First {n}", "Second"]} for n in range(3)]
     rows += [{"question_id": 9, "category": "coding", "turns": ["Code"]}]
     rows += [{"question_id": 240, "category": "rag", "turns": ["Find"], "reference": []}]
-    made = read_workloads(write_lines(tmp_path / "question.jsonl", *rows), tokenizer, 2)
+    made = read_workloads(write_lines(tmp_path / "question.jsonl", *rows), tokenizer, 2, 64)
     assert [(workload.name, len(workload.prompts)) for workload in made] == [("mt_bench", 2), ("rag", 1)]
     assert "First 1" in tokenizer.decode(made[0].prompts[1]) and "Second" not in tokenizer.decode(made[0].prompts[1])
 
@@ -80,10 +80,10 @@ def test_spec_bench(tokenizer: Any, tmp_path: Path) -> None:
 def test_prompts_and_bad_lines(tokenizer: Any, tmp_path: Path) -> None:
     """Kills: token ids read as text; a line that is skipped without a word."""
     file = write_lines(tmp_path / "a.jsonl", {"prompt": "x = 1"}, {"prompt": [5, 6, 7]})
-    [made] = read_workloads(file, tokenizer, 9)
+    [made] = read_workloads(file, tokenizer, 9, 64)
     assert made.prompts == [tokenizer("x = 1")["input_ids"], [5, 6, 7]]
     with pytest.raises(ConfigError, match=r"line 2 of .* must hold \{\"prompt\""):
-        read_workloads(write_lines(file, {"prompt": "x"}, {"text": "y"}), tokenizer, 9)
+        read_workloads(write_lines(file, {"prompt": "x"}, {"words": "y"}), tokenizer, 9, 64)
 
 
 def test_repeated_share() -> None:

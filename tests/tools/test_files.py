@@ -7,7 +7,8 @@ import pytest
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.base_model import load_tokenizer
-from vllm_specplugins.tools.files import MIN_ROW_TOKENS, every_nth, token_rows
+from vllm_specplugins.tools.data import MIN_ROW_TOKENS, token_rows
+from vllm_specplugins.tools.files import every_nth
 
 
 @pytest.fixture(scope="module")

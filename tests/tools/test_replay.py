@@ -184,7 +184,7 @@ def test_chat_logs(tmp_path: Path) -> None:
 DAMAGED = {
     "cut off": ('{"prompt": "a", "out', "line 2 of FILE must be a JSON object, not"),
     "no object": ("[1, 2]", "line 2 of FILE must be a JSON object, not '[1, 2]'"),
-    "no output": ({"prompt": "a"}, 'line 2 of FILE must hold {"prompt": text or token ids, "output"'),
+    "no output": ({"prompt": "a"}, 'line 2 of FILE must hold an answer, as in {"prompt": text or token ids, "output"'),
     "no ids": (
         {"prompt": [1, "2"], "output": [3]},
         "line 2 of FILE must hold text or token ids as prompt, not [1, '2']",

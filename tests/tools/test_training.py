@@ -20,7 +20,8 @@ from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig, check
 from vllm_specplugins.proposers.look_ahead import LookAheadConfig, check_look_ahead
 from vllm_specplugins.proposers.medusa_heads import MedusaHeads
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_tokenizer
-from vllm_specplugins.tools.files import save_whole, token_rows
+from vllm_specplugins.tools.data import token_rows
+from vllm_specplugins.tools.files import save_whole
 from vllm_specplugins.tools.training import command, core
 from vllm_specplugins.tools.training.core import LOSSES, rows_of_step, schedule, train
 from vllm_specplugins.tools.training.exit_head import ExitHeadSettings, TrainedExitHead, initial_head

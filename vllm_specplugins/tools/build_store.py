@@ -1,9 +1,6 @@
 """`build-store`: a store for suffix_lookup from a corpus, so that a server need not begin with an empty one."""
 
 import argparse
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +9,7 @@ from transformers import AutoTokenizer
 
 from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.structures import store_file
-from vllm_specplugins.tools.files import read_text
+from vllm_specplugins.tools.data import answered
 from vllm_specplugins.tools.progress import progress
 
 TOKENS_AT_ONCE = 4096  # of a text: as long as an output may be
@@ -30,16 +27,14 @@ def run(args: argparse.Namespace) -> int:
     records: list[bytes] = []
     num_tokens = 0
     with progress() as bars:
-        task = bars.add_task("reading", total=len(args.data))
-        for path in args.data:
-            for text in texts_of(path):
-                bars.update(task, description=f"reading {path.name} ({num_tokens:,} tokens so far)")
-                ids = np.array(tokenize(text), np.int32)
-                for start in range(0, len(ids), TOKENS_AT_ONCE):
-                    piece = ids[start : start + TOKENS_AT_ONCE]
-                    records.append(store_file.record(len(records), tenant, piece))
-                    num_tokens += len(piece)
-            bars.advance(task)
+        task = bars.add_task("reading", total=None)
+        for sample in answered(args.data, lambda: tokenizer):
+            bars.update(task, advance=1, description=f"reading ({num_tokens:,} tokens so far)")
+            ids = np.array(sample.output, np.int32)
+            for start in range(0, len(ids), TOKENS_AT_ONCE):
+                piece = ids[start : start + TOKENS_AT_ONCE]
+                records.append(store_file.record(len(records), tenant, piece))
+                num_tokens += len(piece)
     try:
         store_file.write(args.out, store_file.fingerprint(tokenize, vocab_size), records)
     except OSError as error:
@@ -62,31 +57,3 @@ def load(name: str) -> tuple[Any, int]:
     except (OSError, ValueError, AttributeError) as error:
         cause = " ".join(str(error).split())[:120]
         raise ConfigError(f"--tokenizer must be a model's folder or name, not {shown(name)} ({cause}).") from None
-
-
-def texts_of(path: Path) -> Iterator[str]:
-    """The texts of a file: of JSON lines each "text", or what the assistant says in "messages"; else all of it."""
-    whole = read_text(path)
-    if path.suffix != ".jsonl":
-        yield whole
-        return
-    for number, line in enumerate(whole.splitlines(), start=1):
-        if line.strip():
-            yield from _said(path, number, line)
-
-
-def _said(path: Path, number: int, line: str) -> Iterator[str]:
-    wanted = 'must be {"text": TEXT} or {"messages": [...]}'
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        raise ConfigError(f"--data: line {number} of {path} {wanted}, not {shown(line)}.") from None
-    if isinstance(entry, dict) and isinstance(entry.get("text"), str):
-        yield entry["text"]
-    elif isinstance(entry, dict) and isinstance(entry.get("messages"), list):
-        for message in entry["messages"]:
-            is_ours = isinstance(message, dict) and message.get("role") == "assistant"
-            if is_ours and isinstance(message.get("content"), str):
-                yield message["content"]
-    else:
-        raise ConfigError(f"--data: line {number} of {path} {wanted}, not {shown(line)}.")

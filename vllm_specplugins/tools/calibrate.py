@@ -27,7 +27,8 @@ from vllm_specplugins.engine.measure.engine import Engine, EngineSettings, Serve
 from vllm_specplugins.proposers.exit_head import ExitHead, check_exit_head, read_head_config
 from vllm_specplugins.tools.agreement import agreements
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer
-from vllm_specplugins.tools.files import MIN_ROW_TOKENS, every_nth, make_folder, token_rows
+from vllm_specplugins.tools.data import MIN_ROW_TOKENS, token_rows
+from vllm_specplugins.tools.files import every_nth, make_folder
 from vllm_specplugins.tools.findings import Findings, Row, show, write
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.served import Method, cascade_of, measured, methods_to_serve, picked

@@ -1,80 +1,11 @@
-"""The user's files: text as rows of token ids, and folders to write to. Knows nothing of models."""
+"""Folders that tools write to, and which of many they pick. Knows nothing of models."""
 
-import json
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from vllm_specplugins.config import ConfigError, shown
-
-MIN_ROW_TOKENS = 8  # what is left of a file after its last whole row counts from here on
-
-
-def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[list[int]]:
-    """See rows_of.
-
-    Raises:
-        ConfigError: a file that cannot be read, is not UTF-8, or holds nothing.
-    """
-    return rows_of(map(read_text, files), tokenizer, row_tokens)
-
-
-def rows_of(texts: Iterable[str], tokenizer: Any, row_tokens: int) -> list[list[int]]:
-    """Rows of MIN_ROW_TOKENS to `row_tokens` token ids, cut from each text in order.
-
-    Every row begins with the tokenizer's <bos>, if it has one; no row spans two texts.
-    """
-    prefix: list[int] = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
-    width = row_tokens - len(prefix)
-    rows: list[list[int]] = []
-    for text in texts:
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        cuts = (ids[start : start + width] for start in range(0, len(ids), width))
-        rows += [prefix + cut for cut in cuts if len(prefix) + len(cut) >= MIN_ROW_TOKENS]
-    return rows
-
-
-STDIN = Path("-")
-
-
-def read_text(file: Path) -> str:
-    """The text of a UTF-8 file, or of standard input where that is "-".
-
-    Raises:
-        ConfigError: it cannot be read, is not UTF-8, or holds nothing but white space.
-    """
-    name = "standard input" if file == STDIN else str(file)
-    try:
-        text = (sys.stdin.buffer.read() if file == STDIN else file.read_bytes()).decode()
-    except UnicodeDecodeError:
-        raise ConfigError(f"--data must be UTF-8 text files, not {name}.") from None
-    except OSError as error:
-        raise ConfigError(f"--data must be readable files, not {name} ({error.strerror}).") from None
-    if not text.strip():
-        raise ConfigError(f"--data must be files with text in them, not {name}, which is empty.")
-    return text.replace("\r\n", "\n")
-
-
-def json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each JSON object of a file stands, as in "line 3 of FILE", and the object; empty lines are left out.
-
-    Raises:
-        ConfigError: see read_text; a line that holds something else.
-    """
-    name = "standard input" if file == STDIN else str(file)
-    for number, line in enumerate(read_text(file).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            raise ConfigError(f"--data: line {number} of {name} must be a JSON object, not {shown(line)}.")
-        yield f"line {number} of {name}", row
+from vllm_specplugins.config import ConfigError
 
 
 def every_nth(count: int, wanted: int) -> list[int]:

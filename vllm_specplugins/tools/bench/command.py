@@ -98,7 +98,7 @@ def pick_workloads(args: argparse.Namespace) -> list[Workload]:
     count = num_prompts(args)
     names: Sequence[str] = args.workloads or (() if args.data else DEFAULT_WORKLOADS)
     made = [make_workload(name, tokenizer, count, args.prompt_tokens) for name in names]
-    made += [workload for file in args.data for workload in read_workloads(file, tokenizer, count)]
+    made += [workload for file in args.data for workload in read_workloads(file, tokenizer, count, args.prompt_tokens)]
     return [replace(workload, keeps=args.keep or workload.keeps) for workload in made]
 
 

@@ -1,12 +1,13 @@
 """What the engines are asked: kinds of text that are on every machine. The user's own is in data.py."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files, snippets
+from vllm_specplugins.tools.data import chat_prompt
 
 Make = Callable[[Any, int, random.Random], Iterator[list[int]]]
 QUESTIONS = (
@@ -66,17 +67,6 @@ def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Wor
             f"--workloads: there is no text for {name} with prompts of {num_tokens} tokens on this machine."
         )
     return Workload(name, prompts, keeps=name == REPEAT, repeats=name == REPEAT)
-
-
-def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of a conversation whose next turn is the model's, by the tokenizer's template if it has one."""
-    if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-    turns = [f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages]
-    ids = tokenizer("".join(turns) + "Assistant:")["input_ids"]
-    return ids
 
 
 def _code(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:

@@ -1,24 +1,21 @@
-"""Recorded traffic, one JSON object a line: prompts and what was answered to them."""
+"""Recorded traffic: prompts and what was answered to them, when, and for whom."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.config import ConfigError, said, shown
+from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.draft import Int32Array
-from vllm_specplugins.tools.bench.workloads import chat_prompt
-from vllm_specplugins.tools.files import json_lines
+from vllm_specplugins.methods import parse_config
+from vllm_specplugins.request_options import MAX_CONTEXT, Limits, check_options
+from vllm_specplugins.tools.data import Tokenizer, answered, token_ids
 
-FORMATS = (
-    '{"prompt": text or token ids, "output": text or token ids} or {"messages": [...]} with answers of the assistant, '
-    'or with "choices" as in an answer of OpenAI\'s API'
-)
 LARGE_VOCABULARY = 1 << 18  # as large as that of any model of today
-Tokenizer = Any  # of transformers
+CHECKED = ("enabled", "learn", "max_draft", "max_context", "reference")  # others are a method's own
+LIMITS = Limits(parse_config({"method": "prompt_lookup"}), vocab_size=1 << 31, max_model_len=MAX_CONTEXT)
 
 
 @dataclass(slots=True)
@@ -64,103 +61,35 @@ class Traffic:
 
 
 def read_traffic(
-    files: Sequence[Path], tokenizer: Callable[[], Tokenizer], most: int, advance: Callable[[], None] = lambda: None
+    files: Sequence[Path], tokenizer: Tokenizer, most: int, advance: Callable[[], None] = lambda: None
 ) -> Traffic:
-    """The requests of the files, lines behind the first `most` left out; the file "-" is standard input.
+    """The requests of the files (tools/data.py), those behind the first `most` left out. A text that nobody asked for
+    is played as if its second half answered the first.
 
     Args:
         tokenizer: loads it; called at the first text.
-        advance: called for every line.
+        advance: called for every request.
 
     Raises:
-        ConfigError: a file that cannot be read, or a line that holds nothing of FORMATS: it is named.
+        ConfigError: see answered.
     """
-    traffic = Traffic()
-    for file in files:
-        for place, row in json_lines(file):
-            if len(traffic.histories) >= most:
-                return traffic
-            try:
-                start_ms = _start_ms(row, traffic)
-                for prompt, output in _requests(row, tokenizer):
-                    traffic.add(prompt, output, start_ms, **_options(row, tokenizer))
-            except ConfigError as error:
-                raise ConfigError(f"--data: {place} {error}") from None
-            advance()
+    traffic, place, start_ms = Traffic(), "", 0.0
+    for sample in answered(files, tokenizer):
+        try:
+            if sample.place != place:
+                place, start_ms = sample.place, _start_ms(sample.row, traffic)
+            prompt, output = sample.prompt, sample.output or []
+            if not prompt and "text" in sample.row:
+                prompt, output = output[: len(output) // 2], output[len(output) // 2 :]
+            traffic.add(prompt, output, start_ms, **_options(sample.row, tokenizer))
+        except ConfigError as error:
+            raise ConfigError(f"--data: {sample.place} {error}") from None
+        advance()
+        if len(traffic.histories) >= most:
+            break
     if not traffic.histories:
         raise ConfigError("--data must hold a request whose output is not empty.")
     return traffic
-
-
-def _requests(row: Mapping[str, Any], tokenizer: Callable[[], Tokenizer]) -> Iterator[tuple[list[int], list[int]]]:
-    """Prompt and output of each request of a line; one without output is left out."""
-    if "messages" in row:
-        yield from _conversation(row, tokenizer)
-        return
-    if not {"prompt", "output"} <= set(row):
-        raise ConfigError(f"must hold {FORMATS}, not {shown(dict(row))}.")
-    prompt, output = (_ids(row[key], key, tokenizer, is_start=key == "prompt") for key in ("prompt", "output"))
-    if output:
-        yield prompt, output
-
-
-def _ids(value: Any, key: str, tokenizer: Callable[[], Tokenizer], is_start: bool) -> list[int]:
-    if isinstance(value, str):
-        ids: list[int] = tokenizer()(value, add_special_tokens=is_start)["input_ids"]
-        return ids
-    if isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in value):
-        return value
-    raise ConfigError(f"must hold text or token ids as {key}, not {shown(value)}.")
-
-
-def _conversation(row: Mapping[str, Any], tokenizer: Callable[[], Tokenizer]) -> Iterator[tuple[list[int], list[int]]]:
-    """Each answer of the assistant with all that stands before it as its prompt; the last alone, where a log of
-    requests holds it apart, as "choices": what was answered before is in the lines before, too."""
-    messages = row["messages"]
-    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
-        raise ConfigError(f"must hold messages that have a role and a content, not {shown(messages)}.")
-    turns = [{"role": message["role"], "content": _text(message)} for message in messages]
-    ends = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if "choices" in row:
-        turns.append({"role": "assistant", "content": _chosen(row["choices"])})
-        ends = [len(turns) - 1]
-    if not ends:
-        raise ConfigError("must hold an answer: a message of the assistant, or choices.")
-    for end in ends:
-        output: list[int] = tokenizer()(turns[end]["content"], add_special_tokens=False)["input_ids"]
-        if output:
-            yield _rendered(tokenizer(), turns[:end]), output
-
-
-def _rendered(tokenizer: Tokenizer, turns: list[dict[str, str]]) -> list[int]:
-    try:
-        return chat_prompt(tokenizer, turns)
-    except Exception as error:  # whatever a template raises
-        raise ConfigError(f"must hold messages that the tokenizer's chat template takes ({said(error)}).") from error
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and len(message) > 1
-
-
-def _chosen(choices: Any) -> str:
-    """The text of the first choice."""
-    match choices:
-        case [{"message": dict() as message}, *_]:
-            return _text(message)
-    raise ConfigError(f"must hold a message in its first choice, not {shown(choices)}.")
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    """What a message says: its text, or its parts' texts, and its calls of tools as JSON."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    if not isinstance(content, str):
-        raise ConfigError(f"must hold text, or a list of parts, as content, not {shown(content)}.")
-    calls = message.get("tool_calls") or []
-    called = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
-    return "\n".join([*([content] if content else []), *(json.dumps(call, ensure_ascii=False) for call in called)])
 
 
 def _start_ms(row: Mapping[str, Any], traffic: Traffic) -> float:
@@ -180,5 +109,6 @@ def _options(row: Mapping[str, Any], tokenizer: Callable[[], Tokenizer]) -> Mapp
     if not isinstance(tenant, str):
         raise ConfigError(f"must hold text as tenant, not {shown(tenant)}.")
     if "reference" in options:
-        options = {**options, "reference": _ids(options["reference"], "reference", tokenizer, is_start=False)}
+        options = {**options, "reference": token_ids(options["reference"], "reference", tokenizer)}
+    check_options({key: value for key, value in options.items() if key in CHECKED}, LIMITS)
     return {**options, "tenant": tenant.encode(errors="replace")} if tenant else options

@@ -18,7 +18,8 @@ from rich.progress import Progress
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.bench.library import is_held_out, library_files
-from vllm_specplugins.tools.files import every_nth, make_folder, rows_of, save_whole, token_rows
+from vllm_specplugins.tools.data import rows_of, token_rows
+from vllm_specplugins.tools.files import every_nth, make_folder, save_whole
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.training.core import Settings, train
 from vllm_specplugins.tools.training.exit_head import ExitHeadSettings
@@ -90,7 +91,7 @@ def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
     """
     tokenizer = load_tokenizer(args.model)
     if not args.data and args.own_text is None:
-        raise ConfigError("--data must be UTF-8 text files where there is no --self, not missing.")
+        raise ConfigError("--data must name files where there is no --self, not missing.")
     reading = bars.add_task("reading text", total=None)
     rows = token_rows(args.data, tokenizer, args.row_tokens) if args.data else _built_in(tokenizer, args.row_tokens)
     bars.remove_task(reading)

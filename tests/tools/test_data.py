@@ -1,0 +1,127 @@
+"""One reader for all commands: every form of text and traffic, and what is none."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_specplugins.__main__ import main
+from vllm_specplugins.tools import data
+from vllm_specplugins.tools.base_model import load_tokenizer
+from vllm_specplugins.tools.bench.data import read_workloads
+from vllm_specplugins.tools.data import token_rows
+from vllm_specplugins.tools.replay.data import read_traffic
+
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
+CODE = "def area(width, height):\n    return width * height\n" * 3
+ANSWERED = [{"role": "user", "content": "Write code."}, {"role": "assistant", "content": CODE}]
+FORMS: dict[str, tuple[str, str]] = {
+    "prompt, output": ("a.jsonl", json.dumps({"prompt": "Write code.", "output": CODE})),
+    "token ids": ("a.jsonl", json.dumps({"prompt": [5, 6, 7], "output": list(range(10, 40))})),
+    "messages": ("a.jsonl", json.dumps({"messages": ANSWERED})),
+    "choices": ("a.jsonl", json.dumps({"messages": ANSWERED[:1], "choices": [{"message": ANSWERED[1]}]})),
+    "text lines": ("a.jsonl", json.dumps({"text": CODE}) + "\n" + json.dumps({"text": CODE})),
+    "lines under any name": ("a.log", "\n" + json.dumps({"text": CODE})),
+    "a plain text": ("a.py", CODE),
+    "a byte order mark": ("a.jsonl", "\ufeff" + json.dumps({"text": CODE}) + "\r\n"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(str(DEMO_MODEL))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_command_reads_every_form(form: str, tmp_path: Path, tokenizer: Any, capsys: Any) -> None:
+    """Kills: a form that one command takes and another refuses; a mark taken for text; an answer left out."""
+    name, text = FORMS[form]
+    file = tmp_path / name
+    file.write_bytes(text.encode())
+    [workload] = read_workloads(file, tokenizer, 9, 32)
+    assert workload.prompts and all(workload.prompts)
+    traffic = read_traffic([file], lambda: tokenizer, 9)
+    assert traffic.num_output_tokens > 10 and min(traffic.prompt_lengths) > 0
+    rows = token_rows([file], tokenizer, 64)  # training, calibrate
+    assert sum(map(len, rows)) > 20
+    if form != "token ids":
+        assert "area(width" in tokenizer.decode(rows[0]) + tokenizer.decode(rows[-1])
+        assert "\ufeff" not in tokenizer.decode(rows[0])
+    out = tmp_path / "store.bin"
+    assert main(["build-store", "--tokenizer", str(DEMO_MODEL), "--data", str(file), "--out", str(out)]) == 0
+    assert out.stat().st_size > 100
+
+
+def commands(file: str, tmp_path: Path) -> list[list[str]]:
+    model = str(DEMO_MODEL)
+    return [
+        ["replay", "--data", file, "--tokenizer", model],
+        ["bench", "--model", model, "--data", file],
+        ["build-store", "--tokenizer", model, "--data", file, "--out", str(tmp_path / "store.bin")],
+        ["train-jump", model, "--data", file, "--out", str(tmp_path / "jump"), "--device", "cpu"],
+        ["calibrate", model, "--data", file],
+    ]
+
+
+BAD: dict[str, tuple[Callable[[Path], str], str]] = {
+    "a lone surrogate": (
+        lambda path: written(path, r'{"prompt": "a\ud800", "output": "b"}'),
+        "lone surrogates as prompt",
+    ),
+    "one in messages": (
+        lambda path: written(path, r'{"messages": [{"role": "user", "content": "\ud800"}]}'),
+        "must hold messages that the tokenizer's chat template takes",
+    ),
+    "deep nesting": (lambda path: written(path, "[" * 100_000), "must be a JSON object"),
+    "what never ends": (lambda path: "/dev/zero", "--data must be files whose lines have at most"),
+    "no UTF-8": (lambda path: written(path, b"\xff\xfe\x00a"), "must be UTF-8"),
+}
+
+
+def written(path: Path, text: str | bytes) -> str:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_one_sentence(name: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a traceback, memory that fills up, a command with a reader of its own; another exit status."""
+    monkeypatch.setattr(data, "MAX_LINE_BYTES", 1 << 20)
+    make, words = BAD[name]
+    for command in commands(make(tmp_path / "bad.jsonl"), tmp_path):
+        assert main(command) == 2
+        [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert words in error and error.startswith("error: --data")
+
+
+def test_a_text_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Short lines without end. Kills: a limit of lines alone."""
+    monkeypatch.setattr(data, "MAX_TEXT_BYTES", 1 << 10)
+    file = written(tmp_path / "long.txt", "word\n" * 1000)
+    assert main(["replay", "--data", file, "--tokenizer", str(DEMO_MODEL)]) == 2
+    assert "--data must be texts of at most" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_draft": "x"}, {"max_draft": -1}, {"enabled": 1}, {"reference": {}}, {"max_context": [[]]}]
+)
+def test_wrong_options(options: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    """Kills: options of a log that reach the proposers as they are."""
+    file = written(tmp_path / "a.jsonl", json.dumps({"prompt": [1, 2], "output": [3, 4], "options": options}))
+    assert main(["replay", "--data", file]) == 2
+    error = capsys.readouterr().err
+    assert f"{next(iter(options))}" in error and error.startswith("error: --data: line 1 of") and error.count("\n") == 1
+
+
+def test_deep_arguments(capsys: Any) -> None:
+    """Kills: a traceback from JSON of an option."""
+    deep = '{"a":' * 20_000
+    for command in (["check", "a:b", "--options", deep], ["bench", "--model", "M", "--methods", deep]):
+        try:
+            status = main(command)
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        error = capsys.readouterr().err
+        assert status == 2 and error.startswith("error: --") and error.count("\n") == 1

@@ -1,0 +1,254 @@
+"""The user's texts and traffic, in every form that any command takes. One reader for all of them.
+
+A file holds JSON lines if it is called so, or if its first line is a JSON object; else it is one text. It is read by
+lines, of bounded length: what never ends is refused.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vllm_specplugins.config import ConfigError, said, shown
+
+FORMATS = (
+    '{"prompt": text or token ids, "output": text or token ids}, {"messages": [...]} as for chat, with answers of the '
+    'assistant or "choices" as in an answer of OpenAI\'s API, a question of Spec-Bench, or {"text": text}'
+)
+STDIN = Path("-")
+JSON_SUFFIXES = (".jsonl", ".ndjson")
+MAX_LINE_BYTES, MAX_TEXT_BYTES = 1 << 26, 1 << 30
+MIN_ROW_TOKENS = 8  # what is left of a text after its last whole row counts from here on
+Tokenizer = Callable[[], Any]  # loads one of transformers; called at the first text
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A request, or a text.
+
+    Args:
+        place: where it stands, as in "line 3 of FILE".
+        row: the JSON object that it was read from.
+        prompt: token ids; none of a text.
+        output: token ids of what was answered, or of the text; None where nothing was.
+    """
+
+    place: str
+    row: Mapping[str, Any]
+    prompt: list[int]
+    output: list[int] | None
+
+
+def samples(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Sample]:
+    """All that the files hold, in order; the file "-" is standard input. A conversation is a sample for each answer in
+    it, and one for an answer that is still to come.
+
+    Raises:
+        ConfigError: a file that cannot be read, or a line that holds nothing of FORMATS: it is named.
+    """
+    for place, row in chain.from_iterable(map(_rows, files)):
+        try:
+            for prompt, output in _parsed(row, tokenizer):
+                yield Sample(place, row, prompt, output)
+        except ConfigError as error:
+            raise ConfigError(f"--data: {place} {error}") from None
+
+
+def answered(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Sample]:
+    """The samples that have an output.
+
+    Raises:
+        ConfigError: see samples; a line without an answer.
+    """
+    last: Mapping[str, Any] | None = None
+    for sample in samples(files, tokenizer):
+        if sample.output is None and sample.row is not last:
+            raise ConfigError(f"--data: {sample.place} must hold an answer, as in {FORMATS}, not {shown(sample.row)}.")
+        last = sample.row
+        if sample.output:
+            yield sample
+
+
+def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[list[int]]:
+    """All that the files say as rows; see rows_of. Of a conversation that is its last answer, with all before it."""
+    texts: list[list[int]] = []
+    last: Mapping[str, Any] | None = None
+    for sample in samples(files, lambda: tokenizer):
+        if sample.row is last:
+            texts.pop()
+        last = sample.row
+        texts.append([*sample.prompt, *(sample.output or ())])
+    return _cut(texts, tokenizer, row_tokens)
+
+
+def rows_of(texts: Iterable[str], tokenizer: Any, row_tokens: int) -> list[list[int]]:
+    """Rows of MIN_ROW_TOKENS to `row_tokens` token ids, cut from each text in order.
+
+    Every row begins with the tokenizer's <bos>, if it has one; no row spans two texts.
+    """
+    return _cut((tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts), tokenizer, row_tokens)
+
+
+def _cut(texts: Iterable[list[int]], tokenizer: Any, row_tokens: int) -> list[list[int]]:
+    prefix: list[int] = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
+    width = row_tokens - len(prefix)
+    rows: list[list[int]] = []
+    for text in texts:
+        ids = text[len(prefix) :] if prefix and text[:1] == prefix else text
+        cuts = (ids[start : start + width] for start in range(0, len(ids), width))
+        rows += [prefix + cut for cut in cuts if len(prefix) + len(cut) >= MIN_ROW_TOKENS]
+    return rows
+
+
+def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of a conversation whose next turn is the model's, by the tokenizer's template if it has one."""
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+    turns = [f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages]
+    ids = tokenizer("".join(turns) + "Assistant:")["input_ids"]
+    return ids
+
+
+def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False) -> list[int]:
+    """Of text, which begins a request or does not, or as they stand.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise ConfigError(f"must hold text without lone surrogates as {key}, not {shown(value)}.")
+        ids: list[int] = tokenizer()(value, add_special_tokens=is_start)["input_ids"]
+        return ids
+    if isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in value):
+        return value
+    raise ConfigError(f"must hold text or token ids as {key}, not {shown(value)}.")
+
+
+def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each JSON object of a file stands, and the object; a text is one. Empty lines are left out."""
+    name = "standard input" if file == STDIN else str(file)
+    lines = _lines(file, name)
+    begun: list[str] = []  # up to the first line that is not empty
+    for line in lines:
+        begun.append(line)
+        if line.strip():
+            break
+    else:
+        raise ConfigError(f"--data must be files with text in them, not {name}, which is empty.")
+    if file.suffix not in JSON_SUFFIXES and _object(begun[-1]) is None:
+        yield name, {"text": _whole(chain(begun, lines), name)}
+        return
+    for number, line in enumerate(chain(begun, lines), start=1):
+        if line.strip():
+            if (row := _object(line)) is None:
+                raise ConfigError(f"--data: line {number} of {name} must be a JSON object, not {shown(line.strip())}.")
+            yield f"line {number} of {name}", row
+
+
+def _lines(file: Path, name: str) -> Iterator[str]:
+    """The lines of a UTF-8 file, each with its end; a byte order mark is no part of them."""
+    too_long = f"--data must be files whose lines have at most {MAX_LINE_BYTES >> 20} MiB, not {name}."
+    try:
+        opened: AbstractContextManager[BinaryIO]
+        opened = nullcontext(sys.stdin.buffer) if file == STDIN else file.open("rb")
+        with opened as stream:
+            encoding = "utf-8-sig"
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise ConfigError(too_long)
+                yield line.decode(encoding).replace("\r\n", "\n")
+                encoding = "utf-8"
+    except UnicodeDecodeError:
+        raise ConfigError(f"--data must be UTF-8 text files, not {name}.") from None
+    except OSError as error:
+        raise ConfigError(f"--data must be readable files, not {name} ({error.strerror}).") from None
+
+
+def _whole(lines: Iterator[str], name: str) -> str:
+    """One text of all lines."""
+    found, size = [], 0
+    for line in lines:
+        found.append(line)
+        size += len(line)
+        if size > MAX_TEXT_BYTES:
+            raise ConfigError(f"--data must be texts of at most {MAX_TEXT_BYTES >> 20} MiB, not {name}.")
+    return "".join(found)
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _parsed(row: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[int] | None]]:
+    """Prompt and output of each sample of a line."""
+    match row:
+        case {"messages": messages}:
+            yield from _conversation(messages, row.get("choices"), tokenizer)
+        case {"turns": [str() as first, *_]}:  # a later turn needs an answer to the one before
+            yield _rendered(tokenizer(), [{"role": "user", "content": first}]), None
+        case {"prompt": prompt}:
+            output = token_ids(row["output"], "output", tokenizer) if "output" in row else None
+            yield token_ids(prompt, "prompt", tokenizer, is_start=True), output
+        case {"text": text}:
+            yield [], token_ids(text, "text", tokenizer)
+        case _:
+            raise ConfigError(f"must hold {FORMATS}, not {shown(dict(row))}.")
+
+
+def _conversation(messages: Any, choices: Any, tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[int] | None]]:
+    """Each answer of the assistant with all that stands before it as its prompt; the last alone, where a log of
+    requests holds it apart, as "choices": what was answered before is in the lines before, too."""
+    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        raise ConfigError(f"must hold messages that have a role and a content, not {shown(messages)}.")
+    turns = [{"role": message["role"], "content": _text(message)} for message in messages]
+    ends = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+    if choices is not None:
+        turns.append({"role": "assistant", "content": _chosen(choices)})
+        ends = [len(turns) - 1]
+    for end in ends:
+        output = token_ids(turns[end]["content"], "content", tokenizer)
+        yield (_rendered(tokenizer(), turns[:end]) if output else []), output
+    if turns[-1]["role"] != "assistant":
+        yield _rendered(tokenizer(), turns), None
+
+
+def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> list[int]:
+    try:
+        return chat_prompt(tokenizer, turns)
+    except Exception as error:  # whatever a template raises
+        raise ConfigError(f"must hold messages that the tokenizer's chat template takes ({said(error)}).") from error
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and len(message) > 1
+
+
+def _chosen(choices: Any) -> str:
+    """The text of the first choice."""
+    match choices:
+        case [{"message": dict() as message}, *_]:
+            return _text(message)
+    raise ConfigError(f"must hold a message in its first choice, not {shown(choices)}.")
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """What a message says: its text, or its parts' texts, and its calls of tools as JSON."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if not isinstance(content, str):
+        raise ConfigError(f"must hold text, or a list of parts, as content, not {shown(content)}.")
+    calls = message.get("tool_calls") or []
+    called = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
+    return "\n".join([*([content] if content else []), *(json.dumps(call, ensure_ascii=False) for call in called)])
