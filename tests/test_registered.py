@@ -11,7 +11,7 @@ from vllm_specplugins.config import ConfigError, RegisteredConfig, SpecConfig
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.methods import METHODS, build_proposer, parse_config, registered_methods
 from vllm_specplugins.registered import registrations
-from vllm_specplugins.request_options import Limits, check_options
+from vllm_specplugins.request_options import Limits, understood
 
 THIRD_PARTY = Path(__file__).parent / "third_party"
 
@@ -41,9 +41,9 @@ def test_as_a_stage() -> None:
     assert [stage.method for stage in config.own.stages] == ["prompt_lookup", "repeat"]
     assert [name for name, _ in built(config).named_stages()] == ["0 prompt_lookup", "1 repeat"]
     limits = Limits(config, 100, 64)
-    check_options({"stages": ["repeat"], "its_own": 1}, limits)
+    understood({"stages": ["repeat"], "its_own": 1}, limits)
     with pytest.raises(ConfigError, match="is not an option"):
-        check_options({"its_own": 1}, Limits(parse_config({"method": "prompt_lookup"}), 100, 64))
+        understood({"its_own": 1}, Limits(parse_config({"method": "prompt_lookup"}), 100, 64))
 
 
 REFUSED = {

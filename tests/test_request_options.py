@@ -1,6 +1,10 @@
 """Per-request options: what passes, and that everything else is refused with one sentence."""
 
+import contextlib
 import doctest
+import json
+import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -8,10 +12,11 @@ import pytest
 from vllm_specplugins import request_options
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.methods import parse_config
-from vllm_specplugins.request_options import Limits, check_options, draft_limit, read_options, received, resolved
+from vllm_specplugins.request_options import Limits, draft_limit, read_options, received, resolved, understood
 
 LOOKUP = {"method": "prompt_lookup"}
-CASCADE = {"method": "cascade", "stages": [LOOKUP, {"method": "early_exit"}]}
+EXIT = {"method": "early_exit"}
+CASCADE = {"method": "cascade", "stages": [LOOKUP, EXIT]}
 CUSTOM = {"method": "custom", "proposer": "json:loads"}
 RUBBISH: list[Any] = [None, -1, 65, 2.0, "5", b"5", [5], {}, {"a": 1}, 10**30, float("nan"), object()]
 
@@ -33,14 +38,14 @@ def test_docstrings() -> None:
         {"max_draft": 64},
         {"max_context": 32768},
         {"stages": ["early_exit"]},
-        {"stages": ["prompt_lookup", "early_exit"]},
+        {"stages": ["early_exit", "prompt_lookup"]},
         {"reference": "text"},
         {"reference": [0, 99]},
         {"reference": []},
     ],
 )
 def test_allowed(options: dict[str, Any]) -> None:
-    check_options(options, limits(CASCADE))
+    assert understood(options, limits(CASCADE)) == {**options}
 
 
 @pytest.mark.parametrize("name", ["enabled", "max_draft", "max_context", "stages", "reference"])
@@ -50,30 +55,68 @@ def test_refused(name: str, value: Any) -> None:
     if (name == "max_context" and value == 65) or (name == "reference" and value in ("5", [5])):
         return
     with pytest.raises(ConfigError, match=rf"^specplugins: {name} must be .*, not .*\.$"):
-        check_options({name: value}, limits(CASCADE))
+        understood({name: value}, limits(CASCADE))
 
 
 @pytest.mark.parametrize("reference", [[100], [-1], [1.0], [True], [1, True], [[1]], [10**30]])
 def test_bad_reference(reference: Any) -> None:
     with pytest.raises(ConfigError, match="token ids from 0 to 99"):
-        check_options({"reference": reference}, limits(LOOKUP))
+        understood({"reference": reference}, limits(LOOKUP))
 
 
 @pytest.mark.parametrize("stages", [[], ["cascade"], ["early_exit"], [5]])
 def test_bad_stages(stages: Any) -> None:
     """Only stages that there are; a method alone is its own only stage."""
-    with pytest.raises(ConfigError, match="stages must be a list of one or more of 'prompt_lookup', not"):
-        check_options({"stages": stages}, limits(LOOKUP))
+    with pytest.raises(ConfigError, match="stages must be a list of one of 'prompt_lookup', not"):
+        understood({"stages": stages}, limits(LOOKUP))
+
+
+DEEP = [[]]  # type: ignore[var-annotated]
+for _ in range(500):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        ["prompt_lookup"] * 3,
+        ["prompt_lookup"] * 100 + DEEP,
+        ["prompt_lookup", DEEP],
+        ["2 early_exit"],
+        ["\ud800"],
+        [10**40],
+    ],
+    ids=lambda stages: repr(stages)[:20],
+)
+def test_stages_are_checked_whole(stages: Any) -> None:
+    """Kills: names that are checked up to some place, and travel behind it; more of them than there are stages."""
+    with pytest.raises(
+        ConfigError, match="stages must be a list of at most 2, each one of 'prompt_lookup', 'early_exit', not"
+    ):
+        understood({"stages": stages}, limits(CASCADE))
+
+
+def test_names_of_stages() -> None:
+    """By method, or as metrics have them. Kills: a number that names another stage, or all of its method."""
+    twice = {**CASCADE, "policy": "verify", "stages": [LOOKUP, EXIT, {**EXIT, "exit_layer": 2}]}
+    for config, asked, names in (
+        (LOOKUP, ["0 prompt_lookup"], ["prompt_lookup"]),
+        (CASCADE, ["1 early_exit"], ["early_exit"]),
+        (CASCADE, ["early_exit", "1 early_exit"], ["early_exit"]),
+        (twice, ["0 prompt_lookup", "2 early_exit"], ["2 early_exit", "prompt_lookup"]),
+        (twice, ["early_exit"], ["1 early_exit", "2 early_exit"]),
+    ):
+        assert understood({"stages": asked}, limits(config)) == {"stages": names}
 
 
 def test_unknown() -> None:
     """Unless a proposer of the user's own may want it."""
     with pytest.raises(ConfigError, match="'k' is not an option; the options are enabled, "):
-        check_options({"k": 1}, limits(CASCADE))
-    check_options({"k": object()}, limits(CUSTOM))
+        understood({"k": 1}, limits(CASCADE))
+    assert understood({"k": (1, {"a": 2.0})}, limits(CUSTOM)) == {"k": [1, {"a": 2.0}]}
 
 
-@pytest.mark.parametrize("raw", ["{", "7", "[]", 7, [1], None, "[" * 80_000, '{"a":' * 10_000, "1" * 5000, [1] * 10**6])
+@pytest.mark.parametrize("raw", ["{", "7", "[]", 7, [1], None, "[" * 8_000, '{"a":' * 2_000, "1" * 5000, [1] * 10**6])
 def test_unreadable(raw: Any) -> None:
     """Kills: a nesting that ends in a RecursionError; a message as long as what it is about."""
     with pytest.raises(ConfigError, match=r"^specplugins must be a dictionary or its JSON text, not ") as error:
@@ -85,10 +128,55 @@ def test_text() -> None:
     assert read_options('{"max_draft": 2}', max_model_len=1000) == {"max_draft": 2}
 
 
+@pytest.mark.parametrize(
+    "text, options",
+    [
+        ('{"reference": "%s", "max_draft": 2}' % ("[" * 89_000), {"reference": "[" * 89_000, "max_draft": 2}),
+        ('{"a": 1, "reference" :  [1, 2 ,3]}', {"a": 1, "reference": [1, 2, 3]}),
+        ('{"a": {"reference": [1, {"b": "x"}]}}', {"a": {"reference": [1, {"b": "x"}]}}),
+        ('{"a": {"reference": [1]}}', {"a": {"reference": [1]}}),
+        ('{"a": {"reference": 1}, "reference": "x"}', {"a": {"reference": 1}, "reference": "x"}),
+        ('{"a": "\\"reference\\": 1"}', {"a": '"reference": 1'}),
+        ('{"reference": null}', {"reference": None}),
+        ('{"reference": "a", "reference": "b"}', {"reference": "b"}),
+        ('{"\\u0072eference": "a"}', {"reference": "a"}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_reference_is_read_by_itself(text: str, options: Any) -> None:
+    """Kills: a reference that gets lost, is read where it is another's, or counts towards the bound of the rest."""
+    assert read_options(text, max_model_len=1000) == options == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["[],", "{},", '"ab",', "1.5,", "9" * 4299 + ",", '"\\\\",', "7,", '"a":1,', '{"reference":[],', '"reference":"'],
+    ids=lambda piece: piece[:12],
+)
+@pytest.mark.parametrize(
+    "around", ["[%s1]", '{"k":[%s1]}', '{"reference":[%s1]}', '{"reference":"a","k":[%s1]}', '{"k":"%s']
+)
+def test_what_reading_costs(around: str, piece: str) -> None:
+    """Kills: lists of lists, which take 25 times the bytes of their text; long integers, which take a ms each."""
+    text = around % (piece * (160_000 // len(piece)))
+    tracemalloc.start()
+    began = time.process_time()
+    with contextlib.suppress(ConfigError):
+        understood(read_options(text, max_model_len=4096), limits(CUSTOM, max_model_len=4096))
+    assert time.process_time() - began < 0.25, "five times what is promised, for tracemalloc and a busy machine"
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
 def test_long_text_is_not_parsed() -> None:
     """Kills: a bound that lets a longer text through to the parser, or refuses one of the length that is allowed."""
-    longest = (1 << 16) + 24 * 1000
-    assert read_options("{}".ljust(longest), max_model_len=1000) == {}
+    longest, around = (1 << 16) + 24 * 1000, len('{"reference": ""}')
+    assert len(read_options(json.dumps({"reference": "x" * (longest - around)}), max_model_len=1000)) == 1
+    with pytest.raises(
+        ConfigError, match="its JSON text must be at most 65536 characters and 8192 brackets beside the ref"
+    ):
+        read_options("{}".ljust(longest), max_model_len=1000)
     with pytest.raises(ConfigError) as error:
         read_options("{}".ljust(longest + 1), max_model_len=1000)
     assert str(error.value) == (
@@ -109,7 +197,7 @@ def test_long_text_is_not_parsed() -> None:
 def test_bounds_of_a_reference(reference: Any, message: str) -> None:
     """Kills: characters for bytes, a limit that is off by one, and ids that are looked at before they are counted."""
     with pytest.raises(ConfigError, match=f"^specplugins: {message}$"):
-        check_options({"reference": reference}, limits(CASCADE, max_model_len=10))
+        understood({"reference": reference}, limits(CASCADE, max_model_len=10))
 
 
 def test_tokens_of_a_text() -> None:
@@ -142,14 +230,15 @@ def test_what_travels() -> None:
         ["\ud800"],
         2**63,
         -(2**64),
+        object(),
     ],
     ids=lambda value: repr(value)[:20],
 )
 def test_options_of_a_custom_proposer_are_small(value: Any) -> None:
     """Kills: an unbounded walk, a depth that is not counted, and what cannot travel to the engine."""
     with pytest.raises(ConfigError, match=r"proposer's own must be at most 16384 values and characters"):
-        check_options({"k": value}, limits(CUSTOM))
-    check_options({"k": [[[[[["x" * 16_000]]]]]], "l": 2**63 - 1}, limits(CUSTOM))
+        understood({"k": value}, limits(CUSTOM))
+    understood({"k": [[[[[["x" * 16_000]]]]]], "l": 2**63 - 1}, limits(CUSTOM))
 
 
 def test_limit() -> None:

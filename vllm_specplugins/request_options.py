@@ -7,13 +7,25 @@ reaches neither the engine nor another request. Knows nothing of vLLM.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, CustomConfig, SpecConfig, shown
+from vllm_specplugins.config import (
+    MAX_NUM_SPECULATIVE_TOKENS,
+    ConfigError,
+    CustomConfig,
+    SpecConfig,
+    methods_of,
+    parts,
+    shown,
+    stage_names,
+)
 
 Options = Mapping[str, Any]
 
@@ -26,6 +38,8 @@ OTHER_CHARACTERS = 1 << 16
 # Of a custom proposer's own options, characters and values together: what a walk through them may cost.
 MAX_OWN_SIZE = 1 << 14
 MAX_NESTING = 8
+MAX_DIGITS = 100
+SETTINGS = "enabled", "max_draft", "max_context", "stages", "learn"  # which no proposer of the user's own reads
 REFERENCE, DIGEST, TENANT = "reference", "reference_digest", "tenant"
 
 
@@ -45,14 +59,13 @@ class Limits:
 
     @property
     def stages(self) -> list[str]:
-        """The names of those that draft: of a method alone its own."""
-        return [stage.method for stage in getattr(self.config.own, "stages", ())] or [self.config.method]
+        """The methods that draft: of a method alone its own."""
+        return methods_of(self.config)
 
     @property
     def passes_own(self) -> bool:
         """Whether a proposer that is not ours may have options of its own."""
-        parts = [self.config.own, *(stage.own for stage in getattr(self.config.own, "stages", ()))]
-        return any(isinstance(part, CustomConfig) for part in parts)
+        return bool(parts(self.config, CustomConfig))
 
 
 def read_options(raw: Any, max_model_len: int) -> Options:
@@ -70,28 +83,73 @@ def read_options(raw: Any, max_model_len: int) -> Options:
                 f"{max_model_len}, not {len(raw)}."
             )
         try:
-            options = json.loads(raw)
-        except (ValueError, RecursionError):
+            options = _decoded(raw, max_model_len)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, ConfigError):
+                raise
             options = None
     if not isinstance(options, Mapping):
         raise ConfigError(f"specplugins must be a dictionary or its JSON text, not {shown(raw)}.")
     return options
 
 
-def check_options(options: Options, limits: Limits) -> None:
-    """Raises ConfigError for an option that does not exist or whose value is not allowed.
+def _decoded(text: str, max_model_len: int) -> Any:
+    """What JSON text holds: a reference is read by itself, which costs little, and the rest must be short."""
+    found = [match.end() for match in islice(_REFERENCE_KEY.finditer(text), 2)]
+    start = found[0] if len(found) == 1 else len(text)
+    if text.startswith('"', start):
+        reference, end = scanstring(text, start + 1)
+    elif ids := _IDS.match(text, start):
+        end = ids.end()
+        _check_number(text.count(",", start, end) + 1, max_model_len)
+        reference = _DECODER.decode(ids.group())
+    else:
+        return _decoded_short(text)
+    options = _decoded_short(f"{text[:start]}null{text[end:]}")
+    if isinstance(options, dict) and REFERENCE in options:
+        return {**options, REFERENCE: reference}
+    return _decoded_short(text)
+
+
+def _decoded_short(text: str) -> Any:
+    """What JSON text holds that is short, and holds few lists and dictionaries."""
+    num_brackets = text.count("[") + text.count("{")
+    if len(text) > OTHER_CHARACTERS or num_brackets > MAX_OWN_SIZE // 2:
+        raise ConfigError(
+            f"specplugins: its JSON text must be at most {OTHER_CHARACTERS} characters and {MAX_OWN_SIZE // 2} "
+            f"brackets beside the reference, not {len(text)} and {num_brackets}."
+        )
+    return _DECODER.decode(text)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:  # what it costs grows with their square
+        raise ValueError
+    return int(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer)
+_REFERENCE_KEY = re.compile(r'"reference"\s*:\s*')
+_IDS = re.compile(r"\[[-+.eE\d\s,]*\]")
+
+
+def understood(options: Options, limits: Limits) -> dict[str, Any]:
+    """The options, made anew from what was understood of them: nothing else of a client's travels any further.
 
     enabled: whether the request is drafted for at all.
     max_draft: most tokens that it gets drafted in one step.
     max_context: beyond so many tokens of prompt and output together it is not drafted for.
-    stages: those of a cascade that draft for it.
+    stages: those of a cascade that draft for it, by name, or by number and name as in metrics.
     reference: what its output is likely to repeat, for prompt_lookup and suffix_lookup.
     learn: whether its output may be drafted from for later requests, by suffix_lookup and token_recycling.
 
     A proposer of the user's own may have options of its own, which pass if they are small.
+
+    Raises:
+        ConfigError: an option does not exist, or its value is not allowed.
     """
-    names = limits.stages
-    own = {}
+    found: dict[str, Any] = {}
+    own: dict[Any, Any] = {}
     for key, value in options.items():
         match key:
             case "enabled" | "learn":
@@ -102,10 +160,11 @@ def check_options(options: Options, limits: Limits) -> None:
             case "max_context":
                 fits, allowed = _is_integer(value, 0, MAX_CONTEXT), f"an integer from 0 to {MAX_CONTEXT}"
             case "stages":
-                fits = isinstance(value, list | tuple) and bool(value) and all(name in names for name in value[:100])
-                allowed = f"a list of one or more of {', '.join(map(repr, dict.fromkeys(names)))}"
+                found[key] = _stages(value, limits)
+                continue
             case "reference":
                 _check_reference(value, limits)
+                found[key] = value
                 continue
             case _:
                 if not limits.passes_own:
@@ -115,18 +174,47 @@ def check_options(options: Options, limits: Limits) -> None:
                 continue
         if not fits:
             raise ConfigError(f"specplugins: {key} must be {allowed}, not {shown(value)}.")
-    if not _is_small(own):
+        found[key] = value
+    try:
+        return {**_copied(own, MAX_NESTING, [MAX_OWN_SIZE]), **found}
+    except _CannotTravel:
         raise ConfigError(
             f"specplugins: options of the proposer's own must be at most {MAX_OWN_SIZE} values and characters of UTF-8 "
             f"in {MAX_NESTING} levels, and integers of 64 bits, not {shown(own)}."
-        )
+        ) from None
+
+
+def _stages(value: Any, limits: Limits) -> list[str]:
+    """The names of stages that a request allows, each once."""
+    methods, by_name = limits.stages, dict[str, list[str]]()
+    for index, name in enumerate(stage_names(methods)):
+        by_name.setdefault(methods[index], []).append(name)
+        by_name[f"{index} {methods[index]}"] = [name]
+    fits = isinstance(value, list | tuple) and 0 < len(value) <= len(methods)
+    if not fits or not all(isinstance(name, str) and name in by_name for name in value):
+        allowed = ", ".join(map(repr, dict.fromkeys(methods)))
+        most = f"at most {len(methods)}, each one" if len(methods) > 1 else "one"
+        raise ConfigError(f"specplugins: stages must be a list of {most} of {allowed}, not {shown(value)}.")
+    return sorted({name for asked in value for name in by_name[asked]})
+
+
+def without_own(options: Options, limits: Limits) -> dict[str, Any]:
+    """What is left of resolved options of which a proposer of the user's own shall see nothing: it does not draft."""
+    methods = [getattr(stage, "own", None) for stage in getattr(limits.config.own, "stages", ())]
+    names = [
+        name
+        for name, own in zip(stage_names(limits.stages), methods or [limits.config.own], strict=True)
+        if not isinstance(own, CustomConfig) and name in options.get("stages", (name,))
+    ]
+    kept = {key: options[key] for key in options if key in (*SETTINGS, REFERENCE, DIGEST)}
+    return {**kept, "stages": names} if names else {**kept, "enabled": False}
 
 
 def resolved(options: Options, token_ids: Iterable[int] | None, limits: Limits) -> dict[str, Any]:
     """Checked options as they travel to the engine: a reference as bytes, with the digest that names its content.
 
     Args:
-        options: what `check_options` let pass.
+        options: as `understood`.
         token_ids: those of a reference that is a text; None: it is none.
         limits: see there.
 
@@ -173,11 +261,10 @@ def _check_reference(value: Any, limits: Limits) -> None:
         _check_token_ids(value, limits)
         return
     allowed = BYTES_PER_TOKEN * limits.max_model_len
-    try:
-        # A character is a byte or more: one that is too long is not encoded.
-        size = len(value) if len(value) > allowed else len(value.encode())
-    except UnicodeEncodeError:
-        raise ConfigError(f"specplugins: reference must be valid UTF-8, not {shown(value)}.") from None
+    # A character is a byte or more: one that is too long is not encoded.
+    if len(value) <= allowed and not _is_utf8(value):
+        raise ConfigError(f"specplugins: reference must be valid UTF-8, not {shown(value)}.")
+    size = len(value) if len(value) > allowed else len(value.encode())
     if size > allowed:
         raise ConfigError(
             f"specplugins: reference must be at most {allowed} bytes of text where max_model_len is "
@@ -188,10 +275,8 @@ def _check_reference(value: Any, limits: Limits) -> None:
 def _check_token_ids(value: Any, limits: Limits) -> None:
     """Raises ConfigError unless `value` is a list of at most max_model_len token ids; looks at no more of them."""
     is_list = isinstance(value, list | tuple)
-    if is_list and len(value) > limits.max_model_len:
-        raise ConfigError(
-            f"specplugins: reference must be at most {limits.max_model_len} tokens (max_model_len), not {len(value)}."
-        )
+    if is_list:
+        _check_number(len(value), limits.max_model_len)
     fits = is_list and set(map(type, value)) <= {int}
     if fits and value:
         try:
@@ -205,34 +290,46 @@ def _check_token_ids(value: Any, limits: Limits) -> None:
         raise ConfigError(f"specplugins: reference must be {allowed}, not {shown(value)}.")
 
 
-def _is_small(value: Any) -> bool:
-    """Whether a value holds at most MAX_OWN_SIZE values and characters, MAX_NESTING deep; looks at no more of them."""
-    level, size = [value], 0
-    for _ in range(MAX_NESTING):
-        below: list[Any] = []
-        for item in level:
-            size += len(item) + 1 if isinstance(item, str | bytes | list | tuple | Mapping) else 1
-            if size > MAX_OWN_SIZE:
-                return False
-            if isinstance(item, Mapping):
-                below += [*item.keys(), *item.values()]
-            elif isinstance(item, list | tuple):
-                below += item
-            elif not _can_travel(item):
-                return False
-        if not below:
-            return True
-        level = below
-    return False
+def _check_number(num_tokens: int, max_model_len: int) -> None:
+    if num_tokens > max_model_len:
+        raise ConfigError(
+            f"specplugins: reference must be at most {max_model_len} tokens (max_model_len), not {num_tokens}."
+        )
 
 
-def _can_travel(item: Any) -> bool:
-    """Whether the engine's messages can hold a text or a number."""
-    if isinstance(item, int):
-        return -(2**63) <= item < 2**63
+class _CannotTravel(Exception):
+    """A value that the engine's messages cannot hold, or that is too large."""
+
+
+def _copied(value: Any, levels: int, left: list[int]) -> Any:
+    """A copy in plain dictionaries, lists, texts and numbers; `left` of the size that it may have is counted down.
+
+    Raises:
+        _CannotTravel: it is larger or deeper, and no more of it is looked at; or it holds something else.
+    """
+    left[0] -= 1 + (len(value) if isinstance(value, str | bytes | list | tuple | Mapping) else 0)
+    if left[0] < 0 or levels == 0:
+        raise _CannotTravel
+    match value:
+        case Mapping():
+            return {_copied(key, 1, left): _copied(item, levels - 1, left) for key, item in value.items()}
+        case list() | tuple():
+            return [_copied(item, levels - 1, left) for item in value]
+        case None | bool() | bytes():
+            return value
+        case float():
+            return float(value)
+        case int() if -(2**63) <= value < 2**63:
+            return int(value)
+        case str() if _is_utf8(value):
+            return str(value)
+    raise _CannotTravel
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether a text can be encoded: JSON may hold halves of characters."""
     try:
-        if isinstance(item, str):
-            item.encode()
+        text.encode()
     except UnicodeEncodeError:
         return False
     return True

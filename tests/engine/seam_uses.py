@@ -50,6 +50,7 @@ RECEIVERS: dict[str, str] = {
     "_sampler": "Sampler",
     "_speculator": "DraftModelSpeculator",
     "CUDAGraphMode": "CUDAGraphMode",
+    "ChatCompletionRequest": "ChatCompletionRequest",
     "EngineArgs": "EngineArgs",
     "args": "EngineArgs",
     "array": "UvaBackedTensor",

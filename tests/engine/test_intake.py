@@ -5,6 +5,7 @@ import importlib
 import json
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,14 +14,20 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_specplugins.engine.line import Line
+from vllm_specplugins.engine.line import PIECE, Line, Work, finished, pieces
 from vllm_specplugins.engine.options import Intake, request_options
 from vllm_specplugins.engine.own_checks import MOST_LEFT_BEHIND
+from vllm_specplugins.engine.prediction import Predicted
 from vllm_specplugins.methods import parse_config
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
 MAX_MODEL_LEN = 4096
 GO_ON = threading.Event()  # of checks that hang
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit
 
 
 class Choosy:
@@ -32,6 +39,8 @@ class Choosy:
             assert GO_ON.wait(30)
         if "crash" in options:
             raise SystemExit(options["crash"])
+        if "unspeakable" in options:
+            raise Unspeakable
         if "reference" in options and options["reference"].tolist() == [1, 2, 3]:
             raise KeyError("three")
         if not isinstance(options.get("depth", 1), int):
@@ -110,20 +119,85 @@ def test_beside_the_event_loop(intake: Intake, monkeypatch: pytest.MonkeyPatch) 
     assert threads and threading.get_ident() not in threads
 
 
+def saying(done: list[int], size: int, num_pieces: int = 1) -> Work[int]:
+    """Work that says its size after each piece."""
+    for _ in range(num_pieces):
+        done.append(size)
+        yield
+    return size
+
+
+def waiting_for(event: threading.Event) -> Work[bool]:
+    yield
+    return event.wait(30)
+
+
+def failing() -> Work[int]:
+    yield
+    return 1 // 0
+
+
 def test_line() -> None:
     """The shortest first, whoever came first; who went away is not worked for. Kills: first come, first served."""
     line, done, may_go_on = Line(), list[int](), threading.Event()
-    futures = [line.submit(1, lambda: may_go_on.wait(30))]
-    futures += [line.submit(size, lambda size=size: done.append(size)) for size in (900, 30, 500, 30)]
-    cancelled = line.submit(10, lambda: done.append(10))
+    futures: list[Any] = [line.submit(1, waiting_for(may_go_on))]
+    futures += [line.submit(size, saying(done, size)) for size in (9000000, 300000, 5000000, 300000)]
+    cancelled = line.submit(10, saying(done, 10))
     assert cancelled.cancel()
-    failing = line.submit(1000, lambda: 1 // 0)
+    fails = line.submit(10000000, failing())
     may_go_on.set()
-    for future in futures:
-        future.result(30)
-    assert done == [30, 30, 500, 900]
+    assert [future.result(30) for future in futures[1:]] == [9000000, 300000, 5000000, 300000]
+    assert done == [300000, 300000, 5000000, 9000000]
     with pytest.raises(ZeroDivisionError):
-        failing.result(30)
+        fails.result(30)
+
+
+def test_line_ages() -> None:
+    """A text waits for shorter ones that came before it or soon after, and for no others. Kills: starvation by a
+    stream of texts that are a little shorter."""
+    now, done, may_go_on = [0.0], list[int](), threading.Event()
+    line = Line(clock=lambda: now[0])
+    first = line.submit(1, waiting_for(may_go_on))
+    long = line.submit(65_000, saying(done, 65_000))
+    for step in range(50):
+        now[0] = step * 0.1
+        last = line.submit(64_000, saying(done, 64_000))
+    may_go_on.set()
+    assert first.result(30) and long.result(30) and last.result(30)
+    assert done.index(65_000) == 1
+
+
+def test_line_works_by_pieces() -> None:
+    """A short text that comes meanwhile waits for one piece of a long one. Kills: texts that are tokenised whole."""
+    line, done, may_go_on, begun = Line(), list[int](), threading.Event(), threading.Event()
+
+    def long() -> Work[None]:
+        for piece in range(3):
+            begun.set()
+            assert may_go_on.wait(30)
+            done.append(piece)
+            yield
+
+    whole = line.submit(100_000_000, long())
+    assert begun.wait(30)
+    short = line.submit(100, saying(done, 100))
+    may_go_on.set()
+    assert short.result(30) == 100 and whole.result(30) is None
+    assert done == [0, 100, 1, 2]
+
+
+def test_pieces_of_a_text(tokenizer: Any, intake: Intake) -> None:
+    """The same tokens as of the whole, and no more work than `max_model_len` allows. Kills: a seam within a word; a
+    text that is tokenised to its end though it has too many tokens already."""
+    text = TEXT * 200
+    assert len(list(pieces(text))) > 1 and "".join(pieces("x" * 10_000)) == "x" * 10_000
+    ids = request_options(intake.resolved(params({"reference": text})))["reference"]
+    assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
+    long = "a b " * 8_000
+    work = intake._tokenize(long)
+    assert len(finished(work)) < MAX_MODEL_LEN + PIECE < len(tokenizer.encode(long, add_special_tokens=False))
+    with pytest.raises(VLLMValidationError, match="reference must be at most 4096 tokens"):
+        intake.resolved(params({"reference": long}))
 
 
 def test_custom_check_options(tokenizer: Any) -> None:
@@ -134,6 +208,7 @@ def test_custom_check_options(tokenizer: Any) -> None:
     refusals = {
         '{"depth": "a"}': "depth must be an integer, not 'a'.",
         '{"crash": 3}': "3",
+        '{"unspeakable": 1}': "an error that cannot be shown",
         '{"reference": [1, 2, 3]}': "'three'",
     }
     for raw, sentence in refusals.items():
@@ -148,7 +223,8 @@ def test_custom_check_options(tokenizer: Any) -> None:
 
 def test_check_options_that_hangs() -> None:
     """It costs its own request the budget, and a 400, and the event loop nothing; of such checks only so many are left
-    behind, until they return. Kills: a check in the event loop's thread, one that is waited for, threads without end.
+    behind, until they return, and others are never refused. Kills: a check in the event loop's thread, one that is
+    waited for, threads without end, a check of options that are none of the proposer's.
     """
     intake = Intake(Configured(method="custom", proposer="test_intake:Choosy", time_budget_ms=200), Sizes(), None)
     good, hanging = params({"depth": 3}), params({"hang": 1})
@@ -166,8 +242,11 @@ def test_check_options_that_hangs() -> None:
     errors = asyncio.run(clients())
     assert {str(error) for error in errors} == {f"{refused}its check_options did not return within 200 ms."}
     assert all(isinstance(error, VLLMValidationError) for error in errors)
-    with pytest.raises(VLLMValidationError, match="8 earlier checks of its check_options have not returned yet"):
-        intake.resolved(good)
+    for options in ({"enabled": False}, {"learn": False}, {"max_draft": 1, "max_context": 5}, {"stages": ["custom"]}):
+        assert request_options(intake.resolved(params(options))) == options, "no business of the check's"
+    for found in (intake.resolved(good), asyncio.run(intake.resolved_beside(params({"depth": 3, "reference": [7]})))):
+        left = request_options(found)
+        assert left["enabled"] is False and "depth" not in left, "served, without drafts"
     go_on.set()
     for check in intake._checks._left_behind:
         assert check.result(30) is None
@@ -176,6 +255,39 @@ def test_check_options_that_hangs() -> None:
     with pytest.raises(VLLMValidationError, match="did not return within 200 ms"):
         intake.resolved(hanging)
     go_on.set()
+
+
+def test_stages_that_need_no_check() -> None:
+    """While checks hang, a cascade's other stages draft. Kills: a request that loses all of its drafts, or gets a stage
+    that it does not allow."""
+    stages = [{"method": "prompt_lookup"}, {"method": "custom", "proposer": "test_intake:Choosy"}]
+    intake = Intake(Configured(method="cascade", policy="first", stages=stages), Sizes(), None)
+    intake._checks._left_behind = [Future() for _ in range(MOST_LEFT_BEHIND)]
+    given = {"depth": 3, "reference": [7], "max_draft": 2}
+    left = request_options(intake.resolved(params(given)))
+    assert left.pop("reference").tolist() == [7] and left.pop("reference_digest")
+    assert left == {"stages": ["prompt_lookup"], "max_draft": 2}
+    assert request_options(intake.resolved(params({"depth": 3, "stages": ["custom"]})))["enabled"] is False
+
+
+def test_prediction(intake: Intake, tokenizer: Any) -> None:
+    """OpenAI's `prediction` is the option `reference`, which comes before it. Kills: parts that get lost; a prediction
+    that is checked, or refused, for a method that reads none; one that is taken for a client's own option."""
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    parts = [{"type": "text", "text": TEXT[:8]}, {"type": "text", "text": TEXT[8:]}]
+    for content in (TEXT, parts):
+        for options in (None, '{"max_draft": 2}', {"max_draft": 2}):
+            found = request_options(
+                intake.resolved(params(Predicted({"type": "content", "content": content}, options)))
+            )
+            assert found["reference"].tolist() == ids and found.get("max_draft") == (options and 2)
+    own = params(Predicted({"type": "content", "content": TEXT}, '{"reference": [1, 2]}'))
+    assert request_options(intake.resolved(own))["reference"].tolist() == [1, 2]
+    for prediction in (5, {}, {"content": 5}, {"content": [5]}, {"content": [{"type": "image_url"}]}, [], "text"):
+        with pytest.raises(VLLMValidationError, match=r"^prediction must be .*, not .*\.$"):
+            intake.resolved(params(Predicted(prediction, None)))
+        other = Intake(Configured(method="early_exit"), Sizes(), tokenizer)
+        assert request_options(other.resolved(params(Predicted(prediction, {"max_draft": 1})))) == {"max_draft": 1}
 
 
 def test_texts_without_a_tokenizer() -> None:

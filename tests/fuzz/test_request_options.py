@@ -11,7 +11,7 @@ from rubbish import JSON, TEXTS, check_sentence, dictionary
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.methods import parse_config
-from vllm_specplugins.request_options import Limits, check_options, draft_limit, read_options, received, resolved
+from vllm_specplugins.request_options import Limits, draft_limit, read_options, received, resolved, understood
 
 VOCAB_SIZE, MAX_MODEL_LEN = 100, 50
 LOOKUP = {"method": "prompt_lookup"}
@@ -54,12 +54,13 @@ def raw_options(draw: st.DrawFn) -> Any:
 @example('{"reference": "\\ud800"}', LIMITS[0], 10)
 @example({"reference": [10**4299]}, LIMITS[0], 10)
 @example({"reference": [1.0] * 10**6}, LIMITS[2], 10)
+@example({"stages": ["prompt_lookup"] * 100 + ["\ud800"]}, LIMITS[2], 10)
+@example('{"stages":[' + '"prompt_lookup",' * 100 + "[" * 500 + "]" * 501 + "}", LIMITS[2], 10)
 def test_bounded_or_refused(raw: Any, limits: Limits, num_tokens: int) -> None:
     """Kills: an option of a wrong type that passes, another exception than the front end expects, an essay, a
     reference that is longer than a request may be."""
     try:
-        options = read_options(raw, MAX_MODEL_LEN)
-        check_options(options, limits)
+        options = understood(read_options(raw, MAX_MODEL_LEN), limits)
         reference = options.get("reference")
         sent = resolved(options, [len(reference) % VOCAB_SIZE] * 3 if isinstance(reference, str) else None, limits)
     except ConfigError as error:
@@ -71,6 +72,7 @@ def test_bounded_or_refused(raw: Any, limits: Limits, num_tokens: int) -> None:
         "reference": None,
         "reference_digest": None,
     }
+    assert set(options.get("stages", ())) <= set(limits.stages) and len(options.get("stages", ())) <= len(limits.stages)
     limit = draft_limit(found, num_tokens, 5, MAX_MODEL_LEN)
     assert isinstance(limit, int) and 0 <= limit <= max(0, min(5, MAX_MODEL_LEN - num_tokens - 1))
     if options.get("enabled") is False:

@@ -6,7 +6,15 @@ and what is allowed.
 
 from vllm_specplugins.config.cascade import BUILT_IN_SETTINGS, BuiltInConfig, CascadeConfig, StageConfig
 from vllm_specplugins.config.checks import ConfigError, check_fields, check_value, integer, meant, said, shown
-from vllm_specplugins.config.parts import built_in_stage, layers_to_hand_out, parts, sample_methods, with_exits
+from vllm_specplugins.config.parts import (
+    built_in_stage,
+    layers_to_hand_out,
+    methods_of,
+    parts,
+    sample_methods,
+    stage_names,
+    with_exits,
+)
 from vllm_specplugins.config.proposers import (
     CustomConfig,
     EarlyExitConfig,
@@ -42,9 +50,11 @@ __all__ = [
     "integer",
     "layers_to_hand_out",
     "meant",
+    "methods_of",
     "parts",
     "said",
     "sample_methods",
     "shown",
+    "stage_names",
     "with_exits",
 ]

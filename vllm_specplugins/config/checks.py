@@ -4,6 +4,7 @@ import difflib
 import reprlib
 from collections.abc import Iterable
 from dataclasses import MISSING, field, fields
+from itertools import islice
 from typing import Any
 
 MAX_NUM_LAYERS = 10_000
@@ -43,16 +44,29 @@ def choice(default: str, *others: str) -> Any:
     return field(default=default, metadata={"kind": tuple, "words": (default, *others)})
 
 
-# A client's value may be large: no more of it is written out than may be shown.
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlevel = 8
-_BRIEF.maxdict = _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxset = 60
-_BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 200
+class _Brief(reprlib.Repr):
+    """A client's value may be large: no more of it is looked at than may be shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 8
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = 60
+        self.maxstring = self.maxlong = self.maxother = 200
+        self._left = 60  # values that can be shown
+
+    def repr1(self, x: Any, level: int) -> str:
+        self._left -= 1
+        return super().repr1(x, level) if self._left > 0 else "..."
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        if len(x) > self.maxdict:  # which would be sorted
+            x = dict(islice(x.items(), self.maxdict))
+        return super().repr_dict(x, level)
 
 
 def shown(value: object) -> str:
     """`value` as an error message quotes it: at most 60 characters of its repr."""
-    words = " ".join(_BRIEF.repr(value).split())
+    words = " ".join(_Brief().repr(value).split())
     return words if len(words) <= 60 else words[:57] + "..."
 
 
@@ -71,8 +85,8 @@ def said(error: BaseException) -> str:
     its type where it says nothing or cannot."""
     try:
         words = " ".join(str(error).split()) or type(error).__name__
-    except Exception:
-        words = type(error).__name__
+    except BaseException:  # it may be of the user's own making, and exit
+        words = "an error that cannot be shown"
     words = words.rstrip(".").encode(errors="backslashreplace").decode()
     return words if len(words) <= 120 else words[:117] + "..."
 

@@ -1,6 +1,6 @@
 """What stands in a configuration: its own part, or those of its stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,6 +15,20 @@ def parts(config: SpecConfig, kind: type[T]) -> list[T]:
     """The configurations of one kind in a method: its own, or those of its stages."""
     found = [config.own, *(stage.own for stage in getattr(config.own, "stages", ()))]
     return [part for part in found if isinstance(part, kind)]
+
+
+def methods_of(config: SpecConfig) -> list[str]:
+    """The methods that draft: those of a cascade's stages, or the one alone."""
+    return [stage.method for stage in getattr(config.own, "stages", ())] or [config.method]
+
+
+def stage_names(methods: Sequence[str]) -> list[str]:
+    """What options call each stage in the engine: its method, with its number where several have the same.
+
+    >>> stage_names(["prompt_lookup", "early_exit", "early_exit"])
+    ['prompt_lookup', '1 early_exit', '2 early_exit']
+    """
+    return [name if methods.count(name) == 1 else f"{index} {name}" for index, name in enumerate(methods)]
 
 
 def built_in_stage(config: SpecConfig) -> StageConfig | None:

@@ -2,8 +2,7 @@
 
 import asyncio
 import copy
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,18 +12,21 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_specplugins.config import ConfigError, said
-from vllm_specplugins.engine.line import Line
+from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.engine.line import Line, Work, finished, pieces
 from vllm_specplugins.engine.own_checks import OwnChecks
+from vllm_specplugins.engine.prediction import Predicted, take_predictions, text_of
 from vllm_specplugins.methods import option_checks
 from vllm_specplugins.request_options import (
     REFERENCE,
     TENANT,
     Limits,
     Options,
-    check_options,
     read_options,
     received,
     resolved,
+    understood,
+    without_own,
 )
 from vllm_specplugins.structures.store_file import tenant_of
 
@@ -52,7 +54,8 @@ class Intake:
     def __init__(self, speculative_config: Any, model_config: Any, tokenizer: Any):
         config = speculative_config.plugin_config
         self._limits = Limits(config, model_config.get_vocab_size(), model_config.max_model_len)
-        self._wants_reference = bool({"prompt_lookup", "suffix_lookup", "custom"} & set(self._limits.stages))
+        lookups = {"prompt_lookup", "suffix_lookup"} & set(self._limits.stages)
+        self._wants_reference = bool(lookups) or self._limits.passes_own
         self._has_tenants = bool({"suffix_lookup", "token_recycling"} & set(self._limits.stages))
         self._checks = OwnChecks(option_checks(config), config.common.time_budget_ms)
         self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
@@ -68,8 +71,10 @@ class Intake:
             return params
         options = self._read(params)
         text = options.get(REFERENCE)
-        found = self._resolve(options, self._tokenize(text) if isinstance(text, str) else None)
+        found = self._resolve(options, finished(self._tokenize(text)) if isinstance(text, str) else None)
         check = self._checks.begin(_shown(found))
+        if check is None:
+            return _with(params, without_own(found, self._limits))
         try:
             refusal = check.result(self._checks.budget_s)
         except TimeoutError:
@@ -86,9 +91,11 @@ class Intake:
         if isinstance(text, str):
             if self._line is None:
                 self._line = Line()
-            token_ids = await asyncio.wrap_future(self._line.submit(len(text), lambda: self._tokenize(text)))
+            token_ids = await asyncio.wrap_future(self._line.submit(len(text), self._tokenize(text)))
         found = self._resolve(options, token_ids)
         check = self._checks.begin(_shown(found))
+        if check is None:
+            return _with(params, without_own(found, self._limits))
         try:
             refusal = await asyncio.wait_for(asyncio.wrap_future(check), self._checks.budget_s)
         except TimeoutError:
@@ -105,22 +112,32 @@ class Intake:
         return core_request
 
     def _read(self, params: SamplingParams) -> Options:
+        raw = params.extra_args["specplugins"]
         try:
-            options = read_options(params.extra_args["specplugins"], self._limits.max_model_len)
-            check_options(options, self._limits)
+            predicted: Options = {}
+            if isinstance(raw, Predicted):
+                predicted = {REFERENCE: text_of(raw.prediction)} if self._wants_reference else {}
+                raw = {} if raw.options in (None, False) else raw.options
+            options = understood({**predicted, **read_options(raw, self._limits.max_model_len)}, self._limits)
         except ConfigError as error:
             raise VLLMValidationError(str(error)) from None
         if self._wants_reference:
             return options
         return {key: value for key, value in options.items() if key != REFERENCE}
 
-    def _tokenize(self, text: str) -> list[int]:
+    def _tokenize(self, text: str) -> Work[list[int]]:
+        """A reference's tokens, piece by piece; no more than one too many pieces."""
         if self._tokenizer is None:
             raise VLLMValidationError("specplugins: reference must be token ids where the engine has no tokenizer.")
-        try:
-            token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:
-            raise VLLMValidationError(f"specplugins: reference cannot be tokenised ({said(error)}).") from None
+        token_ids: list[int] = []
+        for piece in pieces(text):
+            try:
+                token_ids += self._tokenizer.encode(piece, add_special_tokens=False)
+            except Exception as error:
+                raise VLLMValidationError(f"specplugins: reference cannot be tokenised ({said(error)}).") from None
+            if len(token_ids) > self._limits.max_model_len:
+                break
+            yield
         return token_ids
 
     def _resolve(self, options: Options, token_ids: list[int] | None) -> dict[str, Any]:
@@ -135,7 +152,7 @@ def _shown(found: Mapping[str, Any]) -> Options:
     return MappingProxyType(dict(received(found)))
 
 
-def _with(params: SamplingParams, found: Mapping[str, Any], refusal: str | None) -> SamplingParams:
+def _with(params: SamplingParams, found: Mapping[str, Any], refusal: str | None = None) -> SamplingParams:
     """The parameters with resolved options, unless a proposer refuses these."""
     if refusal is not None:
         raise VLLMValidationError(f"specplugins: the proposer refuses the options: {refusal}.")
@@ -156,20 +173,10 @@ def check_requests() -> None:
     """
     if hasattr(SamplingParams._validate_spec_decode, "__wrapped__"):
         return
-    _wrap(SamplingParams, "_validate_spec_decode", _with_every_parameter)
-    _wrap(InputProcessor, "__init__", _with_intake)
-    _wrap(InputProcessor, "process_inputs", _with_resolved)
-    _wrap(AsyncLLM, "add_request", _with_resolved_beside)
-
-
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
+    wrap(SamplingParams, "_validate_spec_decode", _with_every_parameter)
+    wrap(InputProcessor, "__init__", _with_intake)
+    wrap(InputProcessor, "process_inputs", _with_resolved)
+    wrap(AsyncLLM, "add_request", _with_resolved_beside)
 
 
 def _with_every_parameter(original: Any, self: SamplingParams, speculative_config: Any) -> None:
@@ -184,6 +191,7 @@ def _with_every_parameter(original: Any, self: SamplingParams, speculative_confi
 def _with_intake(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     original(self, vllm_config, *args, **kwargs)
     if getattr(vllm_config.speculative_config, "plugin_config", None) is not None:
+        take_predictions()
         self.specplugins = Intake(vllm_config.speculative_config, vllm_config.model_config, self.tokenizer)
 
 

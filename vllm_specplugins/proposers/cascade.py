@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_specplugins.config import CascadeConfig
+from vllm_specplugins.config import CascadeConfig, stage_names
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.proposers.accounts import Accounts
@@ -54,6 +54,7 @@ class Cascade:
         self._stages = stages
         self._context = context
         self._names = [stage.method for stage in config.stages]
+        self._asked = stage_names(self._names)  # what options call them
         self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
         self._width = context.max_num_draft
         self._most = [stage.num_speculative_tokens or self._width for stage in config.stages]
@@ -191,19 +192,19 @@ class Cascade:
 
     def _combine(self, policy: str) -> Drafter:
         if policy == "verify":
-            drafter: Drafter = Allowed(self._drafter_of(0), None, self._names[0], self._most[0])
+            drafter: Drafter = Allowed(self._drafter_of(0), None, self._asked[0], self._most[0])
             alone: Drafter | None = None
             for index, stage in enumerate(self._stages[1:], start=1):
                 assert isinstance(stage, EarlyExit)
                 checked = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
-                own = self._drafter_of(index), drafter, self._names[index], self._most[index]
+                own = self._drafter_of(index), drafter, self._asked[index], self._most[index]
                 drafter, alone = Allowed(checked, *own[1:]), Allowed(*own)
             return self._gated(drafter, len(self._stages) - 1, alone=alone)
         if policy == "auto" and self._gate is not None:
             return self._by_gate(self._gate)
-        rivals = [(index, name) for index, name in enumerate(self._names[1:], start=1) if policy == "first"]
+        rivals = [(index, name) for index, name in enumerate(self._asked[1:], start=1) if policy == "first"]
         drafters: list[Drafter] = [
-            Allowed(self._gated(self._drafter_of(index), index, rival), None, self._names[index], self._most[index])
+            Allowed(self._gated(self._drafter_of(index), index, rival), None, self._asked[index], self._most[index])
             for index, rival in zip_longest(range(len(self._stages)), rivals)
         ]
         return reduce(POLICIES[policy], drafters)
@@ -212,7 +213,7 @@ class Cascade:
         drafter = self._drafter_of(0)
         if len(self._stages) == 1 or isinstance(self._stages[0], RUN_TARGET):
             drafter = self._gated(drafter, 0)
-        drafter = Allowed(drafter, None, self._names[0], self._most[0])
+        drafter = Allowed(drafter, None, self._asked[0], self._most[0])
         lookup = drafter if self._names[0] in LOOKUPS else None
         for index, stage in enumerate(self._stages[1:], start=1):
             checked = None
@@ -220,7 +221,7 @@ class Cascade:
                 checked = Verified(lookup, stage, index, self._counters[index], self._counters[0])
             drafters = drafter, self._drafter_of(index), checked, lookup
             kinds = not isinstance(stage, RUN_TARGET), isinstance(stage, EarlyExit)
-            limits = self._names[index], self._most[index]
+            limits = self._asked[index], self._most[index]
             drafter = Auto(*drafters, gate, self._rows, self._accounts, index, *kinds, *limits)
             self._gated_stages.append(drafter)
         return drafter

@@ -259,6 +259,12 @@ COMMON: tuple[Seam, ...] = (
         "read",
         "the gates of all ranks go by rank 0's times",
     ),
+    _request(
+        "entrypoints/openai/chat_completion/protocol.py",
+        "ChatCompletionRequest.to_sampling_params",
+        "self max_tokens default_sampling_params",
+        "wrap",
+    ),
     Seam("exceptions.py", "VLLMValidationError", None, "read", "what the front end answers 400 to"),
     Seam(
         "v1/engine/llm_engine.py",
