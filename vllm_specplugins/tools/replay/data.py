@@ -10,7 +10,7 @@ import numpy as np
 from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.draft import Int32Array
 from vllm_specplugins.methods import parse_config
-from vllm_specplugins.request_options import MAX_CONTEXT, Limits, check_options
+from vllm_specplugins.request_options import MAX_CONTEXT, Limits, understood
 from vllm_specplugins.tools.data import Tokenizer, answered, token_ids
 
 LARGE_VOCABULARY = 1 << 18  # as large as that of any model of today
@@ -110,5 +110,5 @@ def _options(row: Mapping[str, Any], tokenizer: Callable[[], Tokenizer]) -> Mapp
         raise ConfigError(f"must hold text as tenant, not {shown(tenant)}.")
     if "reference" in options:
         options = {**options, "reference": token_ids(options["reference"], "reference", tokenizer)}
-    check_options({key: value for key, value in options.items() if key in CHECKED}, LIMITS)
+    understood({key: value for key, value in options.items() if key in CHECKED}, LIMITS)
     return {**options, "tenant": tenant.encode(errors="replace")} if tenant else options
