@@ -276,7 +276,8 @@ def _replay(subparsers: Any) -> None:
     add("--tokenizer", metavar="MODEL", help="folder of a model, or its Hugging Face name; for text")
     add("--methods", nargs="+", default=[], metavar="METHOD",
         help="names, names with K, or values of --speculative-config (default: all that can be played)")  # fmt: skip
-    add("--num-draft", type=listed(whole(1, 64)), default=[3, 5, 8, 12], metavar="K", help="default: 3,5,8,12")
+    add("--num-draft", type=listed(whole(1, 64)), metavar="K",
+        help="default: 3,5,8,12,15,24,31,48,64, as long as the speed rises")  # fmt: skip
     add("--batch", type=listed(whole(1, 4096)), default=[1], metavar="1,32", help="requests at a time (default: 1)")
     add("--requests", type=whole(1, 10_000_000), default=2000, metavar="N", help="most requests (default: 2000)")
     add("--gpu", choices=("h100", "h100-34b"), default="h100",

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from vllm_specplugins.config import ConfigError
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.replay.candidates import Candidate, candidates
-from vllm_specplugins.tools.replay.costs import TABLES, CostTable
+from vllm_specplugins.tools.replay.costs import TABLES, CostTable, HostCost
 from vllm_specplugins.tools.replay.data import Traffic, read_traffic
 from vllm_specplugins.tools.replay.figures import advice, choose, row_of
 from vllm_specplugins.tools.replay.simulate import Load, Totals, simulate
@@ -235,7 +236,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert main(["replay", "--data", "-", "--tokenizer", str(DEMO_MODEL), *arguments]) == 0
     printed, found = capsys.readouterr().out, json.loads(out.read_text())
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "1 at a time" in printed and "2 at a time" in printed and "Serve with prompt_lookup" in printed
+    assert "1 at a time" in printed and "2 at a time" in printed and "Predicted: prompt_lookup" in printed
+    assert "3 requests say little of others" in printed and "The largest K tried is the best" in printed
+    assert max(len(line) for line in printed.splitlines() if not line.startswith("--")) <= 100
     by_key = {(row["batch"], row["method"], row["policy"], row["num_draft"]): row for row in found["rows"]}
     expected = {(b, "prompt_lookup", p, k) for b in (1, 2) for p in ("always", "gated") for k in (2, 6)}
     assert set(by_key) == expected | {(b, "none", "always", 0) for b in (1, 2)}
@@ -243,7 +246,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert 2 < small["tokens_per_step"] <= 3 < large["tokens_per_step"] <= 7
     assert large["speed_up"] > small["speed_up"] > 1 and large["draft_us"] == pytest.approx(10, rel=0.2)
     assert json.loads(printed.split("--speculative-config '")[1].split("'")[0])["num_speculative_tokens"] == 6
-    assert found["output_tokens"] > 100 and found["advice"] in printed
+    assert found["output_tokens"] > 100 and " ".join(found["advice"].split()) in " ".join(printed.split())
 
 
 def test_what_is_compared() -> None:
@@ -273,6 +276,55 @@ def test_choice() -> None:
     rows += [row_of(few, 32, totals(300, 290.0), plain), row_of(many, 32, totals(400, 1000.0), plain)]
     best, gain = choose(rows, [few, many])
     assert best is few and gain == pytest.approx((2 * 300 / 290) ** 0.5)
-    assert "batch 1: 2.00, batch 32: 1.03" in advice(rows, [few, many])
+    assert "(1 at a time: 2.00x (2.00-2.00), 32 at a time: 1.03x (1.03-1.03))" in advice(rows, [few, many])
     slow = [row_of(few, 1, totals(102, 100.0), plain)]
     assert choose(slow, [few])[0] is None and advice(slow, [few]).startswith("Serve without speculation")
+
+
+def test_range_over_requests() -> None:
+    """By hand: half of the requests gain 3 times, half nothing. Kills: a range of steps, one that is not paired with
+    the same requests without drafts, advice where it reaches no speculation."""
+    plain = Totals(emitted=800, step_ms=800.0, by_request={number: (20, 20.0) for number in range(40)})
+    mixed = Totals(emitted=800, by_request={number: (20, 20.0 / (3 if number % 2 else 1)) for number in range(40)})
+    mixed.step_ms = sum(ms for _, ms in mixed.by_request.values())
+    candidate = Candidate("lookup", "always", {"num_speculative_tokens": 4})
+    row = row_of(candidate, 1, mixed, plain)
+    assert row.speed_up == pytest.approx(1.5) and 1.3 < row.low < 1.42 and 1.58 < row.high < 1.8
+    even = Totals(emitted=800, step_ms=400.0, by_request={number: (20, 10.0) for number in range(40)})
+    sure = row_of(candidate, 1, even, plain)
+    assert (sure.low, sure.high) == pytest.approx((2.0, 2.0)) and "--speculative-config" in advice([sure], [candidate])
+    unsure = replace(sure, low=0.9)
+    assert "--speculative-config" not in advice([unsure], [candidate])
+
+
+def test_the_host_has_its_share() -> None:
+    """Host and device side by side, or one after the other. Kills: a step shorter than the host's, a sum where they
+    overlap, no sum where the device waits, drafting counted twice."""
+    beside, waiting = HostCost((1000.0, 1700.0, 4100.0)), HostCost((1000.0, 1700.0, 4100.0), waits=True)
+    assert [beside.step_ms(count, 2.0) for count in (1, 8, 32, 42)] == pytest.approx([2.0, 2.0, 4.1, 5.1])
+    assert waiting.step_ms(1, 2.0) == pytest.approx(3.0)
+    for host, drafting_ms in ((beside, 0.0), (replace(waiting), None)):
+        totals, _ = played(made((3, 7)), {}, Load(CostTable.line(0.5, 0.0), host=host))
+        step_ms = 1.0 if host is beside else 1.5
+        assert totals.step_ms == pytest.approx(6 * step_ms)
+        assert drafting_ms is None or totals.drafting_ms == drafting_ms
+    hosts = {candidate.method: candidate.host for candidate in candidates([], [5])}
+    assert hosts["suffix_lookup"].waits and not hosts["prompt_lookup"].waits
+    gated = [found.host for found in candidates(["prompt_lookup"], [5])]
+    assert gated[0] == gated[1]
+
+
+def test_larger_k_while_speed_rises(tmp_path: Path, capsys: Any) -> None:
+    """Texts that are copied whole, and texts that are not. Kills: a ladder that ends at 12, one that goes on where
+    nothing is gained, one that ends at the first step down."""
+    rng = np.random.default_rng(0)
+    largest, costs = {}, ["--step-ms", "10", "--token-ms", "0.01", "--draft-us", "0"]
+    for name, copies in (("copied", True), ("strange", False)):
+        texts = [rng.integers(0, 30_000, 200).tolist() for _ in range(4)]
+        others = texts if copies else [rng.integers(0, 30_000, 200).tolist() for _ in range(4)]
+        rows = [{"prompt": text, "output": other} for text, other in zip(texts, others, strict=True)]
+        out = tmp_path / f"{name}.json"
+        files = ["--data", str(lines(tmp_path, *rows)), "--json", str(out)]
+        assert main(["replay", *files, "--methods", "prompt_lookup", *costs]) == 0
+        largest[name] = max(row["num_draft"] for row in json.loads(out.read_text())["rows"])
+    assert largest["copied"] == 64 and largest["strange"] <= 12

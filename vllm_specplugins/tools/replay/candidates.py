@@ -5,11 +5,23 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_specplugins.config import CommonConfig, ConfigError, built_in_stage
-from vllm_specplugins.methods import METHODS, parse_config, reads_likeliest, registered_methods, runs_target
+from vllm_specplugins.methods import (
+    METHODS,
+    drafts_on_device,
+    parse_config,
+    reads_likeliest,
+    registered_methods,
+    runs_target,
+)
 from vllm_specplugins.tools.picker import Config, pick_methods
+from vllm_specplugins.tools.replay.costs import LOOKUP_US, NO_SPECULATION_US, HostCost
 
 ALWAYS, GATED = "always", "gated"
 SHARED = {entry.name for entry in fields(CommonConfig)}
+
+
+# K that are tried where the user names none: on, as long as the speed rises.
+LADDER = (3, 5, 8, 12, 15, 24, 31, 48, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +36,19 @@ class Candidate:
     def num_draft(self) -> int:
         """K."""
         return int(self.config["num_speculative_tokens"])
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What its rows are found by."""
+        return self.method, self.policy, self.num_draft
+
+    @property
+    def host(self) -> HostCost:
+        """What the host does in its steps: a method behind a gate is where it is without one."""
+        stages = self.config.get("stages", ())
+        alone = stages[0] if len(stages) == 1 else self.config
+        waits = not drafts_on_device(parse_config({**alone}))
+        return HostCost(NO_SPECULATION_US if waits else LOOKUP_US, waits)
 
 
 def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candidate]:

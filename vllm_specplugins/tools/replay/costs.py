@@ -56,6 +56,36 @@ def _h100(layers: int, kv_bytes: int, model: str, us: Mapping[int, float]) -> Co
     )
 
 
+@dataclass(frozen=True, slots=True)
+class HostCost:
+    """What the engine's thread does in a step. Where drafting is on the device, host and device work side by side, and
+    a step takes as long as the slower one; what drafts on the host waits for the device.
+
+    Args:
+        us: at 1, 8 and 32 requests.
+        waits: whether drafting waits for the step before it.
+    """
+
+    us: tuple[float, float, float]
+    waits: bool = False
+
+    def step_ms(self, num_reqs: int, device_ms: float) -> float:
+        """Of a step with so many requests that keeps the device busy for so long."""
+        low, middle, high = self.us
+        slope = (high - middle) / (32 - 8)
+        within = float(np.interp(num_reqs, (1, 8, 32), (low, middle, high)))
+        ms = (within + slope * max(0, num_reqs - 32)) / 1000
+        return device_ms + ms if self.waits else max(device_ms, ms)
+
+
+# us of the engine's thread, Model Runner V2, asynchronous, minima on the null device: an engine whose device does
+# nothing (an EPYC core, vLLM 0.32.0, K = 5; the driver's own calls are not in it).
+NO_SPECULATION_US, LOOKUP_US = (556.0, 663.0, 956.0), (1085.0, 1234.0, 1680.0)
+HOST_SOURCE = (
+    "the host's share as measured on an engine whose device does nothing: 0.56, 0.66 and 0.96 ms a step at 1, 8 and 32 "
+    "requests without speculation, 1.09, 1.23 and 1.68 with prompt_lookup beside the device; what drafts on the host "
+    "makes the device wait"
+)
 BANDWIDTH = 3.35e12  # bytes per second of an H100 SXM
 # Tables by the name that --gpu takes.
 TABLES: Mapping[str, CostTable] = {

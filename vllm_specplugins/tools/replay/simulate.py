@@ -6,13 +6,13 @@ others decode takes part from the next step on, and makes that step say nothing 
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext
 from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.tools.replay.costs import CostTable
+from vllm_specplugins.tools.replay.costs import CostTable, HostCost
 from vllm_specplugins.tools.replay.data import Traffic
 from vllm_specplugins.tools.replay.player import Fate, Player
 
@@ -25,11 +25,18 @@ class Load:
 
     Args:
         draft_us: of drafting, for each request and step; None: what it takes here.
+        host: what the engine's thread does beside that; None: it is in the costs.
     """
 
     costs: CostTable
     batch: int = 1
     draft_us: float | None = None
+    host: HostCost | None = None
+
+    def step_ms(self, num_reqs: int, num_draft: int, num_context: int) -> float:
+        """See CostTable; with the host."""
+        ms = self.costs.step_ms(num_reqs, num_draft, num_context)
+        return ms if self.host is None else self.host.step_ms(num_reqs, ms)
 
 
 @dataclass(slots=True)
@@ -40,6 +47,7 @@ class Totals:
         drafts: steps that verified a draft.
         step_ms: of the engine, drafting excluded.
         drafting_ms: of the proposer and what is around it, on this machine or as the load says.
+        by_request: of each, by number, tokens emitted and its share of the time.
     """
 
     steps: int = 0
@@ -50,11 +58,16 @@ class Totals:
     step_ms: float = 0.0
     drafting_ms: float = 0.0
     faults: dict[str, int] = field(default_factory=dict)
+    by_request: dict[int, tuple[int, float]] = field(default_factory=dict)
 
-    def add(self, fates: Sequence[Fate]) -> None:
-        """What became of requests in a step."""
-        self.steps += len(fates)
-        for drafted, accepted, emitted in fates:
+    def add(self, fates: Mapping[int, Fate], step_ms: float, drafting_ms: float) -> None:
+        """What became of requests in a step; one whose prompt it computed got nothing."""
+        self.step_ms += step_ms
+        self.drafting_ms += drafting_ms
+        for number, (drafted, accepted, emitted) in fates.items():
+            tokens, ms = self.by_request.get(number, (0, 0.0))
+            self.by_request[number] = tokens + emitted, ms + (step_ms + drafting_ms) / len(fates)
+            self.steps += emitted > 0
             self.drafts += drafted > 0
             self.drafted += drafted
             self.accepted += accepted
@@ -137,12 +150,10 @@ class _Engine:
         decoding = [number for number in running if not player.is_new(number)]
         num_draft = sum(map(player.num_drafted, decoding))
         context = sum(player.lengths[number] for number in decoding)
-        step_ms = load.costs.step_ms(len(decoding), num_draft, context) if decoding else 0.0
+        step_ms = load.step_ms(len(decoding), num_draft, context) if decoding else 0.0
         fates = player.step(running, step_ms if len(decoding) == len(running) else None)
-        totals.add([fate for fate in fates if fate.emitted])
-        totals.step_ms += step_ms
-        if self._barrier is not None:
-            totals.drafting_ms += self._drafting_ms(self._proposing_ms)
+        drafting_ms = self._drafting_ms(self._proposing_ms) if self._barrier is not None else 0.0
+        totals.add(dict(zip(running, fates, strict=True)), step_ms, drafting_ms)
         over = [number for number in running if player.is_said(number)]
         player.forget(over)
         return over
@@ -158,6 +169,8 @@ class _Engine:
 
     def _drafting_ms(self, measured: float) -> float:
         us = self._load.draft_us
+        if us is None and self._load.host is not None and not self._load.host.waits:
+            return 0.0  # it drafts on the device, and is in the host's share
         return measured if us is None else us * self._num_reqs / 1000
 
     def _told(self, value: Any) -> Any:
