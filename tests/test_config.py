@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_specplugins.config import ConfigError, PromptLookupConfig, built_in_stage
+from vllm_specplugins.config.elsewhere import ELSEWHERE
 from vllm_specplugins.methods import BUILT_IN, METHODS, parse_config
 
 RUBBISH: list[Any] = [
@@ -160,6 +161,30 @@ def test_nearest_name(config: dict[str, Any], meant: str) -> None:
     """Fails if a misspelt field, or a misspelt stage, is not told what it may have been."""
     with pytest.raises(ConfigError, match=f"; did you mean {meant!r}\\?$"):
         parse_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "end"),
+    [
+        ({"method": "prompt_lookup", "prompt_lookup_max": 5}, "prompt_lookup_max is vLLM's; here it is max_ngram."),
+        ({"method": "suffix_lookup", "draft-p-min": 0.5}, "draft-p-min is llama.cpp's; here it is min_confidence."),
+        ({"method": "cascade", "stages": [], "draft-p-min": 0.5}, "draft-p-min is llama.cpp's; here it is gate."),
+        ({"method": "cascade", "stages": [{"method": "NGRAM"}]}, "NGRAM is SGLang's; here it is prompt_lookup."),
+    ],
+)
+def test_names_of_elsewhere(config: dict[str, Any], end: str) -> None:
+    """Kills: a setting of another engine refused without its name here."""
+    with pytest.raises(ConfigError, match=re.escape(end) + "$"):
+        parse_config(config)
+
+
+def test_the_page_has_the_names_of_elsewhere() -> None:
+    """Kills: a refusal that names another field than docs/from-elsewhere.md, or none that the page has."""
+    page = (Path(__file__).parents[1] / "docs" / "from-elsewhere.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    for name, (_, ours) in ELSEWHERE.items():
+        [row] = [row for row in rows if re.search(rf"`-*{name.replace('_', '[-_]')}`", row)]
+        assert all(f"`{own}`" in row for own in ours), row
 
 
 @pytest.mark.parametrize(

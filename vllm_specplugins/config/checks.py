@@ -7,6 +7,8 @@ from dataclasses import MISSING, field, fields
 from itertools import islice
 from typing import Any
 
+from vllm_specplugins.config.elsewhere import name_here
+
 MAX_NUM_LAYERS = 10_000
 
 
@@ -76,7 +78,10 @@ def meant(name: object, names: Iterable[str]) -> str:
     >>> meant("max_ngrams", ["max_ngram", "min_ngram"]), meant(5, ["max_ngram"])
     ("; did you mean 'max_ngram'?", '.')
     """
-    near = difflib.get_close_matches(shown(name), list(names), 1)
+    names = list(names)
+    if elsewhere := name_here(name, names):
+        return f"; {elsewhere}."
+    near = difflib.get_close_matches(shown(name), names, 1)
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
