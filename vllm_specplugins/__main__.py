@@ -146,7 +146,8 @@ def _calibrate(subparsers: Any) -> None:
     command = subparsers.add_parser("calibrate", help=words, description=f"Will {words}.", epilog=example)
     _common(command)
     add = command.add_argument
-    add("--out", type=Path, metavar="DIR", help="folder for calibration.json, a plot and the engines' logs")
+    add("--out", type=Path, metavar="DIR", help="folder for calibration.json and the engines' logs")
+    add("--plot", type=Path, metavar="FILE", help="where to draw agreement and speed-ups by layer, as PNG")
     add("--layers", type=layer_list, metavar="1,2,4", help="exit layers to look at (default: all but the last)")
     add("--exit-head", type=Path, metavar="DIR", help="a trained head to look at as well")
     add("--jump", type=Path, metavar="DIR", help="a trained jump to serve as well")

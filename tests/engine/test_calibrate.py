@@ -23,7 +23,10 @@ def test_calibrates_the_demo_model(tmp_path: Path) -> None:
     options += " --also prompt_lookup"
     command = [sys.executable, "-m", "vllm_specplugins", "calibrate", DEMO_MODEL, *options.split()]
     done = subprocess.run(
-        [*command, "--out", tmp_path / "out", "--data", *files], capture_output=True, text=True, env=os.environ
+        [*command, "--out", tmp_path / "out", "--plot", tmp_path / "out.png", "--data", *files],
+        capture_output=True,
+        text=True,
+        env=os.environ,
     )
     assert done.returncode == 0, done.stderr
     assert "tokens/step" in done.stdout and "Traceback" not in done.stderr
@@ -38,7 +41,7 @@ def test_calibrates_the_demo_model(tmp_path: Path) -> None:
     for row in found["rows"]:
         assert 1 <= row["prediction"]["tokens_per_step"] <= 5
         assert set(row["prediction"]["by_num_draft"]) == {"1", "2", "3", "4"}
-    assert (tmp_path / "out" / "calibration.png").stat().st_size > 10_000
+    assert (tmp_path / "out.png").stat().st_size > 10_000
     [lookup] = found["others"]
     assert lookup["name"] == "prompt_lookup" and 0 < lookup["share"] <= 1 and 0 < lookup["accepted"] <= 1
     # Edits repeat their prompt: where steps are not told apart, or drafts not counted, this is 1.

@@ -16,7 +16,7 @@ from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.measure.engine import Served
 from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig
 from vllm_specplugins.proposers.look_ahead import LookAheadConfig, save_look_ahead
-from vllm_specplugins.tools import calibrate, progress
+from vllm_specplugins.tools import calibrate, progress, report
 from vllm_specplugins.tools.agreement import agreements
 from vllm_specplugins.tools.base_model import BaseModel, Exit
 from vllm_specplugins.tools.served import methods_to_serve
@@ -96,7 +96,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpEngine]:
 
 
 def run(model: Path, files: list[Path], *options: str) -> int:
-    few = ("--prompts", "3", "--tokens", "24", "--prompt-tokens", "32", "--max-draft", "4")
+    few = ("--prompts", "8", "--tokens", "24", "--prompt-tokens", "32", "--max-draft", "4")
     also = () if "--also" in options else ("--also", "none")
     return main(["calibrate", str(model), "--data", *map(str, files), *few, *also, *options])
 
@@ -116,7 +116,8 @@ def test_an_exit_that_is_the_model(
     Kills: bits off by a token, a drafted first token, costs of the wrong engine, the wrong K, no word in a file.
     """
     monkeypatch.setattr(progress, "SECONDS", 0.01)
-    assert run(idle_model, text_files, "--out", str(tmp_path), *options) == 0
+    plot = "--plot", str(tmp_path / "calibration.png")
+    assert run(idle_model, text_files, "--out", str(tmp_path), *plot, *options) == 0
     found = json.loads((tmp_path / "calibration.json").read_text())
     first = found["rows"][0]
     assert first["match_rate"] == 1.0 and first["overlap"] == pytest.approx(1.0, abs=1e-4)
@@ -159,7 +160,22 @@ def test_a_busy_machine(
 
     monkeypatch.setattr(MadeUpEngine, "answer", answer)
     assert run(idle_model, text_files) == 0
-    assert ("Do not trust the speed-ups" in capsys.readouterr().out) == warned
+    output = capsys.readouterr().out
+    assert ("Do not trust the speed-ups" in output) == warned == ("--speculative-config" not in output)
+
+
+def test_too_few_prompts(
+    idle_model: Path, text_files: list[Path], engines: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """Kills: a value printed, chosen or drawn from three prompts, without a word; matplotlib where nothing is drawn."""
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    assert run(idle_model, text_files, "--prompts", "3", "--out", str(tmp_path)) == 0
+    output, found = capsys.readouterr().out, json.loads((tmp_path / "calibration.json").read_text())
+    assert "fewer than 8 prompts. No advice." in output and "--speculative-config" not in output
+    assert found["chosen"] is None and "8 prompts" in found["doubt"]
+    assert max(map(len, output.splitlines())) <= 100
+    assert run(idle_model, text_files, "--plot", str(tmp_path / "a.png")) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
 def test_a_trained_head(tiny_model: Path, text_files: list[Path], engines: Any, tmp_path: Path, capsys: Any) -> None:

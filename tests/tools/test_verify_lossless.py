@@ -209,9 +209,9 @@ def test_requests() -> None:
     [
         (
             ["--method", "eagle"],
-            "--method must be a speculative_config in JSON, or one of prompt_lookup, suffix_lookup,",
+            "--method must be of prompt_lookup, suffix_lookup,",
         ),
-        (["--method", '{"method":'], "--method must be JSON, not "),
+        (["--method", '{"method":'], "--method must be names or JSON, not "),
         (["--method", '{"stages": []}'], "--method must name a method, "),
         (["--samples", "99"], "--samples: must be an integer from 100 to 10000000, not '99'"),
         (["--grid", "huge"], "--grid: invalid choice: 'huge'"),

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError, shown
@@ -29,8 +28,9 @@ from vllm_specplugins.tools.agreement import agreements
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer
 from vllm_specplugins.tools.data import MIN_ROW_TOKENS, token_rows
 from vllm_specplugins.tools.files import every_nth, make_folder
-from vllm_specplugins.tools.findings import Findings, Row, show, write
+from vllm_specplugins.tools.findings import JSON_FILE, Findings, Row, facts, plot, show
 from vllm_specplugins.tools.progress import progress
+from vllm_specplugins.tools.report import check_files, stdout, write_json
 from vllm_specplugins.tools.served import Method, cascade_of, measured, methods_to_serve, picked
 from vllm_specplugins.tools.speedup import Costs, Timing, predict
 
@@ -122,16 +122,19 @@ class Bench:
 def run(args: argparse.Namespace) -> int:
     """The command; prints its findings and returns the exit status."""
     methods = methods_to_serve(args)
+    check_files(args)
     prompts = pick_prompts(args)
     layers = check_layers(args)
     logs = make_folder(args.out) if args.out else Path(tempfile.mkdtemp(prefix="specplugins-"))
     with progress() as bars:
         findings = calibrate(args, layers, methods, Bench(args, prompts, logs, bars))
-    show(findings, Console())
+    show(findings, stdout())
     if args.out:
-        write(findings, args.out)
+        write_json(facts(findings), args.out / JSON_FILE, "--out")
     else:
         shutil.rmtree(logs)
+    if args.plot:
+        plot(findings, args.plot)
     return 0
 
 

@@ -69,12 +69,12 @@ def check_files(args: argparse.Namespace) -> None:
             raise ConfigError("--plot needs matplotlib, which is not there (pip install 'vllm-specplugins[tools]').")
 
 
-def write_json(facts: Mapping[str, Any], path: Path) -> None:
+def write_json(facts: Mapping[str, Any], path: Path, option: str = "--json") -> None:
     """Writes a report; ConfigError where that cannot be."""
     try:
         path.write_text(json.dumps(facts, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"--json must be a file that can be written, not {path} ({error.strerror}).") from error
+        raise ConfigError(f"{option} must be a file that can be written, not {path} ({error.strerror}).") from error
 
 
 def save_picture(figure: Any, path: Path) -> None:

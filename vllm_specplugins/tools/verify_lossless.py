@@ -6,7 +6,6 @@ nothing of vLLM; at temperature 0, outputs are held against those without specul
 """
 
 import argparse
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,16 +13,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from rich.console import Console
 
-from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.engine.measure.samples import Drawn, Request, SamplingEngine
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.exact import ExactModel
-from vllm_specplugins.tools.lossless.report import DIED, Judged, Report, show, so_far, write
+from vllm_specplugins.tools.lossless.report import DIED, Judged, Report, facts, show, so_far
 from vllm_specplugins.tools.lossless.statistics import Counts, chi_squared
+from vllm_specplugins.tools.picker import pick
 from vllm_specplugins.tools.progress import progress
+from vllm_specplugins.tools.report import check_files, stdout, write_json
 
 NUM_PROMPTS = 4
 # Engines compute in another order, some with TF32: a token this close to where a cut falls may be in or out.
@@ -111,8 +110,7 @@ def _count(outputs: Sequence[list[int]], counts: Counts) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command; prints its report, and returns 0 if nothing is wrong, else 1."""
     methods = pick_methods(args.method)
-    if args.json and not args.json.parent.is_dir():
-        raise ConfigError(f"--json must be a file in a folder that is there, not {args.json}.")
+    check_files(args)
     cells = grid.GRIDS[args.grid]()
     folder = Path(tempfile.mkdtemp(prefix="specplugins-"))
     model = write_checkpoint(folder / "model", args.seed)
@@ -128,9 +126,9 @@ def run(args: argparse.Namespace) -> int:
             with SamplingEngine(folder / "model", placed, args.seed, method, folder) as engine:
                 judged += verification.judge(engine, method)
     report = Report(judged, {"samples": args.samples, "grid": args.grid, "seed": args.seed, "methods": methods})
-    show(report, Console())
+    show(report, stdout())
     if args.json:
-        write(report, args.json)
+        write_json(facts(report), args.json)
     if DIED not in report.verdicts:  # its log tells why
         shutil.rmtree(folder)
     return 0 if report.is_lossless else 1
@@ -143,28 +141,10 @@ def pick_methods(wanted: Sequence[str] | None) -> dict[str, dict[str, Any]]:
         ConfigError: no method of that name, or no JSON.
 
     >>> list(pick_methods(["jump", '{"method": "ngram", "num_speculative_tokens": 2}']))
-    ['jump-probabilistic', 'jump-coupled', '{"method": "ngram", "num_speculative_tokens": 2}']
+    ['jump-probabilistic', 'jump-coupled', 'ngram:2']
     """
-    if not wanted:
-        return dict(grid.METHODS)
-    picked: dict[str, dict[str, Any]] = {}
-    for text in wanted:
-        if text.lstrip().startswith("{"):
-            picked[text] = _read_config(text)
-            continue
-        named = {name: config for name, config in grid.METHODS.items() if text in (name, config["method"])}
-        if not named:
-            names = ", ".join(grid.METHODS)
-            raise ConfigError(f"--method must be a speculative_config in JSON, or one of {names}, not {shown(text)}.")
-        picked |= named
-    return picked
-
-
-def _read_config(text: str) -> dict[str, Any]:
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--method must be JSON, not {shown(text)} ({error}).") from None
-    if not isinstance(config.get("method"), str):
-        raise ConfigError(f'--method must name a method, as in {{"method": "prompt_lookup"}}, not {shown(text)}.')
-    return dict(config)
+    every = grid.METHODS.items()
+    named = {name: [(name, config)] for name, config in every}
+    for method in {config["method"] for _, config in every}:  # all of its forms
+        named[method] = [(name, config) for name, config in every if config["method"] == method]
+    return pick(wanted or list(grid.METHODS), "--method", named)

@@ -1,29 +1,24 @@
 """What a verification found: a table for the terminal, and JSON."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.lossless.statistics import ChiSquared, holm
+from vllm_specplugins.tools.report import say, show_table, table_of, versions
 
 FALSE_ALARMS = 1e-3  # share of runs in which a lossless method is called lossy
 COLUMNS = ("drafted", "accepted", "chi-squared", "free", "p", "verdict")
 PASSED, REFUSED, UNPROVEN, WRONG, DIED = "passed", "refused", "nothing drafted", "WRONG", "DIED"
 STYLES = {WRONG: "bold red", DIED: "bold red", UNPROVEN: "red", REFUSED: "yellow"}
-LEGEND = f"""\
-chi-squared, free: of the counts of the first tokens against their exact
-probabilities, rare outcomes merged, and its degrees of freedom. Temperature 0:
-outputs against those without speculation, token for token.
-p: how probable such a deviation is if nothing is wrong. The verdict is Holm's
-over all rows: if nothing is wrong, at most one run in {1 / FALSE_ALARMS:,.0f} says {WRONG}."""
+LEGEND = (
+    "chi-squared, free: of the counts of the first tokens against their exact probabilities, rare outcomes merged, and "
+    "its degrees of freedom. Temperature 0: outputs against those without speculation, token for token. p: how "
+    "probable such a deviation is if nothing is wrong. The verdict is Holm's over all rows: if nothing is wrong, at "
+    f"most one run in {1 / FALSE_ALARMS:,.0f} says {WRONG}."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +82,16 @@ def _verdicts(judged: list[Judged]) -> Iterator[str]:
 def show(report: Report, console: Console) -> None:
     """Prints a table for each method, and the verdict."""
     for method in dict.fromkeys(cell.method for cell in report.judged):
-        table = Table(title=method, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-        table.add_column("sampling parameters")
-        for title in COLUMNS:
-            table.add_column(title, justify="right", no_wrap=True)
+        table = table_of("sampling parameters", COLUMNS, method)
         for cell, verdict in zip(report.judged, report.verdicts, strict=True):
             if cell.method == method:
                 table.add_row(cell.cell, *_numbers(cell), verdict, style=STYLES.get(verdict))
-        console.print(table)
-    console.print(LEGEND, highlight=False, soft_wrap=True)
+        show_table(console, table)
+    say(console, LEGEND)
     for verdict, name in ((REFUSED, "refusal"), (DIED, "failure")):
         for sentence in dict.fromkeys(getattr(cell, name) for cell in report.judged if getattr(cell, name)):
-            console.print(f"{verdict}: {sentence}", highlight=False, soft_wrap=True)
-    console.print(f"\n{_conclusion(report)}", highlight=False)
+            say(console, f"{verdict}: {sentence}")
+    say(console, f"\n{_conclusion(report)}")
 
 
 def _numbers(cell: Judged) -> tuple[str, str, str, str, str]:
@@ -127,12 +119,8 @@ def _conclusion(report: Report) -> str:
     return f"{'Lossless' if report.is_lossless else 'NOT proven lossless'}: {numbers}."
 
 
-def write(report: Report, path: Path) -> None:
-    """Writes the report as JSON."""
-    versions = {name: version(name) for name in ("vllm", "torch", "transformers", "vllm-specplugins")}
+def facts(report: Report) -> dict[str, Any]:
+    """The report as JSON takes it."""
     cells = [asdict(cell) | {"verdict": v} for cell, v in zip(report.judged, report.verdicts, strict=True)]
-    facts = {"lossless": report.is_lossless, **report.conditions, "versions": versions, "cells": cells}
-    try:
-        path.write_text(json.dumps(facts, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--json must be a file that can be written, not {path} ({error.strerror}).") from error
+    made = versions("vllm", "torch", "transformers")
+    return {"lossless": report.is_lossless, **report.conditions, "versions": made, "cells": cells}
