@@ -102,18 +102,18 @@ def malformed() -> list[dict[str, Any]]:
     ]
     draft_model = {"method": "draft_model", "model": "m"}
     wrong += [
-        {"method": "cascade", "policy": "first", "stages": [stages[0], {"method": method, "model": value}]}
+        {"method": "cascade", "stages": [stages[0], {"method": method, "model": value}]}
         for method in BUILT_IN
         for value in RUBBISH
         if not (isinstance(value, str) and value) and not (value is None and method == "mtp")
     ]
     wrong += [
-        {"method": "cascade", "policy": "first", "stages": [stages[0], {**draft_model, key: 5}]}
+        {"method": "cascade", "stages": [stages[0], {**draft_model, key: 5}]}
         for key in ("exit_layer", "verification", "draft_sample_method", "x" * 100, 5, None)  # type: ignore[dict-item]
     ]
     wrong += [
         {"method": "cascade", "policy": "verify", "stages": [stages[0], draft_model]},  # `verify` cannot check with it
-        {"method": "cascade", "policy": "first", "stages": [draft_model, {"method": "mtp"}]},
+        {"method": "cascade", "stages": [draft_model, {"method": "mtp"}]},
         {"method": "cascade", "stages": [draft_model, {**stages[1], "draft_sample_method": "probabilistic"}]},
     ]
     options: list[Any] = [value for value in RUBBISH if value != {} and not isinstance(value, dict)]
@@ -230,7 +230,7 @@ def test_the_documented_example() -> None:
 
 def test_built_in_stage() -> None:
     stage = {"method": "eagle3", "model": "m", "quantization": "fp8", "num_speculative_tokens": 3}
-    config = parse_config({"method": "cascade", "policy": "first", "stages": [{"method": "prompt_lookup"}, stage]})
+    config = parse_config({"method": "cascade", "stages": [{"method": "prompt_lookup"}, stage]})
     assert [own.num_speculative_tokens for own in config.own.stages] == [None, 3]
     found = built_in_stage(config)
     assert found is config.own.stages[1] and found is not None and found.method == "eagle3"
@@ -247,3 +247,17 @@ def test_frozen(name: str) -> None:
     config = parse_config(raw)
     with pytest.raises(AttributeError):
         config.common.num_speculative_tokens = 7  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("policy", "first", "policy must be 'auto' or 'verify', not 'first': "),
+        ("policy", "extend", "policy must be 'auto' or 'verify', not 'extend': "),
+        ("cost_table", "f.json", "cost_table is no field any more; leave it out: "),
+    ],
+)
+def test_what_went(field: str, value: str, words: str) -> None:
+    """Fails if a name that there was is refused without saying what to do."""
+    with pytest.raises(ConfigError, match=words):
+        parse_config({"method": "cascade", "stages": [{"method": "prompt_lookup"}], field: value})

@@ -37,7 +37,7 @@ def test_by_name() -> None:
 
 def test_as_a_stage() -> None:
     stages = [{"method": "prompt_lookup"}, {"method": "repeat", "times": 4}]
-    config = parse_config({"method": "cascade", "policy": "first", "gate": "off", "stages": stages})
+    config = parse_config({"method": "cascade", "gate": "off", "stages": stages})
     assert [stage.method for stage in config.own.stages] == ["prompt_lookup", "repeat"]
     assert [name for name, _ in built(config).named_stages()] == ["0 prompt_lookup", "1 repeat"]
     limits = Limits(config, 100, 64)

@@ -228,17 +228,22 @@ def build_proposer(config: SpecConfig, context: ProposerContext) -> Proposer:
     """The proposer that `config` names, ready to propose."""
     if isinstance(config.own, CascadeConfig):
         stages = [_build(stage, context) for stage in config.own.stages]
-        return _build(config, context, stages)
+        proposer: Proposer = import_object(_path(config))(config, context, stages)
+        return proposer
     return _build(config, context)
 
 
-def _build(config: SpecConfig | StageConfig, context: ProposerContext, *more: Any) -> Proposer:
+def _build(config: SpecConfig | StageConfig, context: ProposerContext) -> Proposer:
     if isinstance(config.own, CustomConfig):
         return _build_custom(config.method, config.own, context)
+    proposer: Proposer = import_object(_path(config))(config.own, context)
+    return proposer
+
+
+def _path(config: SpecConfig | StageConfig) -> str:
     path = _method(config.method).proposer
     assert path is not None
-    proposer: Proposer = import_object(path)(config.own, context, *more)
-    return proposer
+    return path
 
 
 def _build_custom(method: str, config: CustomConfig, context: ProposerContext) -> Proposer:

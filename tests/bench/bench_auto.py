@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=12)
     parser.add_argument("--most", type=int, default=4, help="tokens that the exit drafts")
     parser.add_argument("--exit-layer", type=int, default=1)
-    parser.add_argument("--policies", nargs="+", default=["first", "extend"])
+    parser.add_argument("--policies", nargs="+", default=["verify"])
     parser.add_argument("--results", type=Path, help="JSON file: what was measured before, and is kept")
     args = parser.parse_args()
     own = settings("exit", args.width, args.most, [*args.policies, "auto"])

@@ -43,7 +43,7 @@ def configs(draft_model: str, temperature: float, policy: str) -> dict[str, dict
     stage = {"method": "draft_model", "model": draft_model, "num_speculative_tokens": K}
     alone: dict[str, Any] = stage
     if temperature:
-        alone = {"method": "cascade", "num_speculative_tokens": K, "gate": "off", "policy": "first", "stages": [stage]}
+        alone = {"method": "cascade", "num_speculative_tokens": K, "gate": "off", "stages": [stage]}
     both = {"method": "cascade", "num_speculative_tokens": LONGEST, "policy": policy}
     return {"alone": alone, "both": {**both, "stages": [{"method": "prompt_lookup"}, stage]}}
 

@@ -23,7 +23,7 @@ import torch
 
 K, VOCAB_SIZE, NUM_STEPS = 5, 500, 120
 STEP_MS = 500.0, 0.2  # of a step, and of a draft token more
-SETTINGS = [(policy, gate) for policy in ("first", "extend", "verify", "auto") for gate in ("off", "auto")]
+SETTINGS = [(policy, gate) for policy in ("verify", "auto") for gate in ("off", "auto")]
 
 
 class Successors:

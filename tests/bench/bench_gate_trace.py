@@ -37,7 +37,6 @@ OFF_WITHIN, ON_WITHIN = 64, 32
 CONFIG = {
     "method": "cascade",
     "num_speculative_tokens": K,
-    "policy": "first",
     "stages": [{"method": "prompt_lookup", "min_ngram": 5}, {"method": "prompt_lookup", "min_ngram": 1}],
 }
 

@@ -31,7 +31,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "ngram_gpu": {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 8},
     "prompt_lookup": LOOKUP,
-    "cascade": {"method": "cascade", "policy": "first", "stages": [LOOKUP, EXIT]},
+    "cascade": {"method": "cascade", "stages": [LOOKUP, EXIT]},
     "early_exit": EXIT,
     "coupled": {**EXIT, "draft_sample_method": "coupled"},
 }

@@ -40,7 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "early_exit": {"exit_layer": 1},
     "early_exit, sampled": {"exit_layer": 1, "draft_sample_method": "probabilistic"},
     "prompt_lookup": {},
-    **{f"cascade, {policy}": {"policy": policy, "stages": STAGES} for policy in ("first", "extend", "verify")},
+    **{f"cascade, {policy}": {"policy": policy, "stages": STAGES} for policy in ("auto", "verify")},
 }
 COLUMNS = {
     "launches": "launches",

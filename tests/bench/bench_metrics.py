@@ -53,7 +53,7 @@ def median_us(work: Callable[[], Any], before: Callable[[], Any] = lambda: None)
 
 
 def main() -> None:
-    config = parse_config({"method": "cascade", "policy": "first", "num_speculative_tokens": K, "stages": STAGES})
+    config = parse_config({"method": "cascade", "num_speculative_tokens": K, "stages": STAGES})
     theirs = SimpleNamespace(
         _counter_cls=prometheus_client.Counter,
         _gauge_cls=prometheus_client.Gauge,

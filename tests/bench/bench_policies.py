@@ -36,7 +36,7 @@ EXITS = {"exit": {"method": "early_exit", "exit_layer": 1}, "head": {"method": "
 def settings(stage: str, width: int, most: int, policies: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Cascades by name: each stage alone, and both by each policy."""
     limited = {**EXITS[stage], "num_speculative_tokens": most}
-    config = {"method": "cascade", "num_speculative_tokens": width, "policy": "first"}
+    config = {"method": "cascade", "num_speculative_tokens": width}
     found = {"lookup alone": {**config, "stages": [LOOKUP]}, f"{stage} alone": {**config, "stages": [limited]}}
     return found | {policy: {**config, "policy": policy, "stages": [LOOKUP, limited]} for policy in policies}
 
@@ -131,7 +131,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--most", type=int, default=4, help="tokens that the exit drafts")
     parser.add_argument("--stage", choices=EXITS, default="exit")
-    parser.add_argument("--policies", nargs="+", default=["first", "extend", "verify", "auto"])
+    parser.add_argument("--policies", nargs="+", default=["verify", "auto"])
     parser.add_argument("--trace", type=Path)
     args = parser.parse_args()
     own, machine = settings(args.stage, args.width, args.most, args.policies), MACHINES[args.machine]

@@ -56,7 +56,7 @@ def _method(name: str, wide: Path) -> dict[str, Any]:
         return LOOKUP
     if name.startswith("lookup+"):
         stages = [LOOKUP, _method(name.removeprefix("lookup+"), wide)]
-        return {"method": "cascade", "policy": "first", "gate": "off", "stages": stages}
+        return {"method": "cascade", "gate": "off", "stages": stages}
     if name.startswith("layer"):
         return {"method": "early_exit", "exit_layer": int(name.removeprefix("layer")), **SAMPLED}
     if (folder / "exit_head.safetensors").exists():

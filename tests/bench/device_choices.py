@@ -80,9 +80,7 @@ class OnHost(Nothing):
     """The cascade of the host, whose drafting takes the time of the exit's passes."""
 
     def __init__(self, config: dict[str, Any], texts: Sequence[Said], batch: int, costs: Costs):
-        config = (
-            config if "stages" in config else {**config, "method": "cascade", "policy": "first", "stages": [LOOKUP]}
-        )
+        config = config if "stages" in config else {**config, "method": "cascade", "stages": [LOOKUP]}
         longest = max(len(said.token_ids) for said in texts) + 8
         self._exit, self._texts, self._costs = Recorded(texts), texts, costs
         self._width = config["num_speculative_tokens"]

@@ -34,7 +34,7 @@ Results = dict[str, dict[str, Any]]
 
 def cascade(*stages: dict[str, Any]) -> dict[str, Any]:
     own = [{key: value for key, value in stage.items() if key != "num_speculative_tokens"} for stage in stages]
-    return {"method": "cascade", "num_speculative_tokens": K, "policy": "first", "gate": "off", "stages": own}
+    return {"method": "cascade", "num_speculative_tokens": K, "gate": "off", "stages": own}
 
 
 def look_ahead(folder: Path, exit_layer: int, hidden_size: int, num_draft: int = K) -> dict[str, Any]:

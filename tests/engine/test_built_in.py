@@ -37,7 +37,7 @@ def draft_model() -> dict[str, Any]:
     return {"method": "draft_model", "model": str(checkpoint("llama"))}
 
 
-def cascade(*stages: Any, policy: str = "first", gate: str = "off", width: int = K) -> dict[str, Any]:
+def cascade(*stages: Any, policy: str = "auto", gate: str = "off", width: int = K) -> dict[str, Any]:
     return {
         "method": "cascade",
         "num_speculative_tokens": width,
@@ -206,7 +206,7 @@ def test_extended_and_gated(engine: Any, prompts: Any, expected: Any, monkeypatc
     a runner tells no times, or such as leave out what the drafter took.
     """
     arguments, prompts = (QUIET, prompts[:8]) if INTERPRETED else (TINY, prompts)  # few steps, and of one size
-    llm = engine(beside_lookup(policy="extend", gate="auto"), model=str(checkpoint("llama")), **arguments)
+    llm = engine(beside_lookup(gate="auto"), model=str(checkpoint("llama")), **arguments)
     proposer = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker._barrier.proposer
     told_ms = []
 

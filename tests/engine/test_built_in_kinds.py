@@ -48,14 +48,13 @@ def test_a_kind(engine: Any, name: str) -> None:
     config = {
         "method": "cascade",
         "num_speculative_tokens": WIDTH,
-        "policy": "extend",
         "gate": "off",
         "time_budget_ms": 60_000,
     }
-    llm = engine({**config, "stages": [stage_of(kind), LOOKUP]}, **settings)
+    llm = engine({**config, "stages": [LOOKUP, stage_of(kind)]}, **settings)
     assert generate(llm, prompts, [3], max_tokens=NUM_TOKENS) == expected
     [stats] = llm.collective_rpc("specplugins_stats")
-    model, lookup = stats["stages"].values()
+    lookup, model = stats["stages"].values()
     assert stats["faults"] == model["faults"] == {}, model
     assert lookup["asked"] and model["kept"] and model["ms"] > 0, (lookup, model)
     assert len({tuple(tokens) for tokens in expected}) > 1 and spec_metrics(llm)["draft_tokens"] > 0

@@ -74,7 +74,7 @@ def test_a_stage_costs_its_own_drafts_alone(engine: Any, expected: Any) -> None:
     """A custom stage before an exit, which goes on drafting. Kills: a stage without a budget; a stage's fault that is
     the cascade's; a cascade that is switched off with it."""
     stages = [CUSTOM, {"method": "early_exit", "exit_layer": 4}]
-    llm = engine({"method": "cascade", "policy": "first", "gate": "off", "stages": stages, **COMMON})
+    llm = engine({"method": "cascade", "gate": "off", "stages": stages, **COMMON})
     for name in ("sleeps", "raises sys.exit", "writes to a history", "returns ids behind the vocabulary"):
         llm.collective_rpc(plant_in_cascade, args=(name,))
         [before] = llm.collective_rpc("specplugins_stats")

@@ -69,7 +69,7 @@ def expected(checkpoint: Path) -> np.ndarray:  # noqa: F811
     return exact_probs(checkpoint, top_p=1.0)
 
 
-@pytest.mark.parametrize(("policy", "gate"), [("verify", "off"), ("first", "off"), ("extend", "auto")])
+@pytest.mark.parametrize(("policy", "gate"), [("verify", "off"), ("auto", "off"), ("auto", "auto")])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_sampled_cascade(
     engine: Any,

@@ -216,7 +216,7 @@ def test_custom_check_options(tokenizer: Any) -> None:
             intake.resolved(params(raw))
         assert str(error.value).startswith(f"specplugins: the proposer refuses the options: {sentence}")
     stages = [{"method": "prompt_lookup"}, {"method": "custom", "proposer": "test_intake:Choosy"}]
-    cascade = Intake(Configured(method="cascade", policy="first", stages=stages), Sizes(), tokenizer)
+    cascade = Intake(Configured(method="cascade", stages=stages), Sizes(), tokenizer)
     with pytest.raises(VLLMValidationError, match="depth must be an integer"):
         cascade.resolved(params({"depth": None}))
 
@@ -261,7 +261,7 @@ def test_stages_that_need_no_check() -> None:
     """While checks hang, a cascade's other stages draft. Kills: a request that loses all of its drafts, or gets a stage
     that it does not allow."""
     stages = [{"method": "prompt_lookup"}, {"method": "custom", "proposer": "test_intake:Choosy"}]
-    intake = Intake(Configured(method="cascade", policy="first", stages=stages), Sizes(), None)
+    intake = Intake(Configured(method="cascade", stages=stages), Sizes(), None)
     intake._checks._left_behind = [Future() for _ in range(MOST_LEFT_BEHIND)]
     given = {"depth": 3, "reference": [7], "max_draft": 2}
     left = request_options(intake.resolved(params(given)))

@@ -78,8 +78,7 @@ def test_stress(engine: Any, prompts: Any, expected: Any, tmp_path: Path, monkey
 
 @pytest.mark.slow
 @pytest.mark.skipif(RUNNER == "v2", reason="cascades run the same code there")
-@pytest.mark.parametrize("policy", ["first", "extend"])
-def test_stage(engine: Any, prompts: Any, expected: Any, policy: str, tmp_path: Path) -> None:
+def test_stage(engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> None:
     """Behind a lookup, which may have begun a draft that a jump cannot go on with.
 
     Fails if it does, from the state of the newest token.
@@ -87,7 +86,7 @@ def test_stage(engine: Any, prompts: Any, expected: Any, policy: str, tmp_path: 
     jump = write_head(tmp_path, NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0)
     del jump["num_speculative_tokens"]
     stages = [{"method": "prompt_lookup"}, jump]
-    config = {"method": "cascade", "num_speculative_tokens": K, "policy": policy, "gate": "off", "stages": stages}
+    config = {"method": "cascade", "num_speculative_tokens": K, "gate": "off", "stages": stages}
     llm = engine(config)
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     [stats] = llm.collective_rpc("specplugins_stats")

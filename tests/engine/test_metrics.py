@@ -18,7 +18,7 @@ from vllm_specplugins.methods import METHODS as OURS
 STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]
 METHODS: dict[str, dict[str, Any]] = {
     "registered": {"method": "repeat", "times": 3},
-    "first": {"method": "cascade", "policy": "first", "stages": STAGES},
+    "auto": {"method": "cascade", "stages": STAGES},
     "early_exit": {"method": "early_exit", "exit_layer": 1},
     "verify": {"method": "cascade", "policy": "verify", "gate": "off", "stages": STAGES},
 }
@@ -83,10 +83,10 @@ def test_adds_up(engine: Any, name: str) -> None:
     found = ours(llm, config["method"])
     missing = {name for name, series in found.items() if not series}
     absent = {"faults", "stored_outputs", "stored_tokens", "exit_layer"}  # of suffix_lookup, and of a choice
-    if drafts_in_graphs := TAPES and name in ("early_exit", "first"):
+    if drafts_in_graphs := TAPES and name in ("early_exit", "auto"):
         absent |= {"draft_seconds", "step_draft_seconds", "store_bytes"}  # the host only launches them
-    assert missing <= (absent if name == "first" else absent | {"gate_lengths", "store_bytes"})
-    check_sums(found, spec_metrics(llm), trims=drafts_in_graphs and name == "first")  # a lookup's next draft is unsure
+    assert missing <= (absent if name == "auto" else absent | {"gate_lengths", "store_bytes"})
+    check_sums(found, spec_metrics(llm), trims=drafts_in_graphs and name == "auto")  # a lookup's next draft is unsure
     if drafts_in_graphs:
         assert not any(found["draft_seconds"].values()) and found["verification_seconds"][()] > 0
     else:

@@ -19,7 +19,6 @@ COUPLED = {"draft_sample_method": "coupled"}
 GATED = {
     "method": "cascade",
     "num_speculative_tokens": 4,
-    "policy": "first",
     "stages": [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}],
 }
 FAULTY = {

@@ -79,7 +79,7 @@ def test_cascade(engine: Any) -> None:
         {"method": "prompt_lookup"},
         {"method": "early_exit", "exit_layer": 1, "draft_sample_method": "probabilistic"},
     ]
-    config = {"method": "cascade", "num_speculative_tokens": 2, "policy": "first", "gate": "off", "stages": stages}
+    config = {"method": "cascade", "num_speculative_tokens": 2, "gate": "off", "stages": stages}
     llm = engine(
         config, model=str(checkpoint("llama")), skip_tokenizer_init=True, max_model_len=64, max_num_seqs=32,
         async_scheduling=True,

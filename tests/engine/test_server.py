@@ -25,7 +25,7 @@ pytestmark = [
 ]
 STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]
 MAX_MODEL_LEN = 512
-CASCADE = {"method": "cascade", "num_speculative_tokens": 4, "policy": "first", "gate": "off", "stages": STAGES}
+CASCADE = {"method": "cascade", "num_speculative_tokens": 4, "gate": "off", "stages": STAGES}
 
 
 @pytest.fixture(scope="module")

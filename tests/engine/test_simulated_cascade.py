@@ -20,9 +20,9 @@ ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 K, NUM_TOKENS = 4, 16
 STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": NUM_LAYERS}]
 CASES = [
-    ("first", "greedy"),
+    ("auto", "greedy"),
     ("verify", "greedy"),
-    *([("extend", "greedy"), ("first", "probabilistic")] if ALL else []),
+    *([("auto", "probabilistic")] if ALL else []),
 ]
 
 
@@ -86,7 +86,7 @@ def test_identity(engine: Any, device: Device, prompts: Any, expected: Any, poli
 
 def test_an_exit_that_costs_too_much(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
     """Its layers are not run at all. Fails if a graph of the exit is replayed, or if lookups stop with it."""
-    llm = on_device(engine, cascade("first", draft_sample_method="greedy"))
+    llm = on_device(engine, cascade("auto", draft_sample_method="greedy"))
     generate(llm, prompts[:2], [2], max_tokens=4)
     runner(llm).adaptive_verification.set_cost_curves([(1, 1e4), (8, 1e4)], [(n, 8 + 0.1 * n) for n in range(1, 4097)])
     before, counted = drafted(llm), llm.collective_rpc("specplugins_stats")[0]["stages"]["0 prompt_lookup"]["drafted"]
@@ -99,7 +99,7 @@ def test_an_exit_that_costs_too_much(engine: Any, device: Device, prompts: Any, 
 
 def test_an_exit_as_deep_as_it_pays(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
     """Fails if there is no graph of that depth, or if another's is replayed."""
-    llm = on_device(engine, cascade("first", draft_sample_method="greedy"))
+    llm = on_device(engine, cascade("auto", draft_sample_method="greedy"))
     generate(llm, prompts[:2], [2], max_tokens=4)
     for depth in (1, 2):
         before = drafted(llm)
@@ -112,7 +112,7 @@ def test_an_exit_as_deep_as_it_pays(engine: Any, device: Device, prompts: Any, e
 def test_a_layer_chosen_while_serving(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
     """Where all layers, which are always right, cost what one does, the exit goes over to all, to graphs of their own,
     without a wait. Fails if a look reads the device, or another place, or if a graph of another layer is replayed."""
-    llm = on_device(engine, cascade("first", exit_layer=[1, NUM_LAYERS]))
+    llm = on_device(engine, cascade("auto", exit_layer=[1, NUM_LAYERS]))
     speculator = runner(llm).speculator
     choice, speculator._layers._shares[:] = speculator._exit.chosen.choice, 0.1
     with device.waits_forbidden():
@@ -132,7 +132,7 @@ def test_nothing_found_costs_one_token(engine: Any, device: Device) -> None:
     """
     from vllm import SamplingParams
 
-    llm = on_device(engine, cascade("first", draft_sample_method="greedy"))
+    llm = on_device(engine, cascade("auto", draft_sample_method="greedy"))
     manager, lengths = runner(llm).adaptive_verification, []
     drafts_pay(llm, token_ms=0.1)
     prompts = [{"prompt_token_ids": tokens} for tokens in (list(range(10, 60)), [5] * 20)]
@@ -160,7 +160,7 @@ def test_stages_of_a_request(engine: Any, device: Device, prompts: Any, expected
     """Fails if a stage drafts for a request that does not allow it."""
     from vllm import SamplingParams
 
-    llm = on_device(engine, cascade("first", draft_sample_method="greedy"))
+    llm = on_device(engine, cascade("auto", draft_sample_method="greedy"))
     before = llm.collective_rpc("specplugins_stats")[0]["stages"]
     options = {"specplugins": {"stages": ["prompt_lookup"]}}
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=options)

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.slow
 BEFORE_AN_EXIT = {
     "method": "cascade",
     "num_speculative_tokens": 4,
-    "policy": "first",
     "gate": "off",
     "stages": [
         {"method": "token_recycling", "num_speculative_tokens": 2},

@@ -40,7 +40,7 @@ STAGES = st.one_of(
 )
 CASCADE = {
     "stages": st.lists(STAGES, max_size=4) | st.lists(STAGES | JSON, max_size=4),
-    "policy": st.sampled_from(["auto", "verify", "first", "extend"]),
+    "policy": st.sampled_from(["auto", "verify"]),
     "gate": st.sampled_from(["auto", "off"]),
 }
 CONFIGS = st.one_of(

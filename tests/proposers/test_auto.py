@@ -41,19 +41,19 @@ def test_as_good_as_the_best(texts: Any, cell: str, batch: int, machine: str) ->
     speeds = [
         speed_of(config, texts[cell], batch, MACHINES[machine], 2000)
         for config in (
-            cascade("auto", LOOKUP, EXIT), cascade("first", LOOKUP, EXIT), cascade("extend", LOOKUP, EXIT),
-            cascade("first", LOOKUP), cascade("first", EXIT),
+            cascade("auto", LOOKUP, EXIT), cascade("verify", LOOKUP, EXIT),
+            cascade("auto", LOOKUP), cascade("auto", EXIT),
         )
     ]  # fmt: skip
     assert speeds[0] >= 0.98 * max(speeds[1:])
-    assert cell == "copying" or speeds[0] >= 1.05 * max(speeds[3:])
+    assert cell == "copying" or speeds[0] >= 1.05 * max(speeds[2:])
 
 
 def test_as_good_as_the_best_beside_a_built_in_stage(texts: Any) -> None:
     """Fails if a stage that has drafted anyhow is priced, or is never chosen before a lookup."""
-    configs = [cascade(policy, LOOKUP, MODEL) for policy in ("auto", "first", "extend")]
+    configs = [cascade("auto", LOOKUP, MODEL), cascade("auto", LOOKUP), cascade("auto", MODEL)]
     auto, *others = (speed_of(config, texts["sampled"], 4, MACHINES["gpu"], 2000) for config in configs)
-    assert auto >= 0.99 * max(others)
+    assert auto >= 1.05 * max(others)
 
 
 def test_never_loses_where_drafting_is_dear(texts: Any) -> None:
@@ -62,7 +62,7 @@ def test_never_loses_where_drafting_is_dear(texts: Any) -> None:
     machine = MACHINES["cpu"]
     dear = type(machine)(machine.step_ms, machine.token_ms, machine.step_ms, machine.token_ms)
     auto, alone = (speed_of(config, texts["sampled"], 1, dear, 500) for config in (
-        cascade("auto", LOOKUP, EXIT), cascade("first", LOOKUP)))  # fmt: skip
+        cascade("auto", LOOKUP, EXIT), cascade("auto", LOOKUP)))  # fmt: skip
     assert auto >= 0.97 * alone
 
 
@@ -71,7 +71,7 @@ def test_verify_is_no_slower_than_its_last_stage(texts: Any) -> None:
     done."""
     weak = {**EXIT, "exit_layer": LAYERS[0]}
     checked, alone = (speed_of(config, texts["continuing"], 4, MACHINES["cpu"]) for config in (
-        cascade("verify", LOOKUP, weak), cascade("first", weak)))  # fmt: skip
+        cascade("verify", LOOKUP, weak), cascade("auto", weak)))  # fmt: skip
     assert checked >= 0.995 * alone
 
 
@@ -100,7 +100,7 @@ def test_drafts(texts: Any) -> None:
     """Every token is what its stage says behind the text and the tokens before it. Fails if the exit is fed another
     draft than the one that is kept, if nothing is looked up behind its tokens, or that behind others, or if it drafts
     more than its own most."""
-    requests, kinds = texts["sampled"], set()
+    requests, kinds = texts["mixed"], set()
 
     def watch(batch: DraftBatch, drafts: Drafted) -> None:
         for row, (name, history) in enumerate(zip(batch.request_ids, batch.token_ids, strict=True)):

@@ -32,10 +32,8 @@ def drafts_of(draft: Draft) -> list[list[int]]:
     return [tokens[:count].tolist() for tokens, count in zip(draft.token_ids, draft.num_draft, strict=True)]
 
 
-def cascade(policy: str, *stages: Any) -> Any:
-    return build_proposer(
-        parse_config({"method": "cascade", "policy": policy, "gate": "off", "stages": list(stages)}), CONTEXT
-    )
+def cascade(*stages: Any) -> Any:
+    return build_proposer(parse_config({"method": "cascade", "gate": "off", "stages": list(stages)}), CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -63,32 +61,29 @@ def test_continues_only_its_own_beginning(begun: list[int], limit: int, drafted:
 def test_policies() -> None:
     """One request with something to copy, one without."""
     batch = batch_of([[1, 2, 3, 4, 1, 2], [5, 6]], [[3, 8, 9], [7, 8, 9]])
-    assert drafts_of(cascade("first", LOOKUP, MODEL).propose(batch)) == [[3, 4, 1], [7, 8, 9]]
-    assert drafts_of(cascade("first", MODEL, LOOKUP).propose(batch)) == [[3, 8, 9], [7, 8, 9]]
-    batch = batch_of([[1, 2, 3, 4, 1, 2], [5, 6]], [[3, 4, 1], [7, 8, 9]])
-    assert drafts_of(cascade("extend", MODEL, LOOKUP).propose(batch)) == [[3, 4, 1], [7, 8, 9]]
+    assert drafts_of(cascade(LOOKUP, MODEL).propose(batch)) == [[3, 4, 1], [7, 8, 9]]
+    assert drafts_of(cascade(MODEL, LOOKUP).propose(batch)) == [[3, 8, 9], [7, 8, 9]]
 
 
 def test_step_without_its_draft() -> None:
     """Kills: an engine that could not run it, and a cascade that fails."""
-    proposer = cascade("first", LOOKUP, MODEL)
+    proposer = cascade(LOOKUP, MODEL)
     assert drafts_of(proposer.propose(batch_of([[1, 2, 3, 1, 2], [5, 6]], None))) == [[3, 1, 2], []]
 
 
-@pytest.mark.parametrize("policy", ["first", "extend"])
 @pytest.mark.parametrize("num_offered", [0, 1])
-def test_a_short_offer(policy: str, num_offered: int) -> None:
+def test_a_short_offer(num_offered: int) -> None:
     """Steps for which the engine wants fewer than K. Kills: an offer that is taken to be of K tokens."""
     batch = batch_of([[1, 2, 3, 4, 1, 2], [5, 6]], [[3, 8, 9][:num_offered], [7, 8, 9][:num_offered]])
-    drafts = drafts_of(cascade(policy, LOOKUP, MODEL).propose(batch))
+    drafts = drafts_of(cascade(LOOKUP, MODEL).propose(batch))
     assert drafts == [[3, 4, 1], [7][:num_offered]]
-    drafts = drafts_of(cascade(policy, MODEL, LOOKUP).propose(batch))
-    first = {0: [3, 4, 1], 1: [3] if policy == "first" else [3, 4, 1]}[num_offered]
+    drafts = drafts_of(cascade(MODEL, LOOKUP).propose(batch))
+    first = {0: [3, 4, 1], 1: [3]}[num_offered]
     assert drafts == [first, [7][:num_offered]]
 
 
 def test_time_is_counted_at_every_step() -> None:
-    proposer = cascade("first", LOOKUP, MODEL)
+    proposer = cascade(LOOKUP, MODEL)
     for _ in range(2):
         proposer.propose(batch_of([[1, 2, 3, 1, 2]], [[7, 8, 9]]))
     model = proposer.stage_counters()["1 draft_model"]
@@ -96,17 +91,16 @@ def test_time_is_counted_at_every_step() -> None:
 
 
 def test_as_a_proposer() -> None:
-    config = parse_config({"method": "cascade", "policy": "first", "stages": [MODEL, LOOKUP]})
+    config = parse_config({"method": "cascade", "stages": [MODEL, LOOKUP]})
     stage = build_proposer(config, CONTEXT)._stages[0]  # type: ignore[attr-defined]
     assert drafts_of(stage.propose(batch_of([[1], [2]], [[7, 8, 9]] * 2, room=2))) == [[7, 8], [7, 8]]
     assert stage.propose(batch_of([[1]], None)).num_draft.tolist() == [0]
 
 
-@pytest.mark.parametrize("policy", ["first", "auto"])
-def test_its_own_chances_reach_the_gate(policy: str) -> None:
+def test_its_own_chances_reach_the_gate() -> None:
     """Of every second request it is sure, and right; of the others neither. Fails if the gate goes by the place in the
     draft alone, or by another token's chance."""
-    config = {"method": "cascade", "policy": policy, "stages": [{**LOOKUP, "min_ngram": 5}, MODEL]}
+    config = {"method": "cascade", "stages": [{**LOOKUP, "min_ngram": 5}, MODEL]}
     proposer = build_proposer(parse_config(config), CONTEXT)
     lengths: list[int] = []
     for step in range(80):
@@ -137,12 +131,15 @@ def test_spared_while_text_is_copied() -> None:
     or of one request alone; if it is left out for good; or if its time counts only where it ran."""
     context = replace(CONTEXT, max_num_draft=6)
     stages = [LOOKUP, {**MODEL, "num_speculative_tokens": 3}]
-    config = {"method": "cascade", "num_speculative_tokens": 6, "policy": "first", "stages": stages}
+    config = {"method": "cascade", "num_speculative_tokens": 6, "stages": stages}
     proposer: Any = build_proposer(parse_config(config), context)
     copied, new = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3], [5, 6]
     told: list[float] = []
     proposer._add_times = lambda gate, feedback, step_ms: told.append(step_ms)
-    proposer._gate.lengths = lambda rows, stage, confidence, most, *rest: most
+    proposer._gate.shares = lambda rows, found, stage, sure, most, *rest: (
+        found.num_draft,
+        most * (found.num_draft == 0),
+    )
 
     def step(*histories: list[int], room: int = 6, offered: int = 3, ms: float = 8.0) -> list[int]:
         batch = batch_of(list(histories), [[7, 8, 9][:offered]] * len(histories), room)

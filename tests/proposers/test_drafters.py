@@ -17,7 +17,7 @@ from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.cascade import Cascade
 from vllm_specplugins.proposers.drafted import Drafted, dense_logits, of_stage
-from vllm_specplugins.proposers.drafters import Extend, First
+from vllm_specplugins.proposers.drafters import First
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.verified import Alone, Verified
 
@@ -238,7 +238,7 @@ def test_good_offers_save_passes() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_first_and_extend(seed: int) -> None:
+def test_behind_drafts_and_in_their_stead(seed: int) -> None:
     """Kills: a model stage that continues from another place than the end of what was begun."""
     rng = np.random.default_rng(seed)
     batch = make_batch(rng, 4)
@@ -248,7 +248,7 @@ def test_first_and_extend(seed: int) -> None:
     fixed_offers = Offers(rng).draft(batch, None, wanted)
     offers = ids(fixed_offers)
     fixed = SimpleNamespace(draft=lambda batch, begun, wanted: fixed_offers)
-    extended = ids(Extend(fixed, model).draft(batch, None, wanted))
+    extended = ids(fixed_offers.followed_by(model.draft(batch, fixed_offers, wanted - fixed_offers.num_draft)))
     firsts = ids(First(fixed, model).draft(batch, None, wanted))
     own, _ = alone(batch, stage)
     for row, offer in enumerate(offers):
@@ -273,7 +273,7 @@ def cascade(policy: str, gate: str = "off") -> Cascade:
     return proposer
 
 
-@pytest.mark.parametrize("policy", ["verify", "first", "extend"])
+@pytest.mark.parametrize("policy", ["verify", "auto"])
 def test_cascade(policy: str) -> None:
     """The whole proposer: shapes, accounts, and nothing kept of a request that is gone."""
     rng = np.random.default_rng(5)
@@ -301,7 +301,7 @@ def test_config_is_nested() -> None:
     config = parse_config({"method": "cascade", "stages": [{"method": "prompt_lookup"}, {"method": "early_exit"}]})
     assert isinstance(config.own, CascadeConfig)
     assert config.own.stages[1] == StageConfig(method="early_exit", own=EarlyExitConfig())
-    assert (config.own.policy, config.own.gate) == ("auto", "auto")
+    assert (config.own.policy, config.common.gate) == ("auto", "auto")
 
 
 def test_ranks_agree_on_times() -> None:
@@ -315,14 +315,14 @@ def test_ranks_agree_on_times() -> None:
         return [1000 + index for index in range(len(times))]
 
     stages = [{"method": "prompt_lookup", "min_ngram": 1}, {"method": "early_exit", "exit_layer": 2}]
-    config = parse_config({"method": "cascade", "policy": "first", "stages": stages})
+    config = parse_config({"method": "cascade", "stages": stages})
     proposer = build_proposer(config, replace(CONTEXT, agreed=agreed))
     assert isinstance(proposer, Cascade) and proposer._gate is not None
     batch = make_batch(np.random.default_rng(1), 3)
     for _ in range(3):
         draft = proposer.propose(batch)
         proposer.observe(Feedback(batch.request_ids, draft.num_draft, draft.num_draft, step_ms=5.0))
-    assert len(exchanged) == 3 and all(len(times) == 5 for times in exchanged)
+    assert len(exchanged) == 3 and all(len(times) == 4 for times in exchanged)
     [costs] = proposer._gate._costs.by_load.values()
     assert costs.mean_ms == 1000.0 and costs.mean_drafting_ms == 1001.0
 

@@ -35,7 +35,7 @@ HISTORIES = [[7, 8, 9, 7], [1, 2, 3, 4]]
 def cascade(*stages: Any, act: str = "sleeps", context: ProposerContext = CONTEXT) -> Cascade:
     """One of a single stage is given a second one that finds nothing."""
     stages = (*stages, NOTHING) if len(stages) == 1 else stages
-    config = {"method": "cascade", "policy": "first", "gate": "off", "stages": list(stages)}
+    config = {"method": "cascade", "gate": "off", "stages": list(stages)}
     proposer = build_proposer(parse_config(config), context)
     assert isinstance(proposer, Cascade)
     for stage in proposer._stages:
@@ -79,10 +79,10 @@ def test_a_sleeper_costs_one_budget(act: str) -> None:
 
 def test_a_stage_is_switched_off_and_on_alone(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    config = parse_config({"method": "cascade", "policy": "first", "gate": "off", "stages": [CUSTOM, LOOKUP]})
+    config = parse_config({"method": "cascade", "gate": "off", "stages": [CUSTOM, LOOKUP]})
     assert isinstance(config.own, CascadeConfig)
     hostile = HostileProposer(HOSTILE["raises sys.exit"][0])
-    proposer = Cascade(config.own, CONTEXT, [hostile, cascade(LOOKUP)._stages[0]], clock=lambda: now[0])
+    proposer = Cascade(config, CONTEXT, [hostile, cascade(LOOKUP)._stages[0]], clock=lambda: now[0])
     barrier = barrier_of(proposer)
     for _ in range(MAX_FAULTS + 2):
         assert step(barrier) == [3, 0]

@@ -88,7 +88,7 @@ def expected_lengths(
     yields = worths(rivals, most, rival_price)[0].sum(axis=1) > worth.sum(axis=1)
     worth, lengths = np.where(yields[:, None], 0.0, worth), np.where(yields, 0, lengths)
     depth = depth_that_pays(worth.sum(axis=0)[: lengths.max(initial=0)], draft_price)
-    lengths = np.minimum(lengths, min(depth, int(costs.weight)))
+    lengths = np.minimum(lengths, min(depth, costs.longest))
     if price + draft_price / len(rows) < GOOD_ACCEPTANCE:
         followed = np.minimum(2 * gate.records.whole[rows, 0].astype(np.int64), most)
         lengths = np.where(lengths > 0, lengths, followed)
@@ -136,7 +136,7 @@ def expected_shares(
     price, draft_price = rate * costs.slope_ms, rate * gate._draft_ms[1]
     own = [gate.records.chances(rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))]
     plans = []
-    for depth in range(min(K, int(costs.weight)) + 1):
+    for depth in range(min(K, costs.longest) + 1):
         total, plan = -depth * draft_price, []
         for index in range(len(rows)):
             had = [

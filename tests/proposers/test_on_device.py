@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from vllm_specplugins.kernels.history_match import References, Texts, history_ma
 
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext, Sampling, Target
 from vllm_specplugins.methods import build_proposer, parse_config
-from vllm_specplugins.proposers.drafted import of_stage
+from vllm_specplugins.proposers.drafted import Drafted, of_stage
+from vllm_specplugins.proposers.drafters import Allowed, Drafter
 from vllm_specplugins.proposers.on_device import LOOKUP, OnDevice, keep_logits, with_certain
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
@@ -96,19 +98,39 @@ def on_host(policy: str, most: Sequence[int]) -> Any:
         {"method": "prompt_lookup", "min_ngram": 2, "max_ngram": 5, "num_speculative_tokens": most[0]},
         {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": most[1]},
     ]
-    config = {"method": "cascade", "policy": policy, "gate": "off", "stages": stages, "num_speculative_tokens": K}
-    return build_proposer(parse_config(config), CONTEXT)
+    config = {"method": "cascade", "gate": "off", "stages": stages, "num_speculative_tokens": K}
+    cascade: Any = build_proposer(
+        parse_config({**config, "policy": "verify" if policy == "verify" else "auto"}), CONTEXT
+    )
+    if policy == "auto":
+        names = ("prompt_lookup", "early_exit")
+        cascade._drafter = Behind(
+            *(Allowed(cascade._drafter_of(index), None, names[index], most[index]) for index in (0, 1))
+        )
+    return cascade
+
+
+@dataclass
+class Behind:
+    """The second drafter continues where the first one ends."""
+
+    first: Drafter
+    second: Drafter
+
+    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Any) -> Drafted:
+        drafts = self.first.draft(batch, begun, wanted)
+        return drafts.followed_by(self.second.draft(batch, drafts, wanted - drafts.num_draft))
 
 
 @pytest.mark.parametrize(
     ("policy", "rates", "most"),
-    [("first", False, (4, 2)), ("extend", True, (3, 2)), ("verify", True, (K, K)), ("auto", True, (2, 3))],
+    [("first", False, (4, 2)), ("verify", True, (K, K)), ("auto", True, (2, 3))],
 )
 def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> None:
     """Token for token, and each of the same stage. Fails if a request's draft is that of a stage that it does not
-    allow, or longer than that stage's own most, if the exit does not follow the lookup's tokens under `extend`, or
+    allow, or longer than that stage's own most, if the exit does not follow the lookup's tokens under `auto`, or
     follows them under `verify`, or if it takes more steps under `auto` than a draft of its own has tokens."""
-    cascade = on_host("extend" if policy == "auto" else policy, most)
+    cascade = on_host(policy, most)
     device = OnDevice(dict(cascade.named_stages())["1 early_exit"], policy, rates, most[1])
     stages, num_mixed = [0, 0], 0
     for batch in batches():
@@ -134,7 +156,7 @@ def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> 
     kept = [counters.kept for counters in cascade.stage_counters().values()][1]
     assert kept >= stages[1] > NUM_STEPS // 8 and (policy == "auto" or kept == stages[1])
     assert policy == "verify" or stages[0] > NUM_STEPS // 4
-    assert policy not in ("extend", "auto") or num_mixed > NUM_STEPS // 100
+    assert policy != "auto" or num_mixed > NUM_STEPS // 100
 
 
 def test_certain_tokens_are_one_hot() -> None:

@@ -12,7 +12,7 @@ from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch, ProposerContext, Sampling, Target
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
-from vllm_specplugins.proposers.drafters import Allowed, Drafter, Extend, First
+from vllm_specplugins.proposers.drafters import Allowed, Drafter, First
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.verified import Alone, Verified
 
@@ -84,7 +84,7 @@ def expected(policy: str, longest: Sequence[int], allowed: list[bool], text: lis
         return stages[index](text, min(most, longest[index])) if allowed[index] else []
     tokens: Tokens = []
     for stage, is_allowed, own_most in zip(stages, allowed, longest, strict=True):
-        if is_allowed and (policy == "extend" or not tokens):
+        if is_allowed and not tokens:
             tokens += stage(text + [token for token, _, _ in tokens], min(most - len(tokens), own_most))
     return tokens
 
@@ -94,13 +94,12 @@ def drafter_of(policy: str, longest: Sequence[int]) -> Drafter:
     first = Allowed(Cheap(0), None, "0", longest[0])
     if policy == "verify":
         return Allowed(Verified(first, stage, 2, StageCounters()), first, "2", longest[2])
-    join = {"first": First, "extend": Extend}[policy]
     second = Allowed(Cheap(1), None, "1", longest[1])
-    return join(join(first, second), Allowed(Alone(stage, 2, StageCounters()), None, "2", longest[2]))
+    return First(First(first, second), Allowed(Alone(stage, 2, StageCounters()), None, "2", longest[2]))
 
 
 @pytest.mark.parametrize("longest", [(K, K, K), (3, 1, 2)])
-@pytest.mark.parametrize("policy", ["first", "extend", "verify"])
+@pytest.mark.parametrize("policy", ["first", "verify"])
 def test_policies(policy: str, longest: Sequence[int]) -> None:
     """Tokens, stages and confidences of 100 batches. Fails if a draft is continued from another place than its end, if
     a stage drafts more than its own most, or for a request that does not allow it, if a confidence does not grow along

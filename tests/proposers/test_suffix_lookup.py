@@ -157,4 +157,4 @@ def test_beside_prompt_lookup():
     """A cascade takes one of them. Fails if it takes both, which would keep each text twice."""
     stages = [{"method": "suffix_lookup"}, {"method": "prompt_lookup"}]
     with pytest.raises(ConfigError, match="prompt_lookup beside suffix_lookup"):
-        parse_config({"method": "cascade", "policy": "first", "stages": stages})
+        parse_config({"method": "cascade", "stages": stages})

@@ -91,12 +91,10 @@ TEXT = [*range(100, 140)]
 REPEATED = [*TEXT, 140, 141, 142, 7, *TEXT]  # of which a lookup knows what follows
 
 
-def guarded(policy, **first):
+def guarded(**first):
     """A cascade of a lookup and recycling."""
     stages = [{"method": "prompt_lookup", **first}, {"method": "token_recycling"}]
-    config = parse_config(
-        {"method": "cascade", "policy": policy, "gate": "off", "num_speculative_tokens": K, "stages": stages}
-    )
+    config = parse_config({"method": "cascade", "gate": "off", "num_speculative_tokens": K, "stages": stages})
     return FaultBarrier(build_proposer(config, CONTEXT), V, K, None)
 
 
@@ -106,25 +104,18 @@ def step(barrier, texts, seen=()):
 
 
 def test_where_nothing_is_found():
-    """Behind a lookup by `first`. Fails if a step in which the lookup drafts for all teaches nothing."""
-    barrier = guarded("first")
+    """Behind a lookup without a gate. Fails if a step in which the lookup drafts for all teaches nothing."""
+    barrier = guarded()
     for pair in CHAIN:
         assert step(barrier, [REPEATED], [(0, *pair)]) == [[140, 141, 142, 7]]
     assert step(barrier, [REPEATED, [7]]) == [[140, 141, 142, 7], [8, 9, 7, 8]]
     assert barrier.totals().faults == {}
 
 
-def test_behind_each_draft():
-    """Behind a lookup by `extend`. Fails if it goes on behind the newest token instead of the draft."""
-    barrier = guarded("extend", num_speculative_tokens=1)
-    step(barrier, [REPEATED], [(0, 140, 8), (0, 139, 5), (0, 8, 9)])
-    assert step(barrier, [REPEATED, [8]]) == [[140, 8, 9], [9]]
-
-
 def test_a_fault_costs_its_drafts():
     """A table that breaks is a stage's fault, and the lookup before it drafts. Fails if it is the cascade's, or the
     engine's."""
-    barrier = guarded("first")
+    barrier = guarded()
     barrier.proposer._stages[1]._tokens = None
     for _ in range(3):
         assert step(barrier, [REPEATED], [(0, 7, 8)]) == [[140, 141, 142, 7]]
@@ -143,7 +134,7 @@ def test_configuration():
             parse_config({"method": "token_recycling", **raw})
     stages = [{"method": "suffix_lookup"}, {"method": "token_recycling"}]
     with pytest.raises(ConfigError, match="cascade: verification must be 'fused' for token_recycling"):
-        parse_config({"method": "cascade", "policy": "first", "verification": "vllm", "stages": stages})
+        parse_config({"method": "cascade", "verification": "vllm", "stages": stages})
     config = parse_config({"method": "token_recycling", "max_table_bytes": 1 << 16})
     wide = ProposerContext(100_000, 1 << 16, 4, K, tokenize=lambda text: [])
     with pytest.raises(ConfigError, match=r"token_recycling: max_table_bytes must be at least 500000, .* not 65536"):

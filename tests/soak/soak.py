@@ -51,12 +51,11 @@ def methods(chaos: dict[str, Any]) -> dict[str, dict[str, Any]]:
     cascade = {**common, "method": "cascade"}
     several = [planted(index, 3) for index in range(3)]
     return {
-        "cascade": {**cascade, "policy": "first", "stages": [lookup, *several, early_exit]},
+        "cascade": {**cascade, "stages": [lookup, *several, early_exit]},
         "custom": {**planted(0, 1), **common},
         "prompt_lookup": {**lookup, **common},
         "early_exit": {**early_exit, **common},
         "verify": {**cascade, "policy": "verify", "stages": [planted(0, 1), early_exit]},
-        "extend": {**cascade, "policy": "extend", "gate": "off", "stages": [lookup, early_exit, planted(0, 1)]},
     }
 
 

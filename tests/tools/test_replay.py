@@ -255,7 +255,7 @@ def test_what_is_compared() -> None:
     plain, gated = candidates([json.dumps(config)], [4])
     assert plain.config == {**config, "num_speculative_tokens": 4} and plain.policy == "always"
     stages = [{"method": "prompt_lookup", "min_ngram": 3}]
-    common = {"policy": "first", "time_budget_ms": 50, "num_speculative_tokens": 4}
+    common = {"time_budget_ms": 50, "num_speculative_tokens": 4}
     assert gated.config == {"method": "cascade", "stages": stages, **common}
     assert "prompt_lookup" in {candidate.method for candidate in candidates([], [4])}
     for name in ("early_exit", "ngram"):

@@ -16,27 +16,20 @@ class CascadeConfig:
             that all methods share, a stage may hold num_speculative_tokens: the most that it drafts, at most the
             cascade's.
         policy: "auto": by request and step what the gate expects to gain most: one stage, or one behind the other;
-            "verify": each stage's tokens are checked, corrected and extended by the next one, which runs the target;
-            "first": the first stage that has something drafts; "extend": each stage continues where the one before it
-            ends. Without a gate "auto" is "first".
-        gate: "auto" chooses by request and step how many tokens are drafted, down to none; "off" drafts all.
-        cost_table: file that the gate's costs are taken from at the start, and saved to while it serves, so that a
-            restart need not learn them again; one of another model, device, version or cascade is not used. null:
-            they are lost with the process.
+            "verify": each stage's tokens are checked, corrected and extended by the next one, which runs the target.
+            Without a gate "auto" is the first stage that has something.
     """
 
     stages: tuple["StageConfig", ...] = field(metadata={"kind": list})
-    policy: str = choice("auto", "verify", "first", "extend")
-    gate: str = choice("auto", "off")
-    cost_table: str | None = optional_text()
+    policy: str = choice("auto", "verify")
 
     def __post_init__(self) -> None:
+        if self.policy in ("first", "extend"):
+            raise ConfigError(
+                f"cascade: policy must be 'auto' or 'verify', not {self.policy!r}: 'auto' drafts as it did, where that "
+                f"pays; with gate 'off' the first stage that has something drafts."
+            )
         check_fields(self, "cascade")
-
-    @property
-    def rule(self) -> str:
-        """The policy that is carried out: without a gate nobody chooses."""
-        return "first" if (self.policy, self.gate) == ("auto", "off") else self.policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,13 @@ def with_exits(config: SpecConfig, change: Callable[[EarlyExitConfig], EarlyExit
     return replace(config, own=changed(config.own))
 
 
+def rule(config: SpecConfig) -> str | None:
+    """The policy that a cascade carries out: without a gate nobody chooses; None: there is none."""
+    if not isinstance(config.own, CascadeConfig):
+        return None
+    return "first" if (config.own.policy, config.common.gate) == ("auto", "off") else config.own.policy
+
+
 def sample_methods(config: SpecConfig) -> set[str]:
     """How the drafts of a method's model proposers are drawn."""
     kinds: tuple[Any, ...] = (EarlyExitConfig, JumpConfig, MedusaConfig)

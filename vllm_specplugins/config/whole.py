@@ -7,6 +7,8 @@ from typing import Any, Self
 from vllm_specplugins.config.checks import ConfigError, check_fields, check_value, choice, integer, meant, shown
 
 MAX_NUM_SPECULATIVE_TOKENS = 64
+# Fields that there were, and what to do without them.
+GONE = {"cost_table": "the gate learns what steps cost while it serves"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,7 @@ class CommonConfig:
             one that takes longer loses that step's drafts.
         verification: "fused" verifies, and samples, with kernels/rejection: exact for every sampling parameter, and a
             seeded request's output depends on neither drafts nor batch; "vllm" leaves both to vLLM.
+        gate: "auto" chooses by request and step how many tokens are drafted, down to none; "off" drafts all.
         rejection: "token" accepts draft tokens one by one, "block" looks at a whole draft before it decides, which
             keeps more of drafts that are sampled (draft_sample_method "probabilistic").
     """
@@ -26,6 +29,7 @@ class CommonConfig:
     num_speculative_tokens: int = integer(5, 1, MAX_NUM_SPECULATIVE_TOKENS)
     time_budget_ms: int = integer(1000, 1, 60_000)
     verification: str = choice("fused", "vllm")
+    gate: str = choice("auto", "off")
     rejection: str = choice("token", "block")
 
     def __post_init__(self) -> None:
@@ -54,6 +58,8 @@ class SpecConfig:
         common_names = [entry.name for entry in fields(CommonConfig)]
         own_names = [entry.name for entry in fields(own_type)]
         for key in raw:
+            if key in GONE:
+                raise ConfigError(f"{method}: {key} is no field any more; leave it out: {GONE[key]}.")
             if key not in common_names and key not in own_names:
                 names = own_names + common_names
                 allowed = ", ".join(names) + meant(key, names)

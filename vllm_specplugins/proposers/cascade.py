@@ -5,21 +5,19 @@ gate decides for each request and step how many tokens are worth drafting (see g
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from itertools import zip_longest
-from pathlib import Path
 
 import numpy as np
 
-from vllm_specplugins.config import CascadeConfig, stage_names
+from vllm_specplugins.config import SpecConfig, rule, stage_names
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.proposers.accounts import Accounts
 from vllm_specplugins.proposers.auto import Auto
 from vllm_specplugins.proposers.built_in import BuiltIn, Offered
-from vllm_specplugins.proposers.cost_table import CostTable
-from vllm_specplugins.proposers.drafters import Allowed, Drafter, Extend, First, Lookup, Whole
+from vllm_specplugins.proposers.drafters import Allowed, Drafter, First, Lookup, Whole
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import Gate
 from vllm_specplugins.proposers.gated import Gated
@@ -33,33 +31,31 @@ from vllm_specplugins.proposers.verified import Alone, Verified
 
 RUN_TARGET = EarlyExit, Jump
 LOOKUPS = "prompt_lookup", "suffix_lookup", "token_recycling"  # free, and they continue drafts
-POLICIES: dict[str, Callable[[Drafter, Drafter], Drafter]] = {"first": First, "extend": Extend}
 
 
 class Cascade:
     """See the module.
 
     Args:
-        stages: the proposers, in the order of `config.stages`.
+        stages: the proposers, in the order in which they stand there.
         clock: seconds, for the pauses of stages that are switched off.
     """
 
     def __init__(
         self,
-        config: CascadeConfig,
+        config: SpecConfig,
         context: ProposerContext,
         stages: Sequence[Proposer],
         clock: Clock = time.monotonic,
     ):
         self._stages = stages
         self._context = context
-        self._names = [stage.method for stage in config.stages]
+        self._names = [stage.method for stage in config.own.stages]
         self._asked = stage_names(self._names)  # what options call them
         self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
         self._width = context.max_num_draft
-        self._most = [stage.num_speculative_tokens or self._width for stage in config.stages]
-        self._gate = Gate(len(stages), self._width) if config.gate == "auto" else None
-        self._cost_table = self._table_of(config, self._gate, clock)
+        self._most = [stage.num_speculative_tokens or self._width for stage in config.own.stages]
+        self._gate = Gate(len(stages), self._width) if config.common.gate == "auto" else None
         self._rows, self._accounts = Rows(), Accounts(len(stages), self._width)
         self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
@@ -70,7 +66,7 @@ class Cascade:
         for chosen in self._chosen:
             chosen.choice.goes_short = self._gate is not None
         self._gated_stages: list[Gated | Auto] = []
-        self._drafter = self._combine(config.rule)
+        self._drafter = self._combine(rule(config))
         self._drafting_ms, self._num_context = 0.0, 0  # of the last step
         self._is_needed, self._offer_ms = True, {True: 0.0, False: 0.0}  # of the stage that is built in
 
@@ -139,18 +135,6 @@ class Cascade:
         for guard in self._guards.values():
             guard.observe(feedback)
 
-    def _table_of(self, config: CascadeConfig, gate: Gate | None, clock: Clock) -> CostTable | None:
-        """The gate's table of costs, if it has one, taken in: on every rank the one of rank 0, which keeps it."""
-        if gate is None or config.cost_table is None:
-            return None
-        context = self._context
-        setting = f"{context.setting}, {config.policy} of {' '.join(self._names)}, {context.max_num_draft} tokens"
-        table = CostTable(Path(config.cost_table), setting, clock) if context.rank == 0 else None
-        costs = context.agreed(None if table is None else table.load())
-        if costs is not None:
-            gate.begin_with(costs)
-        return table
-
     def _add_times(self, gate: Gate, feedback: Feedback, step_ms: float) -> None:
         """Tells the gate what the last step cost: on every rank the same, or their drafts would differ."""
         stages = self._gated_stages
@@ -162,8 +146,6 @@ class Cascade:
         num_reqs = len(feedback.request_ids)
         num_emitted = num_reqs + int(feedback.num_accepted.sum())
         gate.add_step(num_reqs, step_ms, whole_ms, int(feedback.num_draft.sum()), num_emitted)
-        if self._cost_table is not None and self._cost_table.is_due:
-            self._cost_table.save(gate.costs)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what the stages, the gate and the accounts hold of these requests."""
@@ -190,7 +172,7 @@ class Cascade:
         """The stages under the names that their counters have."""
         return [(f"{index} {name}", self._stages[index]) for index, name in enumerate(self._names)]
 
-    def _combine(self, policy: str) -> Drafter:
+    def _combine(self, policy: str | None) -> Drafter:
         if policy == "verify":
             drafter: Drafter = Allowed(self._drafter_of(0), None, self._asked[0], self._most[0])
             alone: Drafter | None = None
@@ -207,7 +189,7 @@ class Cascade:
             Allowed(self._gated(self._drafter_of(index), index, rival), None, self._asked[index], self._most[index])
             for index, rival in zip_longest(range(len(self._stages)), rivals)
         ]
-        return reduce(POLICIES[policy], drafters)
+        return reduce(First, drafters)
 
     def _by_gate(self, gate: Gate) -> Drafter:
         drafter = self._drafter_of(0)

@@ -1,7 +1,6 @@
 """What a step of an engine costs by its draft tokens, learned from the times of steps; and what a ms is worth."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 COST_DECAY = 0.95  # of the record of times, by step
@@ -11,8 +10,10 @@ FIRST_SLOPE = 0.05  # cost of verifying one more token, in steps, before it is k
 SHARED_SLOPE = 0.02  # and for several requests, whose steps are longer
 TOKEN_SHARE = 0.32  # but, from 16 on, no more than so much of what one of the step's own tokens takes
 SLOPE_WEIGHT = 1.0  # how much of a record (draft tokens of a request, squared) that guess is worth
+LONGER = 1.35  # times as long may a draft be with every step that is known
 SHORT_CONTEXT = 1024  # tokens of all requests, below which their attention costs nothing that shows
-SLOPE_MEMORY = 64.0  # how much of a record is kept at most
+SLOPE_MEMORY = 64.0  # how much of a record is kept at most, where steps differ so much
+LEAST_KEPT = 0.8  # of a record, by step: one long draft does not make all others forgotten
 HICCUP = 3.0  # what takes so many times what was expected was held up: times err upwards alone
 MAX_HICCUPS = 3  # in a row; a fourth one says that steps have become slower
 SURPRISE = 0.5  # of a step without drafts: how much of what was not expected one step may lay to its drafts
@@ -52,7 +53,7 @@ class StepCosts:
         self.mean_emitted += share * (num_emitted - self.mean_emitted)
         # Steps that all verify as many tokens say nothing about the slope, and so make nothing of it forgotten.
         square = (1 - share) * off_draft * off_draft
-        keep = max(0.0, 1 - square / (SLOPE_MEMORY * self.num_reqs**2))
+        keep = max(LEAST_KEPT, 1 - square / (SLOPE_MEMORY * self.num_reqs**2))
         self.variation = keep * self.variation + square
         self.covariation = keep * self.covariation + (1 - share) * off_draft * drafts_ms
 
@@ -69,6 +70,11 @@ class StepCosts:
         return max(0.5 * self.mean_ms, self.mean_ms - self.slope_ms * self.mean_draft)
 
     @property
+    def longest(self) -> int:
+        """Of the drafts that may be tried: short ones at first, then ever longer ones."""
+        return int(max(self.weight, LONGER**self.weight))
+
+    @property
     def step_ms(self) -> float:
         return self.mean_ms + self.mean_drafting_ms
 
@@ -80,12 +86,8 @@ class StepCosts:
 class LoadCosts:
     """Costs of steps by load: by the number of requests and by their tokens of context, both in powers of two."""
 
-    def __init__(self, known: Mapping[str, Any] | None = None):
-        """With what `as_json` said before."""
+    def __init__(self) -> None:
         self.by_load: dict[tuple[int, int], StepCosts] = {}
-        for load, own in (known or {}).items():
-            size, _, context = load.partition("/")
-            self.by_load[int(size), int(context or 0)] = StepCosts(**own)
 
     def of(self, num_reqs: int, num_context: int) -> StepCosts | None:
         """A context that is new begins with what the nearest one has taught; None: so many requests are new."""
@@ -104,9 +106,6 @@ class LoadCosts:
         if costs is None:
             costs = self.by_load[_load(num_reqs, num_context)] = StepCosts(num_reqs)
         costs.add(*step)
-
-    def as_json(self) -> dict[str, Any]:
-        return {f"{size}/{context}": asdict(costs) for (size, context), costs in self.by_load.items()}
 
 
 def _load(num_reqs: int, num_context: int) -> tuple[int, int]:

@@ -98,7 +98,7 @@ class Allowed:
 
 @dataclass(slots=True)
 class First:
-    """The policy `first`: the second drafter drafts for those for whom the first one has nothing."""
+    """Without a gate: the second drafter drafts for those for whom the first one has nothing."""
 
     first: Drafter
     second: Drafter
@@ -107,16 +107,3 @@ class First:
         drafts = self.first.draft(batch, begun, wanted)
         rest = wanted * (drafts.num_draft == 0)
         return drafts.followed_by(self.second.draft(batch, begun, rest))
-
-
-@dataclass(slots=True)
-class Extend:
-    """The policy `extend`: the second drafter continues where the first one ends."""
-
-    first: Drafter
-    second: Drafter
-
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
-        drafts = self.first.draft(batch, begun, wanted)
-        joined = drafts if begun is None else begun.followed_by(drafts)
-        return drafts.followed_by(self.second.draft(batch, joined, wanted - drafts.num_draft))

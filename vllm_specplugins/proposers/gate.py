@@ -10,8 +10,6 @@ gain drafts.
 Pure arithmetic: times come in, nothing is measured here.
 """
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -109,18 +107,6 @@ class Gate:
         calls = self._draft_calls[stage] = 1 if is_quicker else self._draft_calls.get(stage, 0) + 1
         self._draft_ms[stage] = old + max(1 / FEW_CALLS, 1 / calls) * (min(token_ms, HICCUP * old) - old)
 
-    @property
-    def costs(self) -> dict[str, Any]:
-        """What was learned of costs, as JSON can hold it."""
-        drafts = {str(stage): ms for stage, ms in self._draft_ms.items()}
-        return {"steps": self._costs.as_json(), "drafts": drafts}
-
-    def begin_with(self, costs: dict[str, Any]) -> None:
-        """Goes by costs that were learned before, as if by this gate."""
-        self._costs = LoadCosts(costs["steps"])
-        self._draft_ms = {int(stage): ms for stage, ms in costs["drafts"].items()}
-        self._draft_calls = dict.fromkeys(self._draft_ms, FEW_CALLS)
-
     def lengths(
         self,
         rows: Ints,
@@ -161,7 +147,7 @@ class Gate:
             price,
             rival_price,
             draft_price,
-            int(costs.weight),
+            costs.longest,
             self._width,
             follows,
             self.records.on_host,
@@ -220,7 +206,7 @@ class Gate:
             continues,
             price,
             draft_price,
-            int(costs.weight),
+            costs.longest,
             GOOD_ACCEPTANCE,
             self.records.on_host,
             self.records.whole,

@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.kernels.calibration import DECAY, FIRST_GUESSES, NUM_GRADES, PRIOR_WEIGHT, SHARED_DECAY
+from vllm_specplugins.kernels.calibration import DECAY, PRIOR_WEIGHT
 from vllm_specplugins.proposers.host import records as host
+from vllm_specplugins.proposers.host.records import NUM_GRADES
 
+SHARED_DECAY = 0.99  # of the record of all requests, by draft that has tokens of a grade
+# What the record of all requests begins with, as if PRIOR_WEIGHT tokens had been tried, by grade: see host/records.py.
+FIRST_GUESSES = 0.5, 0.6, 0.65, 0.75, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.signedinteger[Any]]
 

@@ -92,7 +92,7 @@ def _known_series(config: Any) -> list[str]:
     for stage in names:
         known += [key(name, stage) for name in _PER_STAGE]
         for name, more in _PER_LENGTH.items():
-            if name != "gate_lengths" or getattr(config.own, "gate", "off") != "off":
+            if name != "gate_lengths" or (hasattr(config.own, "stages") and config.common.gate != "off"):
                 known += [key(name, stage, index) for index in range(max_num_draft + more)]
     return known
 

@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, PromptLookupConfig, parts
+from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, PromptLookupConfig, parts, rule
 from vllm_specplugins.draft import DraftBatch, Target
 from vllm_specplugins.engine.v2.early import LateChoice
 from vllm_specplugins.engine.v2.exit_depth import ExitDepth
@@ -46,7 +46,7 @@ class DeviceSpeculator(TargetSpeculator):
         config, width = vllm_config.speculative_config.plugin_config, self.num_speculative_steps
         cascade = config.own if isinstance(config.own, CascadeConfig) else None
         stages = cascade.stages if cascade else ()
-        self._policy = cascade.rule if cascade else None
+        self._policy = rule(config)
         self._limits = Limits(req_states, vllm_config.model_config, width, device, stages)
         for lookup in parts(config, PromptLookupConfig):
             self.texts = DeviceTexts(req_states, width, lookup, device)

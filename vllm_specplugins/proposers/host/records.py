@@ -6,6 +6,9 @@ from numba import types
 
 from vllm_specplugins.structures.compiled import compiled, inlined
 
+GRADES = 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 31.0  # each grade's largest, but for the last one's
+NUM_GRADES = len(GRADES) + 1
+
 _counts, _table = types.float64[:, :, ::1], types.float64[:, ::1]
 _whole, _rows = types.float64[:, ::1], types.int64[::1]
 _real = types.float64
@@ -15,10 +18,19 @@ records_type = types.Tuple((_counts, _counts, _table, _table, _real))
 
 
 @inlined
+def grade_of(sure: float) -> int:
+    """How sure, in few steps: a match of 2 tokens is right every other time, one of 32 hardly ever wrong."""
+    grade = 0
+    for above in GRADES:
+        grade += int(sure > above)
+    return grade
+
+
+@inlined
 def chance(records: Any, row: int, stage: int, sure: float) -> float:
     """See Records.chances; of one token."""
     tried, accepted, shared_tried, shared_accepted, weight = records
-    grade = int(sure > 2) + int(sure > 4) + int(sure > 8)
+    grade = grade_of(sure)
     prior = shared_accepted[stage, grade] / shared_tried[stage, grade]
     found: float = (accepted[row, stage, grade] + weight * prior) / (tried[row, stage, grade] + weight)
     return found
@@ -58,9 +70,9 @@ def add(
         last_cell = -1
         for place in range(min(length, num_right + 1)):
             sure, stage = confidence[index, place], stages[index, place]
-            grade = int(sure > 2) + int(sure > 4) + int(sure > 8)
-            if stage * 4 + grade != last_cell:
-                last_cell = stage * 4 + grade
+            grade = grade_of(sure)
+            if stage * NUM_GRADES + grade != last_cell:
+                last_cell = stage * NUM_GRADES + grade
                 tried[row, stage, grade] *= decay
                 accepted[row, stage, grade] *= decay
                 shared_tried[stage, grade] *= shared

@@ -28,7 +28,7 @@ _CASCADE = {"method": "cascade", "gate": "off"}  # on a tiny model drafts never 
 def _beside_lookup(method: str) -> dict[str, Any]:
     """A stage that is built into vLLM, behind a lookup that drafts longer."""
     stage = {"method": method, "model": f"MADE/{method}", "num_speculative_tokens": 4}
-    return {**_CASCADE, "stages": [_LOOKUP, stage], "policy": "first", "num_speculative_tokens": 12}
+    return {**_CASCADE, "stages": [_LOOKUP, stage], "num_speculative_tokens": 12}
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -42,8 +42,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "jump-probabilistic": {**_JUMP, "head": "MADE/jump", **_DRAFTS},
     "jump-coupled": {**_JUMP, "head": "MADE/jump", "draft_sample_method": "coupled", **_DRAFTS},
     "cascade-verify": {**_CASCADE, "stages": [_LOOKUP, _SAMPLED_EXIT], "policy": "verify", **_DRAFTS},
-    "cascade-first": {**_CASCADE, "stages": [{**_LOOKUP, "min_ngram": 2}, _SAMPLED_EXIT], "policy": "first", **_DRAFTS},
-    "cascade-extend": {**_CASCADE, "stages": [_LOOKUP, _EXIT], "policy": "extend", **_DRAFTS},
+    "cascade-auto": {**_CASCADE, "stages": [{**_LOOKUP, "min_ngram": 2}, _SAMPLED_EXIT], **_DRAFTS},
     "cascade-draft_model": _beside_lookup("draft_model"),
     "cascade-eagle": _beside_lookup("eagle"),
 }

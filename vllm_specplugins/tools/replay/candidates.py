@@ -96,4 +96,4 @@ def _policies(config: Config) -> Iterator[tuple[str, Config]]:
     shared = {key: value for key, value in config.items() if key in SHARED}
     stage: dict[str, Any] = {key: value for key, value in config.items() if key not in SHARED}
     yield ALWAYS, config
-    yield GATED, {"method": "cascade", **shared, "policy": "first", "stages": [stage]}
+    yield GATED, {"method": "cascade", **shared, "stages": [stage]}
