@@ -12,6 +12,7 @@ from typing import Any
 from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError
 from vllm_specplugins.engine.measure.serving import Machine, ServingEngine, Traffic
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
+from vllm_specplugins.tools.bench.advice import advice
 from vllm_specplugins.tools.bench.data import read_workloads
 from vllm_specplugins.tools.bench.figures import Cell, Row, rows_of
 from vllm_specplugins.tools.bench.plot import plot
@@ -84,7 +85,9 @@ def report(args: argparse.Namespace, found: Report) -> int:
     if args.json:
         write_json(facts(found), args.json)
     if args.plot:
-        plot(found.rows, f"{Path(args.model).name}, {found.machine.dtype}, {found.machine.device}", args.plot)
+        title = f"{Path(args.model).name}, {found.machine.dtype}, {found.machine.device}"
+        words = advice(found.rows, found.configs).partition(". ")[0]
+        plot(found.rows, title, args.plot, words if words.startswith("No advice") else None)
     return 0 if found.is_lossless else 1
 
 

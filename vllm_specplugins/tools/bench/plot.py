@@ -13,8 +13,11 @@ BAR, LEAST, MOST = 0.55, 5.0, 16.0  # inches of a bar, and of the picture's widt
 LABELLED = 24  # bars in a panel that have room for their number
 
 
-def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+def plot(rows: Sequence[Row], title: str, path: Path, doubt: str | None = None) -> None:
     """A PNG: ratios to no speculation with their ranges, and what tokens per step would allow.
+
+    Args:
+        doubt: why the figures are not to be trusted, if they are not.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -25,7 +28,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     drawn = [[row for row in rows if (row.cell.temperature, row.method == NONE) == (t, False)] for t in temperatures]
     width = min(MOST, max(LEAST, 2 + BAR * max(map(len, drawn))))
     figure = Figure(figsize=(width, 0.9 + HEIGHT * len(temperatures)), layout="constrained")
-    figure.suptitle(title, fontsize=11, wrap=True)
+    figure.suptitle("\n".join(filter(None, (title, doubt))), fontsize=11, color="C3" if doubt else "black", wrap=True)
     panels = figure.subplots(len(temperatures), 1, squeeze=False, sharey=True)[:, 0]
     for axes, temperature, own in zip(panels, temperatures, drawn, strict=True):
         _panel(axes, own)
