@@ -38,8 +38,9 @@ def test_links(page: Path) -> None:
 
 
 def test_readme_is_short() -> None:
-    """Kills: a README that grows into a manual."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    """Kills: a README that grows into a manual, and one that is wider than a screen."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 100 and max(map(len, lines)) <= 110
 
 
 def test_metrics_are_documented() -> None:
