@@ -5,16 +5,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_specplugins.engine.measure.diagnosis import PROBLEM, diagnose
+from vllm_specplugins.__main__ import main
+from vllm_specplugins.engine.measure.diagnosis import OK, PROBLEM, diagnose
 from vllm_specplugins.methods import METHODS
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
 THIRD_PARTY = Path(__file__).parents[1] / "third_party"
 EARLY = {"method": "early_exit", "exit_layer": 1}
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else this machine is doing."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
 def doctor(*arguments: str, **environment: str) -> tuple[int, dict[str, Any], str]:
@@ -60,6 +68,9 @@ def test_ready() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a field": ({"method": "prompt_lookup", "max_ngram": 99}, "max_ngram must be an integer from 1 to 16, not 99."),
     "a method": ({"method": "prompt_lokup"}, f"method must be one of {', '.join(METHODS)}, or"),
+    "a misspelt method": ({"method": "promptlookup"}, "not 'promptlookup'; did you mean 'prompt_lookup'?"),
+    "a method of both": ({"method": "medusa", "heads": "h", "headz": 1}, "medusa: 'headz' is not a field"),
+    "one of vLLM's own": ({"method": "medusa", "headz": "h"}, "has no field 'headz'; did you mean 'heads'?"),
     "no method": ({}, "method must be one of"),
 }
 
@@ -79,6 +90,28 @@ def test_refused_with_a_model() -> None:
     assert (status, error, report["served"]) == (1, "", False)
     assert problems(report)[0] == "VLLM_SPECPLUGINS_DISABLE switches it off"
     assert json.loads(report["ready"])["method"] == "prompt_lookup", "a ready value is one that is allowed"
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "state"), [(22, "0", OK), (20, "0", PROBLEM), (2, "1", OK), (1, "2", PROBLEM)]
+)
+def test_memory(free: int, asked: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: "ready" a moment before vLLM refuses to start for want of memory."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", asked)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free << 30, total=23 << 30))
+    [memory] = [finding for finding in diagnose(None, None) if finding.name == "memory"]
+    assert memory.state == state
+    assert ("set VLLM_CPU_KVCACHE_SPACE=1" in memory.value) == (free == 20)
+
+
+def test_the_verdict_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kills: "Ready to use" behind a problem; a value that was not asked about, offered as if it were the verdict."""
+    assert main(["doctor", "--speculative-config", '{"method":"prompt_lookup"}']) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Ready to use: --speculative-config ")
+    assert main(["doctor", "--speculative-config", '{"method":"promptlookup"}']) == 1
+    offered, verdict = capsys.readouterr().out.splitlines()[-2:]
+    assert offered.startswith("This would be allowed: ") and verdict == "Not ready: 1 problem."
 
 
 def test_wrong_question() -> None:

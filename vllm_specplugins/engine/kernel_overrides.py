@@ -6,6 +6,7 @@ engine would start in a process behind one of ours. Their modules, which hold no
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,13 @@ def _is_plain(module: Any) -> bool:
     True
     """
     try:
-        values = list(getattr(module, "__dict__", {}).values())
-        return all(hasattr(vars(value), "get") for value in values if hasattr(value, "__dict__"))
+        with warnings.catch_warnings():  # of torch, which is asked for what is deprecated
+            warnings.simplefilter("ignore")
+            return _has_dictionaries(module)
     except Exception:  # whatever such an object raises
         return False
+
+
+def _has_dictionaries(module: Any) -> bool:
+    values = list(getattr(module, "__dict__", {}).values())
+    return all(hasattr(vars(value), "get") for value in values if hasattr(value, "__dict__"))

@@ -51,9 +51,16 @@ def _print(findings: list[Finding], ready: str) -> None:
     from rich.text import Text
 
     table = Table(show_header=False, show_lines=False)
-    table.add_column(no_wrap=True)
+    for no_wrap in (True, False, False):
+        table.add_column(no_wrap=no_wrap, overflow="fold")
     for finding in findings:
         table.add_row(Text(finding.state, STYLES[finding.state]), finding.name, Text(finding.value))
     console = Console(highlight=False)
     console.print(table)
-    console.print(Text(f"Ready to use: --speculative-config {shlex.quote(ready)}"), soft_wrap=True)
+    value = f"--speculative-config {shlex.quote(ready)}"
+    if count := sum(finding.state == PROBLEM for finding in findings):
+        if any(finding.name == "configuration" and finding.state == PROBLEM for finding in findings):
+            console.print(Text(f"This would be allowed: {value}"), soft_wrap=True)
+        console.print(f"Not ready: {count} problem{'s' * (count > 1)}.")
+    else:
+        console.print(Text(f"Ready to use: {value}"), soft_wrap=True)

@@ -3,19 +3,20 @@
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
 from vllm_specplugins import __version__
-from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config import ConfigError, meant, shown
 from vllm_specplugins.engine.versions import compat
 from vllm_specplugins.methods import BUILT_IN, METHODS, parse_config
 from vllm_specplugins.registered import registrations
 
 OK, ADVICE, PROBLEM = "ok", "advice", "problem"
 READY = {"method": "prompt_lookup", "num_speculative_tokens": 5}
+GIB = 1 << 30
 PRELOADS = {"libiomp5": "Intel's OpenMP", "tcmalloc": "tcmalloc"}
 
 
@@ -43,7 +44,7 @@ def diagnose(raw: Mapping[str, Any] | None, model: str | None) -> list[Finding]:
     """
     asked = dict(READY if raw is None else raw)
     checked = _configuration(asked, model)
-    findings = [*_versions(), *_plugin(), *_registered(), _device(), *_seams(), *checked]
+    findings = [*_versions(), *_plugin(), *_registered(), _device(), _memory(), *_seams(), *checked]
     if not any(finding.state == PROBLEM for finding in checked):
         findings += _runner(asked, model)
     return [*findings, _kernels(), *_preloads()]
@@ -58,8 +59,16 @@ def _versions() -> Iterator[Finding]:
         is_needed = names[0] in ("torch", "vllm")
         if shown is None:
             yield Finding(names[0], "is not installed", PROBLEM if is_needed else ADVICE)
+        elif names[0] == "triton" and not _has_triton():
+            yield Finding("triton", f"{shown}, without a backend for this device; vLLM does without it")
         else:
             yield Finding(names[0], shown)
+
+
+def _has_triton() -> bool:
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
 
 
 def _version(name: str) -> str | None:
@@ -105,6 +114,36 @@ def _device() -> Finding:
     return Finding("device", f"CPU with {os.cpu_count()} cores; no GPU that torch can use")
 
 
+def _memory() -> Finding:
+    """Whether what vLLM takes at its start is free."""
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return _enough(free, total, "--gpu-memory-utilization must be less")
+    import psutil  # type: ignore[import-untyped]  # comes with vLLM
+
+    memory, asked = psutil.virtual_memory(), os.environ.get("VLLM_CPU_KVCACHE_SPACE", "0")
+    if asked.isdecimal() and int(asked) > 0:
+        words = f"{asked} GiB for the KV cache (VLLM_CPU_KVCACHE_SPACE); {_gib(memory.available)} GiB are free"
+        return Finding("memory", words, OK if int(asked) * GIB < memory.available else PROBLEM)
+    return _enough(memory.available, memory.total, "set VLLM_CPU_KVCACHE_SPACE=1 (GiB for the KV cache), or more")
+
+
+def _enough(free: int, total: int, otherwise: str) -> Finding:
+    from vllm.engine.arg_utils import EngineArgs
+
+    share = EngineArgs.gpu_memory_utilization
+    words = f"vLLM takes {share:.0%} of {_gib(total)} GiB unless told otherwise; {_gib(free)} GiB are free"
+    if free >= share * total:
+        return Finding("memory", words)
+    return Finding("memory", f"{words}, so that it would not start: {otherwise}", PROBLEM)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}"
+
+
 def _seams() -> Iterator[Finding]:
     """What we touch of vLLM, and what of that is not there."""
     problems = compat.probe_installed()
@@ -118,18 +157,31 @@ def _seams() -> Iterator[Finding]:
 
 def _configuration(asked: Mapping[str, Any], model: str | None) -> list[Finding]:
     """Whether we would take the configuration; a method of vLLM's own is none of our business."""
-    name = asked.get("method")
-    if name in _methods_of_vllm():
-        return [Finding("configuration", f"{name} is a method of vLLM's own, which serves it without us", ADVICE)]
+    name, known = asked.get("method"), [*METHODS, *_usable()]
+    if name in _methods_of_vllm() and not (name in METHODS and METHODS[str(name)].own_field in asked):
+        return [_of_vllm(str(name), asked)]
     try:
-        if not isinstance(name, str) or name not in (*METHODS, *_usable()):
-            known = ", ".join((*METHODS, *_usable()))
-            raise ConfigError(f"speculative_config: method must be one of {known}, or of vLLM's own, not {name!r}.")
+        if not isinstance(name, str) or name not in known:
+            hint = meant(name, known)
+            raise ConfigError(
+                f"speculative_config: method must be one of {', '.join(known)}, or of vLLM's own, not {name!r}{hint}"
+            )
         parse_config(asked)
     except ConfigError as error:
         return [Finding("configuration", str(error), PROBLEM)]
     without = "" if model else "; with --model it is held against the model, too"
     return [Finding("configuration", f"{name}: every field is allowed{without}")]
+
+
+def _of_vllm(name: str, asked: Mapping[str, Any]) -> Finding:
+    from vllm.config.speculative import SpeculativeConfig
+
+    names = [entry.name for entry in fields(SpeculativeConfig)]
+    if (strange := next((key for key in asked if str(key).replace("-", "_") not in names), None)) is not None:
+        own = METHODS[name].own_field if name in METHODS else None
+        hint = meant(strange, [*names, *([own] if own else [])])
+        return Finding("configuration", f"{name} of vLLM's own has no field {shown(strange)}{hint}", PROBLEM)
+    return Finding("configuration", f"{name} is a method of vLLM's own, which serves it without us", ADVICE)
 
 
 def _usable() -> list[str]:
@@ -167,11 +219,10 @@ def _engine_config(asked: Mapping[str, Any], model: str) -> Any:
 
 def _runner_without_model() -> tuple[str, str]:
     from vllm import envs
-    from vllm.triton_utils import HAS_TRITON
 
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return ("V2" if envs.VLLM_USE_V2_MODEL_RUNNER else "V1"), "VLLM_USE_V2_MODEL_RUNNER says so"
-    if not HAS_TRITON:
+    if not _has_triton():
         return "V1", "Triton has no backend for this device"
     return "V2", "Triton works here; a model or an option that V2 does not support would be run by V1"
 

@@ -45,6 +45,7 @@ COMMON: tuple[Seam, ...] = (
         "instance",
         "synchronous where tokens are read",
     ),
+    Seam("engine/arg_utils.py", "EngineArgs.gpu_memory_utilization", None, "read", "whether vLLM would start"),
     Seam("engine/arg_utils.py", "EngineArgs.pipeline_parallel_size", None, "read", "a pipeline is not synchronous"),
     Seam(
         "config/vllm.py",
