@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,7 +98,7 @@ def test_memory(free: int, asked: str, state: str, monkeypatch: pytest.MonkeyPat
     """Kills: "ready" a moment before vLLM refuses to start for want of memory."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", asked)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free << 30, total=23 << 30))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: (23 << 30, free << 30))
     [memory] = [finding for finding in diagnose(None, None) if finding.name == "memory"]
     assert memory.state == state
     assert ("set VLLM_CPU_KVCACHE_SPACE=1" in memory.value) == (free == 20)

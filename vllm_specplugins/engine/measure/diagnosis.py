@@ -123,11 +123,12 @@ def _memory() -> Finding:
         return _enough(free, total, "--gpu-memory-utilization must be less")
     import psutil  # type: ignore[import-untyped]  # comes with vLLM
 
-    memory, asked = psutil.virtual_memory(), os.environ.get("VLLM_CPU_KVCACHE_SPACE", "0")
+    total, free, *_ = psutil.virtual_memory()
+    asked = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "0")
     if asked.isdecimal() and int(asked) > 0:
-        words = f"{asked} GiB for the KV cache (VLLM_CPU_KVCACHE_SPACE); {_gib(memory.available)} GiB are free"
-        return Finding("memory", words, OK if int(asked) * GIB < memory.available else PROBLEM)
-    return _enough(memory.available, memory.total, "set VLLM_CPU_KVCACHE_SPACE=1 (GiB for the KV cache), or more")
+        words = f"{asked} GiB for the KV cache (VLLM_CPU_KVCACHE_SPACE); {_gib(free)} GiB are free"
+        return Finding("memory", words, OK if int(asked) * GIB < free else PROBLEM)
+    return _enough(free, total, "set VLLM_CPU_KVCACHE_SPACE=1 (GiB for the KV cache), or more")
 
 
 def _enough(free: int, total: int, otherwise: str) -> Finding:
