@@ -64,7 +64,8 @@ def rejection_sample(
     neither the other requests nor the batch; with a one-hot q, not on the drafts either, only its length does.
 
     NaN logits count as -inf. +inf counts as the largest float32, so that tokens with +inf share a row. A row of -inf
-    alone gives token 0. Temperature 0 gives the first of the most probable tokens.
+    alone gives token 0. Temperature 0 gives the first of the most probable tokens. A row of draft logits with NaN or
+    +inf, or of -inf alone, is no distribution: its draft is rejected, and the token that follows is drawn from p.
 
     Args:
         implementation: "reference", "host" (one-hot q on a CPU) or "fused"; None: fused on a GPU, host where it can be,

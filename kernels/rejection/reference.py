@@ -128,15 +128,20 @@ def draw_rows(
     return result
 
 
+def is_distribution(draft_logits: torch.Tensor) -> torch.Tensor:
+    """[...] bool: rows of draft logits [..., V] that a token can be drawn from: no NaN, no +inf, not -inf alone."""
+    return draft_logits.amax(dim=-1).isfinite()
+
+
 def draft_weights(draft_logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Weights [N, V] of draft logits [N, V]; 0 at temperature 0, where only p decides."""
+    """Weights [N, V] of draft logits [N, V]; 0 where they are no distribution, and at temperature 0: only p decides."""
     result = weights(draft_logits, Sampling(sampling.temperature, sampling.seeds))
-    greedy = sampling.temperature == 0
-    return result.masked_fill_(greedy[:, None], 0) if bool(greedy.any()) else result
+    decides = is_distribution(draft_logits) & (sampling.temperature != 0)
+    return result if bool(decides.all()) else result.masked_fill_(~decides[:, None], 0)
 
 
 def draft_probs(draft_logits: torch.Tensor, sampling: Sampling, vocab_size: int) -> torch.Tensor:
-    """q [N, vocab_size] of draft logits [N, <= vocab_size]: 0 at temperature 0."""
+    """q [N, vocab_size] of draft logits [N, <= vocab_size]; 0 as `draft_weights`."""
     q = draft_weights(draft_logits, sampling)
     q.div_(q.sum(-1, keepdim=True).clamp_(min=1))
     return torch.nn.functional.pad(q, (0, vocab_size - q.shape[-1])) if q.shape[-1] < vocab_size else q
@@ -160,7 +165,8 @@ def accept_dense(
     """Which drafts are accepted, [N] bool, each for itself."""
     p = token_probs(weights(target_logits, sampling), draft_token_ids)
     q = token_probs(draft_weights(draft_logits, sampling), draft_token_ids)
-    return uniform(keys(sampling.seeds, positions, ACCEPT), torch.zeros_like(positions)) < acceptance(p, q)
+    ratio = acceptance(p, q).where(is_distribution(draft_logits) | (sampling.temperature == 0), 0.0)
+    return uniform(keys(sampling.seeds, positions, ACCEPT), torch.zeros_like(positions)) < ratio
 
 
 def draw_last(

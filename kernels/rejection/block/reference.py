@@ -10,7 +10,7 @@ import torch
 
 from .. import Sampling
 from ..noise.reference import BLOCK, GROUP, RECOVERED_GROUP, RECOVERED_TOKEN, TOKEN, keys, uniform
-from ..reference import chunks, draft_probs, draw, probs
+from ..reference import chunks, draft_probs, draw, is_distribution, probs
 
 
 def residual(ratio: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,8 @@ def _verify(
     certain = torch.zeros_like(q).scatter_(2, drafts.clamp(min=0)[..., None], 1)
     q = torch.where((sampling.temperature == 0)[:, None, None], certain, q)
     q.masked_fill_((torch.arange(width - 1, device=q.device) >= num_draft[:, None])[..., None], 0)
-    joint, keep = keep_probs(p, q, drafts, num_draft)
+    known = is_distribution(draft_logits) | (sampling.temperature == 0)[:, None]
+    joint, keep = keep_probs(p, q, drafts.where(known, -1), num_draft)
     counters = torch.arange(width, device=q.device)
     # Keyed by the step's first position: no other step has it, and no position is looked at twice with one number.
     numbers = uniform(keys(sampling.seeds, positions[:, 0], BLOCK)[:, None], counters)

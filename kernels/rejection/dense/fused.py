@@ -16,7 +16,7 @@ from ..noise.fused import stream_key
 from ..noise.reference import ACCEPT
 from ..race.fused import first_of_largest, race
 from ..result.fused import is_last, write_result
-from ..scan.fused import Scan, load_logits, load_request, load_scan, scale_of
+from ..scan.fused import LARGEST, Scan, load_logits, load_request, load_scan, scale_of
 from ..truncation.fused import constants, load_kept
 
 _ACCEPT = tl.constexpr(ACCEPT)
@@ -72,10 +72,13 @@ def write_accepted(
 def _draft_ratio(
     weighed, place, scanned, slot, p, drafts, draft_row_ptr, draft, scale, num_groups, GROUPS: tl.constexpr
 ):
-    """p / q of a row's draft; stores what is known of q."""
+    """p / q of a row's draft; stores what is known of q. Where that is no distribution both are 0."""
     row_ptr, vocab_size, limit, maximum, total = p
-    _maxima, draft_totals, draft_maximum = load_scan(scanned, slot, num_groups, scale, GROUPS)
-    draft_total = tl.maximum(tl.sum(draft_totals, axis=0), 1.0)
+    draft_maxima, draft_totals, draft_maximum = load_scan(scanned, slot, num_groups, scale, GROUPS)
+    largest = tl.max(draft_maxima, axis=0)
+    is_distribution = (largest > float("-inf")) & (largest <= LARGEST)
+    draft_maximum = tl.where(is_distribution, draft_maximum, LARGEST)
+    draft_total = tl.where(is_distribution, tl.maximum(tl.sum(draft_totals, axis=0), 1.0), float("inf"))
     tl.store(weighed.draft_maximum + place, draft_maximum)
     tl.store(weighed.draft_total + place, draft_total)
     known = (draft >= 0) & (draft < vocab_size)
@@ -83,7 +86,7 @@ def _draft_ratio(
     p_draft = tl.where(logit >= limit, tl.exp2((logit - maximum) * scale) / total, 0.0)
     logit = load_logits(draft_row_ptr, draft, known & (draft < drafts.vocab_size))
     q_draft = tl.exp2((logit - draft_maximum) * scale) / draft_total
-    return tl.where(known & (p_draft > 0.0), p_draft / q_draft, 0.0)
+    return tl.where(known & (p_draft > 0.0) & is_distribution, p_draft / q_draft, 0.0)
 
 
 @triton.jit

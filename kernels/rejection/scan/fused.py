@@ -17,7 +17,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 class Scan(NamedTuple):
     """What a scan leaves of the rows of each request: `width` of the target, then width - 1 of its draft, if any."""
 
-    # [num_reqs, num_rows, num_groups] float32: largest logit of the group
+    # [num_reqs, num_rows, num_groups] float32: largest logit of the group; of a draft's with NaN or +inf, +inf
     maximum: torch.Tensor
     # same: sum of the group's weights, the largest one's being 1
     total: torch.Tensor
@@ -86,7 +86,8 @@ def _scan_kernel(
     offsets = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
     if drafts is not None and is_draft:
         row_ptr = drafts.logits + state * drafts.state_stride + step * drafts.step_stride
-        logits = load_logits(row_ptr, offsets, offsets < drafts.vocab_size)
+        logits = tl.load(row_ptr + offsets, mask=offsets < drafts.vocab_size, other=float("-inf")).to(tl.float32)
+        logits = tl.where(logits != logits, float("inf"), logits)
     else:
         logits = load_logits(target.logits + (begin + step) * target.stride, offsets, offsets < target.vocab_size)
     maximum = tl.max(logits, axis=1)

@@ -1,0 +1,134 @@
+"""Draft logits that are no distribution, or hardly one: what is emitted follows p, in every implementation."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from interpreted import DEVICE, RUNS, needs_triton, run_interpreted
+from scipy.stats import chisquare
+from vllm_specplugins.kernels.rejection import rejection_sample
+from vllm_specplugins.kernels.rejection.block import block_rejection_sample
+from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
+
+SIZE, NUM_REQS = 8, 20_000
+P = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -0.3, 0.1, -2.0])
+NAN, INF = math.nan, math.inf
+BROKEN = {
+    "NaN": torch.full((SIZE,), NAN),
+    "+inf": torch.full((SIZE,), INF),
+    "-inf": torch.full((SIZE,), -INF),
+    "one NaN": torch.tensor([3.0, 0.0, NAN, 1.0, 0.0, 0.0, 0.0, 0.0]),
+    "one +inf": torch.tensor([INF, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]),
+}
+WHOLE = {
+    "zeros": torch.zeros(SIZE),
+    "denormal": torch.full((SIZE,), 1e-42) * torch.arange(SIZE),
+    "some -inf": torch.tensor([3.0, -INF, -INF, 1.0, 0.0, 0.0, 0.0, 0.0]),
+    "largest": torch.tensor([3e38, 3e38, 0.0, 1.0, 0.0, -3e38, 0.0, 0.0]),
+}
+OPERATIONS = {"token": rejection_sample, "block": block_rejection_sample}
+by_reference = pytest.mark.skipif(RUNS, reason="of the reference, which the kernels are held against")
+
+
+@pytest.mark.skipif(RUNS, reason="is that process")
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def batch_of(rows: list[torch.Tensor], drafts: torch.Tensor, temperature: float = 1.0) -> Batch:
+    """Requests that have the same drafts' logits, by place, and these draft tokens [NUM_REQS, K]."""
+    width = len(rows) + 1
+    values = make_batch([1], SIZE, dense=True)._replace(
+        target_logits=P.expand(width * NUM_REQS, -1).contiguous(),
+        cu_num_logits=torch.arange(NUM_REQS + 1, dtype=torch.int32) * width,
+        draft_token_ids=torch.nn.functional.pad(drafts, (1, 0)).flatten(),
+        positions=torch.arange(width).repeat(NUM_REQS) + 5,
+        idx_mapping=torch.arange(NUM_REQS, dtype=torch.int32),
+        max_num_draft=len(rows),
+        draft_logits=torch.stack(rows).expand(NUM_REQS, -1, -1).contiguous(),
+    )
+    sampling = type(values.sampling)(torch.full((NUM_REQS,), temperature), torch.arange(NUM_REQS))
+    return values._replace(sampling=sampling)
+
+
+def drawn(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Draft tokens [NUM_REQS, K] of these logits; token 0 of what is no distribution, as samplers give."""
+    rng = torch.Generator().manual_seed(1)
+    chances = torch.stack([torch.softmax(row.double(), 0) for row in rows]).nan_to_num(0)
+    chances[chances.sum(-1) == 0, 0] = 1
+    return torch.stack([torch.multinomial(row, NUM_REQS, replacement=True, generator=rng) for row in chances], dim=1)
+
+
+def follows_p(tokens: torch.Tensor, temperature: float = 1.0) -> bool:
+    law = torch.softmax(P.double() / temperature, 0) * len(tokens)
+    return bool(chisquare(torch.bincount(tokens, minlength=SIZE).numpy(), law.numpy()).pvalue > 1e-4)
+
+
+@by_reference
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("method", OPERATIONS)
+def test_no_distribution_is_no_draft(method: str, name: str, temperature: float) -> None:
+    """Kills: p / 0 that accepts; NaN that counts as -inf in q, where it was drawn otherwise; a residual of NaN."""
+    rows = [BROKEN[name]]
+    sampled, num_sampled = OPERATIONS[method](*batch_of(rows, drawn(rows), temperature))
+    assert (num_sampled == 1).all() and follows_p(sampled[:, 0], temperature)
+
+
+@by_reference
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("method", OPERATIONS)
+def test_drafts_end_there(method: str, name: str) -> None:
+    """What stands before is verified as ever, what comes after is not reached. Kills: one row that spoils all."""
+    whole = torch.linspace(2, -2, SIZE)
+    rows = [whole, BROKEN[name], whole]
+    sampled, num_sampled = OPERATIONS[method](*batch_of(rows, drawn(rows)))
+    shorter = batch_of([whole], drawn([whole]))
+    alone = OPERATIONS[method](*shorter)[1]
+    assert num_sampled.max() == 2 and follows_p(sampled[:, 0])
+    assert follows_p(sampled[num_sampled == 2, 1])
+    if method == "token":
+        assert torch.equal(num_sampled, alone)
+
+
+@by_reference
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("method", OPERATIONS)
+def test_odd_distributions_are_drafts(method: str, name: str) -> None:
+    """Kills: a check that refuses what can be drawn from; a sum that overflows."""
+    rows = [WHOLE[name]]
+    sampled, num_sampled = OPERATIONS[method](*batch_of(rows, drawn(rows)))
+    assert (num_sampled == 2).any() and follows_p(sampled[:, 0])
+
+
+@by_reference
+@pytest.mark.parametrize("name", {**BROKEN, **WHOLE})
+@pytest.mark.parametrize("method", OPERATIONS)
+def test_temperature_0(method: str, name: str) -> None:
+    """Only p decides. Kills: a draft that is right and rejected for its q."""
+    rows = [{**BROKEN, **WHOLE}[name]]
+    sampled, num_sampled = OPERATIONS[method](*batch_of(rows, torch.full((NUM_REQS, 1), int(P.argmax())), 0.0))
+    assert (num_sampled == 2).all() and (sampled == P.argmax()).all()
+
+
+@needs_triton
+@pytest.mark.parametrize("method", OPERATIONS)
+def test_fused_equals_reference(method: str) -> None:
+    """Every kind of row in every place of three drafts, at three temperatures. Kills: as above, in the kernels."""
+    kinds, rng = list({**BROKEN, **WHOLE}.values()), torch.Generator().manual_seed(2)
+    num_reqs = 3 * len(kinds)
+    heat = torch.tensor([0.0, 0.8, 1.3]).repeat(2 * num_reqs)[: 2 * num_reqs]
+    batch = make_batch([3] * num_reqs, SIZE, dense=True, temperature=heat, agreement=0.9)
+    for request, state in enumerate(batch.idx_mapping.tolist()):
+        batch.draft_logits[state, int(torch.randint(3, (1,), generator=rng))] = kinds[request % len(kinds)]
+    expected = OPERATIONS[method](*batch, implementation="reference")
+    moved = [value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in batch]
+    sampling = {name: None if value is None else value.to(DEVICE) for name, value in vars(batch.sampling).items()}
+    moved_batch = Batch(*moved)._replace(sampling=type(batch.sampling)(**sampling))
+    for ours, own in zip(OPERATIONS[method](*moved_batch, implementation="fused"), expected, strict=True):
+        assert torch.equal(ours.cpu(), own)
