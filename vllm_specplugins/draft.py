@@ -56,6 +56,8 @@ class ProposerContext:
         rank: of this process among those that draft for the same requests.
         agreed: a value (times, drafts) to that which rank 0 has; every rank calls it at the same places.
         setting: what the times of steps depend on, in words: model, device, versions.
+        file_suffix: what the names of files end with that this engine saves to, since several may have one
+            configuration; None in a process that shall save nothing: another rank does.
     """
 
     vocab_size: int
@@ -70,6 +72,7 @@ class ProposerContext:
     rank: int = 0
     agreed: Callable[[Any], Any] = _own
     setting: str = ""
+    file_suffix: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)

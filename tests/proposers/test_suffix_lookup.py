@@ -1,7 +1,9 @@
 """Suffix lookup as a proposer: what it learns, keeps, forgets and takes in; docstrings say when a test fails."""
 
+import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,15 +12,29 @@ from vllm_specplugins.config import ConfigError, SuffixLookupConfig
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.methods import parse_config
 from vllm_specplugins.proposers.suffix_lookup import MAX_NEW, SuffixLookup
+from vllm_specplugins.structures import whole_file
+from vllm_specplugins.structures.store_file import StoreFile, fingerprint
 
 K = 5
 SIZES = {"max_index_bytes": 1 << 24, "store_bytes": 1 << 22}
 TEXT = np.arange(100, 400, dtype=np.int32)
 
 
-def proposer(tokenize=lambda text: list(text.encode()), **config):
-    context = ProposerContext(1000, 1 << 20, 2, K, tokenize=tokenize)
+def proposer(tokenize=lambda text: list(text.encode()), context=None, **config):
+    context = ProposerContext(1000, 1 << 20, 2, K, tokenize=tokenize, **(context or {}))
     return SuffixLookup(SuffixLookupConfig(**{**SIZES, **config}), context)
+
+
+def texts_of(path, prefix=()):
+    """What a file holds that a server may be writing to."""
+    return StoreFile(path, fingerprint(lambda text: [*prefix, *text.encode()], 1000), 1000, 1 << 30).read()
+
+
+def wait_for(what):
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def step(own, histories, options=None, limit=K):
@@ -57,20 +73,128 @@ def test_learns_what_was_said():
     assert serve(own, "e", TEXT[:90], 50) == 0, "that was a prompt"
 
 
-def test_keeps_its_store(tmp_path: Path):
-    """A store outlives its process; not for another tokenizer. Fails if it is not saved in time, or loaded."""
+def test_keeps_its_store(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A store outlives its process, without any end of that; not for another tokenizer, nor a reset.
+
+    Fails if an output waits for the next request, or for a save; if the file is not loaded, or its mark not looked at;
+    if it is not let go of; if a reset leaves what it holds.
+    """
     path = tmp_path / "store"
-    own = proposer(store_path=str(path), save_every_s=1)
-    serve(own, "a", TEXT, 100)
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        step(own, {"b": TEXT[:10]})
-        assert time.monotonic() < deadline
-    assert serve(proposer(store_path=str(path)), "c", TEXT, 100) > 150
+    own = proposer(store_path=str(path))
+    assert serve(own, "a", TEXT, 100) == 0
+    wait_for(lambda: len(texts_of(path)) == 1)
+    other = proposer(store_path=str(path))
+    assert "another engine's" in caplog.text
+    assert serve(other, "c", TEXT, 100) > 150, "it may read"
+    other.close()
+    step(own, {"unfinished": TEXT[:50]})
+    own.close()
+    own.close()
+    assert [len(text.tokens) for text in texts_of(path)] == [208, 9]
+    own = proposer(store_path=str(path))
+    assert serve(own, "c", TEXT, 100) > 150
+    own.reset_store()
+    assert texts_of(path) == []
+    assert serve(own, "d", TEXT, 100) == 0
+    own.close()
+    caplog.clear()
     other = proposer(tokenize=lambda text: [1, *text.encode()], store_path=str(path))
+    assert "another tokenizer; the store begins empty" in caplog.text
     assert serve(other, "d", TEXT, 100) == 0
-    path.write_bytes(path.read_bytes()[:-3])
-    assert serve(proposer(store_path=str(path)), "e", TEXT, 100) == 0
+    other.close()
+    assert len(texts_of(path, [1])) == 1, "it is replaced"
+
+
+def test_the_next_server(tmp_path: Path):
+    """Started before the last one has ended, it saves once that is over, and loses nothing of the other's.
+
+    Fails if it does not try again, or writes its own store over what the other learned meanwhile.
+    """
+    path = tmp_path / "store"
+    first = proposer(store_path=str(path))
+    second = proposer(store_path=str(path))
+    serve(second, "a", TEXT, 100)
+    serve(first, "b", TEXT + 1, 100)
+    first.close()
+    wait_for(lambda: len(texts_of(path)) == 2)
+    serve(second, "c", TEXT + 2, 100)
+    second.close()
+    assert [text.tokens[0] for text in texts_of(path)] == [193, 192, 194]
+
+
+def test_data_parallel_engines_and_other_ranks(tmp_path: Path):
+    """Fails if two engines have one file, or a rank that does not draft saves; it takes what rank 0 has read."""
+    path = tmp_path / "store"
+    second = proposer(store_path=str(path), context={"file_suffix": ".dp1"})
+    serve(second, "a", TEXT, 100)
+    second.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["store.dp1"]
+    texts = texts_of(tmp_path / "store.dp1")
+    rank_1 = proposer(store_path=str(path), context={"file_suffix": None, "agreed": lambda own: own or texts})
+    assert serve(rank_1, "a", TEXT, 100) > 150
+    rank_1.close()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["fifo", "folder", "a" * 300, "missing/store", "thesis", "loop"])
+def test_bad_paths(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """One sentence at the start, and drafts as without a file. Fails if one is waited for, raises, or is replaced."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "thesis").write_text("All happy families are alike")
+    own = proposer(store_path=str(tmp_path / name))
+    [words] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert words.endswith("nothing is saved until that changes.") and str(tmp_path) in words
+    serve(own, "a", TEXT, 100)
+    assert serve(own, "c", TEXT, 100) > 150
+    own.close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["fifo", "folder", "loop", "thesis"]
+    assert (tmp_path / "thesis").read_text() == "All happy families are alike"
+
+
+def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """It is said once, tried again, and nothing is lost; then said anew. Fails if the thread ends, a torn text stays
+    before what follows, or what could not be written is forgotten."""
+    path, is_full = tmp_path / "store", True
+
+    def write_some(descriptor, data):
+        if not is_full:
+            return os.write(descriptor, data)
+        os.write(descriptor, data[:5])
+        raise OSError(28, "No space left on device")
+
+    own = proposer(store_path=str(path))
+    monkeypatch.setattr(whole_file, "os", SimpleNamespace(**{**vars(os), "write": write_some}))
+    for number in range(2):
+        serve(own, f"a{number}", TEXT + number, 100)
+    wait_for(lambda: own.store_stats()["failed_saves"] >= 2)
+    assert caplog.text.count("No space left on device") == 1 and texts_of(path) == []
+    is_full = False
+    wait_for(lambda: len(texts_of(path)) == 2)
+    serve(own, "b", TEXT + 2, 100)
+    wait_for(lambda: len(texts_of(path)) == 3)
+    assert [text.tokens[0] for text in texts_of(path)] == [192, 193, 194]
+
+
+def test_a_file_stays_in_bounds(tmp_path: Path):
+    """It is written anew when what left the store fills it, with what the store holds, also what came meanwhile.
+
+    Fails if it grows with what was ever said, or a text gets lost on the way.
+    """
+    path, rng = tmp_path / "store", np.random.default_rng(0)
+    own = proposer(store_path=str(path), store_bytes=1 << 20)
+    last = [rng.integers(0, 1000, 600).astype(np.int32) for _ in range(300)]
+    for number, text in enumerate(last):
+        step(own, {str(number): text[:10]})
+        for place in range(50, len(text) + 1, 50):
+            step(own, {str(number): text[:place]}, limit=0)
+        own.forget([str(number)])
+        assert path.stat().st_size < (1 << 20) / 4
+    wait_for(lambda: own._saver._is_written.is_set() and own._saver._jobs.empty())
+    held = {text.tokens.tobytes() for text in texts_of(path)}
+    assert own.store_stats()["saves"] > 1 and held >= {text[1:].tobytes() for text in last[-15:]}
+    own.close()
 
 
 def test_statistics_and_reset():

@@ -1,88 +1,193 @@
-"""The store's file: whole or not at all, whatever happens to it."""
+"""The store's file: what was written whole is read again, whatever happens to the rest."""
 
+import errno
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from vllm_specplugins.structures import store_file
-from vllm_specplugins.structures.store_file import HEADER, StoreFileError, fingerprint, read, record, write
+from vllm_specplugins.structures.store_file import (
+    HEADER,
+    DamagedError,
+    StoredText,
+    StoreFile,
+    StoreFileError,
+    fingerprint,
+    record,
+)
+from vllm_specplugins.structures.whole_file import prefix_of
 
 VOCAB_SIZE = 1000
 MARK = fingerprint(lambda text: list(text.encode()), VOCAB_SIZE)
-TEXTS = [(bytes([65 + i]) * (i % 3), np.arange(i, 5 * i + 3, dtype=np.int32)) for i in range(40)]
+TEXTS = [StoredText(i % 2 == 0, bytes([65 + i]) * (i % 3), np.arange(i, 5 * i + 3, dtype=np.int32)) for i in range(40)]
+
+
+def store(path: Path, mark: bytes = MARK, vocab_size: int = VOCAB_SIZE, max_bytes: int = 1 << 20) -> StoreFile:
+    return StoreFile(path, mark, vocab_size, max_bytes)
 
 
 def saved(path: Path) -> bytes:
-    order = random.Random(0).sample(range(len(TEXTS)), len(TEXTS))
-    write(path, MARK, [record(index, *TEXTS[index]) for index in order])
+    file = store(path)
+    file.write([record(text) for text in TEXTS])
+    file.close()
     return path.read_bytes()
 
 
-def loaded(path: Path, mark: bytes = MARK, vocab_size: int = VOCAB_SIZE, max_bytes: int = 1 << 20):
-    return [(tenant, text.tolist()) for tenant, text in read(path, mark, vocab_size, max_bytes)]
+def shown(texts: list[StoredText]) -> list[tuple[bool, bytes, list[int]]]:
+    return [(in_use, tenant, tokens.tolist()) for in_use, tenant, tokens in texts]
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    """What is read is what was written, in order of use, for nobody else to read. Fails if order or mode is another."""
-    saved(tmp_path / "store")
-    assert loaded(tmp_path / "store") == [(tenant, text.tolist()) for tenant, text in TEXTS]
-    assert (tmp_path / "store").stat().st_mode & 0o077 == 0
+    """What is read is what was written and appended, in order, for nobody else to read, whoever made the file before.
+
+    Fails if order, flag or mode is another, or something is left beside it.
+    """
+    path = tmp_path / "store"
+    path.touch(0o666)
+    file = store(path)
+    assert file.open() == []
+    file.append([record(text) for text in TEXTS[:7]])
+    file.append([])
+    assert shown(file.read()) == shown(TEXTS[:7])
+    file.write([record(text) for text in TEXTS[:3]])
+    file.append([record(text) for text in TEXTS[3:]])
+    file.sync()
+    assert file.num_bytes == path.stat().st_size
+    file.close()
+    assert shown(store(path).open()) == shown(TEXTS)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
 def test_mutations(tmp_path: Path) -> None:
-    """500 damaged files are refused in one sentence. Fails if the digest is not looked at, or an error passes."""
+    """Of 500 damaged files the texts before the damage are read, and appended to; or one sentence says why none.
+
+    Fails if a digest is not looked at, an error passes, or what is appended stands after what cannot be read.
+    """
     path, rng = tmp_path / "store", random.Random(1)
     whole = saved(path)
+    ends = np.cumsum([HEADER.size, *(len(record(text)) for text in TEXTS)])
     for number in range(500):
         data = bytearray(whole)
         kind = number % 4
+        place = rng.randrange(len(data))
         if kind == 0:
-            del data[rng.randrange(len(data)) :]
+            del data[place:]
         elif kind == 1:
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            data[place] ^= 1 << rng.randrange(8)
         elif kind == 2:
-            start = rng.randrange(len(data))
-            data[start : start + rng.randrange(1, 50)] = rng.randbytes(rng.randrange(60))
+            data[place : place + rng.randrange(1, 50)] = rng.randbytes(rng.randrange(60))
         else:
+            place = len(data)
             data += rng.randbytes(rng.randrange(1, 50))
-        if bytes(data) == whole:
-            continue
         path.write_bytes(data)
-        with pytest.raises(StoreFileError) as caught:
-            loaded(path)
-        assert "\n" not in str(caught.value)
+        file, num_whole = store(path), int(np.searchsorted(ends, place, "right")) - 1
+        try:
+            texts = file.open()
+        except StoreFileError as error:
+            assert "\n" not in str(error) and place < HEADER.size
+            continue
+        assert shown(texts[:num_whole]) == shown(TEXTS[: max(0, num_whole)]) and len(texts) <= len(TEXTS)
+        assert all(one == other for one, other in zip(shown(texts), shown(TEXTS), strict=False))
+        file.append([record(TEXTS[0])])
+        file.close()
+        assert shown(store(path).read()) == shown([*texts, TEXTS[0]])
 
 
 @pytest.mark.parametrize(
-    ("mark", "vocab_size", "max_bytes", "message"),
-    [
-        (b"x" * 16, VOCAB_SIZE, 1 << 20, "another tokenizer"),
-        (MARK, 100, 1 << 20, "damaged"),  # ids that the model does not have
-        (MARK, VOCAB_SIZE, 1000, "bytes"),
-    ],
+    ("mark", "max_bytes", "message"), [(b"x" * 16, 1 << 20, "another tokenizer"), (MARK, 1000, "more than the 1000")]
 )
-def test_foreign(tmp_path: Path, mark: bytes, vocab_size: int, max_bytes: int, message: str) -> None:
-    """A whole file is refused where it is not for this model. Fails if fingerprint, ids or size are not looked at."""
+def test_foreign(tmp_path: Path, mark: bytes, max_bytes: int, message: str) -> None:
+    """A whole file is refused where it is not for this model. Fails if fingerprint or size are not looked at."""
     saved(tmp_path / "store")
-    with pytest.raises(StoreFileError, match=message):
-        loaded(tmp_path / "store", mark, vocab_size, max_bytes)
+    with pytest.raises(DamagedError, match=message):
+        store(tmp_path / "store", mark, max_bytes=max_bytes).open()
+    assert [len(text.tokens) for text in store(tmp_path / "store", vocab_size=1).read()] == []
+
+
+def test_what_is_no_store(tmp_path: Path) -> None:
+    """Is neither read nor replaced. Fails if a file of the user's is taken for a damaged store."""
+    (tmp_path / "thesis").write_text("All happy families are alike")
+    for read in (store(tmp_path / "thesis").read, store(tmp_path / "thesis").open):
+        with pytest.raises(StoreFileError, match=r"is no store$") as caught:
+            read()
+        assert not isinstance(caught.value, DamagedError)
 
 
 def test_other_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the version is not looked at."""
     with monkeypatch.context() as patched:
-        patched.setattr(store_file, "VERSION", 2)
+        patched.setattr(store_file, "VERSION", 3)
         saved(tmp_path / "store")
-    with pytest.raises(StoreFileError, match="version 2"):
-        loaded(tmp_path / "store")
+    with pytest.raises(DamagedError, match="version 3"):
+        store(tmp_path / "store").read()
+
+
+def test_links(tmp_path: Path) -> None:
+    """A link is followed, and stays one; what others put where our files are begun is not touched.
+
+    Fails if the link is replaced by a file, or the victim's file is written to.
+    """
+    (tmp_path / "real").mkdir()
+    link, real, victim = tmp_path / "store", tmp_path / "real" / "file", tmp_path / "victim"
+    link.symlink_to(real)
+    victim.write_text("mine")
+    (tmp_path / "real" / "file.partial").symlink_to(victim)
+    saved(link)
+    assert link.is_symlink() and shown(store(real).read()) == shown(TEXTS) and victim.read_text() == "mine"
+
+
+def test_bad_places(tmp_path: Path) -> None:
+    """An OSError at once, with words. Fails if a FIFO is waited for, or another exception comes."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to("loop")
+    for name, code in (
+        ("fifo", errno.EINVAL),
+        ("missing/store", errno.ENOENT),
+        (".", errno.EISDIR),
+        ("a" * 300, errno.ENAMETOOLONG),
+        ("loop", errno.ELOOP),
+    ):
+        with pytest.raises(OSError) as caught:
+            store(tmp_path / name).open()
+        assert caught.value.errno == code and caught.value.strerror
+    long = tmp_path / ("ä" * 120)  # whose successor's name must fit, too
+    saved(long)
+    assert len(store(long).read()) == len(TEXTS)
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    """Who comes second may read; the file is free when the first lets go, or is gone. Fails if it may save, too, or if
+    writing anew loses the lock."""
+    path = tmp_path / "store"
+    first, second = store(path), store(path)
+    first.open()
+    for _ in range(2):
+        first.append([record(TEXTS[0])])
+        with pytest.raises(StoreFileError, match="another engine's"):
+            second.open()
+        assert len(second.read()) == 1
+        first.write(())
+    first.close()
+    assert second.open() == []
+
+
+def test_its_place_is_taken(tmp_path: Path) -> None:
+    """Fails if texts are appended for ever to a file that was removed."""
+    path = tmp_path / "store"
+    file = store(path)
+    file.open()
+    path.unlink()
+    with pytest.raises(OSError):
+        file.sync()
+    assert not file.is_open
 
 
 def test_fingerprint() -> None:
@@ -103,31 +208,37 @@ def test_fingerprint() -> None:
 KILLED = """
 import sys, numpy as np
 from pathlib import Path
-from vllm_specplugins.structures.store_file import record, write
-text = np.arange(1000, dtype=np.int32)
-def records():
-    for index in range(30_000):
-        yield record(index, b"", text)
-many = list(records())
-print("ready", flush=True)
+from vllm_specplugins.structures.store_file import StoredText, StoreFile, record
+file = StoreFile(Path(sys.argv[1]), b"m" * 16, 1000, 1 << 40)
+text = lambda index: StoredText(False, b"", np.full(1000, index % 1000, np.int32))
+number = len(file.open())
 while True:
-    write(Path(sys.argv[1]), b"m" * 16, many)
-    print("saved", flush=True)
+    if number % 100 == 99:
+        file.write([record(text(index)) for index in range(number)])
+    file.append([record(text(number))])
+    number += 1
+    print(number, flush=True)
 """
 
 
 def test_killed_while_saving(tmp_path: Path) -> None:
-    """A process that is killed in the middle of a save loses that save alone. Fails if it writes in place."""
-    path = tmp_path / "store"
-    whole = saved(path)
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    while not (tmp_path / "store.partial").exists():
-        time.sleep(0.001)
-    time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    assert path.read_bytes() == whole and len(whole) > HEADER.size
-    saved(path)  # what is left of the other is no hindrance
-    assert len(loaded(path)) == len(TEXTS)
+    """A process that is killed anywhere loses nothing that it has appended, 10 times; what it began is cleared away.
+
+    Fails if the file is written anew in its place, or a text is kept back.
+    """
+    path, rng, number = tmp_path / "store", random.Random(0), 0
+    for _ in range(10):
+        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(rng.randrange(1, 300)):
+            number = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGKILL)
+        number = max([number, *map(int, process.stdout.read().split("\n")[:-1])])
+        process.wait()
+        process.stdout.close()
+        file = store(path, b"m" * 16, max_bytes=1 << 40)
+        texts = file.open()
+        file.close()
+        assert len(texts) in (number, number + 1)
+        assert [int(text.tokens[0]) for text in texts] == [index % 1000 for index in range(len(texts))]
+        assert not list(tmp_path.glob(prefix_of(path) + "*"))

@@ -202,6 +202,89 @@ def test_tenants_share_the_room():
     assert store.num_removed > 200
 
 
+class Room:
+    """Whose text makes room for whose, by hand; each text has a page."""
+
+    def __init__(self, num_pages):
+        self.num_pages, self.texts, self.back, self.clock = num_pages, [], set(), 0
+
+    def enter(self, tenant, text):
+        while len(self.texts) == self.num_pages:
+            self.texts.remove(self.victim(tenant))
+            self.back &= {name for _, _, name, _ in self.texts}
+        self.put(tenant, text, tenant in self.back)
+
+    def put(self, tenant, text, is_proven):
+        self.clock += 1
+        self.texts.append((is_proven, self.clock, tenant, text))
+
+    def victim(self, tenant):
+        present, own = {name for _, _, name, _ in self.texts}, [text for text in self.texts if text[2] == tenant]
+        if len(own) * len(self.back if tenant in self.back else present) > self.num_pages:
+            return min(own)
+        oldest, proven = min(self.texts), min((text for text in self.texts if text[0]), default=None)
+        num_strangers = sum(name not in self.back for _, _, name, _ in self.texts)
+        is_spared = oldest[2] not in self.back and 16 * num_strangers < self.num_pages
+        return proven if is_spared and proven else oldest
+
+
+@pytest.mark.parametrize("num_tenants", [1, 5, 60])
+def test_who_makes_room(num_tenants):
+    """Random tenants enter, come back and draft, beside what should be there.
+
+    Kills: any other text removed; a flag or a number of pages that outlives its tenant, or is counted for others; a use
+    that proves nothing.
+    """
+    rng, store, table = random.Random(num_tenants), SuffixStore(1 << 17), SuffixRequests(1 << 16, 1, K)
+    room = Room(store.texts.num_pages)
+    for number in range(2000):
+        tenant = str(int(rng.random() ** 3 * num_tenants)).encode()
+        if rng.random() < 0.5:
+            store.enter(tenant, ids(*range(10 * number, 10 * number + 10)))
+            store.work()
+            room.enter(tenant, number)
+        elif room.texts and rng.random() < 0.5:
+            used = rng.choice(room.texts)
+            table.search_store(row := table.add(), store.number(used[2]))
+            assert ask(table, store, row, ids(10 * used[3], 10 * used[3] + 1))[0].num_draft[0] == K
+            table.drop(row)
+            room.texts.remove(used)
+            room.put(*used[2:], True)
+        else:
+            store.ask(tenant)
+            room.back |= {name for _, _, name, _ in room.texts if name == tenant}
+        expected = [(name, 10 * text) for _, _, name, text in sorted(room.texts)]
+        assert [(name, text[0]) for name, text in store.contents()] == expected
+    assert store.num_removed > 300
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_many_salts(times):
+    """1,200 tenants of one client, each of which asks so often, do not evict one that is in use: the outputs that it is
+    drafted from now and then, nor, if theirs are asked for once, those that it has had since it came back.
+
+    Fails if all tenants count alike.
+    """
+    store, rng = SuffixStore(1 << 21), np.random.default_rng(0)
+    table = SuffixRequests(1 << 16, 1, K)
+    mine = [numbered(rng, 24) for _ in range(100)]
+    for text in mine:
+        store.ask(b"me")
+        store.enter(b"me", text)
+        store.work()
+    for salt in range(1200):
+        for _ in range(times):
+            store.ask(b"%d" % salt)
+            store.enter(b"%d" % salt, numbered(rng, 24))
+            store.work()
+        table.search_store(row := table.add(), store.ask(b"me"))
+        ask(table, store, row, mine[1 + salt % 10][:12])
+        table.drop(row)
+    held = {text.tobytes() for tenant, text in store.contents() if tenant == b"me"}
+    kept = [text.tobytes() in held for text in mine]
+    assert all(kept[1:] if times == 1 else kept[1:11]) and store.num_removed > 400
+
+
 def test_tenants_never_meet():
     """Two tenants with opposite texts: what one is drafted is its own. Fails if owners are neither hashed nor compared.
 

@@ -1,6 +1,7 @@
 """What a field of a configuration may be, and the sentence that refuses it."""
 
 import difflib
+import os
 import reprlib
 from collections.abc import Iterable
 from dataclasses import MISSING, field, fields
@@ -34,6 +35,11 @@ def text(default: Any = MISSING) -> Any:
 def optional_text() -> Any:
     """A dataclass field that holds a non-empty string or None."""
     return field(default=None, metadata={"kind": None})
+
+
+def optional_path() -> Any:
+    """A dataclass field that holds a file's path or None."""
+    return field(default=None, metadata={"kind": "path"})
 
 
 def layers(default: int) -> Any:
@@ -100,6 +106,14 @@ def _is_depth(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_NUM_LAYERS
 
 
+def _is_path(value: object) -> bool:
+    """Whether the system can be asked for a file of this name."""
+    try:
+        return b"\0" not in os.fsencode(str(value))
+    except UnicodeEncodeError:
+        return False
+
+
 def check_value(entry: Any, value: object) -> tuple[bool, str]:
     """Whether the metadata of a dataclass field allows a value, and what it allows."""
     kind = entry.metadata["kind"]
@@ -116,6 +130,8 @@ def check_value(entry: Any, value: object) -> tuple[bool, str]:
         return is_text, "a non-empty string"
     if kind is None:
         return value is None or is_text, "a non-empty string or null"
+    if kind == "path":
+        return value is None or (is_text and _is_path(value)), "a file's path or null"
     if kind is tuple:
         words = entry.metadata["words"]
         return isinstance(value, str) and value in words, f"one of {', '.join(map(repr, words))}"

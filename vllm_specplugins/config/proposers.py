@@ -10,6 +10,7 @@ from vllm_specplugins.config.checks import (
     integer,
     layers,
     number,
+    optional_path,
     optional_text,
     shown,
     text,
@@ -49,15 +50,16 @@ class SuffixLookupConfig:
         max_index_bytes: memory of all requests' own texts, 80 bytes a token, for a quarter more than each has and
             512 tokens, taken at the start; requests that find it full are drafted for from the store alone.
         store_bytes: memory of the store of earlier outputs, as much a token, taken at the start; where it is full,
-            those used longest ago go.
-        store_path: file that the store is loaded from at the start, and saved to; null: it is lost with the process.
-        save_every_s: seconds from one save to the next.
+            those used longest ago go, and first those of tenants that did not ask again.
+        store_path: file that the store is loaded from at the start, and that each output is added to; null: it is lost
+            with the process. Of data-parallel engines all but the first add ".dp1", ".dp2" and so on.
+        save_every_s: seconds from an output to when it is on the disk; a power cut costs what came since.
         min_confidence: a draft ends before a token whose chance, by what was accepted before, is less.
     """
 
     max_index_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
     store_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
-    store_path: str | None = optional_text()
+    store_path: str | None = optional_path()
     save_every_s: int = integer(300, 1, 1_000_000)
     min_confidence: float = number(0.1, 0, 1)
 

@@ -135,8 +135,10 @@ def _without_speculation(original: Callable[..., Any], engine_args: Any, *args: 
 
 def _with_method(config: SpecConfig, original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's configuration with our method in it, our worker and, where scheduling is asynchronous, our scheduler."""
-    from vllm_specplugins.engine import scheduling, spec_config
+    from vllm_specplugins.engine import grace, scheduling, spec_config
 
+    if grace.keeps_files(config):
+        grace.give_time()
     asked = engine_args.async_scheduling
     asynchronous = scheduling.wanted_of_vllm(config, asked, engine_args.pipeline_parallel_size)
     with (

@@ -5,6 +5,7 @@ the patches that stay (kind "patch" in the files seams.py) check the options of 
 vLLM's, mend its sampling on CPUs.
 """
 
+import logging
 import platform
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -20,6 +21,8 @@ from vllm_specplugins.proposers.barrier import FaultBarrier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.specplugins")
 
 _BASES = {
     "GPUWorker": ("vllm.v1.worker.gpu_worker", "Worker"),
@@ -80,6 +83,8 @@ class _WithProposer:
         speculator: Any = getattr(self.model_runner, "speculator", None)
         if is_idle and hasattr(speculator, "settle"):
             speculator.settle()
+        if is_idle:
+            self._barrier.settle()
         if scheduler_output.finished_req_ids:
             self._reporter.forget(scheduler_output.finished_req_ids)
         if output is None or not is_idle or not self._reports:
@@ -89,6 +94,22 @@ class _WithProposer:
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         return output if output is None or not self._reports else self._reporter.attach(output)
+
+    def shutdown(self) -> None:
+        """What our stages keep in files is saved before vLLM tears down; a signal may have come anywhere."""
+        try:
+            self._close()
+        except Exception:
+            logger.exception("What was learned cannot be saved.")
+        finally:
+            super().shutdown()  # type: ignore[misc]
+
+    def _close(self) -> None:
+        barrier: FaultBarrier | None = getattr(self, "_barrier", None)
+        if barrier is not None:
+            for _, stage in stages_of(barrier.proposer, self._reporter.method):
+                if is_ours(stage, "close"):
+                    stage.close()
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """vLLM fits requests to its memory (`--max-model-len auto`): drafts at positions past them have no block."""
@@ -160,8 +181,20 @@ def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
         time_budget_ms=common.time_budget_ms,
         num_ranks=group.world_size,
         setting=_setting(model_config, device, group.world_size),
+        file_suffix=_file_suffix(vllm_config.parallel_config, group.rank_in_group),
         **({"rank": group.rank_in_group, "agreed": _rank_0s} if on_all_ranks else {}),
     )
+
+
+def _file_suffix(parallel_config: Any, rank: int) -> str | None:
+    """See ProposerContext; the rank that drafts for the others saves."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    if rank or group.rank_in_group + 1 < group.world_size:
+        return None
+    index = parallel_config.data_parallel_index
+    return f".dp{index}" if index else ""
 
 
 def _setting(model_config: Any, device: Any, num_ranks: int) -> str:

@@ -140,6 +140,11 @@ class FaultBarrier:
         """Has the proposer forget these requests before it next proposes."""
         self.guard.forget(request_ids)
 
+    def settle(self) -> None:
+        """Has it, and a cascade's stages, forget them now, since no step follows for a while."""
+        self.guard.settle()
+        getattr(self.proposer, "settle_stages", lambda: None)()
+
 
 def _spread(draft: Draft, rows: Any, num_reqs: int) -> Draft:
     """The draft of these rows as that of a batch of so many requests, of which the others have none."""

@@ -158,6 +158,11 @@ class Cascade:
         for chosen in self._chosen:
             chosen.forget(request_ids)
 
+    def settle_stages(self) -> None:
+        """Has the stages forget what is gone now, since no step follows for a while."""
+        for guard in self._guards.values():
+            guard.settle()
+
     @property
     def built_in_guard(self) -> Guard | None:
         """The guard of the stage that is built into the engine, which the engine calls."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from vllm_specplugins.draft import DraftBatch, Feedback, Proposer, RequestFault
 from vllm_specplugins.proposers.call_thread import CallThread
 from vllm_specplugins.proposers.checks import Nonsense
@@ -25,6 +27,8 @@ LONGEST_CAUSE = 300
 
 RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow"
 CHARGED = "charged to a request"
+
+NO_REQUESTS = DraftBatch((), (), np.empty(0, np.int32), ())
 
 T = TypeVar("T")
 
@@ -99,6 +103,12 @@ class Guard:
     def has_to_forget(self) -> bool:
         """Whether the proposer holds requests that are gone."""
         return bool(self._to_forget)
+
+    def settle(self) -> None:
+        """Has the proposer forget what is gone now, since no step follows for a while."""
+        if self._to_forget:
+            self.begin_step()
+            self.call(NO_REQUESTS, lambda: None)
 
     def may_draft(self, request_ids: Sequence[str]) -> list[bool] | None:
         """Whether each request may be drafted for; None if all may."""

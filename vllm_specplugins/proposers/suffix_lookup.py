@@ -6,6 +6,7 @@ looked at. All that is long is taken in by pieces, by work and not by the clock.
 """
 
 import hashlib
+import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +19,14 @@ import numpy.typing as npt
 from vllm_specplugins.config import SuffixLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.proposers.store_saver import StoreSaver
-from vllm_specplugins.structures.store_file import fingerprint
+from vllm_specplugins.structures.store_file import StoredText, StoreFile, fingerprint
 from vllm_specplugins.structures.suffix_drafts import Asked, Drafts
 from vllm_specplugins.structures.suffix_pages import PAGE
 from vllm_specplugins.structures.suffix_requests import SuffixRequests
 from vllm_specplugins.structures.suffix_search import LONGEST_MATCH
 from vllm_specplugins.structures.suffix_store import SuffixStore
+
+logger = logging.getLogger("vllm.specplugins")
 
 # In looks into a table; no clock, so that all ranks of a tensor-parallel group do the same.
 SHARED_WORK = 8_000  # of all requests in a step, for prompts and references
@@ -72,14 +75,27 @@ class SuffixLookup:
         self._output_bytes = 0
         self._saver: StoreSaver | None = None
         if config.store_path is not None:
-            mark = fingerprint(context.tokenize, context.vocab_size)
-            self._saver = StoreSaver(self.store, Path(config.store_path), mark, config.save_every_s)
-            self._saver.load(context.vocab_size)
-        self._saves = context.rank == 0
+            self._load(config, context)
         self._requests: dict[str, _Request] = {}
         self._references: dict[bytes, _Reference] = {}
         self._behind: set[str] = set()  # requests whose text or reference is not whole yet
         self._taken_in: Any = None  # the histories of the step that was taken in last
+
+    def _load(self, config: SuffixLookupConfig, context: ProposerContext) -> None:
+        """Enters the texts of this engine's file, on every rank those that rank 0 has read, which alone saves."""
+        texts: list[StoredText] = []
+        if context.file_suffix is not None:
+            path, mark = (
+                Path(f"{config.store_path}{context.file_suffix}"),
+                fingerprint(context.tokenize, context.vocab_size),
+            )
+            file = StoreFile(path, mark, context.vocab_size, self.store.num_bytes)
+            self._saver = StoreSaver(self.store, file, config.save_every_s)
+            texts = self._saver.writer.load()
+            logger.info("suffix_lookup: %d texts loaded from %s.", len(texts), path)
+        for in_use, tenant, text in context.agreed(texts):
+            self.store.enter(tenant, text, in_use)
+            self.store.work()
 
     def propose(self, batch: DraftBatch) -> Draft:
         """For each request the draft with the most confidence, of those from its own text and from earlier outputs."""
@@ -132,6 +148,7 @@ class SuffixLookup:
         self._taken_in = None
         for request_id in request_ids:
             self._finish(request_id)
+        self._tidy()
 
     def num_bytes(self) -> int:
         """Memory of all texts, of the store and of outputs."""
@@ -148,19 +165,27 @@ class SuffixLookup:
             "bytes": store.num_bytes,
             "removed": store.num_removed,
             "refused": store.num_refused,
-            "saves": 0 if saver is None else saver.num_saves,
-            "failed_saves": 0 if saver is None else saver.num_failures,
+            "saves": 0 if saver is None else saver.writer.num_saves,
+            "failed_saves": 0 if saver is None else saver.writer.num_failures,
         }
 
     def reset_store(self) -> None:
-        """Forgets all earlier outputs, of all tenants."""
+        """Forgets all earlier outputs, of all tenants, in the file, too."""
         self.store.clear()
+        self.save_store()
         self._table.search_store([request.row for request in self._requests.values()], 0)
 
     def save_store(self) -> None:
         """Saves the store at once, if it has a file."""
-        if self._saver is not None and self._saves:
+        if self._saver is not None:
             self._saver.save()
+
+    def close(self) -> None:
+        """Has the outputs of all requests enter the store, and saves that for the last time."""
+        for request_id in list(self._requests):
+            self._finish(request_id)
+        if self._saver is not None:
+            self._saver.close()
 
     def _take_in(self, batch: DraftBatch, wanted: Int32Array) -> Drafts:
         """Enters each request's new tokens and drafts so many. Of longer texts as much is entered as goes; and the
@@ -199,7 +224,7 @@ class SuffixLookup:
         tenant = options.get("tenant")
         tenant = tenant if isinstance(tenant, bytes) else b""
         request = _Request(self._table.add(), len(history), tenant, options.get("learn", True) is True)
-        self._table.search_store(request.row, self.store.number(request.tenant))
+        self._table.search_store(request.row, self.store.ask(request.tenant))
         self._requests[request_id] = request
         self._behind.add(request_id)
         if request.learns:  # one token of it is output
@@ -236,7 +261,9 @@ class SuffixLookup:
                 self._table.drop(self._references.pop(request.digest).row)
         self._output_bytes -= 4 * len(request.output)
         if request.output:
-            self.store.enter(request.tenant, np.frombuffer(request.output, np.int32))
+            text = np.frombuffer(request.output, np.int32)
+            if self.store.enter(request.tenant, text) and self._saver is not None:
+                self._saver.add(StoredText(self.store.is_back(request.tenant), request.tenant, text))
 
     def _catch_up(self, batch: DraftBatch) -> None:
         """Enters texts that are behind, the shortest rest first; a reference is as short as its share for each of its
@@ -265,5 +292,5 @@ class SuffixLookup:
             self.store.work(STORE_WORK)
             numbers = [self.store.number(request.tenant) for request in self._requests.values()]
             self._table.search_store([request.row for request in self._requests.values()], numbers)
-        if self._saver is not None and self._saves:
+        if self._saver is not None:
             self._saver.step()

@@ -17,6 +17,7 @@ from vllm_specplugins.structures.suffix_pages import (
     NUM_FIELDS,
     OLDER,
     PAGE,
+    PROVEN,
     UNORDERED,
     Arrays,
     Int32Array,
@@ -122,7 +123,7 @@ def draft_step(asked: Any, kept: Any, drafts: Any, own: Any, store: Any) -> int:
         asked: a tuple of Asked.
         kept: of Kept.
         drafts: of Drafts, which is written to.
-        own: of Arrays, texts of rows; its state, [R * 8], is of each row.
+        own: of Arrays, texts of rows; its state, [R * NUM_FIELDS], is of each row.
         store: of Arrays, texts of tenants.
     """
     flat, rows, num_begun, min_confidence = borrowed(asked[0]), borrowed(asked[1]), asked[2], asked[3]
@@ -174,7 +175,7 @@ def draft_step(asked: Any, kept: Any, drafts: Any, own: Any, store: Any) -> int:
             if score > best_score:
                 best, best_count, best_score, match_length = 1 - best, count, score, longest
                 if source == STORE and store.pages[first, OLDER] != UNORDERED:
-                    use(first, store.pages, store.state)
+                    use(first, PROVEN, store.pages, store.state)
         count = best_count - num_begun
         num_draft[index], match_lengths[index] = count, match_length
         drafted[0] = count if num_begun == 0 else 0  # what comes next is not what the other draft is for

@@ -18,12 +18,14 @@ Int64Array = npt.NDArray[np.int64]
 PAGE = 32
 NONE, UNORDERED = -1, -2
 # Columns of `pages`. FIRST names a text: its first page. Of a first page: LAST is the text's last one, OLDER and NEWER
-# order texts by use, UNORDERED where a text has no place in that order; USED is when that was, in uses of texts.
-PREVIOUS, FOLLOWING, FILL, FIRST, OWNER, LAST, OLDER, NEWER, USED = range(9)
-NUM_PAGE_COLUMNS = 9
-# Fields of `state`. FREE is the first of the free pages, which FOLLOWING links.
-FREE, NUM_FREE, OLDEST, NEWEST, MULTIPLIER, NUM_TOKENS, NUM_USES = range(7)
-NUM_FIELDS = 8
+# order texts by use, UNORDERED where a text has no place in that order; USED is when that was, in uses of texts; KIND,
+# UNPROVEN or PROVEN (see suffix_store.py), each with an order of its own.
+PREVIOUS, FOLLOWING, FILL, FIRST, OWNER, LAST, OLDER, NEWER, USED, KIND = range(10)
+NUM_PAGE_COLUMNS = 10
+UNPROVEN, PROVEN = 0, 1
+# Fields of `state`. FREE is the first of the free pages, which FOLLOWING links; OLDEST + KIND and NEWEST + KIND.
+FREE, NUM_FREE, OLDEST, _, NEWEST, _, MULTIPLIER, NUM_TOKENS, NUM_USES = range(9)
+NUM_FIELDS = 9
 
 
 class Arrays(NamedTuple):
@@ -32,8 +34,8 @@ class Arrays(NamedTuple):
     tokens: Int32Array  # [P * PAGE]
     links: Int32Array  # [P * PAGE, L, 2]
     table: Int64Array  # [S, L]
-    pages: Int32Array  # [P, 9]
-    state: Int64Array  # [8]
+    pages: Int32Array  # [P, 10]
+    state: Int64Array  # [9]
 
 
 text_type = types.Array(types.int32, 1, "C", readonly=True)  # takes those that may be written, too

@@ -5,7 +5,9 @@ longest ago removed, by pieces: `work` does as much as it is told to. A text tha
 shorter one.
 
 One tenant's texts are never looked at for another: what is hashed begins with the tenant, and tokens are compared in
-its own pages alone. Tenants share the room: who holds more than its share makes room for itself.
+its own pages alone. Tenants share the room: who holds more than its share makes room for itself. A text is proven when
+it is drafted from, or comes from a tenant that has asked again while it had one; what is not makes room first, unless
+tenants that never asked again have little.
 """
 
 from collections import deque
@@ -16,21 +18,26 @@ import numpy as np
 
 from vllm_specplugins.structures.suffix_pages import (
     FIRST,
+    KIND,
     NEWER,
     NONE,
     OLDER,
     OLDEST,
     OWNER,
     PAGE,
+    PROVEN,
     UNORDERED,
+    UNPROVEN,
     USED,
     Int32Array,
+    Int64Array,
 )
 from vllm_specplugins.structures.suffix_texts import SMALLEST_BYTES, Texts
 from vllm_specplugins.structures.suffix_use import oldest_of, order
 
 WAITING_SHARE = 16  # one part in so many is for texts that wait to be entered
 TENANT_BYTES = 400  # of what is kept of a tenant
+STRANGERS_SHARE = 16  # one part in so many is for tenants that have not asked again
 FURTHEST = 1000  # texts that are looked at for a tenant's oldest one
 WHOLE = 1 << 62
 
@@ -39,6 +46,7 @@ WHOLE = 1 << 62
 class _Tenant:
     number: int
     num_pages: int = 0
+    is_back: bool = False  # it has asked again while it had a text
 
 
 @dataclass(slots=True)
@@ -47,6 +55,7 @@ class _Entering:
 
     tenant: bytes
     text: Int32Array
+    is_proven: bool
     start: int = 0
     first: int = NONE
 
@@ -75,7 +84,7 @@ class SuffixStore:
         self.texts.clear()
         self._tenants: dict[bytes, _Tenant] = {}
         self._names: dict[int, bytes] = {}  # of tenants, by number
-        self._num_tenants_ever = 0
+        self._num_tenants_ever = self._num_back = self._pages_of_strangers = 0
         self._waiting: deque[_Entering] = deque()
         self._waiting_bytes = 0
         self._entering: _Entering | None = None
@@ -97,15 +106,26 @@ class SuffixStore:
         known = self._tenants.get(tenant)
         return 0 if known is None else known.number
 
+    def ask(self, tenant: bytes) -> int:
+        """Notes that a request of the tenant's begins; its number."""
+        known = self._tenants.get(tenant)
+        if known is not None:
+            self._come_back(known)
+        return self.number(tenant)
+
+    def is_back(self, tenant: bytes) -> bool:
+        """Whether a tenant has asked again while it had a text."""
+        return tenant in self._tenants and self._tenants[tenant].is_back
+
     # text: [num_tokens] int32, ids >= 0
-    def enter(self, tenant: bytes, text: Int32Array) -> bool:
+    def enter(self, tenant: bytes, text: Int32Array, is_proven: bool = False) -> bool:
         """Has a text entered by the next `work`; False where too many wait. Of one that is too long the end is kept."""
         text = np.array(text[-self._longest :], np.int32)
         num_bytes = text.nbytes + TENANT_BYTES
         if len(text) < 2 or self._waiting_bytes + num_bytes > self._max_waiting_bytes:
             self.num_refused += 1
             return False
-        self._waiting.append(_Entering(tenant, text))
+        self._waiting.append(_Entering(tenant, text, is_proven))
         self._waiting_bytes += num_bytes
         return True
 
@@ -132,29 +152,56 @@ class SuffixStore:
         return most
 
     def contents(self) -> Iterator[tuple[bytes, Int32Array]]:
-        """Tenant and tokens of each text that is there, the one used longest ago first."""
-        first = int(self.texts.state[OLDEST])
-        while first != NONE:
-            yield self._names[int(self.texts.pages[first, OWNER])], self.texts.read(first)
-            first = int(self.texts.pages[first, NEWER])
+        """Tenant and tokens of each text that is there, unproven ones first, those used longest ago first."""
+        for kind in (UNPROVEN, PROVEN):
+            first = int(self.texts.state[OLDEST + kind])
+            while first != NONE:
+                yield self._names[int(self.texts.pages[first, OWNER])], self.texts.read(first)
+                first = int(self.texts.pages[first, NEWER])
 
-    def contents_of(self, start: int, end: int) -> list[tuple[int, bytes, Int32Array]]:
-        """When each text that begins in these pages was used last, its tenant and its tokens."""
+    def contents_of(self, start: int, end: int) -> list[tuple[tuple[int, int], bytes, Int32Array]]:
+        """Of each text that begins in these pages: whether it is proven, and when it was used last, its tenant and its
+        tokens."""
         pages = self.texts.pages[start:end]
         begins = (pages[:, FIRST] == np.arange(start, start + len(pages))) & (pages[:, OLDER] != UNORDERED)
         firsts = (start + np.flatnonzero(begins)).tolist()
-        rows = self.texts.pages[firsts]
+        rows = self.texts.pages[firsts][:, [KIND, USED, OWNER]].tolist()
         return [
-            (used, self._names[owner], self.texts.read(first))
-            for first, owner, used in zip(firsts, rows[:, OWNER].tolist(), rows[:, USED].tolist(), strict=True)
+            ((kind, used), self._names[owner], self.texts.read(first))
+            for first, (kind, used, owner) in zip(firsts, rows, strict=True)
         ]
 
+    def _come_back(self, tenant: _Tenant) -> None:
+        if not tenant.is_back:
+            tenant.is_back = True
+            self._num_back += 1
+            self._pages_of_strangers -= tenant.num_pages
+
+    def _add_pages(self, tenant: _Tenant, count: int) -> None:
+        tenant.num_pages += count
+        if not tenant.is_back:
+            self._pages_of_strangers += count
+
     def _victim(self, tenant: bytes) -> int:
-        """The text to be removed for one of this tenant's."""
+        """The text to be removed for one of this tenant's: its own where it holds more than its share."""
         known = self._tenants.get(tenant)
-        if known is None or known.num_pages * len(self._tenants) <= self.texts.num_pages:
-            return int(self.texts.state[OLDEST])
-        return int(oldest_of(known.number, FURTHEST, self.texts.pages, self.texts.state))
+        if known is not None:
+            num_sharing = self._num_back if known.is_back else len(self._tenants)
+            if known.num_pages * num_sharing > self.texts.num_pages:
+                own = [oldest_of(known.number, kind, FURTHEST, *self._ordered) for kind in (UNPROVEN, PROVEN)]
+                if own != [NONE, NONE]:
+                    return next(first for first in own if first != NONE)
+        unproven, proven = self.texts.state[OLDEST : OLDEST + 2].tolist()
+        return int(proven if unproven == NONE or (proven != NONE and self._is_spared(unproven)) else unproven)
+
+    def _is_spared(self, first: int) -> bool:
+        """Whether a text is of a tenant that has not asked again, and these have little."""
+        tenant = self._tenants[self._names[int(self.texts.pages[first, OWNER])]]
+        return not tenant.is_back and self._pages_of_strangers * STRANGERS_SHARE < self.texts.num_pages
+
+    @property
+    def _ordered(self) -> tuple[Int32Array, Int64Array]:
+        return self.texts.pages, self.texts.state
 
     def _begin_to_enter(self, entering: _Entering) -> None:
         known = self._tenants.get(entering.tenant)
@@ -162,23 +209,25 @@ class SuffixStore:
             self._num_tenants_ever += 1
             known = self._tenants[entering.tenant] = _Tenant(self._num_tenants_ever)
             self._names[known.number] = entering.tenant
-        known.num_pages += _num_pages(entering.text)
+        if entering.is_proven:
+            self._come_back(known)
+        self._add_pages(known, _num_pages(entering.text))
         self._entering = entering
 
     def _go_on_entering(self, entering: _Entering, most: int) -> int:
-        number = self._tenants[entering.tenant].number
+        known = self._tenants[entering.tenant]
         entering.start, entering.first, most = self.texts.enter(
-            entering.text, entering.start, entering.first, number, most
+            entering.text, entering.start, entering.first, known.number, most
         )
         if entering.start == len(entering.text):
-            order(entering.first, True, self.texts.pages, self.texts.state)
+            order(entering.first, PROVEN if known.is_back else UNPROVEN, *self._ordered)
             self._waiting_bytes -= entering.text.nbytes + TENANT_BYTES
             self._entering = None
             self.num_texts += 1
         return most
 
     def _begin_to_remove(self, first: int) -> None:
-        order(first, False, self.texts.pages, self.texts.state)
+        order(first, NONE, *self._ordered)
         self._leaving = first
         self.num_texts -= 1
         self.num_removed += 1
@@ -188,8 +237,9 @@ class SuffixStore:
         num_free = self.texts.num_free
         self._leaving, most = self.texts.remove(self._leaving, most)
         known = self._tenants[name]
-        known.num_pages -= self.texts.num_free - num_free
+        self._add_pages(known, num_free - self.texts.num_free)
         if known.num_pages == 0:
+            self._num_back -= known.is_back
             del self._tenants[name], self._names[known.number]
         return most
 

@@ -40,9 +40,9 @@ def new_arrays(max_bytes: int) -> Arrays:
 
 
 def new_state() -> Any:
-    """[8] int64, of texts of which there are none."""
+    """[9] int64, of texts of which there are none."""
     state = np.zeros(NUM_FIELDS, np.int64)
-    state[OLDEST] = state[NEWEST] = NONE
+    state[OLDEST : OLDEST + 2] = state[NEWEST : NEWEST + 2] = NONE
     state[MULTIPLIER] = secrets.randbits(63) | 1  # secret: nobody can write texts whose hashes collide
     return state
 

@@ -1,6 +1,8 @@
 """`build-store`: a store for suffix_lookup from a corpus, so that a server need not begin with an empty one."""
 
 import argparse
+import sys
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,15 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from vllm_specplugins.config import ConfigError, shown
-from vllm_specplugins.structures import store_file
+from vllm_specplugins.structures.store_file import (
+    DamagedError,
+    StoredText,
+    StoreFile,
+    StoreFileError,
+    fingerprint,
+    record,
+    tenant_of,
+)
 from vllm_specplugins.tools.data import answered
 from vllm_specplugins.tools.progress import progress
 
@@ -18,7 +28,7 @@ TOKENS_AT_ONCE = 4096  # of a text: as long as an output may be
 def run(args: argparse.Namespace) -> int:
     """The command; 0."""
     tokenizer, vocab_size = load(args.tokenizer)
-    tenant = b"" if args.cache_salt is None else store_file.tenant_of(args.cache_salt)
+    tenant = b"" if args.cache_salt is None else tenant_of(args.cache_salt)
 
     def tokenize(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -33,14 +43,28 @@ def run(args: argparse.Namespace) -> int:
             ids = np.array(sample.output, np.int32)
             for start in range(0, len(ids), TOKENS_AT_ONCE):
                 piece = ids[start : start + TOKENS_AT_ONCE]
-                records.append(store_file.record(len(records), tenant, piece))
+                records.append(record(StoredText(True, tenant, piece)))
                 num_tokens += len(piece)
-    try:
-        store_file.write(args.out, store_file.fingerprint(tokenize, vocab_size), records)
-    except OSError as error:
-        raise ConfigError(f"--out must be a file that can be written, not {args.out} ({error.strerror}).") from None
+    write(StoreFile(args.out, fingerprint(tokenize, vocab_size), vocab_size, sys.maxsize), records)
     Console().print(f"{len(records)} texts of {num_tokens} tokens in {args.out}")
     return 0
+
+
+def write(file: StoreFile, records: list[bytes]) -> None:
+    """Writes a store in the place of another, if there is one.
+
+    Raises:
+        ConfigError: it cannot be written, is no store, or is one that an engine saves to.
+    """
+    try:
+        with suppress(DamagedError):  # or of another model
+            file.open()
+        file.write(records)
+        file.close()
+    except StoreFileError as error:
+        raise ConfigError(f"--out must be a file that may be replaced: {error}.") from None
+    except OSError as error:
+        raise ConfigError(f"--out must be a file that can be written, not {file.path} ({error.strerror}).") from None
 
 
 def load(name: str) -> tuple[Any, int]:

@@ -16,7 +16,8 @@ from vllm_specplugins.engine.metrics.names import BY_NAME, LABELS, PREFIX, REPOR
 
 logger = logging.getLogger("vllm.specplugins")
 
-_PER_STAGE = [metric.name for metric in TABLE if metric.labels == ("stage",) and not metric.name.startswith("store")]
+_OF_SOME = ("exit_layer", "store_bytes", "stored_outputs", "stored_tokens")  # stages
+_PER_STAGE = [metric.name for metric in TABLE if metric.labels == ("stage",) and metric.name not in _OF_SOME]
 _PER_LENGTH = {"accepted_tokens_by_position": 0, "gate_lengths": 1}  # how many more lengths than draft tokens there are
 
 

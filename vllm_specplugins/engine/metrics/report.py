@@ -59,6 +59,7 @@ class Reporter:
         self._not_before = 0.0
         self._has_failed = False
         self._sent: dict[str, float] = {}
+        self._shown: dict[str, float] = {}  # gauges
         self._ms: dict[str, float] = {}  # of drafting, by series, up to the last step
         self._observed: dict[str, list[float]] = {}  # of histograms, since the last report
 
@@ -68,8 +69,9 @@ class Reporter:
             self._observe("request_acceptance_rate", rate)
 
     def drop(self) -> None:
-        """Forgets what was counted until now: vLLM's warm-up."""
+        """Forgets what was counted until now, vLLM's warm-up; what there is, as of a store, is reported."""
         self._report(self._barrier.totals())
+        self._shown = {}
 
     def attach(self, output: Any, is_last: bool = False) -> Any:
         """A step's output with a report, where one is due; nothing that goes wrong here reaches a request.
@@ -165,8 +167,8 @@ class Reporter:
             for series, total in totals.items()
             if total != self._sent.get(series, 0)
         }
-        report |= {series: value for series, value in gauges.items() if value != self._sent.get(series)}
-        self._sent = totals | gauges
+        report |= {series: value for series, value in gauges.items() if value != self._shown.get(series)}
+        self._sent, self._shown = totals, gauges
         if seconds := self.verification.take():
             self._observed["verification_seconds"] = seconds
         report |= self._observed

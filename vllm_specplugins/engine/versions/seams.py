@@ -286,6 +286,19 @@ COMMON: tuple[Seam, ...] = (
         "whether verify-lossless was refused, or a step failed",
     ),
     Seam("distributed/parallel_state.py", "get_tp_group", (), "read", "rank 0 drafts for all"),
+    Seam("distributed/parallel_state.py", "get_pp_group", (), "read", "the last stage drafts, and saves"),
+    Seam(
+        "config/parallel.py", "ParallelConfig.data_parallel_index", None, "read", "engines save to files of their own"
+    ),
+    Seam("v1/worker/gpu_worker.py", "Worker.shutdown", names_of("self"), "override", "saves for the last time"),
+    Seam(
+        "v1/engine/utils.py",
+        "get_engine_process_shutdown_timeout",
+        names_of("request_timeout process_timeout"),
+        "patch",
+        "time to save, before engines are killed",
+        remove_when="servers give engines time to end",
+    ),
     Seam("tokenizers/__init__.py", "cached_tokenizer_from_config", None, "read", "a proposer's own texts"),
     Seam(
         "v1/metrics/loggers.py",

@@ -1,0 +1,68 @@
+"""Files of ours: read without waiting for whoever may write, and written whole or not at all, for their owner alone."""
+
+import errno
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+LONGEST_PREFIX = 60  # characters of a file's name that the name of its successor begins with
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a regular file, a new one with mode 0600; OSError where there is none, or something else."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return descriptor
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """What a file holds, up to so many bytes; OSError as of open_regular."""
+    descriptor = open_regular(path, os.O_RDONLY)
+    try:
+        return read_all(descriptor, max_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def read_all(descriptor: int, max_bytes: int) -> bytes:
+    """The same of an open file, from its beginning."""
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
+        return file.read(min(max_bytes, os.fstat(descriptor).st_size))
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Writes all of it, however many calls that takes; OSError, after a part of it perhaps, where that fails."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def write_whole(path: Path, data: bytes) -> int:
+    """A descriptor of a new file with this in it, which is on the disk and has taken the place of `path`, or of what
+    that links to.
+
+    It is written under a name of its own and follows no link: whoever else writes to the folder spoils nothing.
+    OSError where that fails; the old file is then there.
+    """
+    path = Path(os.path.realpath(path))
+    descriptor, partial = tempfile.mkstemp(".partial", prefix_of(path), path.parent)
+    try:
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+        os.replace(partial, path)
+    except BaseException:
+        os.close(descriptor)
+        with suppress(OSError):
+            os.unlink(partial)
+        raise
+    return descriptor
+
+
+def prefix_of(path: Path) -> str:
+    """How the name of what write_whole writes to begins; that of a process that was killed is left there."""
+    return f".{path.name[:LONGEST_PREFIX]}."
