@@ -41,6 +41,7 @@ RUBBISH: list[Any] = [
     object(),
     "x" * 10_000,
 ]
+LOOKUP, EXIT = {"method": "prompt_lookup"}, {"method": "early_exit"}
 FIELDS = ["num_speculative_tokens", "time_budget_ms", "verification", "rejection", "max_ngram", "min_ngram"]
 
 
@@ -97,7 +98,7 @@ def malformed() -> list[dict[str, Any]]:
     ]
     wrong += [
         {"method": "cascade", "stages": [{**stages[0], "num_speculative_tokens": value}, stages[1]]}
-        for value in [*RUBBISH, 6]  # more than the cascade's 5
+        for value in [*RUBBISH, 32]  # more than the cascade's 31
         if value is not None
     ]
     draft_model = {"method": "draft_model", "model": "m"}
@@ -215,7 +216,29 @@ def test_broken_module_of_a_custom_proposer(
 def test_defaults() -> None:
     config = parse_config({"method": "prompt_lookup"})
     assert config.own == PromptLookupConfig(max_ngram=8, min_ngram=2)
-    assert config.common.num_speculative_tokens == 5
+    assert config.common.num_speculative_tokens == 31
+
+
+@pytest.mark.parametrize(
+    ("raw", "lengths"),
+    [
+        ({"method": "suffix_lookup"}, [31]),
+        ({"method": "early_exit"}, [5]),
+        ({"method": "cascade", "stages": [LOOKUP, EXIT]}, [31, None, 5]),
+        ({"method": "cascade", "stages": [LOOKUP, {**EXIT, "num_speculative_tokens": 3}]}, [31, None, 3]),
+        ({"method": "cascade", "stages": [LOOKUP, EXIT], "num_speculative_tokens": 7}, [7, None, None]),
+        ({"method": "cascade", "stages": [LOOKUP, {**EXIT, "draft_sample_method": "probabilistic"}]}, [5, None, None]),
+        ({"method": "cascade", "stages": [EXIT, LOOKUP]}, [5, None, None]),
+        ({"method": "cascade", "stages": [LOOKUP, {"method": "mtp"}]}, [31, None, None]),
+    ],
+)
+def test_default_lengths(raw, lengths) -> None:
+    """Fails if a lookup has no long drafts, if a stage beside it has as long ones or loses what it says, or if drawn
+    drafts keep the logits of 31 places."""
+    config = parse_config(raw)
+    stages = getattr(config.own, "stages", ())
+    assert [config.length, *(stage.num_speculative_tokens for stage in stages)] == lengths
+    assert config.says_length == ("num_speculative_tokens" in raw)
 
 
 def test_the_documented_example() -> None:

@@ -87,6 +87,9 @@ BUILT_IN: Mapping[str, Method] = dict.fromkeys(
     Method(BuiltInConfig, "vllm_specplugins.proposers.built_in:BuiltIn", reads_history=False),
 )
 
+# K of methods that say nothing: what is copied costs nothing to draft, and is right all along or not at all.
+LOOKUPS, LONG, SHORT = ("prompt_lookup", "suffix_lookup"), 31, 5
+
 # The stages of a cascade that drafts on the device.
 DEVICE_CASCADE = ("prompt_lookup", "early_exit")
 
@@ -108,10 +111,12 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
     if raw["method"] == "cascade" and isinstance(own.get("stages"), list | tuple):
         own["stages"] = tuple(_parse_stage(index, stage) for index, stage in enumerate(own["stages"]))
     config = SpecConfig.parse(raw["method"], METHODS[raw["method"]].config, own)
+    if "num_speculative_tokens" not in own:
+        config = _with_default_length(config)
     if isinstance(config.own, CustomConfig):
         import_object(config.own.proposer)
     if isinstance(config.own, CascadeConfig):
-        _check_stages(config.own, config.common.num_speculative_tokens)
+        _check_stages(config.own, config.length)
     if "coupled" in sample_methods(config) and config.common.verification != "fused":
         raise ConfigError(
             f"{config.method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
@@ -123,6 +128,25 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
             f"not {config.common.verification!r}."
         )
     return config
+
+
+def _with_default_length(config: SpecConfig) -> SpecConfig:
+    """K, and that of a cascade's stages, where the dictionary does not say it; the target may have it changed."""
+    stages = getattr(config.own, "stages", ())
+    first = stages[0].method if stages else config.method
+    # Drawn drafts keep the logits of each place, K rows of the vocabulary for each request.
+    if first not in LOOKUPS or "probabilistic" in sample_methods(config):
+        return config.with_length(SHORT)
+    if stages:
+        config = replace(config, own=replace(config.own, stages=tuple(map(_with_own_length, stages))))
+    return config.with_length(LONG)
+
+
+def _with_own_length(stage: StageConfig) -> StageConfig:
+    """Beside a lookup; of `mtp` the model says it."""
+    if stage.num_speculative_tokens is not None or stage.method in (*LOOKUPS, "mtp"):
+        return stage
+    return replace(stage, num_speculative_tokens=SHORT)
 
 
 def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecConfig:

@@ -1,10 +1,13 @@
 """Prompt lookup for a whole batch, where its tokens lie: the longest match of each request's newest tokens in its own
 text or in its reference, and what followed there.
 
-Front door: `history_match` picks the implementation. It waits for nothing, so a CUDA graph can record it. Token for
-token the answer of an n-gram index that has taken in the texts; here nothing is kept between steps, and every text is
-read once a step. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references). R: rows of the batch, S: slots
-of requests, L: longest text, K: most tokens of a draft.
+Among equally long matches the one is taken that is nearest to where copying would have gone on: had the target put as
+many tokens in the place of those that it rejected, as far back as the last match. That distance is all that is kept
+between steps; every text is read once a step. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references).
+
+Front door: `history_match` picks the implementation. It waits for nothing, so a CUDA graph can record it. `host.py`
+does the same for texts in the host's memory. R: rows of the batch, S: slots of requests, L: longest text, K: most
+tokens of a draft.
 """
 
 from importlib import import_module
@@ -12,7 +15,9 @@ from typing import Any, NamedTuple
 
 from ..implementations import implementation_of
 
-LARGEST_N = 16  # of an n-gram
+LARGEST_N = 16  # of an n-gram that is searched for
+LONGEST_MATCH = 31  # a match's length is counted so far
+NO_MATCH = 1 << 30  # the distance of a request that nothing was found for; of equals the earliest is then nearest
 
 
 class Texts(NamedTuple):
@@ -21,10 +26,13 @@ class Texts(NamedTuple):
     Args:
         token_ids: [S, L] int32, not negative.
         lengths: [S] int32, how many of them there are.
+        distances: [S, 2] int32, how many tokens before the end the last match went on, in the own text and in the
+            reference; NO_MATCH at first. Each match that follows no draft that was begun is written there.
     """
 
     token_ids: Any
     lengths: Any
+    distances: Any
 
 
 class References(NamedTuple):
@@ -59,7 +67,7 @@ class Match(NamedTuple):
     Args:
         token_ids: [R, K] int32, 0 behind a draft's end.
         num_draft: [R] int32, what was wanted, or less where a reference ends; 0 where nothing was found.
-        match_length: [R] int32, tokens of the n-gram that was found; 0: none.
+        match_length: [R] int32, tokens of the match, counted to 31; 0: none.
     """
 
     token_ids: Any
@@ -81,14 +89,16 @@ def history_match(
     longest: int | None = None,
     implementation: str | None = None,
 ) -> Match:
-    """What followed the longest earlier match of the last tokens, the latest one among equals.
+    """What followed the longest earlier match of the last tokens, the nearest one among equals.
 
-    A reference's match must be longer than the text's own. A copy from the own text repeats itself where fewer tokens
-    follow the match than are wanted, as in LZ77; one from a reference ends where that ends.
+    A reference's match must be longer than the text's own. Of two that are as near the earlier one is taken. A copy
+    from the own text repeats itself where fewer tokens follow the match than are wanted, as in LZ77; one from a
+    reference ends where that ends.
 
     Args:
         max_num_draft: K.
-        min_ngram, max_ngram: of a match, 1 <= min_ngram <= max_ngram <= 16.
+        min_ngram: fewest tokens of a match.
+        max_ngram: matches of as many tokens or more count as equally long; 1 <= min_ngram <= max_ngram <= 16.
         longest: no text of these rows, and no reference, has more tokens; None: as many as there is room for.
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
 
@@ -96,7 +106,8 @@ def history_match(
         ValueError: no such implementation, or n-grams of another length.
 
     >>> import torch
-    >>> texts = Texts(torch.tensor([[1, 2, 3, 4, 1, 2, 0, 0]], dtype=torch.int32), torch.tensor([6], dtype=torch.int32))
+    >>> tokens = torch.tensor([[1, 2, 3, 4, 1, 2, 0, 0]], dtype=torch.int32)
+    >>> texts = Texts(tokens, torch.tensor([6], dtype=torch.int32), torch.full((1, 2), NO_MATCH, dtype=torch.int32))
     >>> one = torch.zeros(1, dtype=torch.int64)
     >>> history_match(texts, one, torch.tensor([3], dtype=torch.int32), 4, min_ngram=2, max_ngram=4)[0].tolist()
     [[3, 4, 1, 0]]

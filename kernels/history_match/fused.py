@@ -9,16 +9,27 @@ import torch
 import triton
 import triton.language as tl
 
-from . import Begun, Match, References, Texts
+from . import LONGEST_MATCH, Begun, Match, References, Texts
 
 # Tokens of a tile, four or eight a thread; of them, as many as the longest n-gram has are the neighbour's, too.
 TILE_SIZE, _NUM_WARPS = 1024, 4
 _SHARED = tl.constexpr(16)
 _CHUNK = tl.constexpr(128)  # tiles' results that the second launch reads at a time
+_LONGEST_MATCH = tl.constexpr(LONGEST_MATCH)
+_NEAREST = tl.constexpr((1 << 31) - 1)  # the lower half of a result is this less how far away its match is
 
 # These stand apart: in a tuple Triton would compile a variant for each alignment of a slice, and for each number 1.
 _NUMBERS = ["min_ngram", "max_ngram", "num_tiles", "num_all_tiles", "has_begun", "has_references", "begun_stride"]
-_POINTERS = ["slots_ptr", "wanted_ptr", "lengths_ptr", "num_begun_ptr", "begun_ptr", "starts_ptr", "sizes_ptr"]
+_POINTERS = [
+    "slots_ptr",
+    "wanted_ptr",
+    "lengths_ptr",
+    "distances_ptr",
+    "num_begun_ptr",
+    "begun_ptr",
+    "starts_ptr",
+    "sizes_ptr",
+]
 
 
 @triton.jit
@@ -28,14 +39,21 @@ def _own_tokens(text_ptr, size, begun_ptr, places, mask):
     return tokens + tl.load(begun_ptr + (places - size), mask=mask & (places >= size), other=0)
 
 
+@triton.jit
+def _expected(distance_ptr, end):
+    """Where copying would go on."""
+    return tl.maximum(end - tl.load(distance_ptr), 0)
+
+
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _match_kernel(
-    # [R, num_all_tiles] int64: length << 32 | place of the last token
+    # [R, num_all_tiles] int64: tokens of the match, at most max_ngram, << 32 | how near it is
     best_ptr,
-    # [S, L] int32, [S] int32
+    # [S, L] int32, [S] int32, [S, 2] int32
     texts_ptr,
     texts_stride,
     lengths_ptr,
+    distances_ptr,
     # [R]
     slots_ptr,
     wanted_ptr,
@@ -63,6 +81,7 @@ def _match_kernel(
     text_ptr = texts_ptr + slot * texts_stride
     lanes = tl.arange(0, TILE_SIZE)
     first = tile * (TILE_SIZE - _SHARED) - _SHARED
+    distances_ptr += 2 * slot + (tile >= num_tiles)
     if tile < num_tiles:
         num_tokens = size
         if first + _SHARED >= num_tokens - 1:
@@ -96,21 +115,34 @@ def _match_kernel(
         lengths += is_match.to(tl.int32)
         longest = tl.max(lengths)
         n += 1
-    place = tl.max(tl.where(lengths == longest, places, 0))
-    best = tl.where(longest >= min_ngram, longest.to(tl.int64) << 32 | place, 0)
+    away = places + 1 - _expected(distances_ptr, end)
+    nearest = _NEAREST - tl.min(tl.where(lengths == longest, 2 * tl.abs(away) + (away > 0), _NEAREST))
+    best = tl.where(longest >= min_ngram, longest.to(tl.int64) << 32 | nearest, 0)
     tl.store(best_ptr + row.to(tl.int64) * num_all_tiles + tile, best)
 
 
 @triton.jit
-def _best_of(best_ptr, num_tokens, STEP: tl.constexpr):
-    """The longest match among the tiles of a text, the latest one among equals; and where it ends."""
+def _best_of(best_ptr, num_tokens, expected, STEP: tl.constexpr):
+    """Where a text goes on after the longest match among its tiles, the nearest one among equals; 0: nowhere."""
     num_tiles = (num_tokens - 1 + STEP - 1) // STEP
     best = tl.zeros((_CHUNK,), tl.int64)
     for begin in range(0, num_tiles, _CHUNK):
         tiles = begin + tl.arange(0, _CHUNK)
         best = tl.maximum(best, tl.load(best_ptr + tiles, mask=tiles < num_tiles, other=0))
     found = tl.max(best)
-    return (found >> 32).to(tl.int32), found.to(tl.int32)
+    away = _NEAREST - (found & _NEAREST).to(tl.int32)
+    place = expected + tl.where(away % 2 == 1, away // 2, -(away // 2))
+    return tl.where(found > 0, place, 0)
+
+
+@triton.jit
+def _match_length(text_ptr, place, own_ptr, size, begun_ptr, end):
+    """How many of its tokens before a place are those before the end, counted as far as a match is."""
+    steps = tl.arange(0, 32)
+    inside = (steps < tl.minimum(place, end)) & (steps < _LONGEST_MATCH)
+    tokens = tl.load(text_ptr + (place - 1 - steps), mask=inside, other=-1)
+    is_match = inside & (tokens == _own_tokens(own_ptr, size, begun_ptr, end - 1 - steps, inside))
+    return tl.min(tl.where(is_match, 32, steps))
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
@@ -123,6 +155,7 @@ def _copy_kernel(
     texts_ptr,
     texts_stride,
     lengths_ptr,
+    distances_ptr,
     slots_ptr,
     wanted_ptr,
     begun_ptr,
@@ -147,22 +180,29 @@ def _copy_kernel(
     tokens, num_draft, length = tl.zeros((LANES,), tl.int32), 0, 0
     if wanted > 0:
         best_ptr += row * num_all_tiles
-        length, place = _best_of(best_ptr, size, TILE_SIZE - _SHARED)
-        other_size, other_length, there = 0, 0, 0
-        if has_references > 0:
-            other_size = tl.load(sizes_ptr + slot)
-            other_length, there = _best_of(best_ptr + num_tiles, other_size, TILE_SIZE - _SHARED)
-        if other_length > length:
-            length, num_draft = other_length, tl.minimum(wanted, other_size - 1 - there)
-            followed = references_ptr + tl.load(starts_ptr + slot) + there + 1
-            tokens = tl.load(followed + steps, mask=steps < num_draft, other=0)
-        elif length > 0:
+        distances_ptr += 2 * slot
+        num_begun = tl.load(num_begun_ptr + row) * has_begun
+        end = size + num_begun
+        text_ptr, begun_ptr = texts_ptr + slot * texts_stride, begun_ptr + row * begun_stride
+        place = _best_of(best_ptr, size, _expected(distances_ptr, end), TILE_SIZE - _SHARED)
+        if place > 0:
             num_draft = wanted
-            end = size + tl.load(num_begun_ptr + row) * has_begun
+            length = _match_length(text_ptr, place, text_ptr, size, begun_ptr, end)
             # The copy may overlap itself, as in LZ77.
-            places = place + 1 + steps % (end - 1 - place)
-            text_ptr = texts_ptr + slot * texts_stride
-            tokens = _own_tokens(text_ptr, size, begun_ptr + row * begun_stride, places, steps < num_draft)
+            places = place + steps % (end - place)
+            tokens = _own_tokens(text_ptr, size, begun_ptr, places, steps < num_draft)
+            tl.store(distances_ptr, end - place, mask=num_begun == 0)
+        if has_references > 0:
+            size_there = tl.load(sizes_ptr + slot)
+            expected = _expected(distances_ptr + 1, end)
+            place = _best_of(best_ptr + num_tiles, size_there, expected, TILE_SIZE - _SHARED)
+            if place > 0:
+                reference_ptr = references_ptr + tl.load(starts_ptr + slot)
+                length_there = _match_length(reference_ptr, place, text_ptr, size, begun_ptr, end)
+                tl.store(distances_ptr + 1, end - place, mask=num_begun == 0)
+                if length_there > length:
+                    length, num_draft = length_there, tl.minimum(wanted, size_there - place)
+                    tokens = tl.load(reference_ptr + place + steps, mask=steps < num_draft, other=0)
     tl.store(drafts_ptr + row * K + steps, tokens, mask=steps < K)
     tl.store(num_draft_ptr + row, num_draft)
     tl.store(match_length_ptr + row, length)
@@ -191,7 +231,7 @@ def history_match(
     following = begun or Begun(texts.token_ids, texts.lengths)  # never read
     others = references or References(texts.token_ids, slots, texts.lengths)
     inputs = (
-        texts.token_ids, texts.token_ids.stride(0), texts.lengths, slots, wanted,
+        texts.token_ids, texts.token_ids.stride(0), texts.lengths, texts.distances, slots, wanted,
         following.token_ids, following.token_ids.stride(0), following.num_tokens, int(begun is not None), *others,
     )  # fmt: skip
     _match_kernel[(num_all_tiles, num_rows)](

@@ -1,12 +1,12 @@
-"""Prompt lookup of a batch, in PyTorch. Each text is compared with its own ending, once for each token of an n-gram.
+"""Prompt lookup of a batch, in PyTorch. Each text is compared with its own ending, once for each token of a match.
 
-Reads nothing on the host: all texts are looked through up to their room's end. R: rows, L: room of a text, N: longest
-n-gram, K: most tokens of a draft.
+Reads nothing on the host: all texts are looked through up to their room's end. R: rows, L: room of a text, N: tokens of
+a match that are counted, K: most tokens of a draft.
 """
 
 import torch
 
-from . import Begun, Match, References, Texts
+from . import LONGEST_MATCH, Begun, Match, References, Texts
 
 
 def history_match(
@@ -24,22 +24,25 @@ def history_match(
     slots = slots.long()
     own, size = texts.token_ids[slots, :longest].long(), texts.lengths[slots].long()
     end = size if begun is None else size + begun.num_tokens
-    last = end[:, None] - 1 - torch.arange(max_ngram, device=slots.device)
+    last = end[:, None] - 1 - torch.arange(LONGEST_MATCH, device=slots.device)
     ending = torch.where(last < 0, -1, _tokens(own, size, begun, last))
-    place, match_length = _longest_match(own, size, ending, min_ngram)
+    expected = (end[:, None] - texts.distances[slots]).clamp(min=0)
+    is_kept = (wanted > 0) & (end == size)
+    place, match_length = _nearest_match(own, size, ending, min_ngram, max_ngram, expected[:, 0])
+    _keep(texts.distances[:, 0], slots, end - place, is_kept & (match_length > 0))
     steps = torch.arange(max_num_draft, device=slots.device)
-    period = (end - 1 - place).clamp(min=1)
-    token_ids = _tokens(own, size, begun, place[:, None] + 1 + steps % period[:, None])
+    token_ids = _tokens(own, size, begun, place[:, None] + steps % (end - place).clamp(min=1)[:, None])
     num_draft = torch.where(match_length > 0, wanted, 0)
     if references is not None:
         places = references.starts[slots, None] + torch.arange(own.shape[1], device=slots.device)
         other = references.token_ids[places.clamp(max=len(references.token_ids) - 1)].long()
         size = references.lengths[slots].long()
-        there, length = _longest_match(other, size, ending, min_ngram)
+        place, length = _nearest_match(other, size, ending, min_ngram, max_ngram, expected[:, 1])
+        _keep(texts.distances[:, 1], slots, end - place, is_kept & (length > 0))
         is_better = length > match_length
-        followed = other.gather(1, (there[:, None] + 1 + steps).clamp(max=own.shape[1] - 1))
+        followed = other.gather(1, (place[:, None] + steps).clamp(max=own.shape[1] - 1))
         token_ids = torch.where(is_better[:, None], followed, token_ids)
-        num_draft = torch.where(is_better, torch.minimum(wanted, size - 1 - there), num_draft)
+        num_draft = torch.where(is_better, torch.minimum(wanted, size - place), num_draft)
         match_length = torch.maximum(match_length, length)
     token_ids = torch.where(steps < num_draft[:, None], token_ids, 0)
     return Match(token_ids.int(), num_draft.int(), torch.where(wanted > 0, match_length, 0).int())
@@ -59,20 +62,36 @@ def _tokens(
     return torch.where(behind < 0, tokens, following)
 
 
-def _longest_match(
+def _nearest_match(
     text: torch.Tensor,  # [R, L]
     size: torch.Tensor,  # [R]
     ending: torch.Tensor,  # [R, N], the last token first, -1 before the beginning
     min_ngram: int,
+    max_ngram: int,
+    expected: torch.Tensor,  # [R]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The latest end of the longest match, and its length, 0 without one: [R] each. A token follows every match."""
-    places = torch.arange(text.shape[1], device=text.device)
-    is_match = places < size[:, None] - 1
+    """Where the text goes on after the longest match, and its length; 0 and 0 without one: [R] each."""
+    last = torch.arange(text.shape[1], device=text.device)
+    is_match = last < size[:, None] - 1
     length = torch.zeros_like(text)
     for n in range(ending.shape[1]):
         earlier = text.roll(n, dims=1)
-        is_match = is_match & (earlier == ending[:, n, None]) & (places >= n)
+        is_match = is_match & (earlier == ending[:, n, None]) & (last >= n)
         length += is_match
-    score = torch.where(length >= min_ngram, length * text.shape[1] + places, -1).max(dim=1).values
-    length = torch.where(score < 0, 0, score // text.shape[1])
-    return torch.where(score < 0, 0, score % text.shape[1]), length
+    away = last + 1 - expected[:, None]
+    score = (length.clamp(max=max_ngram) << 33) - 2 * away.abs() - (away > 0).long()
+    place = torch.where(length >= min_ngram, score, torch.iinfo(torch.int64).min).argmax(1, keepdim=True)
+    length = length.gather(1, place)[:, 0]
+    length = torch.where(length >= min_ngram, length, 0)
+    return torch.where(length > 0, place[:, 0] + 1, 0), length
+
+
+def _keep(
+    distances: torch.Tensor,  # [S]
+    slots: torch.Tensor,  # [R], of padding anybody's
+    newest: torch.Tensor,  # [R]
+    is_kept: torch.Tensor,  # [R]
+) -> None:
+    more = torch.cat((distances, distances[:1]))
+    more[torch.where(is_kept, slots, len(distances))] = newest.int()
+    distances.copy_(more[:-1])

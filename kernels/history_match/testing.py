@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import References, Texts
+from . import NO_MATCH, References, Texts
 
 _LONGEST, _SHORTEST, _VOCAB_SIZE = 2_600, 1_100, 40
 
@@ -37,4 +37,8 @@ def make_lookup(max_num_draft: int, num_reqs: int = 12, seed: int = 1) -> Lookup
     wanted = torch.full((num_reqs,), max_num_draft, dtype=torch.int32)
     wanted[-1] = 0
     pool = References(others.flatten(), torch.arange(num_reqs) * (_LONGEST + 8), sizes)
-    return Lookup(Texts(texts, lengths), torch.randperm(num_reqs, generator=rng), wanted, max_num_draft, 2, 16, pool)
+    distances = numbers(1, _SHORTEST, num_reqs, 2)
+    distances[::4] = NO_MATCH
+    return Lookup(
+        Texts(texts, lengths, distances), torch.randperm(num_reqs, generator=rng), wanted, max_num_draft, 2, 8, pool
+    )

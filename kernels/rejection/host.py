@@ -5,14 +5,13 @@ each, at microseconds apiece: for a small step longer than all that vLLM does. H
 logarithms, which another library than PyTorch's would round otherwise. N: rows, V: vocab_size.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 
+from ..compiled import compiled, inlined
 from ..gumbel.reference import _FIRST, _SECOND, _STEP
 from . import Sampling
 from .noise.reference import GROUP, STREAM_SHIFT, TOKEN
@@ -21,24 +20,9 @@ from .reference import GROUP_SIZE, chunks, finite_with_max, group_sums, weights
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 STEP, FIRST, SECOND = np.uint64(_STEP), np.uint64(_FIRST), np.uint64(_SECOND)
 HALF, UNIT, LARGEST = np.float32(0.5), np.float32(2.0**-32), np.float32(1 - 2.0**-24)
-
-inlined: Callable[[Function], Function] = njit(inline="always")
-
-
-def compiled(signature: str) -> Callable[[Function], Function]:
-    """Compile at import, so that no request waits for it, and keep the machine code beside the module if possible."""
-
-    def decorate(function: Function) -> Function:
-        try:
-            return njit(signature, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
-        except RuntimeError:  # neither the package's folder nor the user's cache can be written
-            return njit(signature, error_model="numpy")(function)  # type: ignore[no-any-return]
-
-    return decorate
 
 
 @inlined

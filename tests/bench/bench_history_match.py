@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from vllm_specplugins.kernels.history_match import Texts, history_match
+from vllm_specplugins.kernels.history_match import NO_MATCH, Match, Texts, history_match
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from interpreted import INTERPRETED, bytes_moved
@@ -25,7 +25,6 @@ BANDWIDTH = 3.35e12  # bytes a second: H100 SXM, its data sheet
 MIN_NGRAM, MAX_NGRAM = 2, 8
 SAMPLE = 16_384  # tokens that are counted
 SIZES = ((4_096, 1), (4_096, 256), (32_768, 32), (131_072, 1), (131_072, 32), (131_072, 256))
-SLOT_BYTES = (11, 22)  # of a token in structures/ngram_index.py
 
 
 def sample_text() -> np.ndarray:
@@ -38,11 +37,15 @@ def sample_text() -> np.ndarray:
 def ours(text: np.ndarray) -> tuple[float, float]:
     """Bytes a token: all, and once. Checked against the reference."""
     one, wanted = torch.zeros(1, dtype=torch.int64), torch.full((1,), 5, dtype=torch.int32)
-    texts = Texts(torch.from_numpy(text)[None], torch.tensor([len(text)], dtype=torch.int32))
-    arguments = texts, one, wanted, 5, MIN_NGRAM, MAX_NGRAM
+    tokens, length = torch.from_numpy(text)[None], torch.tensor([len(text)], dtype=torch.int32)
+
+    def found_by(implementation: str) -> Match:
+        texts = Texts(tokens, length, torch.full((1, 2), NO_MATCH, dtype=torch.int32))
+        return history_match(texts, one, wanted, 5, MIN_NGRAM, MAX_NGRAM, implementation=implementation)
+
     with bytes_moved() as moved:
-        found = history_match(*arguments, implementation="fused")
-    expected = history_match(*arguments, implementation="reference")
+        found = found_by("fused")
+    expected = found_by("reference")
     if not all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)):
         sys.exit("the kernel differs from its reference: nothing to report")
     return moved["all"] / len(text), moved["distinct"] / len(text)
@@ -79,10 +82,10 @@ def timed(text: np.ndarray, num_tokens: int, num_reqs: int) -> tuple[float, floa
     )
     speculator = NgramGPUSpeculator(config, torch.device("cuda"), states)
     batch, last = SimpleNamespace(num_reqs=num_reqs, idx_mapping=slots), rows[:, -1:].long().contiguous()
-    wanted = torch.full_like(lengths, 5)
+    wanted, distances = torch.full_like(lengths, 5), torch.full((num_reqs, 2), NO_MATCH, dtype=torch.int32).cuda()
 
     def mine() -> None:
-        history_match(Texts(rows, lengths), slots, wanted, 5, MIN_NGRAM, MAX_NGRAM)
+        history_match(Texts(rows, lengths, distances), slots, wanted, 5, MIN_NGRAM, MAX_NGRAM)
 
     def other() -> None:
         speculator.propose(batch, None, None, None, None, one, None, last, None, None, None)
@@ -117,13 +120,12 @@ def main() -> None:
     text = sample_text()
     (all_ours, once_ours), (all_theirs, once_theirs) = ours(text), theirs(text)
     table = Table(title=f"A step's reads, n-grams of {MIN_NGRAM} to {MAX_NGRAM}, predicted at {BANDWIDTH / 1e12} TB/s")
-    for name in ("tokens", "requests", "texts, MB", "ours, us", "vLLM, us", "vLLM, once, us", "an index, MB"):
+    for name in ("tokens", "requests", "texts, MB", "ours, us", "vLLM, us", "vLLM, once, us"):
         table.add_column(name, justify="right")
     for num_tokens, num_reqs in SIZES:
         total = num_tokens * num_reqs
         times = (f"{each * total / BANDWIDTH * 1e6:.1f}" for each in (all_ours, all_theirs, once_theirs))
-        index = "-".join(f"{size * total / 1e6:.0f}" for size in SLOT_BYTES)
-        table.add_row(f"{num_tokens:,}", str(num_reqs), f"{4 * total / 1e6:.1f}", *times, index)
+        table.add_row(f"{num_tokens:,}", str(num_reqs), f"{4 * total / 1e6:.1f}", *times)
     console = Console(width=110)
     console.print(table)
     console.print(f"bytes a token: ours {all_ours:.2f} ({once_ours:.2f} once), vLLM {all_theirs:.2f}; a text has 4")

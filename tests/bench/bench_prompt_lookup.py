@@ -1,17 +1,15 @@
-"""Cost of a prompt-lookup step, beside vLLM's own n-gram proposer in the same run, and of taking in long texts.
+"""Cost of a prompt-lookup step, beside vLLM's own n-gram proposer in the same run, and of texts that repeat themselves.
 
     python tests/bench/bench_prompt_lookup.py
 
-A step takes in 1 to 6 tokens of each request and drafts K for it. Both sides are whole proposers, read the tokens from
+A step has 1 to 6 new tokens of each request and drafts K for it. Both sides are whole proposers, read the tokens from
 the engine's matrix and end in Python lists; the peer is measured in every eighth step, twice, and the second time
-counts. "cold" is ours after other data went through the caches, which slows Python itself, too. A burst is requests
-that all begin at once, beside as many that decode; what counts is the longest single call of the proposer, in time
-of its own thread: a machine that does other things interrupts it for longer. The text
-is Python's standard library, split into words. It refuses to report if the tests of index and proposer fail.
+counts. "cold" is ours after other data went through the caches, which slows Python itself, too. What a text may cost at
+worst is the least time of the proposer's thread: a machine that does other things interrupts it for longer. The text is
+Python's standard library, split into words. It refuses to report if the tests of search and proposer fail.
 """
 
 import argparse
-import hashlib
 import os
 import platform
 import re
@@ -30,12 +28,13 @@ from rich.table import Table
 from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
-from vllm_specplugins.structures.ngram_index import NgramIndex
 
-MIN_NGRAM, MAX_NGRAM, K, MAX_NEW = 2, 8, 5, 6
+MIN_NGRAM, MAX_NGRAM, K, MAX_NEW = 2, 8, 31, 6
 PEER_EVERY = 8
 EVICTION_BYTES = 64 << 20
-TESTS = [Path(__file__).parents[1] / name for name in ("structures", "proposers/test_prompt_lookup.py")]
+TESTS = [
+    Path(__file__).parents[1] / name for name in ("kernels/test_history_match.py", "proposers/test_prompt_lookup.py")
+]
 CONTEXT = ProposerContext(150_000, 1 << 20, 64, K, tokenize=lambda text: [])
 
 
@@ -72,39 +71,32 @@ def make_proposer():
     return PromptLookup(PromptLookupConfig(min_ngram=MIN_NGRAM, max_ngram=MAX_NGRAM), CONTEXT)
 
 
-def take_in(proposer, histories, options=None):
-    """One step of requests "0", "1", ...; whether all is taken in, and ms of CPU of the call."""
-    names = [str(number) for number in range(len(histories))]
-    limits = np.full(len(names), K, np.int32)
-    batch = DraftBatch(names, list(histories), limits, options or [{}] * len(names))
-    start = time.thread_time()
-    proposer.propose(batch)
-    ms = (time.thread_time() - start) * 1e3
-    waiting = [
-        request.index.num_left(text) for request, text in zip(proposer._requests.values(), histories, strict=True)
-    ]
-    waiting += [shared.reference.index.num_left(shared.reference.text) for shared in proposer._references.values()]
-    return not any(waiting), ms
+def hard_texts(num_tokens):
+    """Texts in which many places match long, and what one ends with."""
+    rng = np.random.default_rng(0)
+    fill = np.zeros(num_tokens, np.int32)
+    yield "random", rng.integers(0, 150_000, num_tokens, dtype=np.int32)
+    yield "code", code_text(num_tokens, 150_000)
+    yield "one token", fill
+    yield "two tokens at random", rng.integers(0, 2, num_tokens, dtype=np.int32)
+    for period in (MAX_NGRAM - 1, MAX_NGRAM):
+        text = fill.copy()
+        text[::period] = 1
+        text[-MAX_NGRAM:] = 0
+        yield f"one other in {period}, none at the end", text
 
 
-def time_burst(texts, num_decoding, references):
-    """ms of CPU of each call while the texts arrive at once beside requests that decode, and from when they end until
-    their memory is free."""
-    proposer = make_proposer()
-    decoding = [np.resize(texts[0], 2_000 + row) for row in range(num_decoding)]
-    while not take_in(proposer, decoding)[0]:
-        pass
-    options = [{}] * num_decoding + references
-    times, done = [], False
-    while not done:
-        done, ms = take_in(proposer, [*decoding, *texts], options)
-        times.append(ms)
-    start = time.thread_time()
-    proposer.forget([str(number) for number in range(num_decoding, num_decoding + len(texts))])
-    times_after = [(time.thread_time() - start) * 1e3]
-    while proposer._allowance.num_dropped_bytes:
-        times_after.append(take_in(proposer, decoding)[1])
-    return times, times_after
+def time_search(text, repeats):
+    """us, the least of some, of a first step and of the next one."""
+    least = [np.inf, np.inf]
+    for number in range(repeats):
+        proposer = make_proposer()
+        batch = DraftBatch([str(number)], [text], np.full(1, K, np.int32), [{}])
+        for step in range(2):
+            start = time.thread_time()
+            proposer.propose(batch)
+            least[step] = min(least[step], (time.thread_time() - start) * 1e6)
+    return least
 
 
 def time_steps(history_len, num_reqs, num_steps, vocab_size):
@@ -118,8 +110,6 @@ def time_steps(history_len, num_reqs, num_steps, vocab_size):
         np.full(num_reqs, K, np.int32),
         [{}] * num_reqs,
     )
-    while not take_in(proposer, [row[:history_len] for row in token_ids])[0]:
-        pass
     peer = make_peer(row_len + K, num_reqs)
     sampled = [[0]] * num_reqs  # the peer only looks at which are empty
     unrelated = np.zeros(EVICTION_BYTES // 8)
@@ -153,17 +143,6 @@ def time_steps(history_len, num_reqs, num_steps, vocab_size):
     return warm_us, cold_us, peer_us
 
 
-def time_prompt(text, repeats):
-    """Median M tokens/s and bytes per token of indexing a whole prompt."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        index = NgramIndex(MIN_NGRAM, MAX_NGRAM)
-        index.take_in(text)
-        seconds.append(time.perf_counter() - start)
-    return len(text) / np.median(seconds) / 1e6, index.num_bytes / len(text)
-
-
 def cpu_name():
     match = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
     return match[1] if match else platform.processor()
@@ -181,48 +160,16 @@ def report_steps(console, args):
     console.print(table)
 
 
-def report_prompts(console, args):
-    table = Table(title="taking in a prompt")
-    for column in ("text", "vocabulary", "tokens", "M tokens/s", "bytes/token"):
-        table.add_column(column, justify="right")
-    rng = np.random.default_rng(0)
-    for num_tokens in (8_192, 131_072):
-        for vocab_size in (32_000, 150_000):
-            texts = {
-                "random": rng.integers(0, vocab_size, num_tokens, dtype=np.int32),
-                "code": code_text(num_tokens, vocab_size),
-            }
-            for name, text in texts.items():
-                rate, num_bytes = time_prompt(text, args.repeats)
-                table.add_row(name, f"{vocab_size:,}", f"{num_tokens:,}", f"{rate:.1f}", f"{num_bytes:.1f}")
-    console.print(table)
-
-
-def report_bursts(console, args):
-    table = Table(
-        title=f"long texts that arrive at once, beside {args.requests} requests that decode: ms of CPU a call"
-    )
-    for column in ("arrives", "steps", "median", "p99", "longest", "when they end"):
-        table.add_column(column, justify="left" if column == "arrives" else "right")
-    rng = np.random.default_rng(0)
-    code, noise = code_text(131_072, 150_000), rng.integers(0, 150_000, 131_072, dtype=np.int32)
-    twice = np.concatenate([noise[:65_536]] * 2)
-    short = code[:100]
-    for name, texts, references in (
-        ("1 prompt of code", [code], [{}]),
-        ("32 prompts of code", [code] * 32, [{}] * 32),
-        ("32 random prompts", [noise] * 32, [{}] * 32),
-        ("32 random prompts, said twice", [twice] * 32, [{}] * 32),
-        ("32 references", [short] * 32, [{"reference": np.roll(noise, row)} for row in range(32)]),
-        ("32 times one reference", [short] * 32, [{"reference": noise}] * 32),
-    ):
-        for options in references:  # as the front end sends them
-            if "reference" in options:
-                text = options["reference"].tobytes()
-                options["reference_digest"] = hashlib.blake2b(text, digest_size=16).digest()
-        times, times_after = time_burst(texts, args.requests, references)
-        cells = (np.median(times), np.quantile(times, 0.99), max(times), max(times_after))
-        table.add_row(f"{name}, 131,072 tokens", str(len(times)), *(f"{cell:.2f}" for cell in cells))
+def report_search(console, args):
+    table = Table(title="us of one request's step, the least of some: its first, the next")
+    for column in ("text", *(f"{length:,} tokens" for length in args.histories)):
+        table.add_column(column, justify="left" if column == "text" else "right")
+    found = {}
+    for length in args.histories:
+        for name, text in hard_texts(length):
+            found.setdefault(name, []).append(time_search(text, args.repeats))
+    for name, cells in found.items():
+        table.add_row(name, *(f"{first:.0f}, {again:.0f}" for first, again in cells))
     console.print(table)
 
 
@@ -231,10 +178,10 @@ def main():
     parser.add_argument("--histories", type=int, nargs="+", default=[1_024, 8_192, 32_768, 131_072])
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=50)
     args = parser.parse_args()
     if subprocess.run([sys.executable, "-m", "pytest", "-q", *map(str, TESTS)]).returncode:
-        sys.exit("The tests of index and proposer fail: no report.")
+        sys.exit("The tests of search and proposer fail: no report.")
     peer_version = sys.modules["vllm"].__version__ if make_peer(64, 1) else "not importable"
     console = Console()
     console.print(
@@ -242,8 +189,7 @@ def main():
     )
     console.print(f"numpy {np.__version__}, numba {numba.__version__}, vLLM {peer_version}")
     report_steps(console, args)
-    report_prompts(console, args)
-    report_bursts(console, args)
+    report_search(console, args)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,6 @@ def work(num_reqs: int, num_steps: int, num_rounds: int) -> None:
 
     ends = np.full(num_reqs, BEGIN)
     rng = np.random.default_rng(0)
-    for _ in range(100):  # what is long is taken in
-        for call in calls:
-            call(batch_of([BEGIN] * num_reqs))
     for _ in sys.stdin:
         seconds = [0.0, 0.0]
         for _ in range(num_steps):

@@ -7,7 +7,8 @@ import pytest
 from cases import PROMPT_LOOKUP, STRESS, SUFFIX_LOOKUP, early_exit, generate, mixed_prompts
 from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, spec_metrics
 
-METHODS = [PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit(NUM_LAYERS // 2)]
+LONG = {"method": "prompt_lookup"}  # K = 31
+METHODS = [PROMPT_LOOKUP, LONG, SUFFIX_LOOKUP, early_exit(NUM_LAYERS // 2)]
 SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
 
 
@@ -34,7 +35,7 @@ def test_batches(engine: Any, prompts: Any, expected: Any) -> None:
 @pytest.mark.slow
 def test_stress(engine: Any, prompts: Any, expected: Any) -> None:
     """Preemption, prefix-cache hits and chunked prefill. Kills: a history that misses a resumed request's output."""
-    llm = engine(PROMPT_LOOKUP, **STRESS)
+    llm = engine(LONG, **STRESS)
     assert generate(llm, prompts, [8]) == expected
     assert generate(llm, prompts[:16], [8]) == expected[:16], "the second time from the prefix cache"
     assert spec_metrics(llm)["preemptions"] > 0
@@ -59,7 +60,9 @@ REPETITIVE = [5, 6, 7, 8] * 15
 NEAR_THE_END = [REPETITIVE[:40], REPETITIVE[:57], REPETITIVE[:60], list(range(20, 40))]
 
 
-@pytest.fixture(scope="module", params=METHODS, ids=lambda config: config["method"])
+@pytest.fixture(
+    scope="module", params=METHODS, ids=lambda config: f"{config['method']} {config.get('num_speculative_tokens', 31)}"
+)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     method: dict[str, Any] = request.param
     return method

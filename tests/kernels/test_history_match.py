@@ -1,5 +1,5 @@
-"""Prompt lookup of a batch: the reference beside the host's n-gram index and beside brute force; in Triton the same
-tokens, and one read of the texts.
+"""Prompt lookup of a batch: reference and host's form beside brute force; in Triton the same tokens, and one read of
+the texts.
 
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
 """
@@ -13,10 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_specplugins.kernels.history_match import Begun, Match, References, Texts, history_match
+from vllm_specplugins.kernels.history_match import NO_MATCH, Begun, Match, References, Texts, history_match, host
 from vllm_specplugins.kernels.self_check import Shapes, check_device
-
-from vllm_specplugins.structures.ngram_index import NgramIndex, Reference
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import DEVICE, INTERPRETED, RUNS, bytes_moved, needs_triton, run_interpreted
@@ -32,6 +30,13 @@ class Row(NamedTuple):
     begun: list[int]
     reference: list[int]
     wanted: int
+    distances: tuple[int, int] = (NO_MATCH, NO_MATCH)
+
+
+class Found(NamedTuple):
+    draft: list[int]
+    length: int
+    distances: tuple[int, int]
 
 
 @pytest.mark.skipif(RUNS, reason="is that process")
@@ -39,74 +44,108 @@ def test_in_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
-def brute_force(row: Row, min_ngram: int, max_ngram: int) -> tuple[list[int], int]:
-    """The draft and the match's length, by trying every place."""
-    whole, best = row.text + row.begun, (0, 0, 0)
-    for is_reference, text in enumerate((row.text, row.reference)):
-        for end in range(1, len(text)):
-            for n in range(min_ngram, min(max_ngram, end, len(whole)) + 1):
-                if text[end - n : end] == whole[-n:]:
-                    best = max(best, (n, -is_reference, end))
-    n, is_reference, end = best
-    if n == 0 or row.wanted == 0:
-        return [], 0
-    if is_reference:
-        return row.reference[end : end + row.wanted], n
-    for _ in range(row.wanted):
-        whole = [*whole, whole[end]]
-        end += 1
-    return whole[len(whole) - row.wanted :], n
+def brute_force(row: Row, min_ngram: int, max_ngram: int) -> Found:
+    """By trying every place of both texts."""
+    whole, found, distances = row.text + row.begun, [], list(row.distances)
+    for source, text in enumerate((row.text, row.reference)):
+        matches, expected = [], max(0, len(whole) - row.distances[source])
+        for place in range(1, len(text)):
+            pairs = zip(reversed(text[:place]), reversed(whole), strict=False)
+            n = next((n for n, (mine, theirs) in enumerate(pairs) if mine != theirs), min(place, len(whole)))
+            if n >= min_ngram:
+                matches.append((-min(n, max_ngram), abs(place - expected), place, min(n, 31)))
+        found.append(min(matches)[2:] if matches and row.wanted else (0, 0))
+        if found[-1][1] and not row.begun:
+            distances[source] = len(whole) - found[-1][0]
+    (place, length), (there, longer) = found
+    if longer > length:
+        return Found(row.reference[there : there + row.wanted], longer, tuple(distances))
+    copied = whole[place:] * row.wanted
+    return Found(copied[: row.wanted] if length else [], length, tuple(distances))
 
 
-def indexed(row: Row, min_ngram: int, max_ngram: int) -> tuple[list[int], int]:
-    """The same of the host's structure."""
-    text, other = NgramIndex(min_ngram, max_ngram), NgramIndex(min_ngram, max_ngram)
-    history, reference = np.array(row.text, np.int32), np.array(row.reference, np.int32)
-    assert text.take_in(history) and other.take_in(reference)
-    shared = Reference(reference, other) if row.reference else None
-    draft, length = text.draft(history, row.wanted, begun=row.begun, reference=shared)
-    return draft.tolist(), length
+class Slots(NamedTuple):
+    """Rows as arrays: slots lie in another order than rows, some are nobody's, some share a reference."""
+
+    texts: Texts
+    slots: np.ndarray
+    references: References
+    begun: Begun
+    wanted: np.ndarray
 
 
-def matched(
-    rows: list[Row], min_ngram: int, max_ngram: int, implementation: str, slack: int = 5, longest: int | None = None
-) -> list[tuple[list[int], int]]:
-    """Of an implementation. Slots lie in another order than rows, some are nobody's, some share a reference."""
-    device = DEVICE if implementation == "fused" else "cpu"
+def in_slots(rows: list[Row], slack: int) -> Slots:
     room = max(1, *(max(len(row.text), len(row.reference)) for row in rows)) + slack
     num_draft, num_slots = max(1, *(row.wanted for row in rows)), len(rows) + 3
     slots = np.random.default_rng(len(rows)).permutation(num_slots)[: len(rows)]
     texts, lengths = np.full((num_slots, room), POISON, np.int32), np.full(num_slots, room, np.int32)
+    distances = np.full((num_slots, 2), 5, np.int32)
     pool, starts, sizes = [POISON] * 16, np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int32)
     begun, num_begun = np.full((len(rows), num_draft + 2), POISON, np.int32), np.zeros(len(rows), np.int32)
     known: dict[tuple[int, ...], int] = {}
     for i, (slot, row) in enumerate(zip(slots, rows, strict=True)):
-        texts[slot, : len(row.text)], lengths[slot] = row.text, len(row.text)
+        texts[slot, : len(row.text)], lengths[slot], distances[slot] = row.text, len(row.text), row.distances
         begun[i, : len(row.begun)], num_begun[i] = row.begun[: num_draft + 2], len(row.begun)
         if tuple(row.reference) not in known:
             known[tuple(row.reference)] = len(pool)
             pool += row.reference + [POISON] * (-len(row.reference) % 16)
         starts[slot], sizes[slot] = known[tuple(row.reference)], len(row.reference)
-    arrays = [torch.from_numpy(array).to(device) for array in (texts, lengths, starts, sizes, begun, num_begun, slots)]
-    texts, lengths, starts, sizes, begun, num_begun, slots = arrays
+    wanted = np.array([row.wanted for row in rows], np.int32)
+    references = References(np.array(pool, np.int32), starts, sizes)
+    return Slots(Texts(texts, lengths, distances), slots, references, Begun(begun, num_begun), wanted)
+
+
+def on_host(given: Slots, num_draft: int, min_ngram: int, max_ngram: int) -> tuple[np.ndarray, Match]:
+    """The host's form, of texts at addresses."""
+    (texts, lengths, distances), slots, references, begun, wanted = given
+    texts, pool = np.ascontiguousarray(texts), np.ascontiguousarray(references.token_ids)
+    known = np.zeros((len(distances), host.NUM_COLUMNS), np.int64)
+    known[:, : host.REFERENCE], known[:, host.NUM_TOKENS] = distances, references.lengths
+    known[:, host.REFERENCE] = pool.ctypes.data + 4 * references.starts
+    out = np.zeros((len(slots), num_draft), np.int32), np.zeros(len(slots), np.int64), np.zeros(len(slots))
+    places = texts.ctypes.data + slots * texts.strides[0], lengths[slots].astype(np.int64), slots.astype(np.int64)
+    behind = begun.token_ids, begun.num_tokens.astype(np.int64)
+    host.history_match(*places, known, *behind, wanted.astype(np.int64), min_ngram, max_ngram, *out)
+    return known[:, : host.REFERENCE], Match(*out)
+
+
+def on_device(
+    given: Slots, num_draft: int, min_ngram: int, max_ngram: int, implementation: str, longest: int | None
+) -> tuple[np.ndarray, Match]:
+    """What is called by the front door; without what no row has."""
+    device = DEVICE if implementation == "fused" else "cpu"
+
+    def moved(arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
+        return [torch.tensor(array, device=device) for array in arrays]
+
+    texts, [slots, wanted] = Texts(*moved(given.texts)), moved((given.slots, given.wanted))
+    references = References(*moved(given.references)) if given.references.lengths.any() else None
+    begun = Begun(*moved(given.begun)) if given.begun.num_tokens.any() else None
     match = history_match(
-        Texts(texts, lengths),
-        slots,
-        torch.tensor([row.wanted for row in rows], dtype=torch.int32, device=device),
-        num_draft,
-        min_ngram,
-        max_ngram,
-        References(torch.tensor(pool, dtype=torch.int32, device=device), starts, sizes)
-        if any(row.reference for row in rows)
-        else None,
-        Begun(begun, num_begun) if any(row.begun for row in rows) else None,
-        longest,
-        implementation=implementation,
+        texts, slots, wanted, num_draft, min_ngram, max_ngram, references, begun, longest, implementation
     )
     assert all(tensor.dtype == torch.int32 for tensor in match)
-    token_ids, num_draft, length = (tensor.tolist() for tensor in match)
-    assert all(not any(tokens[num:]) for tokens, num in zip(token_ids, num_draft, strict=True))
-    return [(tokens[:num], n) for tokens, num, n in zip(token_ids, num_draft, length, strict=True)]
+    return texts.distances.cpu().numpy(), match
+
+
+def matched(
+    rows: list[Row], min_ngram: int, max_ngram: int, implementation: str, slack: int = 5, longest: int | None = None
+) -> list[Found]:
+    """Of an implementation."""
+    given, num_draft = in_slots(rows, slack), max(1, *(row.wanted for row in rows))
+    if implementation == "host":
+        distances, match = on_host(given, num_draft, min_ngram, max_ngram)
+    else:
+        distances, match = on_device(given, num_draft, min_ngram, max_ngram, implementation, longest)
+    others = np.delete(distances, given.slots, axis=0)
+    assert (others == 5).all(), "the slots of nobody"
+    token_ids, counts, lengths = (array.tolist() for array in match)
+    assert all(not any(tokens[num:]) for tokens, num in zip(token_ids, counts, strict=True))
+    kept = (tuple(distances[slot].tolist()) for slot in given.slots)
+    return [
+        Found(tokens[:num], int(length), own)
+        for tokens, num, length, own in zip(token_ids, counts, lengths, kept, strict=True)
+    ]
 
 
 def tokens(most: int, vocab_size: int = 3) -> st.SearchStrategy[list[int]]:
@@ -114,7 +153,10 @@ def tokens(most: int, vocab_size: int = 3) -> st.SearchStrategy[list[int]]:
 
 
 def any_rows(most: int) -> st.SearchStrategy[list[Row]]:
-    row = st.builds(Row, tokens(most).filter(bool), tokens(3), tokens(most), st.integers(0, 6))
+    distance = st.one_of(st.just(NO_MATCH), st.integers(1, most))
+    row = st.builds(
+        Row, tokens(most).filter(bool), tokens(3), tokens(most), st.integers(0, 6), st.tuples(distance, distance)
+    )
     return st.lists(row.map(lambda row: row._replace(begun=row.begun[: row.wanted])), min_size=1, max_size=4)
 
 
@@ -132,26 +174,51 @@ def random_rows(num_rows: int, longest: int, vocab_size: int, seed: int, most: i
             text = [*text, *text[len(text) // 3 :][: int(rng.integers(1, 20))]][-longest:]
         if i % 4 == 2:
             reference = [*reference, *text[-int(rng.integers(1, 20)) :], *random(3)][-longest:]
-        rows.append(Row(text, random(i % 3), reference if i % 4 else [], int(rng.integers(i % 3, most + 1))))
+        distances = tuple(rng.integers(1, longest, 2).tolist()) if i % 5 else (NO_MATCH, NO_MATCH)
+        wanted = int(rng.integers(i % 3, most + 1))
+        rows.append(Row(text, random(i % 3), reference if i % 4 else [], wanted, distances))
     return rows
 
 
 @settings(max_examples=200, deadline=None)
 @given(any_rows(24), st.integers(1, 4), st.integers(0, 4), st.sampled_from([0, 5]))
-def test_reference(rows: list[Row], min_ngram: int, more: int, slack: int) -> None:
-    """Fails if a match may end in the last token or in a begun draft, ties go to the first, or a tie to a reference;
-    if n-grams run around from a text's beginning to its end."""
-    found = matched(rows, min_ngram, min_ngram + more, "reference", slack)
-    assert found == [brute_force(row, min_ngram, min_ngram + more) for row in rows]
-    assert found == [indexed(row, min_ngram, min_ngram + more) for row in rows]
+def test_beside_brute_force(rows: list[Row], min_ngram: int, more: int, slack: int) -> None:
+    """Fails if a match may end in the last token or in a begun draft, ties go to the latest, or a tie to a reference;
+    if n-grams run around from a text's beginning to its end; if a row that wants nothing, or has a draft begun, changes
+    where copying would go on."""
+    expected = [brute_force(row, min_ngram, min_ngram + more) for row in rows]
+    for implementation in ("reference", "host"):
+        assert matched(rows, min_ngram, min_ngram + more, implementation, slack) == expected, implementation
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 50])
-def test_beside_the_index(vocab_size: int) -> None:
-    """Longer texts. Fails if an n-gram's length is not bounded, or a copy does not run into itself."""
+def test_beside_brute_force_longer(vocab_size: int) -> None:
+    """Fails if a match's length is not bounded, or by max_ngram, or a copy does not run into itself."""
     for max_ngram in (2, 16):
-        rows = random_rows(60, 300, vocab_size, seed=max_ngram)
-        assert matched(rows, 2, max_ngram, "reference") == [indexed(row, 2, max_ngram) for row in rows]
+        rows = random_rows(60, 300, vocab_size, seed=max_ngram, most=31)
+        expected = [brute_force(row, 2, max_ngram) for row in rows]
+        assert matched(rows, 2, max_ngram, "reference") == expected == matched(rows, 2, max_ngram, "host")
+
+
+def test_blocks() -> None:
+    """Fails if the host's blocks lose what lies across their border, or the nearer of two blocks' matches."""
+    for vocab_size in (1, 2, 400):
+        rows = random_rows(20, 4 * host.BLOCK, vocab_size, seed=vocab_size, most=31)
+        assert matched(rows, 2, 8, "host") == matched(rows, 2, 8, "reference")
+
+
+def test_copying_goes_on() -> None:
+    """Where two places match alike, the one is copied that goes on as far back as the last, whatever was replaced.
+
+    Fails if the latest or the earliest is taken.
+    """
+    one, two, three = ([number, 7, 7, 8, 8] for number in (1, 2, 3))
+    text = [*one, *two, *three, 5, 7, 7]
+    for distance, follows in ((NO_MATCH, 8), (10, 8)):
+        [found] = matched([Row(text, [], [], 1, (distance, 1))], 2, 8, "host")
+        assert found.draft == [follows]
+    taken = [matched([Row(text, [], [], 3, (distance, 1))], 2, 8, "host")[0].draft[2] for distance in (14, 15, 10, 5)]
+    assert taken == [2, 2, 3, 5]
 
 
 @pytest.mark.parametrize("lengths", [(0, 2), (3, 2), (1, 17)])
@@ -173,8 +240,8 @@ def test_equals_reference_in_small(rows: list[Row], min_ngram: int, more: int) -
 @needs_triton
 @pytest.mark.parametrize(("vocab_size", "slack"), [(1, 0), (2, 7), (2, 16), (400, 0)])
 def test_equals_reference(vocab_size: int, slack: int) -> None:
-    """Over tiles and their borders. Fails if n-grams across tiles are cut, a tile counts twice, or an earlier tile
-    wins; if a row's end is read past (slack 0: the next row's, or nobody's)."""
+    """Over tiles and their borders. Fails if n-grams across tiles are cut, a tile counts twice, or one that is farther
+    away wins; if a row's end is read past (slack 0: the next row's, or nobody's)."""
     for max_ngram in (3, 16):
         rows = random_rows(7, 2500, vocab_size, seed=max_ngram + slack)
         assert matched(rows, 2, max_ngram, "fused", slack) == matched(rows, 2, max_ngram, "reference", slack)
@@ -188,9 +255,9 @@ def test_borders(end: int) -> None:
     needle = list(range(16))
     text = [*fill[: end - 16], *needle, *fill[end:], *needle]
     row = Row(text, [], [], 3)
-    assert matched([row], 2, 16, "fused") == [(fill[end : end + 3], 16)]
+    assert matched([row], 2, 16, "fused")[0][:2] == (fill[end : end + 3], 16)
     other = Row([7, *needle], [], text[:-3], 3)
-    assert matched([other], 2, 16, "fused", longest=2200) == [(fill[end : end + 3], 16)]
+    assert matched([other], 2, 16, "fused", longest=2200)[0][:2] == (fill[end : end + 3], 16)
 
 
 @needs_triton

@@ -265,7 +265,7 @@ def test_behind_drafts_and_in_their_stead(seed: int) -> None:
 
 def cascade(policy: str, gate: str = "off") -> Cascade:
     config = parse_config(
-        {"method": "cascade", "policy": policy, "gate": gate,
+        {"method": "cascade", "policy": policy, "gate": gate, "num_speculative_tokens": CONTEXT.max_num_draft,
          "stages": [{"method": "prompt_lookup", "min_ngram": 1}, {"method": "early_exit", "exit_layer": 2}]}
     )  # fmt: skip
     proposer = build_proposer(config, CONTEXT)
@@ -294,13 +294,13 @@ def test_cascade(policy: str) -> None:
     proposer.forget(batch.request_ids)
     assert not proposer._rows.known(batch.request_ids).any()
     proposer.propose(replace(make_batch(rng, 1), request_ids=["new"], max_num_draft=np.array([3], np.int32)))
-    assert list(proposer._stages[0]._requests) == ["new"], "a stage forgets before it next drafts"
+    assert list(proposer._stages[0]._rows._rows) == ["new"], "a stage forgets before it next drafts"
 
 
 def test_config_is_nested() -> None:
     config = parse_config({"method": "cascade", "stages": [{"method": "prompt_lookup"}, {"method": "early_exit"}]})
     assert isinstance(config.own, CascadeConfig)
-    assert config.own.stages[1] == StageConfig(method="early_exit", own=EarlyExitConfig())
+    assert config.own.stages[1] == StageConfig(method="early_exit", own=EarlyExitConfig(), num_speculative_tokens=5)
     assert (config.own.policy, config.common.gate) == ("auto", "auto")
 
 

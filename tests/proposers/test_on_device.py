@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"
 from prompts import edit_answer, load_prompts
 from transformers import AutoTokenizer
 from vllm_specplugins.kernels.calibration.reference import num_kept
-from vllm_specplugins.kernels.history_match import References, Texts, history_match
+from vllm_specplugins.kernels.history_match import NO_MATCH, References, Texts, history_match
 
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext, Sampling, Target
 from vllm_specplugins.methods import build_proposer, parse_config
@@ -77,7 +77,7 @@ def batches() -> Iterator[DraftBatch]:
         }
 
 
-def looked_up(batch: DraftBatch, wanted: torch.Tensor) -> Any:
+def looked_up(batch: DraftBatch, wanted: torch.Tensor, distances: dict[str, torch.Tensor]) -> Any:
     """By the device's operation, in its reference."""
     token_ids = torch.zeros(batch.num_reqs, LONGEST, dtype=torch.int32)
     for row, history in enumerate(batch.token_ids):
@@ -89,7 +89,9 @@ def looked_up(batch: DraftBatch, wanted: torch.Tensor) -> Any:
         pool[row, : len(reference)], sizes[row] = reference, len(reference)
     rows = torch.arange(batch.num_reqs)
     references = References(pool.view(-1), rows * LONGEST, sizes)
-    match = history_match(Texts(token_ids, lengths), rows, wanted, K, 2, 5, references)
+    kept = torch.stack([distances.get(name, torch.tensor([NO_MATCH] * 2)) for name in batch.request_ids]).int()
+    match = history_match(Texts(token_ids, lengths, kept), rows, wanted, K, 2, 5, references)
+    distances.update(zip(batch.request_ids, kept, strict=True))
     return of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length)
 
 
@@ -132,7 +134,7 @@ def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> 
     follows them under `verify`, or if it takes more steps under `auto` than a draft of its own has tokens."""
     cascade = on_host(policy, most)
     device = OnDevice(dict(cascade.named_stages())["1 early_exit"], policy, rates, most[1])
-    stages, num_mixed = [0, 0], 0
+    stages, num_mixed, distances = [0, 0], 0, {}
     for batch in batches():
         expected: Draft = cascade.propose(batch)
         allowed = torch.tensor(
@@ -141,7 +143,7 @@ def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> 
         wanted = torch.from_numpy(batch.max_num_draft)
         own = wanted * allowed[:, 1]
         limit = (wanted - (own > 0).int()).clamp(min=0) if policy == "verify" else wanted
-        found = looked_up(batch, (limit * allowed[:, 0]).clamp(max=most[0]))
+        found = looked_up(batch, (limit * allowed[:, 0]).clamp(max=most[0]), distances)
         drafts, _, told = device.draft(batch.target, found, own, device.num_steps)
         lengths = expected.num_draft
         if policy == "auto":  # it begins when the lookup does

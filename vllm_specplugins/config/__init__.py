@@ -15,6 +15,7 @@ from vllm_specplugins.config.parts import (
     sample_methods,
     stage_names,
     with_exits,
+    with_stage,
 )
 from vllm_specplugins.config.proposers import (
     CustomConfig,
@@ -59,4 +60,5 @@ __all__ = [
     "shown",
     "stage_names",
     "with_exits",
+    "with_stage",
 ]

@@ -37,6 +37,12 @@ def built_in_stage(config: SpecConfig) -> StageConfig | None:
     return next((stage for stage in stages if isinstance(stage.own, BuiltInConfig)), None)
 
 
+def with_stage(config: SpecConfig, stage: StageConfig, other: StageConfig) -> SpecConfig:
+    """The configuration of a cascade with another stage in the place of one."""
+    stages = tuple(other if its is stage else its for its in config.own.stages)
+    return replace(config, own=replace(config.own, stages=stages))
+
+
 def layers_to_hand_out(config: SpecConfig) -> tuple[int, ...]:
     """Behind which layers the target's states are looked at: where an exit's layer is chosen while serving."""
     chosen = [part for part in parts(config, EarlyExitConfig) if part.is_chosen]

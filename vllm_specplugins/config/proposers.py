@@ -21,13 +21,14 @@ MAX_NGRAM = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLookupConfig:
-    """`prompt_lookup`: copy what followed the last occurrence of the current n-gram.
+    """`prompt_lookup`: copy what followed an earlier occurrence of the newest tokens.
 
     Args:
-        max_ngram: longest n-gram, in tokens, that is looked up (tried first).
-        min_ngram: shortest n-gram whose match is still drafted from.
-        max_index_bytes: most memory of all requests' indexes together, 8 to 25 bytes a token; requests that find it
-            full are not drafted for. On Model Runner V2: of all references, 4 bytes a token, and at most 64 MiB.
+        max_ngram: tokens that search begins with: occurrences of as many or more count alike, and that one is copied
+            which is nearest to where copying would have gone on. A match's length is counted to 31 in any case.
+        min_ngram: fewest tokens of a match that is still drafted from.
+        max_index_bytes: most memory of all references on the device (Model Runner V2), 4 bytes a token, and at most
+            64 MiB; one that finds it full is not searched.
     """
 
     max_ngram: int = integer(8, 1, MAX_NGRAM)

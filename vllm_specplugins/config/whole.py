@@ -1,7 +1,7 @@
 """The whole of a `speculative_config`: what all methods share, and the method's own part."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self
 
 from vllm_specplugins.config.checks import ConfigError, check_fields, check_value, choice, integer, meant, shown
@@ -16,7 +16,9 @@ class CommonConfig:
     """What every method takes beside its own fields.
 
     Args:
-        num_speculative_tokens: K, the most draft tokens a request gets in one step.
+        num_speculative_tokens: K, the most draft tokens a request gets in one step. Where nothing is said, lookups, and
+            cascades that begin with one, have 31 (5 on a hybrid target, or where a stage is "probabilistic") and
+            `medusa` as many as there are heads.
         time_budget_ms: longest that a proposer that runs on the host, or a stage of a cascade, may take for one step;
             one that takes longer loses that step's drafts.
         verification: "fused" verifies, and samples, with kernels/rejection: exact for every sampling parameter, and a
@@ -42,11 +44,24 @@ class CommonConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecConfig:
-    """One parsed `speculative_config`: the method's name, what all methods share, and the method's own part."""
+    """One parsed `speculative_config`: the method's name, what all methods share, and the method's own part.
+
+    `says_length`: whether it holds K, which is a default otherwise.
+    """
 
     method: str
     common: CommonConfig
     own: Any
+    says_length: bool = field(default=True, compare=False)
+
+    @property
+    def length(self) -> int:
+        """K."""
+        return self.common.num_speculative_tokens
+
+    def with_length(self, length: int) -> Self:
+        """The same with another K, which nobody asked for."""
+        return replace(self, common=replace(self.common, num_speculative_tokens=length), says_length=False)
 
     @classmethod
     def parse(cls, method: str, own_type: type, raw: Mapping[str, Any]) -> Self:

@@ -4,6 +4,7 @@ import copy
 import logging
 import textwrap
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from pydantic import SkipValidation, ValidationError
@@ -14,11 +15,14 @@ from vllm.platforms import current_platform
 
 from vllm_specplugins.config import (
     ConfigError,
+    MedusaConfig,
     SpecConfig,
     StageConfig,
     built_in_stage,
     layers_to_hand_out,
+    parts,
     sample_methods,
+    with_stage,
 )
 from vllm_specplugins.engine import adaptive, scheduling
 from vllm_specplugins.engine.kernel_overrides import look_into_plain_modules_alone
@@ -27,7 +31,7 @@ from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
 from vllm_specplugins.engine.plugin import may_be_asynchronous
 from vllm_specplugins.engine.target.admission import checked_for, has_state
-from vllm_specplugins.methods import drafts_on_device, reads_history, reads_likeliest, runs_target
+from vllm_specplugins.methods import SHORT, drafts_on_device, reads_history, reads_likeliest, runs_target
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -142,8 +146,10 @@ def build(
     Raises:
         ConfigError: vLLM refuses the stage that is built into it.
     """
+    if not config.says_length:
+        config = _with_length_for(config, target_model_config)
     common: dict[str, Any] = {
-        "num_speculative_tokens": config.common.num_speculative_tokens,
+        "num_speculative_tokens": config.length,
         "plugin_config": config,
         "target_model_config": target_model_config,
         "target_parallel_config": target_parallel_config,
@@ -159,16 +165,31 @@ def build(
 
 
 def _build_with(stage: StageConfig, common: dict[str, Any]) -> PluginSpeculativeConfig:
-    num_tokens = common["num_speculative_tokens"]
-    common["num_speculative_tokens"] = stage.num_speculative_tokens or num_tokens  # what vLLM checks for its method
+    config, num_tokens = common["plugin_config"], common.pop("num_speculative_tokens")
+    is_models_own = stage.method == "mtp" and not (stage.num_speculative_tokens or config.says_length)
+    if not is_models_own:
+        common["num_speculative_tokens"] = stage.num_speculative_tokens or num_tokens  # what vLLM checks for its method
     try:
         result = PluginSpeculativeConfig(method=stage.method, model=stage.own.model, **stage.own.settings, **common)
     except Exception as error:  # whatever vLLM, pydantic and transformers raise
         raise ConfigError(f"cascade: vLLM refuses {stage.method}: {_first_sentence(error)}") from error
     if result.method != stage.method:
         raise ConfigError(f"cascade: method must be {result.method!r} for {stage.own.model}, not {stage.method!r}.")
+    if is_models_own:
+        length = min(num_tokens, result.num_speculative_tokens)
+        result.plugin_config = with_stage(config, stage, replace(stage, num_speculative_tokens=length))
     result.num_speculative_tokens = num_tokens
     return result
+
+
+def _with_length_for(config: SpecConfig, model: ModelConfig) -> SpecConfig:
+    """The default K where the target has a say: of heads as many as there are, and few where a state is kept for each
+    token that is verified."""
+    for heads in parts(config, MedusaConfig):
+        from vllm_specplugins.proposers.medusa_heads import num_heads
+
+        return config.with_length(num_heads(heads.heads))
+    return config.with_length(min(config.length, SHORT)) if has_state(model) else config
 
 
 def for_built_in(vllm_config: VllmConfig) -> VllmConfig:

@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.engine.options import request_options
-from vllm_specplugins.kernels.history_match import Match, References, Texts, history_match
+from vllm_specplugins.kernels.history_match import NO_MATCH, Match, References, Texts, history_match
 from vllm_specplugins.request_options import DIGEST, REFERENCE, Options
 from vllm_specplugins.structures.spans import Spans
 
@@ -48,7 +48,8 @@ class DeviceTexts:
     def __init__(self, req_states: Any, max_num_draft: int, config: PromptLookupConfig, device: torch.device):
         self._req_states, self._max_num_draft, self._config = req_states, max_num_draft, config
         num_slots, self._max_model_len = req_states.max_num_reqs, req_states.max_model_len
-        self.histories = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu)
+        distances = torch.full((num_slots, 2), NO_MATCH, dtype=torch.int32, device=device)
+        self.histories = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu, distances)
         room = min(config.max_index_bytes // 4, MAX_REFERENCE_BYTES // 4, num_slots * (self._max_model_len + _ALIGNED))
         self._pool = torch.zeros(room // _ALIGNED * _ALIGNED, dtype=torch.int32, device=device)
         self._spans = Spans(len(self._pool))
@@ -77,6 +78,7 @@ class DeviceTexts:
         if rows:
             slots, sizes, starts = async_tensor_h2d(np.array(rows, np.int64), self._pool.device).T
             self._sizes[slots], self._starts[slots] = sizes.int(), starts
+            self.histories.distances.index_fill_(0, slots, NO_MATCH)
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Drops requests that finished, were aborted or were preempted; steps that are under way still find them."""
