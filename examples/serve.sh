@@ -58,10 +58,21 @@ print(json.dumps({"model": "demo", "prompt": prompt, "max_tokens": 96, "temperat
 ' | fetch "$url/v1/completions" --header 'Content-Type: application/json' --data @- |
     "$venv/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["choices"][0]["text"])'
 
-echo "What the server counted (metrics of vLLM and ours; examples/grafana.json shows them):"
+metrics() { fetch "$url/metrics"; }
 sleep 1 # the last step's come when the engine has fallen idle
-fetch "$url/metrics" | grep -E '^vllm:(spec_decode_num_(drafts|draft_tokens|accepted_tokens)|generation_tokens)_total'
-fetch "$url/metrics" | grep -E '^vllm:specplugins_[a-z_]+(_total|_sum|_count|off|bytes)\{' | grep -v position
+metrics | "$venv/bin/python" -c '
+import re, sys
+text = sys.stdin.read()
+def count(name):
+    return sum(float(value) for value in re.findall(rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE))
+tokens, steps = count("generation_tokens_total"), count("specplugins_draft_lengths_total") + 1 # the prompt'"'"'s
+drafted, accepted = (count(f"spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted"))
+print(f"{tokens:.0f} tokens in {steps:.0f} steps: {tokens / steps:.1f} tokens a step,"
+      f" {100 * accepted / max(drafted, 1):.0f} % of drafts accepted")
+'
+echo "What the server counted (metrics of vLLM and ours; examples/grafana.json shows them):"
+metrics | grep -E '^vllm:(spec_decode_num_(drafts|draft_tokens|accepted_tokens)|generation_tokens)_total'
+metrics | grep -E '^vllm:specplugins_[a-z_]+(_total|_sum|_count|off|bytes)\{' | grep -v position
 
 if [[ ${1:-} == --keep ]]; then
     trap - EXIT

@@ -72,10 +72,15 @@ def parser() -> Parser:
     return commands
 
 
+def sentence(words: str) -> str:
+    """Words that begin one."""
+    return words[0].upper() + words[1:]
+
+
 def _train_exit_head(subparsers: Any) -> None:
     words = "train a norm and a head for an early layer, so that it drafts more like the whole model"
     example = "Example: python -m vllm_specplugins train-exit-head MODEL --exit-layer 8 --data corpus/*.txt --out HEAD"
-    command = subparsers.add_parser("train-exit-head", help=words, description=f"Will {words}.", epilog=example)
+    command = subparsers.add_parser("train-exit-head", help=words, description=f"{sentence(words)}.", epilog=example)
     add = command.add_argument
     add("--exit-layer", type=whole(1, 10_000), required=True, metavar="E", help="how many layers run before the head")
     add("--rank", type=whole(0, 100_000), default=0, metavar="R", help="of the head; 0 is a full matrix (default: 0)")
@@ -87,23 +92,23 @@ def _train_jump(subparsers: Any) -> None:
         "train what guesses the state in front of a model's head or last layers, so that they draft without the others"
     )
     example = "Example: python -m vllm_specplugins train-jump MODEL --data corpus/*.txt --out HEAD"
-    command = subparsers.add_parser("train-jump", help=words, description=f"Will {words}.", epilog=example)
+    command = subparsers.add_parser("train-jump", help=words, description=f"{sentence(words)}.", epilog=example)
     add = command.add_argument
     add("--early-layers", type=whole(0, 10_000), default=0, metavar="E",
         help="how many layers run for a token before the jump (default: 0)")  # fmt: skip
     add("--late-layer", type=whole(0, 10_000), metavar="J",
-        help="how many layers lie before the first one behind the jump (default: all, so that none runs)")  # fmt: skip
+        help="how many layers lie before the first one after the jump (default: all, so that none runs)")  # fmt: skip
     add("--inner-size", type=whole(1, 1_000_000), metavar="R",
         help="of the part (default: 4 times the hidden size)")  # fmt: skip
     add("--num-draft", type=whole(1, 64), default=3, metavar="K",
-        help="how many jumps it learns to make one behind the other (default: 3)")  # fmt: skip
+        help="how many jumps it learns to make, one after the other (default: 3)")  # fmt: skip
     _training(command)
 
 
 def _train_look_ahead(subparsers: Any) -> None:
     words = "train embeddings that stand for draft tokens not yet known, so that an early exit drafts all in one pass"
     example = "Example: python -m vllm_specplugins train-look-ahead MODEL --exit-layer 8 --data c/*.txt --out AHEAD"
-    command = subparsers.add_parser("train-look-ahead", help=words, description=f"Will {words}.", epilog=example)
+    command = subparsers.add_parser("train-look-ahead", help=words, description=f"{sentence(words)}.", epilog=example)
     add = command.add_argument
     add("--exit-layer", type=whole(1, 10_000), required=True, metavar="E", help="how many layers they run through")
     add("--exit-head", metavar="DIR", help="a trained head for this layer (default: the model's own norm and head)")
@@ -115,7 +120,7 @@ def _train_look_ahead(subparsers: Any) -> None:
 def _train_medusa(subparsers: Any) -> None:
     words = "train Medusa heads, which draft from a model's last state without a layer"
     example = "Example: python -m vllm_specplugins train-medusa MODEL --data corpus/*.txt --out HEADS"
-    command = subparsers.add_parser("train-medusa", help=words, description=f"Will {words}.", epilog=example)
+    command = subparsers.add_parser("train-medusa", help=words, description=f"{sentence(words)}.", epilog=example)
     command.add_argument("--num-draft", type=whole(1, 64), default=4, metavar="K", help="how many heads (default: 4)")
     _training(command)
 
@@ -125,12 +130,12 @@ def _training(command: Any) -> None:
     _common(command, needs_data=False)
     add = command.add_argument
     add("--self", type=temperature, dest="own_text", metavar="T",
-        help="train on what the model itself says at this temperature (0: greedily) behind the beginnings of the rows "
+        help="train on what the model itself writes at this temperature (0: greedily) after the beginnings of the rows "
         "of --data, or of Python's standard library; it is sampled with vLLM, and kept in --out")  # fmt: skip
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the part; an interrupted run goes on there")
     add("--loss", choices=("cross-entropy", "acceptance", "both"), default="cross-entropy",
-        help="what is made small: the cross-entropy with the model's own distribution, the negative log of the chance "
-        "to be accepted at temperature 1, or their sum (default: cross-entropy)")  # fmt: skip
+        help="what training lowers: the cross-entropy with the model's own distribution, the negative log of the "
+        "chance to be accepted at temperature 1, or their sum (default: cross-entropy)")  # fmt: skip
     add("--steps", type=whole(1, 10_000_000), default=1000, metavar="N", help="default: 1000")
     add("--batch-tokens", type=whole(16, 10_000_000), default=4096, metavar="N", help="tokens a step (default: 4096)")
     add("--row-tokens", type=whole(16, 1_000_000), default=512, metavar="N", help="tokens a row (default: 512)")
@@ -143,7 +148,7 @@ def _training(command: Any) -> None:
 def _calibrate(subparsers: Any) -> None:
     words = "find the method, exit layer and number of draft tokens that serve a model fastest"
     example = "Example: python -m vllm_specplugins calibrate MODEL --data corpus/*.txt --out REPORT"
-    command = subparsers.add_parser("calibrate", help=words, description=f"Will {words}.", epilog=example)
+    command = subparsers.add_parser("calibrate", help=words, description=f"{sentence(words)}.", epilog=example)
     _common(command)
     add = command.add_argument
     add("--out", type=Path, metavar="DIR", help="folder for calibration.json and the engines' logs")
@@ -174,7 +179,7 @@ def _calibrate(subparsers: Any) -> None:
 def _verify_lossless(subparsers: Any) -> None:
     words = "hold what real engines sample, with and without speculation, against its exact distribution"
     example = "Example: python -m vllm_specplugins verify-lossless --method prompt_lookup early_exit"
-    command = subparsers.add_parser("verify-lossless", help=words, description=f"Will {words}.", epilog=example)
+    command = subparsers.add_parser("verify-lossless", help=words, description=f"{sentence(words)}.", epilog=example)
     add = command.add_argument
     add("--method", nargs="+", metavar="METHOD", help="names, or values of --speculative-config (default: all of ours)")
     add("--samples", type=whole(100, 10_000_000), default=4000, metavar="N", help="of each cell (default: 4000)")
@@ -188,7 +193,7 @@ def _check(subparsers: Any) -> None:
     command = subparsers.add_parser(
         "check",
         help=words,
-        description=f"Will {words}.",
+        description=f"{sentence(words)}.",
         epilog="Example: PYTHONPATH=. python -m vllm_specplugins check my_pkg.module:MyProposer. "
         "The exit code is 0 where nothing is violated, 1 where something is, 2 where it cannot be run.",
     )
@@ -203,7 +208,7 @@ def _doctor(subparsers: Any) -> None:
     command = subparsers.add_parser(
         "doctor",
         help=words,
-        description=f"Will {words}.",
+        description=f"{sentence(words)}.",
         epilog="""Example: python -m vllm_specplugins doctor --speculative-config '{"method":"prompt_lookup"}'. """
         "The exit code is 0 where that would be served, 1 where it would not, 2 where the question is wrong.",
     )
@@ -216,7 +221,7 @@ def _doctor(subparsers: Any) -> None:
 def _build_store(subparsers: Any) -> None:
     words = "make a store for suffix_lookup from texts like those that it will serve"
     example = "Example: python -m vllm_specplugins build-store --tokenizer MODEL --data logs/*.jsonl --out store.bin"
-    command = subparsers.add_parser("build-store", help=words, description=f"Will {words}.", epilog=example)
+    command = subparsers.add_parser("build-store", help=words, description=f"{sentence(words)}.", epilog=example)
     add = command.add_argument
     add("--tokenizer", required=True, metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
     add("--data", type=Path, nargs="+", required=True, metavar="FILE", help=f"{DATA}; the last stay longest")
@@ -229,7 +234,9 @@ def _bench(subparsers: Any) -> None:
     example = (
         "Example: python -m vllm_specplugins bench --model MODEL --methods ngram,prompt_lookup --workloads code,copy"
     )
-    command = subparsers.add_parser("bench", help=words, description=f"Will {words}.", epilog=f"{example} --batch 1,4")
+    command = subparsers.add_parser(
+        "bench", help=words, description=f"{sentence(words)}.", epilog=f"{example} --batch 1,4"
+    )
     add = command.add_argument
     add("--model", required=True, metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
     add("--methods", nargs="+", default=["ngram,prompt_lookup,cascade"], metavar="METHOD",
@@ -267,8 +274,8 @@ def _replay(subparsers: Any) -> None:
     command = subparsers.add_parser(
         "replay",
         help=words,
-        description=f"Will {words}; says what would have been accepted, what it would have cost, and what to serve it "
-        "with.",
+        description=f"{sentence(words)}. Say what would have been accepted, what it would have cost, and what to "
+        "serve it with.",
         epilog="Example: python -m vllm_specplugins replay --data trace.jsonl --tokenizer MODEL --batch 1,32",
     )
     add = command.add_argument

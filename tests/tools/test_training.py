@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import resource
 import shlex
 import signal
@@ -29,6 +30,7 @@ from vllm_specplugins.tools.training.jump import JumpSettings, TrainedJump
 from vllm_specplugins.tools.training.look_ahead import LookAheadSettings, TrainedLookAhead
 from vllm_specplugins.tools.training.medusa import MedusaSettings
 from vllm_specplugins.tools.training.parts import Guess
+from vllm_specplugins.tools.training.report import Trained
 from vllm_specplugins.tools.training.scores import Scores, Text, own_texts, scores, walk
 
 COMMON: dict[str, Any] = {
@@ -424,6 +426,25 @@ def test_commands(
     assert parse_config(config).common.num_speculative_tokens == own.get("num_draft", 3) or name == "train-jump"
     card = (tmp_path / "README.md").read_text()
     assert json.dumps(config) in card and "| trained |" in card and "* loss: both" in card
+    assert f"* text: {text_files[0]} ({text_files[0].stat().st_size:,} bytes)\n" in card and "* data: " not in card
+    assert re.search(r"^\* trained on \d+ rows of [\d,]+ tokens\n\* loss of the last step: \d", card, re.MULTILINE)
+    assert "2nd draft token" in said and "T 1, coupled" in said
+    assert all(len(line) <= 100 for line in said.splitlines() if not line.startswith(("--", "Saved")))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (1.5, 1.4, "no better than it began"),
+        (1.0, 1.09, "will not pay"),
+        (1.0, 1.3, "hardly pays"),
+        (1.0, 2.0, "may pay"),
+    ],
+)
+def test_verdict(before: float, after: float, words: str) -> None:
+    """Kills: a part that is to be served with, without a word that it will not pay."""
+    scores = [Scores([0.1], [0.1], length, {"greedy": length}) for length in (before, after)]
+    assert words in Trained(*scores, {"method": "jump"}, JUMP, 10, []).verdict
 
 
 class HalfRight:

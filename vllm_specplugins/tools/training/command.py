@@ -28,7 +28,7 @@ from vllm_specplugins.tools.training.look_ahead import LookAheadSettings
 from vllm_specplugins.tools.training.medusa import MedusaSettings
 from vllm_specplugins.tools.training.own_text import own_rows
 from vllm_specplugins.tools.training.parts import Part
-from vllm_specplugins.tools.training.report import card, show
+from vllm_specplugins.tools.training.report import Trained, about_data, card, show
 from vllm_specplugins.tools.training.scores import Scores, own_texts, scores
 
 PARTS: dict[str, type[Settings]] = {
@@ -49,10 +49,16 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--device must be cpu, not cuda: torch finds no GPU.")
     make_folder(args.out)
     with progress() as bars:
-        return _run(args, device, bars)
+        found = _trained(args, device, bars)
+    if found is None:
+        return 130
+    save_whole(args.out, lambda folder: _write(folder / "README.md", card(found)))
+    show(found, args.out)
+    return 0
 
 
-def _run(args: argparse.Namespace, device: str, bars: Progress) -> int:
+def _trained(args: argparse.Namespace, device: str, bars: Progress) -> Trained | None:
+    """None if it was interrupted."""
     rows = _rows(args, bars)
     heldout = set(every_nth(len(rows), max(1, round(len(rows) * args.heldout))))
     base = BaseModel.load(args.model, device)
@@ -62,7 +68,7 @@ def _run(args: argparse.Namespace, device: str, bars: Progress) -> int:
     test_rows = [test_rows[i] for i in every_nth(len(test_rows), MAX_SCORED_ROWS)]
     try:
         with _interrupts() as interrupts:
-            part = _train(base, train_rows, settings, args.out, lambda: bool(interrupts), bars)
+            part, loss = _train(base, train_rows, settings, args.out, lambda: bool(interrupts), bars)
         config = part.serving(args.out)
         config.setdefault("num_speculative_tokens", NUM_SCORED_TOKENS)
         num_draft = config["num_speculative_tokens"]
@@ -73,14 +79,11 @@ def _run(args: argparse.Namespace, device: str, bars: Progress) -> int:
             highlight=False,
             soft_wrap=True,
         )
-        return 130
+        return None
     except torch.OutOfMemoryError:
         raise ConfigError("--batch-tokens and --row-tokens must be smaller: the GPU's memory is full.") from None
-    bars.stop()
-    words = card(before, after, config, settings, num_tokens)
-    save_whole(args.out, lambda folder: _write(folder / "README.md", words))
-    show(before, after, config, args.out, num_tokens)
-    return 0
+    built_in = f"{BUILT_IN_FILES} files of Python's standard library"
+    return Trained(before, after, config, settings, num_tokens, about_data(args.data, built_in, train_rows, loss))
 
 
 def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
@@ -151,13 +154,17 @@ def _train(
     out: Path,
     interrupted: Callable[[], bool],
     bars: Progress,
-) -> Part:
+) -> tuple[Part, float | None]:
+    """The part, and the loss of its last step, if this run has made one."""
     task = bars.add_task("training", total=settings.steps)
+    losses: list[float] = []
 
     def advance(step: int, loss: float) -> None:
+        losses[:] = [loss]
         bars.update(task, completed=step, description=f"training, loss {loss:.3f}")
 
-    return train(base, rows, settings, out, advance, interrupted)
+    part = train(base, rows, settings, out, advance, interrupted)
+    return part, next(iter(losses), None)
 
 
 def _scored(
