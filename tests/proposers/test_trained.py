@@ -1,12 +1,13 @@
 """Trained parts of every kind: a damaged folder, or one of another kind, is one sentence."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig, check_exit_head
@@ -63,6 +64,14 @@ def weights(folder: Path) -> Path:
     return path
 
 
+def spoil(folder: Path, value: float) -> None:
+    """One number of each tensor."""
+    tensors = load_file(weights(folder))
+    for tensor in tensors.values():
+        tensor.view(-1)[-1] = value
+    save_file(tensors, weights(folder))
+
+
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "no weights": lambda folder: weights(folder).unlink(),
     "no bytes": lambda folder: weights(folder).write_bytes(b""),
@@ -70,6 +79,8 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "a header beyond the end": lambda folder: weights(folder).write_bytes(b"\xff" * 64),
     "text": lambda folder: weights(folder).write_text("version https://git-lfs.github.com/spec/v1\n"),
     "no tensors": lambda folder: save_file({}, weights(folder)),
+    "NaN": lambda folder: spoil(folder, math.nan),
+    "infinity": lambda folder: spoil(folder, -math.inf),
     "other tensors": lambda folder: save_file({"weight": torch.ones(2, 2)}, weights(folder)),
     "whole numbers": lambda folder: save_file(
         {name: torch.ones(1, dtype=torch.int64) for name in ("norm.weight", "embeddings.weight")}, weights(folder)

@@ -50,7 +50,7 @@ def checked_draft(
         raise Nonsense("num_draft is outside of 0..max_num_draft")
     if type(token_ids) is np.ndarray and token_ids.view(np.uint32).max(initial=0) >= vocab_size:
         # a tensor's are an argmax over the vocabulary; past the end of a draft anything may stand
-        used = token_ids[np.arange(token_ids.shape[1]) < num_draft[:, None]]
+        used = token_ids[_used(num_draft, token_ids.shape[1])]
         if used.size and not 0 <= used.min() <= used.max() < vocab_size:
             raise Nonsense(f"a token id outside of 0..{vocab_size - 1}")
     if confidence is not None:
@@ -64,7 +64,16 @@ def checked_draft(
             raise Nonsense("logits, which only a proposer that runs the target may return")
         shape = (num_reqs, token_ids.shape[1], vocab_size)
         _check_tensor("logits", logits, device, ("float32", "bfloat16", "float16"), shape)
+        # On another device nobody waits to look: verification rejects what was drawn from no distribution.
+        if not (logits.is_cuda or logits.amax(-1).isfinite().numpy()[_used(num_draft, logits.shape[1])].all()):
+            raise Nonsense("logits with NaN or infinity, or none that a token could be drawn from")
     return Draft(token_ids, num_draft, confidence, logits, stage)
+
+
+def _used(num_draft: Int32Array, width: int) -> npt.NDArray[np.bool_]:
+    """[num_reqs, width], where tokens of a draft stand."""
+    mask: npt.NDArray[np.bool_] = np.arange(width) < num_draft[:, None]
+    return mask
 
 
 def _copied(name: str, value: Any, dtype: Any, ndim: int, num_rows: int, width: int = 0) -> npt.NDArray[Any]:

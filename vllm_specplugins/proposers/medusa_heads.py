@@ -101,7 +101,7 @@ class MedusaHeads:
 
 
 def check_medusa(folder: str | Path, *, num_heads: int, hidden_size: int, vocab_size: int) -> None:
-    """Raises ConfigError unless a folder holds heads for a model of these sizes; reads little but shapes."""
+    """Raises ConfigError unless a folder holds heads for a model of these sizes, of finite numbers."""
     found = MedusaHeads.load(folder, num_heads, vocab_size, "meta").layers[0][0].shape[-1]
     if found != hidden_size:
         _refuse(folder, f"heads whose hidden_size is {hidden_size}", str(found))
@@ -168,6 +168,8 @@ def _read(folder: str | Path) -> dict[str, torch.Tensor]:
 def _of_dimensions(folder: str | Path, name: str, tensor: torch.Tensor, dimensions: int) -> torch.Tensor:
     if tensor.ndim != dimensions or not tensor.numel() or tensor.is_complex():
         _refuse(folder, f"heads with {name} of {dimensions} dimensions", _words(tensor.shape))
+    if not tensor.float().isfinite().all():
+        _refuse(folder, f"heads with finite numbers in {name}", "some with NaN or infinity")
     return tensor
 
 

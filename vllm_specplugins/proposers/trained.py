@@ -61,17 +61,22 @@ class Kind:
             self.refuse(folder, f"a folder with {self.file}", "one without it")
         try:
             with safe_open(path, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                self._check_tensors(folder, file, config.shapes())
         except (SafetensorError, OSError) as error:
             self.refuse(folder, f"a folder with a whole {self.file}", f"one that cannot be read ({said(error)})")
-        for name, shape in config.shapes().items():
+        return config
+
+    def _check_tensors(self, folder: str | Path, file: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        for name, shape in shapes.items():
             found = tuple(slices[name].get_shape()) if name in slices else None
             if found != shape:
                 words = "nothing" if found is None else shown(list(found))
                 self.refuse(folder, f"a {self.noun} with {name} of shape {list(shape)}", words)
             if (dtype := slices[name].get_dtype()) not in DTYPES:
                 self.refuse(folder, f"a {self.noun} with {name} of {', '.join(DTYPES)}", dtype)
-        return config
+            if not file.get_tensor(name).isfinite().all():
+                self.refuse(folder, f"a {self.noun} with finite numbers in {name}", "one with NaN or infinity")
 
     def read_config(self, folder: str | Path) -> Any:
         """What the part in a folder was made for; ConfigError if there is none."""
