@@ -66,6 +66,22 @@ def test_a_hostile_stage(act: str) -> None:
     assert barrier.counters.faults == stages["0 prompt_lookup"].faults == {}
 
 
+def test_stages_forget_when_nothing_follows() -> None:
+    """Requests that ended are forgotten in the engine's idle step, once, in the stage's own thread. Kills: a stage that
+    is told when it is next asked, as an engine without requests never does."""
+    proposer = cascade(
+        {"method": "suffix_lookup", "store_bytes": 1 << 20, "max_index_bytes": 1 << 20}, {"method": "token_recycling"}
+    )
+    barrier, own = barrier_of(proposer), proposer._stages[0]
+    step(barrier)
+    barrier.forget(["a", "b"])
+    assert own.store_stats()["texts"] == 0  # type: ignore[attr-defined]
+    for _ in range(2):
+        barrier.settle()
+        assert own.store_stats()["texts"] == 2  # type: ignore[attr-defined]
+    assert barrier.totals().stages["0 suffix_lookup"].faults == {}
+
+
 @pytest.mark.parametrize("act", ["sleeps", "counts for ever"])
 def test_a_sleeper_costs_one_budget(act: str) -> None:
     """Kills: a cascade in the engine's thread without a budget; a budget that each step waits for again."""
