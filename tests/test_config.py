@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from vllm_specplugins import methods
 from vllm_specplugins.config import ConfigError, PromptLookupConfig, built_in_stage
 from vllm_specplugins.config.elsewhere import ELSEWHERE
 from vllm_specplugins.methods import BUILT_IN, METHODS, parse_config
@@ -162,6 +163,55 @@ def test_nearest_name(config: dict[str, Any], meant: str) -> None:
     """Fails if a misspelt field, or a misspelt stage, is not told what it may have been."""
     with pytest.raises(ConfigError, match=f"; did you mean {meant!r}\\?$"):
         parse_config(config)
+
+
+ODD_CLASSES = """
+class Meta(type):
+    def __getattr__(cls, name):
+        raise RuntimeError("no " + name)
+
+class Odd(metaclass=Meta): ...
+
+class Number:
+    check_options = 5
+
+class Exits(type):
+    @property
+    def check_options(cls):
+        raise SystemExit(3)
+
+class Property(metaclass=Exits): ...
+"""
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("Odd", "protocol_version of the proposer cannot be read (no protocol_version)."),
+        ("Number", "check_options of odd_classes:Number must be a function, not 5."),
+        ("Property", "check_options of the proposer cannot be read (3)."),
+    ],
+)
+def test_odd_classes(name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a metaclass that ends the start in a traceback; a `check_options` that every request is refused by."""
+    (tmp_path / "odd_classes.py").write_text(ODD_CLASSES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    custom = {"method": "custom", "proposer": f"odd_classes:{name}"}
+    for raw in (custom, {"method": "cascade", "stages": [custom]}):
+        with pytest.raises(ConfigError) as caught:
+            parse_config(raw)
+        assert str(caught.value) == f"custom: {sentence}"
+
+
+def test_stages_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: entry points that are read for each stage; stages without end, refused or not after minutes."""
+    read: list[int] = []
+    monkeypatch.setattr(methods, "registered_methods", lambda: (read.append(1), {})[1])
+    stages = [{"method": "early_exit", "exit_layer": layer} for layer in range(1, 9)]
+    assert len(parse_config({"method": "cascade", "stages": stages}).own.stages) == 8 and len(read) == 1
+    for number in (9, 100_000):
+        with pytest.raises(ConfigError, match="stages must be a list of 1 to 8 dictionaries, not"):
+            parse_config({"method": "cascade", "stages": stages[:1] * number})
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,19 @@ def test_two_packages_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "repeat" not in registered_methods() and "repeat_plain" in registered_methods()
 
 
+def test_a_package_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Kills: a METADATA, or a list of entry points, that is no UTF-8 and takes all other methods down."""
+    for name, file in (("one", "METADATA"), ("two", "entry_points.txt")):
+        info = tmp_path / f"{name}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(f"[vllm_specplugins.proposers]\n{name} = {name}:Thing\n")
+        (info / file).write_bytes((info / file).read_bytes() + b"# \xff\xfe")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert set(registered_methods()) == {"repeat", "repeat_plain", "breaks", "exits", "old"}
+    assert all(f"{name}-1.dist-info is left out" in caplog.text for name in ("one", "two"))
+
+
 def test_command_line_names_them() -> None:
     """In --help, and in the error of a name that nobody knows."""
     environment = {"PYTHONPATH": str(THIRD_PARTY), "PATH": "/usr/bin", "COLUMNS": "200"}

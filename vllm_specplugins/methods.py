@@ -1,11 +1,12 @@
 """The literal table of methods: the one place to add a proposer. Other packages may register more (registered.py)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from typing import Any, TypeVar
 
 from vllm_specplugins.config import (
+    MAX_STAGES,
     BuiltInConfig,
     CascadeConfig,
     CommonConfig,
@@ -108,13 +109,14 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
     own = {key: value for key, value in raw.items() if key != "method"}
     if raw["method"] not in METHODS:
         return _parse_registered(registered_methods()[raw["method"]], own)
-    if raw["method"] == "cascade" and isinstance(own.get("stages"), list | tuple):
-        own["stages"] = tuple(_parse_stage(index, stage) for index, stage in enumerate(own["stages"]))
+    stages = own.get("stages")
+    if raw["method"] == "cascade" and isinstance(stages, list | tuple) and len(stages) <= MAX_STAGES:
+        names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name not in ("cascade", "medusa")]
+        own["stages"] = tuple(_parse_stage(index, stage, names) for index, stage in enumerate(stages))
     config = SpecConfig.parse(raw["method"], METHODS[raw["method"]].config, own)
     if "num_speculative_tokens" not in own:
         config = _with_default_length(config)
-    if isinstance(config.own, CustomConfig):
-        import_object(config.own.proposer)
+    option_checks(config)
     if isinstance(config.own, CascadeConfig):
         _check_stages(config.own, config.length)
     if "coupled" in sample_methods(config) and config.common.verification != "fused":
@@ -152,7 +154,8 @@ def _with_own_length(stage: StageConfig) -> StageConfig:
 def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecConfig:
     """Its class may bring a dataclass `Config`, whose fields stand in the dictionary; otherwise it takes `options`."""
     name, path = registered.name, registered.proposer
-    own_type = getattr(import_object(path, name), "Config", None)
+    _check_of(path, name)
+    own_type = _attribute(import_object(path, name), "Config", name)
     if own_type is None:
         if "proposer" in raw:
             raise ConfigError(f"{name}: 'proposer' is not a field; it is {path}, which the package registers.")
@@ -197,8 +200,7 @@ def _check_stages(config: CascadeConfig, num_speculative_tokens: int) -> None:
         )
 
 
-def _parse_stage(index: int, raw: Any) -> StageConfig:
-    names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name not in ("cascade", "medusa")]
+def _parse_stage(index: int, raw: Any, names: Sequence[str]) -> StageConfig:
     if not isinstance(raw, dict) or raw.get("method") not in names:
         found = raw.get("method") if isinstance(raw, dict) else raw
         allowed = f"a dictionary whose method is one of {', '.join(names)}"
@@ -288,9 +290,26 @@ def _build_custom(method: str, config: CustomConfig, context: ProposerContext) -
 
 def option_checks(config: SpecConfig) -> list[Callable[[Mapping[str, Any]], None]]:
     """`check_options` of the user's own proposers in a method: it raises ValueError for options that it refuses."""
-    parts = [config.own, *(stage.own for stage in getattr(config.own, "stages", ()))]
-    classes = [import_object(part.proposer) for part in parts if isinstance(part, CustomConfig)]
-    return [proposer.check_options for proposer in classes if hasattr(proposer, "check_options")]
+    found = [_check_of(part.proposer, config.method) for part in parts(config, CustomConfig)]
+    return [check for check in found if check is not None]
+
+
+def _check_of(path: str, method: str) -> Callable[[Mapping[str, Any]], None] | None:
+    check: Callable[[Mapping[str, Any]], None] | None
+    check = _attribute(import_object(path, method), "check_options", method)
+    if check is not None and not callable(check):
+        raise ConfigError(f"{method}: check_options of {path} must be a function, not {shown(check)}.")
+    return check
+
+
+def _attribute(found: Any, name: str, method: str, default: Any = None) -> Any:
+    """An attribute of a class of the user's own, whose metaclass may raise anything."""
+    try:
+        return getattr(found, name, default)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{method}: {name} of the proposer cannot be read ({said(error)}).") from error
 
 
 def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
@@ -310,7 +329,7 @@ def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
         raise ConfigError(f"{method}: proposer {shown(path)} cannot be imported ({cause}{hint}).") from error
     if not callable(found):
         raise ConfigError(f"{method}: proposer must name a class, or a function that makes one, not {shown(found)}.")
-    version = getattr(found, "protocol_version", PROTOCOL_VERSION)
+    version = _attribute(found, "protocol_version", method, PROTOCOL_VERSION)
     if version != PROTOCOL_VERSION:
         raise ConfigError(
             f"{method}: protocol_version of {path} must be {PROTOCOL_VERSION}, that of vllm_specplugins.draft here, "

@@ -6,11 +6,14 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from cases import mixed_prompts
@@ -18,6 +21,9 @@ from conftest import DEMO_MODEL, RUNNER
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_specplugins.engine.metrics.names import PREFIX, TABLE
+
+sys.path.append(str(Path(__file__).parents[1] / "soak"))
+from bad_options import Hostile, predictions, variants
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,8 +90,8 @@ def test_options_of_requests(client: openai.OpenAI) -> None:
     bad = {
         '{"enabled":"no"}': "specplugins: enabled must be true or false, not 'no'.",
         '{"max_draft":-1}': "specplugins: max_draft must be an integer from 0 to 64, not -1.",
-        '{"stages":["eagle"]}': "specplugins: stages must be a list of one or more of 'prompt_lookup', 'early_exit', "
-        "not ['eagle'].",
+        '{"stages":["eagle"]}': "specplugins: stages must be a list of at most 2, each one of 'prompt_lookup', "
+        "'early_exit', not ['eagle'].",
         '{"draft":1}': "specplugins: 'draft' is not an option; the options are enabled, max_draft, max_context, "
         "stages, reference, learn.",
         "{": "specplugins must be a dictionary or its JSON text, not '{'.",
@@ -125,6 +131,11 @@ HOSTILE = [
 ]
 
 
+# 3 kB that once ended the engine: the executor pickles what travels to it.
+NAMES, NESTED = '"prompt_lookup",' * 100, "[" * 500 + "]" * 500
+WORST = Hostile("a nested list behind 100 stages", f'{{"stages":[{NAMES}{NESTED}]}}')
+
+
 def test_hostile_options(client: openai.OpenAI) -> None:
     """While one client sends the worst, the tokens of others stay what they were and their drafts go on.
 
@@ -142,6 +153,75 @@ def test_hostile_options(client: openai.OpenAI) -> None:
     before = counter(client, "spec_decode_num_drafts")
     assert [complete(client, prompt) for prompt in prompts] == plain
     assert counter(client, "spec_decode_num_drafts") > before
+
+
+def status(client: openai.OpenAI, path: str, body: dict[str, Any]) -> int:
+    """What a request is answered; its JSON goes as Python writes it, surrogates and NaN included."""
+    request = urllib.request.Request(str(client.base_url.join(path)), json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_hostile_variants(client: openai.OpenAI) -> None:
+    """150 bad options and 40 bad predictions, of a seeded generator: 400, or served; the server lives, nothing has
+    failed in it, and others have the tokens that they had.
+
+    Kills: a list that is checked up to some place, and travels behind it to where it is pickled; a depth, a long
+    number, half of a character that is no 400.
+    """
+    prompts = mixed_prompts(str(DEMO_MODEL), 4)
+    plain = [complete(client, prompt) for prompt in prompts]
+    common = {"model": "demo", "max_tokens": 2, "temperature": 0}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("completions", {"prompt": prompts[0], "vllm_xargs": {"specplugins": hostile.options}, **common})
+        for hostile in [WORST, *variants(seed=24, number=150)]
+    ]
+    messages = [{"role": "user", "content": "x"}]
+    bodies += [
+        ("chat/completions", {"messages": messages, "prediction": prediction, **common})
+        for prediction in predictions(seed=24, number=40)
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda asked: status(client, *asked), bodies))
+    assert set(answers) == {200, 400}, [
+        (found, body) for found, body in zip(answers, bodies, strict=True) if found > 400
+    ]
+    assert answers[0] == 400 and answers.count(400) > 75 and answers.count(200) > 20
+    assert [complete(client, prompt) for prompt in prompts] == plain
+    assert counter(client, "specplugins_faults") == 0
+
+
+def test_prediction(client: openai.OpenAI) -> None:
+    """OpenAI's `prediction` is drafted from, as a text and as parts, and changes no token; `vllm_xargs` come before it.
+    Kills: a prediction that the protocol drops."""
+
+    def chat(question: str, prediction: Any = None, **options: Any) -> tuple[str, float]:
+        before = counter(client, "spec_decode_num_accepted_tokens")
+        given = json.dumps({"stages": ["0 prompt_lookup"], **options})
+        done = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": question}],
+            max_tokens=48,
+            temperature=0,
+            extra_body={"vllm_xargs": {"specplugins": given}, "ignore_eos": True},
+            prediction=None if prediction is None else {"type": "content", "content": prediction},
+        )
+        return done.choices[0].message.content or "", counter(client, "spec_decode_num_accepted_tokens") - before
+
+    accepted = np.zeros(4)
+    for question in ("def f(x):", "import os", "class Tree:", "while True:"):
+        text, without = chat(question)
+        parts = [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]
+        answers = [chat(question, text), chat(question, parts), chat(question, text, reference=[1, 2])]
+        assert [again for again, _ in answers] == [text] * 3
+        accepted += [without, *(number for _, number in answers)]
+    assert min(accepted[1:3]) > 1.2 * max(accepted[0], accepted[3])
+    with pytest.raises(openai.BadRequestError, match="prediction must be"):
+        chat("x", 5)
 
 
 def test_reference_text(client: openai.OpenAI) -> None:

@@ -195,6 +195,25 @@ def test_logged_once_and_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     assert barrier.counters.request_steps == 20, "steps count on"
 
 
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_log_that_fails(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a filter of the proposer's own whose exception leaves the barrier with the line about a fault, the totals,
+    or that it is switched off."""
+
+    class Failing(logging.Filter):
+        def filter(self, record: Any) -> bool:
+            raise error
+
+    logger, failing, clock = logging.getLogger("vllm.specplugins"), Failing(), Clock()
+    monkeypatch.setattr(logger, "filters", [failing])
+    monkeypatch.setattr(logger, "level", logging.DEBUG)
+    barrier = guard(Scripted(raises), clock=clock)
+    for _ in range(MAX_FAULTS + 1):
+        clock.now += 11
+        assert step(barrier) == [0, 0]
+    assert barrier.counters.faults == {"raised": MAX_FAULTS} and barrier.counters.times_switched_off == 1
+
+
 def test_rare_faults_do_not_switch_off() -> None:
     """Kills: faults that are never forgiven."""
     good = [lambda: GOOD] * FAULT_WINDOW

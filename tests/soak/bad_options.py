@@ -47,6 +47,44 @@ def fuzzed(rng: random.Random) -> Hostile:
     return Hostile("fuzzed", text, refused=None)
 
 
+def variants(seed: int, number: int) -> list[Hostile]:
+    """Bad options of which each has one thing wrong, in any place and size, and such as are only odd."""
+    rng = random.Random(seed)
+    return [_variant(rng) for _ in range(number)]
+
+
+def _variant(rng: random.Random) -> Hostile:
+    size, stage = rng.choice((1, 3, 100, 500, 5000, 20_000)), rng.choice(("prompt_lookup", "1 early_exit", "\\ud800"))
+    deep, objects = "[" * size + "]" * size, '{"a":' * 300 + "1" + "}" * 300
+    tail = rng.choice((deep, '"\\ud800"', "1" + "0" * size, "null", objects, f'"{stage}"', "NaN"))
+    names = ",".join([f'"{stage}"'] * rng.choice((1, 2, 100, 2000)))
+    key = rng.choice(KEYS)
+    text = rng.choice(
+        (
+            f'{{"stages":[{names},{tail}]}}',
+            f'{{"stages":[{tail},{names}]}}',
+            f'{{"{key}":{tail}}}',
+            f'{{"{key}":{"9" * size}}}',
+            f'{{"reference":[{"7," * size}{tail}]}}',
+            f'{{"reference":"{"a b " * size}","reference":{tail}}}',
+            f'{{"reference":"{"x" * size}","{key}":{tail}}}',
+            f'{{"reference":"{chr(rng.randrange(1, 0xD7FF)) * size}"}}',
+            f'{{"reference":[{"[]," * size}1]}}',
+            "{" + ",".join(f'"{key}":{place}' for place in range(size)) + "}",
+            f'{{"{key}":' * size + "1" + "}" * size,
+        )
+    )
+    return Hostile(f"variant of {size}", text, refused=None)
+
+
+def predictions(seed: int, number: int) -> list[Any]:
+    """What stands in a chat's `prediction`."""
+    rng = random.Random(seed)
+    part = lambda: {"type": rng.choice(("text", "image_url")), rng.choice(("text", "x")): _value(rng, 2)}  # noqa: E731
+    content = lambda: rng.choice((_value(rng, 3), [part() for _ in range(rng.randrange(4))]))  # noqa: E731
+    return [rng.choice((_value(rng, 3), {"type": "content", "content": content()})) for _ in range(number)]
+
+
 KEYS = ["enabled", "max_draft", "max_context", "stages", "reference", "unknown", "", "__class__", "max-draft"]
 
 

@@ -4,7 +4,7 @@ Knows nothing of vLLM. Everything that it refuses, it refuses with one sentence 
 and what is allowed.
 """
 
-from vllm_specplugins.config.cascade import BUILT_IN_SETTINGS, BuiltInConfig, CascadeConfig, StageConfig
+from vllm_specplugins.config.cascade import BUILT_IN_SETTINGS, MAX_STAGES, BuiltInConfig, CascadeConfig, StageConfig
 from vllm_specplugins.config.checks import ConfigError, check_fields, check_value, integer, meant, said, shown
 from vllm_specplugins.config.parts import (
     built_in_stage,
@@ -32,6 +32,7 @@ from vllm_specplugins.config.whole import MAX_NUM_SPECULATIVE_TOKENS, CommonConf
 __all__ = [
     "BUILT_IN_SETTINGS",
     "MAX_NUM_SPECULATIVE_TOKENS",
+    "MAX_STAGES",
     "BuiltInConfig",
     "CascadeConfig",
     "CommonConfig",

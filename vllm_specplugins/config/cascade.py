@@ -6,6 +6,8 @@ from typing import Any, Self
 
 from vllm_specplugins.config.checks import ConfigError, check_fields, choice, meant, optional_text, shown
 
+MAX_STAGES = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CascadeConfig:
@@ -20,7 +22,7 @@ class CascadeConfig:
             Without a gate "auto" is the first stage that has something.
     """
 
-    stages: tuple["StageConfig", ...] = field(metadata={"kind": list})
+    stages: tuple["StageConfig", ...] = field(metadata={"kind": list, "most": MAX_STAGES})
     policy: str = choice("auto", "verify")
 
     def __post_init__(self) -> None:

@@ -142,7 +142,8 @@ def check_value(entry: Any, value: object) -> tuple[bool, str]:
             f"an integer from 1 to {MAX_NUM_LAYERS}, 'auto', or a list of two such integers or more, ascending"
         )
     if kind is list:
-        return isinstance(value, list | tuple) and bool(value), "a list of dictionaries, at least one"
+        most = entry.metadata["most"]
+        return isinstance(value, list | tuple) and 0 < len(value) <= most, f"a list of 1 to {most} dictionaries"
     return isinstance(value, dict) and all(isinstance(key, str) for key in value), "a dictionary with string keys"
 
 

@@ -7,7 +7,9 @@ vLLM's, mend its sampling on CPUs.
 
 import logging
 import platform
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -153,13 +155,31 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any, proposer: Any = Non
     config, context = speculative_config.plugin_config, context_of(vllm_config, device)
     # A call into the target belongs to the engine's own thread and stream; a cascade puts stages in threads.
     in_thread = not speculative_config.runs_target and config.method != "cascade" and proposer is None
+    if proposer is None:
+        with _process_as_it_was():
+            proposer = build_proposer(config, context)
     return FaultBarrier(
-        build_proposer(config, context) if proposer is None else proposer,
+        proposer,
         context.vocab_size,
         context.max_num_draft,
         time_budget_ms=config.common.time_budget_ms if in_thread else None,
         ends_process=speculative_config.runs_target and context.num_ranks > 1,
     )
+
+
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """Puts back what a proposer's `__init__` may change for the whole process, and vLLM's start would die of."""
+    import torch
+
+    device, dtype, limit = torch.get_default_device(), torch.get_default_dtype(), sys.getrecursionlimit()
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None)
 
 
 def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:

@@ -9,6 +9,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -21,6 +22,19 @@ from vllm_specplugins.proposers.read_only import feedback_for_proposer
 from vllm_specplugins.proposers.switch import Clock, Health, Switch
 
 logger = logging.getLogger("vllm.specplugins")
+
+
+def _unfailing(handle: Callable[[logging.LogRecord], None]) -> Callable[[logging.LogRecord], None]:
+    """A logger's `handle` past which nothing gets that a proposer's own filter, handler or formatter raises."""
+
+    def handled(record: logging.LogRecord) -> None:
+        with suppress(BaseException):
+            handle(record)
+
+    return handled
+
+
+setattr(logger, "handle", _unfailing(logger.handle))  # noqa: B010
 
 OUR_OPTIONS = frozenset({"enabled", "max_draft", "max_context", "stages"})  # which no proposer reads
 LONGEST_CAUSE = 300

@@ -129,6 +129,10 @@ class _Adapter:
     def _may_draft(self, row: int) -> bool:
         return self.verifier is None or self.verifier.may_draft(row)
 
+    def _lacks_ids(self, row: int) -> bool:
+        """Whether a history is read of which places have no ids: V1 leaves there what stood in the row before."""
+        return self._runner.speculative_config.reads_history and row in self._runner.input_batch.req_prompt_embeds
+
     def load_model(self, target: Any) -> None:
         """Prepares a model proposer's view of the target."""
         if self._runner.speculative_config.runs_target:
@@ -184,10 +188,11 @@ class _Adapter:
     ) -> list[list[int]]:
         """vLLM's signature; returns one list of draft token ids a request, in the runner's order.
 
-        A request in the middle of its prompt has sampled nothing and gets no draft.
+        A request in the middle of its prompt has sampled nothing and gets no draft; nor does one whose history is not
+        all token ids, where tokens are read.
         """
         input_batch = self._runner.input_batch
-        rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
+        rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens and not self._lacks_ids(row)]
         request_ids = [input_batch.req_ids[row] for row in rows]
         num_tokens = input_batch.num_tokens_no_spec[rows]
         requests = [self._request(request_id) for request_id in request_ids]

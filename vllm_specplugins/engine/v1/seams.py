@@ -162,6 +162,7 @@ V1: tuple[Seam, ...] = (
     Seam(_V1, "GPUModelRunner.requests", None, "read", "sampling parameters"),
     Seam("v1/worker/gpu_input_batch.py", "InputBatch.num_tokens_no_spec", None, "read", "lengths of histories"),
     Seam("v1/worker/gpu_input_batch.py", "InputBatch.token_ids_cpu", None, "read", "histories"),
+    Seam("v1/worker/gpu_input_batch.py", "InputBatch.req_prompt_embeds", None, "read", "rows without token ids"),
     Seam("v1/worker/gpu_input_batch.py", "InputBatch.num_prompt_tokens", None, "read", "where outputs begin"),
     Seam(_V1, "GPUModelRunner._draft_probs", None, "instance", "q of the drafts, V1", CUSTOM_CLASS),
     Seam(_V1, "GPUModelRunner._draft_prob_req_ids", None, "instance", "whose drafts they are, V1", CUSTOM_CLASS),

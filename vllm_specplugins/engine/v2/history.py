@@ -45,6 +45,8 @@ class Histories:
     def add(self, new_requests: Any) -> None:
         """Starts the histories of requests that are new, or back after a preemption."""
         for new in new_requests:
+            if new.prompt_embeds is not None:  # some of its tokens have no ids, so it gets no drafts
+                continue
             buffer = np.empty(self._max_model_len, np.int32)
             buffer[: len(new.prefill_token_ids)] = new.prefill_token_ids
             options = frozen(request_options(new.sampling_params))

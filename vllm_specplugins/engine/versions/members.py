@@ -128,7 +128,7 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "v1/core/sched/output.py",
         "NewRequestData",
-        "req_id prefill_token_ids sampling_params",
+        "req_id prefill_token_ids prompt_embeds sampling_params",
         "where a history starts",
     ),
     *members_of(

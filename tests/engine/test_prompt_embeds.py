@@ -1,0 +1,80 @@
+"""Prompts that are embeddings: their places have no token ids, and V1 leaves there what stood in the row before."""
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from cases import SUFFIX_LOOKUP, mixed_prompts
+from conftest import DEMO_MODEL, RUNNER, spec_metrics
+from safetensors.torch import load_file
+from vllm import SamplingParams
+
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(RUNNER == "v2", reason="V2 has a sentinel in these places"),
+]
+NUM_TOKENS = 24
+
+
+class Recorder:
+    """Remembers what histories it was shown, and drafts nothing."""
+
+    shown: ClassVar[list[list[int]]] = []
+
+    def __init__(self, options: Any, context: Any): ...
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        Recorder.shown.extend(history.tolist() for history in batch.token_ids)
+        return Draft.empty(batch.num_reqs)
+
+    def observe(self, feedback: Feedback) -> None: ...
+
+    def forget(self, request_ids: Any) -> None: ...
+
+
+METHODS = {
+    "custom": {"method": "custom", "proposer": "test_prompt_embeds:Recorder"},
+    "prompt_lookup": {"method": "prompt_lookup", "min_ngram": 1},
+    "suffix_lookup": SUFFIX_LOOKUP,
+}
+
+
+def embedded(token_ids: list[int]) -> torch.Tensor:
+    [weights] = [load_file(path) for path in DEMO_MODEL.glob("*.safetensors")]
+    return next(weights[name] for name in weights if name.endswith("embed_tokens.weight"))[token_ids].float()
+
+
+def test_nobody_is_shown_another_tenants_text(engine: Any) -> None:
+    """A sends ids, then B, in the same row, embeddings, and last A ids again: outputs are those without drafts, and
+    nothing is drafted for B or remembered of it.
+
+    Kills: histories that are read where nothing was written; a request that is left out for good, or with others.
+    """
+    first, second = mixed_prompts(str(DEMO_MODEL), 2)
+    prompts = [
+        {"prompt_token_ids": first, "cache_salt": "a"},
+        {"prompt_embeds": embedded(second), "cache_salt": "b"},
+        {"prompt_token_ids": first, "cache_salt": "a"},
+    ]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    outputs: dict[str, Any] = {}
+    for name, config in METHODS.items():
+        llm = engine(config, enable_prompt_embeds=True)
+        tokens, drafts = [], [spec_metrics(llm)["draft_tokens"]]
+        for prompt in prompts:
+            [output] = llm.generate(prompt, params, use_tqdm=False)
+            tokens.append(list(output.outputs[0].token_ids))
+            drafts.append(spec_metrics(llm)["draft_tokens"])
+        outputs[name] = tokens
+        if name.endswith("lookup"):
+            assert drafts[0] < drafts[1] == drafts[2] < drafts[3], "B gets no drafts, and the others theirs"
+        if name == "suffix_lookup":
+            [[held]] = [found.values() for found in llm.collective_rpc("specplugins_store")]
+            assert held["texts"] > 0 and held["tenants"] == 1, "and nothing of B is stored"
+    assert all(tokens == outputs["custom"] for tokens in outputs.values()), "which drafts nothing"
+    import test_prompt_embeds as the_engines
+
+    shown = the_engines.Recorder.shown
+    assert len(shown) >= 2 * (NUM_TOKENS - 1) and all(history[: len(first)] == first for history in shown)
