@@ -125,7 +125,10 @@ HOSTILE = [
         "specplugins: reference must be at most 512 tokens (max_model_len), not ",
     ),
     ("[" * 200_000, TOO_LONG),
-    ("[" * 20_000, NO_DICTIONARY),
+    (
+        "[" * 20_000,
+        "specplugins: its JSON text must be at most 65536 characters and 8192 brackets beside the reference",
+    ),
     ([7] * 1_000_000, NO_DICTIONARY),
     (["x" * 1_000_000], NO_DICTIONARY),
 ]
