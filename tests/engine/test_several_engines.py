@@ -25,7 +25,7 @@ print(json.dumps([list(answer(config)) for config in (ours, None, ours)]))
 """
 
 
-def test_without_ours_behind_ours(tmp_path: Path) -> None:
+def test_without_ours_after_ours(tmp_path: Path) -> None:
     """Kills: a search of vLLM's through all modules that ends at numba's, and with it every later engine."""
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(tmp_path / "program.py"), str(DEMO_MODEL)]

@@ -105,7 +105,7 @@ def test_memory(free: int, asked: str, state: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_verdict_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
-    """Kills: "Ready to use" behind a problem; a value that was not asked about, offered as if it were the verdict."""
+    """Kills: "Ready to use" after a problem; a value that was not asked about, offered as if it were the verdict."""
     assert main(["doctor", "--speculative-config", '{"method":"prompt_lookup"}']) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("Ready to use: --speculative-config ")
     assert main(["doctor", "--speculative-config", '{"method":"promptlookup"}']) == 1

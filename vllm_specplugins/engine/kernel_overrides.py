@@ -1,7 +1,7 @@
 """On a CPU vLLM looks into each object of each loaded module whenever an engine starts, for kernels to replace there.
 
 Some objects answer to any name, `__dict__` too (numba's llvmlite has one, as has xgrammar), and vLLM dies of them: no
-engine would start in a process behind one of ours. Their modules, which hold no kernel of vLLM's, are left out here.
+engine would start in a process after one of ours. Their modules, which hold no kernel of vLLM's, are left out here.
 """
 
 import functools
