@@ -22,7 +22,8 @@ from .rejection.adjust import adjust
 from .rejection.adjust.testing import make_edits
 from .rejection.block import block_rejection_sample
 from .rejection.spikes import make_spiky
-from .rejection.testing import Batch
+from .rejection.step import sample_step
+from .rejection.testing import Batch, as_step
 
 _SEED = 1
 # Sums are rounded otherwise where a multiplication and an addition are one instruction.
@@ -83,6 +84,8 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device], int]
         for truncated in (False, True):
             name = "verification" + ", sampled drafts" * dense + ", truncated" * truncated
             yield name, partial(_verifies, shapes, operation if dense else rejection_sample, dense, truncated)
+            if not dense:
+                yield f"{name}, in place", partial(_verifies_in_place, shapes, truncated)
     yield "edits", partial(_edits, shapes)
     if shapes.samples:
         yield "noise", partial(_draws, shapes)
@@ -99,6 +102,17 @@ def _verifies(shapes: Shapes, operation: Callable[..., Any], dense: bool, trunca
     expected = operation(*batch, implementation="reference")
     ours = operation(*_moved(batch, device), implementation="fused")
     return int(((ours[0].cpu() != expected[0]).any(1) | (ours[1].cpu() != expected[1])).sum())
+
+
+def _verifies_in_place(shapes: Shapes, truncated: bool, device: torch.device) -> int:
+    step = as_step(_batch(shapes, _ONE_HOT, truncated=truncated), prompts=4)
+    operation: Callable[..., Any] = sample_step
+    expected, ours = (
+        operation(*step, implementation="reference"),
+        operation(*_moved(step, device), implementation="fused"),
+    )
+    differs = [(own.cpu() != other).view(len(other), -1).any(1) for own, other in zip(ours, expected, strict=True)]
+    return int(torch.stack(differs).any(0).sum())
 
 
 def _edits(shapes: Shapes, device: torch.device) -> int:

@@ -6,7 +6,7 @@ stand-in, and numbers that differ are arguments of their own, which kernels name
 reach into tuples). Knows no Triton.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,12 +17,15 @@ _SMALLEST_WIDTH = 8
 
 
 class Layout(NamedTuple):
-    """As of `rejection_sample`."""
+    """As of `rejection_sample`; with the last three as of `sample_step`, where rows say where their tokens stand."""
 
     cu_num_logits: torch.Tensor
     draft_token_ids: torch.Tensor
     positions: torch.Tensor
     idx_mapping: torch.Tensor
+    logits_indices: Any = None
+    seq_lens: Any = None
+    prefill_len: Any = None
 
 
 class Parameters(NamedTuple):
@@ -33,6 +36,13 @@ class Parameters(NamedTuple):
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+
+
+class Noise(NamedTuple):
+    """The parameters of what nothing truncates."""
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
 
 
 class Target(NamedTuple):
@@ -55,12 +65,12 @@ class Result(NamedTuple):
     sampled: torch.Tensor
     # [num_reqs] int32
     num_sampled: torch.Tensor
+    # same; of a step
+    num_rejected: torch.Tensor | None = None
 
 
-def layout_of(
-    cu_num_logits: torch.Tensor, draft_token_ids: torch.Tensor, positions: torch.Tensor, idx_mapping: torch.Tensor
-) -> Layout:
-    return Layout(*map(_aligned, (cu_num_logits, draft_token_ids, positions, idx_mapping)))
+def layout_of(*arrays: torch.Tensor) -> Layout:
+    return Layout(*map(_aligned, arrays))
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

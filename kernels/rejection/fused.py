@@ -17,7 +17,7 @@ from ..gumbel.fused import exponential
 from . import Sampling
 from .arguments import (
     Layout,
-    Parameters,
+    Noise,
     Result,
     Target,
     drafts_of,
@@ -32,7 +32,7 @@ from .noise.fused import stream_key
 from .noise.reference import GROUP, TOKEN
 from .reference import GROUP_SIZE
 from .result.fused import write_drawn
-from .scan.fused import LARGEST, LOG2_E, TILE_SIZE, finite_maximum, load_logits, scan, tidy
+from .scan.fused import LARGEST, LOG2_E, TILE_SIZE, finite_maximum, load_logits, load_position, scan, tidy
 from .truncation.fused import launch as launch_truncated
 
 _GROUP, _TOKEN = tl.constexpr(GROUP), tl.constexpr(TOKEN)
@@ -78,7 +78,7 @@ def _draw_kernel(winners, target, layout, parameters, GROUPS: tl.constexpr, GROU
             logits = tl.minimum(tidy(logits) * scale, LARGEST)
             maximum = tl.max(tl.max(logits, axis=1), axis=0)
             sums = tl.sum(tl.exp2(logits - finite_maximum(maximum)), axis=1)
-        seed, position = tl.load(parameters.seeds + state), tl.load(layout.positions + row)
+        seed, position = tl.load(parameters.seeds + state), load_position(layout, row)
         rates = sums / exponential(stream_key(seed, position, _GROUP), groups)
         rate, winner = tl.max(rates, axis=0, return_indices=True)
         # Its tokens are in the cache: cheaper than to pick them out of all registers.
@@ -127,23 +127,40 @@ def rejection_sample(
     """See the front door."""
     width = max_num_draft + 1
     layout = layout_of(cu_num_logits, draft_token_ids, positions, idx_mapping)
-    target = target_of(target_logits)
-    parameters, given = parameters_of(sampling, layout)
-    drafts = None if draft_logits is None or max_num_draft == 0 else drafts_of(draft_logits)
     result = new_result(len(idx_mapping), width, target_logits.device)
-    if drafts is None and not given:
-        _launch_draw(result, target, layout, parameters)
-        return result
-    scanned = scan(target, drafts, layout, parameters, width)
-    if drafts is None:
+    if draft_logits is None or max_num_draft == 0:
+        _launch(result, target_of(target_logits), layout, sampling)
+    else:
+        target, drafts = target_of(target_logits), drafts_of(draft_logits)
+        parameters, given = parameters_of(sampling, layout)
+        scanned = scan(target, drafts, layout, parameters, width)
+        weigh(result, scanned, target, drafts, layout, parameters, given, width)
+    return result.sampled, result.num_sampled
+
+
+def sample_step(
+    target_logits: torch.Tensor, layout: Layout, sampling: Sampling, max_num_draft: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See the front door."""
+    result = new_result(len(layout.idx_mapping), max_num_draft + 1, target_logits.device)
+    num_rejected = torch.empty_like(result.num_sampled)
+    result = Result(result.sampled, result.num_sampled, num_rejected)
+    _launch(result, target_of(target_logits), layout_of(*layout), sampling)
+    return result.sampled, result.num_sampled, num_rejected
+
+
+def _launch(result: Result, target: Target, layout: Layout, sampling: Sampling) -> None:
+    """One-hot q, in two launches."""
+    if sampling.truncates:
+        parameters, given = parameters_of(sampling, layout)
+        scanned = scan(target, None, layout, parameters, result.sampled.shape[1])
         launch_truncated(result, scanned, target, layout, parameters, given)
     else:
-        weigh(result, scanned, target, drafts, layout, parameters, given, width)
-    return result
+        _launch_draw(result, target, layout, Noise(sampling.temperature, sampling.seeds))
 
 
-def _launch_draw(result: Result, target: Target, layout: Layout, parameters: Parameters) -> None:
-    """One-hot q without truncation, in two launches."""
+def _launch_draw(result: Result, target: Target, layout: Layout, parameters: Noise) -> None:
+    """The same without truncation."""
     num_reqs, width = result.sampled.shape
     num_tiles = triton.cdiv(target.vocab_size, TILE_SIZE)
     maximum = torch.empty(num_reqs, width, num_tiles, dtype=torch.float32, device=target.logits.device)

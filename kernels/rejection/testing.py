@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import Sampling
+from .arguments import Layout
 
 
 class Batch(NamedTuple):
@@ -65,3 +66,27 @@ def make_batch(
         max_num_draft=width,
         draft_logits=draft_logits,
     )
+
+
+def as_step(batch: Batch, prompts: int = 0) -> tuple[torch.Tensor, Layout, Sampling, int]:
+    """Arguments of `sample_step` for the same rows, each behind one token more of its request.
+
+    Args:
+        prompts: so many requests, the last ones, feed tokens of their prompts; every other one's goes on behind them.
+    """
+    num_reqs, num_rows = len(batch.idx_mapping), batch.cu_num_logits.diff()
+    requests = torch.arange(num_reqs).repeat_interleave(num_rows.long())
+    rows = torch.arange(len(requests))
+    places = rows + requests + 1
+    tokens, positions = (torch.full((len(rows) + num_reqs,), 7, dtype=dtype) for dtype in (torch.int32, torch.int64))
+    tokens[places], positions[places] = batch.draft_token_ids.int(), batch.positions - 1
+    first = positions[places[batch.cu_num_logits[:-1].long()]]
+    in_prompt = torch.arange(num_reqs) >= num_reqs - prompts
+    seq_lens = (first + num_rows).int()
+    prefill_len = torch.zeros(len(batch.sampling.seeds), dtype=torch.int32)
+    goes_on = in_prompt & (torch.arange(num_reqs) % 2 == 0)
+    prefill_len[batch.idx_mapping.long()] = torch.where(
+        goes_on, seq_lens + 1, torch.where(in_prompt, first + 1, 0)
+    ).int()
+    layout = Layout(batch.cu_num_logits, tokens, positions, batch.idx_mapping, places, seq_lens, prefill_len)
+    return batch.target_logits, layout, batch.sampling, batch.max_num_draft

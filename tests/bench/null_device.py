@@ -57,23 +57,32 @@ def _replace_launches() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import jit
 
-    rows, verified = torch.arange(4096, dtype=torch.int32) * 5, Counter[str]()
+    rows, seen = torch.arange(4096, dtype=torch.int32) * 5, Counter[str]()
+
+    def sample(num_sampled: Any, num_rejected: Any, most: int) -> None:
+        """Every number from 1 to K + 1 in turn, another for each row."""
+        seen["steps"] += 1
+        num_sampled.copy_((rows[: len(num_sampled)] + seen["steps"]) % (most + 1) + 1)
+        num_rejected.zero_()  # the scheduler counts by itself
 
     def verify(**arguments: Any) -> None:
-        verified["now"] = num_draft
+        seen["drafts"] = num_draft
 
-    def sample(num_sampled_ptr: Any, num_rejected_ptr: Any, **arguments: Any) -> None:
-        """Every number from 1 to K + 1 in turn, another for each row."""
-        most, verified["now"], verified["step"] = verified["now"], 0, verified["step"] + 1
-        num_sampled_ptr.copy_((rows[: len(num_sampled_ptr)] + verified["step"]) % (most + 1) + 1)
-        num_rejected_ptr.zero_()  # the scheduler counts by itself
+    def sample_theirs(num_sampled_ptr: Any, num_rejected_ptr: Any, **arguments: Any) -> None:
+        sample(num_sampled_ptr, num_rejected_ptr, seen.pop("drafts", 0))
+
+    def sample_ours(result: Any, **arguments: Any) -> None:
+        if result.num_rejected is not None:
+            sample(result.num_sampled, result.num_rejected, result.sampled.shape[1] - 1)
 
     def zero(*names: str) -> Callable[..., None]:
         return lambda **arguments: [arguments[name].zero_() for name in names]  # type: ignore[func-returns-value]
 
     hooks: dict[str, Callable[..., None]] = {
         "_gather_draft_sampled_kernel": verify,
-        "_get_num_sampled_and_rejected_kernel": sample,
+        "_get_num_sampled_and_rejected_kernel": sample_theirs,
+        "_accept_kernel": sample_ours,
+        "_draw_kept_kernel": sample_ours,
         # What later code indexes with must be in range.
         "_combine_sampled_and_draft_tokens_kernel": zero("logits_indices_ptr"),
         "_expand_idx_mapping_kernel": zero("expanded_idx_mapping_ptr", "expanded_local_pos_ptr"),

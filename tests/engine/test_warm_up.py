@@ -29,9 +29,9 @@ VOCAB_SIZES = (128_256, 151_937)
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of our operations are launches, as on a GPU."""
     from vllm_specplugins.kernels import gumbel, rejection
-    from vllm_specplugins.kernels.rejection import adjust, block
+    from vllm_specplugins.kernels.rejection import adjust, block, step
 
-    for module in (gumbel, rejection, adjust, block):
+    for module in (gumbel, rejection, adjust, block, step):
         monkeypatch.setattr(module, "implementation_of", lambda logits, wanted, *on_cpu: "fused")
 
 
@@ -114,14 +114,19 @@ def serve(runner: Any, speculator: Any, params: Any, num_reqs: int) -> None:
         logits = runner.model.compute_logits(torch.empty(num_reqs * width))
         expanded, pos = requests.repeat_interleave(width), torch.arange(num_reqs * width)
         batch = expanded, requests, requests.numpy(), pos, pos.int(), pos.int() % width, pos.numpy()
+        bounds = torch.arange(0, num_reqs * width + 1, width, dtype=torch.int32)
         if num_draft:
-            bounds = torch.arange(0, num_reqs * width + 1, width, dtype=torch.int32)
             expanded, requests, requests_np, pos, ids, local, lengths = batch
             runner.rejection_sampler._verify(
                 logits, speculator.draft_logits, ids, pos, bounds, requests, requests_np, expanded, local, lengths, ids
             )
         else:
             sampler.sample(logits, *batch)
+        step = SimpleNamespace(
+            req_ids=[str(num_reqs)], idx_mapping_np=requests.numpy(), cu_num_logits=bounds, input_ids=pos.int(),
+            positions=pos, idx_mapping=requests, logits_indices=pos, seq_lens=bounds[:-1],
+        )  # fmt: skip
+        runner.rejection_sampler.plain(logits, step, num_draft)
     if speculator.draft_logits is not None:
         chosen = sampler.sampling_states
         for logits in (

@@ -58,7 +58,8 @@ def record_launches() -> list:
     from vllm_specplugins.kernels.rejection.adjust import adjust
     from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
     from vllm_specplugins.kernels.rejection.block import block_rejection_sample
-    from vllm_specplugins.kernels.rejection.testing import make_batch
+    from vllm_specplugins.kernels.rejection.step import sample_step
+    from vllm_specplugins.kernels.rejection.testing import as_step, make_batch
 
     launches: list = []
     JITFunction.run = lambda self, *args, grid, warmup, **kwargs: launches.append((self, args, kwargs))
@@ -73,6 +74,8 @@ def record_launches() -> list:
         # As Model Runner V2 has them.
         batch = batch._replace(idx_mapping=batch.idx_mapping.long(), draft_token_ids=batch.draft_token_ids.int())
         rejection_sample(*batch, implementation="fused")
+        if not dense:
+            sample_step(*as_step(batch), implementation="fused")
         if not parameters:
             block_rejection_sample(*batch, implementation="fused")
         if not parameters and not dense:

@@ -9,9 +9,9 @@ import torch
 from scipy.stats import chisquare
 from vllm_specplugins.kernels import rejection
 from vllm_specplugins.kernels.gumbel.reference import gumbel_sample
-from vllm_specplugins.kernels.rejection import Sampling, reference, rejection_sample
+from vllm_specplugins.kernels.rejection import Sampling, reference, rejection_sample, step
 from vllm_specplugins.kernels.rejection.noise import reference as noise
-from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
+from vllm_specplugins.kernels.rejection.testing import Batch, as_step, make_batch
 from vllm_specplugins.kernels.rejection.truncation import reference as truncation
 
 NUM_DRAWS = 200_000
@@ -28,7 +28,7 @@ def normal(weights: torch.Tensor) -> torch.Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("module", [rejection, reference, noise, truncation], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [rejection, reference, noise, truncation, step], ids=lambda module: module.__name__)
 def test_docstrings(module) -> None:
     assert doctest.testmod(module).failed == 0
 
@@ -365,3 +365,18 @@ def test_errors() -> None:
         rejection_sample(*batch._replace(max_num_draft=3))
     with pytest.raises(ValueError, match="must be one of fused, reference"):
         rejection_sample(*batch, implementation="quick")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "host"])
+def test_a_step_is_its_rows(implementation: str) -> None:
+    """And of prompts what is theirs. Kills: noise of the token that is fed; a draft or a rejection within a prompt."""
+    batch = make_batch([3, 0, 4, 2], 50, agreement=1.0)
+    sampled, num_sampled = rejection_sample(*batch, implementation=implementation)
+    logits, layout, *rest = as_step(batch)
+    padded = layout._replace(seq_lens=torch.cat((layout.seq_lens, layout.seq_lens[:1])))  # as of a graph
+    ours = step.sample_step(logits, padded, *rest, implementation=implementation)
+    assert torch.equal(ours[0], sampled) and torch.equal(ours[1], num_sampled)
+    assert torch.equal(ours[2], batch.cu_num_logits.diff() - num_sampled)
+    some, counts, rejected = step.sample_step(*as_step(batch, prompts=2), implementation=implementation)
+    assert torch.equal(some[:2], sampled[:2]) and counts.tolist() == [*num_sampled[:2].tolist(), 0, 1]
+    assert rejected[2:].tolist() == [0, 2] and some[3].tolist() == [int(sampled[3, 0]), -1, -1, -1, -1]

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from vllm_specplugins.kernels.rejection import rejection_sample
-from vllm_specplugins.kernels.rejection.arguments import drafts_of, layout_of, parameters_of, target_of
+from vllm_specplugins.kernels.rejection.arguments import Layout, drafts_of, layout_of, parameters_of, target_of
 from vllm_specplugins.kernels.rejection.block import block_rejection_sample
-from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
+from vllm_specplugins.kernels.rejection.step import sample_step
+from vllm_specplugins.kernels.rejection.testing import Batch, as_step, make_batch
 from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -75,6 +76,22 @@ def test_equals_reference(kind: str, vocab_size: int, truncation: str) -> None:
         drafts, vocab_size, dense=KINDS[kind][1], dtype=dtype, temperature=TEMPERATURES[: 2 * len(drafts)], **parameters
     )
     assert_same(kind, batch)
+
+
+@needs_triton
+@pytest.mark.parametrize("truncation", ["whole", "all"])
+@pytest.mark.parametrize("drafts", [[3, 0, 4, 1, 2], [0] * 5], ids=["drafts", "none"])
+def test_step_equals_reference(drafts: list[int], truncation: str) -> None:
+    """Where tokens stand, two of five in their prompts. Kills: a place of another row; a draft behind a prompt."""
+    parameters = {name: value[:10] for name, value in TRUNCATIONS[truncation].items()}
+    logits, layout, *rest = as_step(make_batch(drafts, 300, temperature=TEMPERATURES[:10], **parameters), prompts=2)
+    expected = sample_step(logits, layout, *rest, implementation="reference")
+    batch = to_device(Batch(logits, *layout[:4], *rest), DEVICE)
+    moved = Layout(*(array.to(DEVICE) for array in layout))
+    ours = sample_step(batch.target_logits, moved, batch.sampling, batch.max_num_draft, implementation="fused")
+    assert all(
+        torch.equal(own.cpu(), other) and own.dtype == other.dtype for own, other in zip(ours, expected, strict=True)
+    )
 
 
 @needs_triton

@@ -21,6 +21,7 @@ VOCAB_SIZES = (32_000, 128_256, 151_937)
 # For each type of logits (the model's, and float32 where they are edited): a draw, a scan, a draw behind it; with a
 # dense q one more scan and what weighs drafts, for "block" also what keeps them. For all together: accept, adjust.
 MOST = {"one-hot": 8, "dense": 12, "block": 14}
+IN_PLACE = 3  # more, of a step that reads tokens where they stand: the model's logits drawn, also truncated; accept
 
 
 def serve(dtype: str, method: str, vocab_size: int, num_draft: int) -> None:
@@ -28,7 +29,9 @@ def serve(dtype: str, method: str, vocab_size: int, num_draft: int) -> None:
     import torch
     from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
     from vllm_specplugins.kernels.rejection.adjust import adjust
+    from vllm_specplugins.kernels.rejection.arguments import Layout
     from vllm_specplugins.kernels.rejection.block import block_rejection_sample
+    from vllm_specplugins.kernels.rejection.step import sample_step
 
     num_states = 64
     limits = torch.zeros(num_states, dtype=torch.int32), torch.zeros(num_states), torch.zeros(num_states)
@@ -50,6 +53,10 @@ def serve(dtype: str, method: str, vocab_size: int, num_draft: int) -> None:
             if edited:
                 logits = adjust(logits, *layout, edits, drafts, implementation="fused")
             run(logits, *layout, sampling, drafts, q if drafts else None, implementation="fused")
+            if not edited:
+                fed = indices[: len(logits)].int(), indices[: len(logits)], layout[3], indices[rows]
+                step = Layout(layout[0], *fed, layout[0][:num_reqs], indices[:num_states].int())
+                sample_step(logits, step, sampling, drafts, implementation="fused")
 
 
 def edits_of(num_states: int, vocab_size: int):
@@ -96,7 +103,7 @@ def test_few_variants(servers: list[dict]) -> None:
         total, most = sum(server["counts"].values()), MOST[server["method"]]
         # Edits of an odd vocabulary have rows of another length than the model's.
         is_one_type = server["dtype"] == "float32" and server["V"] % 16 == 0
-        assert total == (most // 2 + 1 if is_one_type else most), server
+        assert total == (most // 2 + 1 if is_one_type else most) + IN_PLACE, server
 
 
 if __name__ == "__main__":

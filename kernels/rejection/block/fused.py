@@ -117,4 +117,4 @@ def block_rejection_sample(
         TILES=triton.next_power_of_2(num_tiles), GROUPS=triton.next_power_of_2(num_groups), GROUP_SIZE=GROUP_SIZE,
         TILE_SIZE=TILE_SIZE, num_warps=8,
     )  # fmt: skip
-    return result
+    return result.sampled, result.num_sampled

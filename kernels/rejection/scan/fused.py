@@ -35,6 +35,16 @@ def load_request(layout, parameters, request):
 
 
 @triton.jit
+def load_position(layout, row):
+    """Where the token that a row predicts will stand."""
+    if layout.logits_indices is not None:
+        position = tl.load(layout.positions + tl.load(layout.logits_indices + row)) + 1
+    else:
+        position = tl.load(layout.positions + row)
+    return position
+
+
+@triton.jit
 def tidy(logits):
     """NaN counts as -inf, +inf as the largest float32."""
     return tl.minimum(tl.where(logits != logits, float("-inf"), logits), LARGEST)
@@ -122,7 +132,7 @@ def scan(
     maximum, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
     scanned = Scan(maximum, total, torch.empty(num_reqs, dtype=torch.int32, device=device))
     _scan_kernel[(triton.cdiv(target.vocab_size, TILE_SIZE), num_rows, num_reqs)](
-        scanned, target, drafts, layout, parameters, shape[2], width,
+        scanned, target, drafts, Layout(*layout[:4]), parameters, shape[2], width,
         GROUPS=TILE_SIZE // GROUP_SIZE, GROUP_SIZE=GROUP_SIZE, num_warps=8,
     )  # fmt: skip
     return scanned

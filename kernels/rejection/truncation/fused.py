@@ -15,7 +15,7 @@ from ..arguments import Layout, Parameters, Result, Target, padded_width
 from ..race.fused import first_of_largest, race
 from ..reference import GROUP_SIZE
 from ..result.fused import is_last, write_drawn
-from ..scan.fused import LARGEST, Scan, load_request, load_scan, scale_of
+from ..scan.fused import LARGEST, Scan, load_position, load_request, load_scan, scale_of
 
 _CHUNK_GROUPS = 16
 # Tokens that a lane loads at once: 16 bytes of bfloat16.
@@ -225,7 +225,7 @@ def _draw_kept_kernel(
                 scanned, slot, row_ptr, groups_ptr, parameters, given, state, scale, target.vocab_size, num_groups,
                 GROUPS, GROUP_SIZE, CHUNK, KEY_SHIFT,
             )  # fmt: skip
-            seed, position = tl.load(parameters.seeds + state), tl.load(layout.positions + begin + step)
+            seed, position = tl.load(parameters.seeds + state), load_position(layout, begin + step)
             p = row_ptr, target.vocab_size, limit, maximum, total
             token = race(p, None, scale, 1.0, seed, position, maxima, totals, GROUPS, GROUP_SIZE)
         tl.store(token_ptr + slot, token)

@@ -67,7 +67,7 @@ TABLE: tuple[Metric, ...] = (
     Metric("gauge", "stored_tokens", ("stage",), "Their tokens."),
     Metric("histogram", "draft_seconds", ("stage",), "Host time that a stage took for a step.", _SECONDS),
     Metric("histogram", "step_draft_seconds", (), "Host time of all drafting of a step.", _SECONDS),
-    Metric("histogram", "verification_seconds", (), "Time of verification of a step with drafts.", _SECONDS),
+    Metric("histogram", "verification_seconds", (), "Time of verification of a step with drafts, one in 64.", _SECONDS),
     Metric("histogram", "request_acceptance_rate", (), "Accepted / verified tokens of finished requests.", _RATES),
 )
 BY_NAME = {metric.name: metric for metric in TABLE}

@@ -25,6 +25,7 @@ class LogitsEditor:
         self._bias, self._penalties, self._bad_words = self._own
         self._others = [processor for processor in sampler.logits_processors if processor not in self._own]
         self._is_edited = np.zeros(sampler.sampling_states.max_num_reqs, bool)
+        self.num_added = 0  # requests so far
         self._watch()
 
     def _watch(self) -> None:
@@ -32,6 +33,7 @@ class LogitsEditor:
         add_request = self._sampler.add_request
 
         def add(req_idx: int, sampling_params: Any) -> None:
+            self.num_added += 1
             self._is_edited[req_idx] = False
             add_request(req_idx, sampling_params)
 
@@ -47,6 +49,10 @@ class LogitsEditor:
         for state in (*self._sampler.logits_processors, self._sampler.thinking_budget_state):
             state.add_request = watched(state.add_request)
 
+    def edits_any(self, idx_mapping_np: np.ndarray) -> bool:
+        """Whether one of these request states asks for edits."""
+        return bool(self._is_edited[idx_mapping_np].any())
+
     def edit(
         self,
         logits: torch.Tensor,  # [num_logits, vocab_size]
@@ -57,7 +63,7 @@ class LogitsEditor:
     ) -> torch.Tensor:
         """Edited logits, float32, in the order of vLLM's sampler; the same tensor where there is nothing to do."""
         requests = context.idx_mapping_np
-        if not self._is_edited[requests].any():
+        if not self.edits_any(requests):
             return logits
         if self._bias.restore_when_all_masked.np[requests].any():
             # Stop tokens may come early where a grammar leaves nothing else: one has to see a whole row to know.
@@ -76,7 +82,7 @@ class LogitsEditor:
 
         What other processors do, and a thinking budget, is not foreseen.
         """
-        if not self._is_edited[idx_mapping_np].any():
+        if not self.edits_any(idx_mapping_np):
             return None
         return partial(edit_drafted, idx_mapping, self.edits())
 

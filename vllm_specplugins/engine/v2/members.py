@@ -130,6 +130,18 @@ V2_MEMBERS: tuple[Seam, ...] = (
         kind="instance",
     ),
     *members_of(
+        "v1/worker/gpu/input_batch.py",
+        "InputBatch",
+        "cu_num_logits input_ids positions idx_mapping logits_indices seq_lens req_ids",
+        "our operation verifies, V2",
+    ),
+    *members_of(
+        "v1/worker/gpu/sample/output.py",
+        "SamplerOutput",
+        "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected sampling_mask_tensors",
+        "our operation verifies, V2",
+    ),
+    *members_of(
         "v1/worker/gpu/model_states/interface.py",
         "ModelState",
         "add_request(self, req_index, new_req_data)",
@@ -174,7 +186,7 @@ V2_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "v1/worker/gpu/states.py",
         "RequestState",
-        "max_num_reqs max_model_len req_id_to_index",
+        "max_num_reqs max_model_len req_id_to_index prefill_len",
         "tokens on the device",
     ),
     *members_of("v1/worker/gpu/buffer_utils.py", "UvaBackedTensor", "copy_to_uva(self, n)", "limits on the device"),

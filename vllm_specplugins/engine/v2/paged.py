@@ -124,6 +124,7 @@ class PagedForward:
             speculator._update_draft_decode_metadata(self._metadata, self._num_reqs)
             return self._metadata
         assert self._seq_lens_cpu is not None
+        speculator.plan_for(self._seq_lens_cpu[: self._num_reqs])
         metadata: dict[str, Any] | None = speculator._build_uniform_attn_metadata(
             batch_desc=BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.NONE,

@@ -51,8 +51,15 @@ V2: tuple[Seam, ...] = (
         "Sampler.sample",
         "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
         "seq_lens_upper_bound_np return_logprobs",
-        "instance",
+        "override",
         "our operation samples, V2",
+    ),
+    verifies_by(
+        "v1/worker/gpu/sample/sampler.py",
+        "Sampler.__call__",
+        "self logits input_batch",
+        "override",
+        "steps without drafts, V2",
     ),
     verifies_by(
         "v1/worker/gpu/sample/sampler.py",
@@ -79,7 +86,8 @@ V2: tuple[Seam, ...] = (
     *verifies(
         "v1/worker/gpu/sample/sampler.py",
         "Sampler",
-        "logits_processors thinking_budget_state sampling_states return_sampling_mask logprob_token_ids_state",
+        "logits_processors thinking_budget_state sampling_states return_sampling_mask logprob_token_ids_state "
+        "compute_nans trace_replay_state req_states",
         "read",
         "sampling parameters, V2",
     ),

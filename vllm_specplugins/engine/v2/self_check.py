@@ -13,6 +13,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_specplugins.config import ConfigError
@@ -95,7 +96,7 @@ def shapes_of(vllm_config: Any) -> Shapes:
 def verify_as_vllm(runner: Any) -> None:
     """Undoes what verify.attach did; bias, penalties and the like are then vLLM's own processors'."""
     if isinstance(runner.rejection_sampler, FusedRejectionSampler):
-        del runner.sampler.sample
+        runner.sampler.__class__ = Sampler
         runner.rejection_sampler = RejectionSampler(runner.sampler, runner.speculative_config, runner.device)
 
 

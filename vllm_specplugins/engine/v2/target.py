@@ -204,6 +204,18 @@ class TargetSpeculator(DraftModelSpeculator):
         self._draft_step(input_batch, num_sampled, num_rejected, num_speculative_tokens)
         return drafts
 
+    def plan_for(self, seq_lens: torch.Tensor) -> None:
+        """Says what attention plans for, where a draft is not a graph: these lengths, on the host, and a draft."""
+        self.draft_max_seq_len = min(int(seq_lens.max()) + self.num_speculative_steps, self._most_tokens)
+
+    def _copy_request_inputs(
+        self, num_reqs: int, idx_mapping: torch.Tensor, temperature: Any, seeds: Any, dummy_run: bool = False
+    ) -> None:
+        """vLLM's, less what only its own drafts read: temperatures and seeds of all requests."""
+        rows = 0 if dummy_run else num_reqs
+        self.idx_mapping[:rows].copy_(idx_mapping[:rows])
+        self.idx_mapping[rows:].fill_(-1)
+
     def _take_inputs(
         self,
         input_batch: Any,
@@ -215,9 +227,6 @@ class TargetSpeculator(DraftModelSpeculator):
     ) -> None:
         """Copies what drafting begins with to where a graph finds it."""
         num_reqs = input_batch.num_reqs
-        # What attention plans for, where a draft is not a graph.
-        longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
-        self.draft_max_seq_len = min(longest + self.num_speculative_steps, self._most_tokens)
         requests = self.idx_mapping[:num_reqs]
         last_rows = input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected[:num_reqs]
         torch.sub(input_batch.seq_lens[:num_reqs], num_rejected[:num_reqs], out=self._num_tokens[:num_reqs])

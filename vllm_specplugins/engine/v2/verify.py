@@ -1,7 +1,8 @@
-"""Model Runner V2: samples and verifies with kernels/rejection, inside vLLM's own samplers.
+"""Model Runner V2: samples and verifies with kernels/rejection, in the place of vLLM's own samplers, or inside them.
 
-Temperature, top-k, top-p and min-p are the operation's; where no request of a batch needs more, it reads the logits as
-the model made them. What comes before the temperature is v2/edits.py's.
+Temperature, top-k, top-p and min-p are the operation's; where no request of a batch needs more, it reads logits, tokens
+and positions as the runner has them, in two launches, whether anything was drafted or not: the plain way of a step.
+What comes before the temperature is v2/edits.py's.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +14,8 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _flatten_sampled_kernel
 
@@ -20,6 +23,8 @@ from vllm_specplugins.draft import Likeliest
 from vllm_specplugins.engine.v2.edits import LogitsEditor
 from vllm_specplugins.engine.verify import OPERATIONS, Seen
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
+from vllm_specplugins.kernels.rejection.arguments import Layout
+from vllm_specplugins.kernels.rejection.step import sample_step
 
 # Of a step, in the order of vLLM's apply_sampling_params: expanded_idx_mapping, idx_mapping, idx_mapping_np, pos,
 # input_ids, expanded_local_pos, seq_lens_upper_bound_np.
@@ -55,6 +60,20 @@ def attach(runner: Any) -> None:
     runner.load_model = load
 
 
+class FusedSampler(Sampler):
+    """vLLM's sampler, of steps without drafts, with the same operation in it: seeds mean the same in all steps."""
+
+    rejection: "FusedRejectionSampler"
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
+        """vLLM's signature."""
+        return self.rejection.plain(logits, input_batch, 0) or super().__call__(logits, input_batch)
+
+    def sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """vLLM's signature."""
+        return self.rejection.sample(*args, **kwargs)
+
+
 class FusedRejectionSampler(RejectionSampler):
     """vLLM's rejection sampler with our operation in it; the sampler of steps without drafts gets it, too."""
 
@@ -65,13 +84,49 @@ class FusedRejectionSampler(RejectionSampler):
         self._seen = Seen() if spec_config.reads_likeliest else None
         self._idx_mapping_np = np.zeros(0, np.int32)
         self._expanded_idx_mapping: torch.Tensor | None = None
-        sampler.sample = self._sample
+        self._is_ever_plain = not (
+            spec_config.reads_likeliest
+            or sampler.compute_nans
+            or sampler.trace_replay_state
+            or sampler.return_sampling_mask
+        )
+        self._batch: tuple[int, list[str]] = 0, []  # that is known to be plain, or not
+        self._plain: Sampling | None = None  # its parameters, if it is
+        sampler.__class__, sampler.rejection = FusedSampler, self  # it is called as it is, and known by many names
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, which may verify in several pieces."""
+    def __call__(
+        self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
+    ) -> Any:
+        """vLLM's signature; vLLM's own way may verify in several pieces."""
         if self._seen is not None:
             self._seen.begin()
-        return super().__call__(*args, **kwargs)
+        if draft_logits is None and invalid_drafts is None:
+            output = self.plain(logits, input_batch, self.num_speculative_steps)
+            if output is not None:
+                return output
+        return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+
+    def plain(self, logits: torch.Tensor, input_batch: Any, max_num_draft: int) -> SamplerOutput | None:
+        """A step that needs nothing but the operation; None if it needs more."""
+        batch = self.editor.num_added, input_batch.req_ids
+        if batch != self._batch:
+            self._batch, self._plain = batch, self._plain_sampling(input_batch.idx_mapping_np)
+        if self._plain is None:
+            return None
+        layout = Layout(
+            input_batch.cu_num_logits, input_batch.input_ids, input_batch.positions, input_batch.idx_mapping,
+            input_batch.logits_indices, input_batch.seq_lens, self.sampler.req_states.prefill_len.gpu,
+        )  # fmt: skip
+        sampled, num_sampled, num_rejected = sample_step(logits, layout, self._plain, max_num_draft)
+        return SamplerOutput(
+            sampled_token_ids=sampled, logprobs_tensors=None, num_nans=None, num_sampled=num_sampled,
+            num_rejected=num_rejected, sampling_mask_tensors=None,
+        )  # fmt: skip
+
+    def _plain_sampling(self, idx_mapping_np: np.ndarray) -> Sampling | None:
+        """A function of the requests alone."""
+        asks = self.editor.edits_any(idx_mapping_np) or self.sampler.get_logprobs_dims(idx_mapping_np) is not None
+        return self._sampling(idx_mapping_np) if self._is_ever_plain and not asks else None
 
     def likeliest(self, input_batch: Any, places: Mapping[int, int]) -> Likeliest | None:
         """`draft.DraftBatch.likeliest`, see Seen.take; waits for the device."""
@@ -124,7 +179,7 @@ class FusedRejectionSampler(RejectionSampler):
         sampled, num_sampled = operation(edited, *layout, self._sampling(idx_mapping_np), max_num_draft, draft_logits)
         return self._processed(logits, edited, batch), sampled, num_sampled
 
-    def _sample(
+    def sample(
         self,
         logits: torch.Tensor,  # [num_logits, vocab_size]
         expanded_idx_mapping: torch.Tensor,
@@ -136,7 +191,7 @@ class FusedRejectionSampler(RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         return_logprobs: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """vLLM's signature; every row is a request that nothing was drafted for."""
+        """As of vLLM's sampler; every row is a request that nothing was drafted for."""
         if self._seen is not None:
             self._seen.begin()
         batch = (

@@ -16,7 +16,9 @@ from vllm_specplugins.engine.verify import edit_drafted
 from vllm_specplugins.kernels.gumbel import gumbel_sample
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import adjust
+from vllm_specplugins.kernels.rejection.arguments import Layout
 from vllm_specplugins.kernels.rejection.coupled import coupled_sample
+from vllm_specplugins.kernels.rejection.step import sample_step
 
 
 @torch.inference_mode()
@@ -54,6 +56,9 @@ def _verify(
         for chosen in (edited, rows):
             for sampling in _samplings(sampler.sampler.sampling_states):
                 operation(chosen, *layout, sampling, num_tokens, draft_logits if num_tokens else None)
+        step = Layout(*layout, layout[2], layout[0][:-1], sampler.sampler.req_states.prefill_len.gpu)
+        for sampling in _samplings(sampler.sampler.sampling_states):
+            sample_step(rows, step, sampling, num_tokens)
 
 
 def _draft(sampler: FusedRejectionSampler, logits: torch.Tensor, is_coupled: bool) -> None:

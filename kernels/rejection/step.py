@@ -1,0 +1,68 @@
+"""A runner's step as it stands: `rejection_sample` with a one-hot q, without a copy of what it would read.
+
+On a GPU two launches, with drafts and without, in place of those that gather the drafts and count what was rejected.
+"""
+
+import torch
+
+from ..implementations import implementation_of
+from . import Sampling, rejection_sample
+from .arguments import Layout
+
+
+def sample_step(
+    target_logits: torch.Tensor,  # [num_logits, vocab_size]
+    layout: Layout,
+    sampling: Sampling,
+    max_num_draft: int,
+    implementation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, how many, and how many drafts were rejected; nothing of either where a request's prompt goes on.
+
+    A request that feeds a token of its prompt has no drafts yet: what stands in their place is rejected.
+
+    Args:
+        layout: `draft_token_ids` and `positions` [num_tokens] are those of all tokens that are fed, `logits_indices`
+            [num_logits] say where a row's stands, `seq_lens` [>= num_reqs] how long requests are with what is fed, and
+            `prefill_len` [num_states] how long their prompts.
+        implementation: as of `rejection_sample`.
+
+    Returns:
+        sampled [num_reqs, max_num_draft + 1] int64, padded with -1, num_sampled and num_rejected [num_reqs] int32.
+
+    >>> logits, zeros = torch.tensor([[0.0, 9.0], [9.0, 0.0]]), torch.zeros(1, dtype=torch.int64)
+    >>> layout = Layout(
+    ...     cu_num_logits=torch.tensor([0, 2]), draft_token_ids=torch.tensor([5, 6, 0]),
+    ...     positions=torch.tensor([4, 5, 6]), idx_mapping=zeros, logits_indices=torch.tensor([1, 2]),
+    ...     seq_lens=torch.tensor([7]), prefill_len=torch.tensor([5]))
+    >>> sample_step(logits, layout, Sampling(torch.zeros(1), zeros), max_num_draft=1)
+    (tensor([[ 1, -1]]), tensor([1], dtype=torch.int32), tensor([1], dtype=torch.int32))
+    """
+    name = implementation_of(target_logits, implementation, "host")
+    if name == "fused":
+        from .fused import sample_step as fused
+
+        return fused(target_logits, layout, sampling, max_num_draft)
+    return _sample_step(target_logits, layout, sampling, max_num_draft, name)
+
+
+def _sample_step(
+    target_logits: torch.Tensor, layout: Layout, sampling: Sampling, max_num_draft: int, implementation: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    starts, places = layout.cu_num_logits.long(), layout.logits_indices
+    drafts, fed_at = layout.draft_token_ids[places].long(), layout.positions[places]
+    prefill_len = layout.prefill_len[layout.idx_mapping.long()]
+    rows = torch.arange(len(drafts), device=drafts.device)
+    requests = torch.searchsorted(starts[1:], rows, right=True)
+    fed_at_first = fed_at[starts[requests]]
+    drafts = drafts.masked_fill((rows > starts[requests]) & (fed_at_first < prefill_len[requests]), -1)
+    sampled, num_sampled = rejection_sample(
+        target_logits, layout.cu_num_logits, drafts, fed_at + 1, layout.idx_mapping, sampling, max_num_draft,
+        implementation=implementation,
+    )  # fmt: skip
+    goes_on = layout.seq_lens[: len(prefill_len)] < prefill_len
+    num_rejected = starts.diff().int() - num_sampled
+    return (
+        sampled.masked_fill(goes_on[:, None], -1), num_sampled.masked_fill(goes_on, 0),
+        num_rejected.masked_fill(goes_on, 0),
+    )  # fmt: skip
