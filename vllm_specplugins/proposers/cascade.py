@@ -7,7 +7,6 @@ gate decides for each request and step how many tokens are worth drafting (see g
 import time
 from collections.abc import Sequence
 from functools import reduce
-from itertools import zip_longest
 
 import numpy as np
 
@@ -189,10 +188,9 @@ class Cascade:
             return self._gated(drafter, len(self._stages) - 1, alone=alone)
         if policy == "auto" and self._gate is not None:
             return self._by_gate(self._gate)
-        rivals = [(index, name) for index, name in enumerate(self._asked[1:], start=1) if policy == "first"]
         drafters: list[Drafter] = [
-            Allowed(self._gated(self._drafter_of(index), index, rival), None, self._asked[index], self._most[index])
-            for index, rival in zip_longest(range(len(self._stages)), rivals)
+            Allowed(self._drafter_of(index), None, self._asked[index], self._most[index])
+            for index in range(len(self._stages))
         ]
         return reduce(First, drafters)
 
@@ -241,12 +239,10 @@ class Cascade:
             clock=clock,
         )
 
-    def _gated(
-        self, drafter: Drafter, index: int, rival: tuple[int, str] | None = None, alone: Drafter | None = None
-    ) -> Drafter:
+    def _gated(self, drafter: Drafter, index: int, alone: Drafter | None = None) -> Drafter:
         is_free = not isinstance(self._stages[index], RUN_TARGET)
         if self._gate is None:
             return drafter
-        gated = Gated(drafter, self._gate, self._rows, index, is_free, self._accounts, self._width, rival, alone)
+        gated = Gated(drafter, self._gate, self._rows, index, is_free, self._accounts, self._width, alone)
         self._gated_stages.append(gated)
         return gated

@@ -8,7 +8,7 @@ import numpy as np
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.proposers.accounts import Accounts
 from vllm_specplugins.proposers.drafted import Array, Drafted, nothing
-from vllm_specplugins.proposers.drafters import Drafter, allows
+from vllm_specplugins.proposers.drafters import Drafter
 from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE, Gate
 from vllm_specplugins.proposers.records import Ints, Rows
 
@@ -17,8 +17,7 @@ from vllm_specplugins.proposers.records import Ints, Rows
 class Gated:
     """A drafter whose lengths a gate chooses: before it drafts, if drafting costs, and after it, if that was free.
 
-    It leaves a request to `rival`, the index and name of the stage that drafts in its stead, where that one is expected
-    to gain more. `alone` makes the drafter's tokens without checking what others find; the quicker one of them drafts.
+    `alone` makes the drafter's tokens without checking what others find; the quicker one of them drafts.
     """
 
     drafter: Drafter
@@ -28,7 +27,6 @@ class Gated:
     is_free: bool
     accounts: Accounts
     width: int  # K
-    rival: tuple[int, str] | None = None
     alone: Drafter | None = None
     drafting_ms: float = 0.0  # of the last step
     num_drafted: int = 0  # tokens that this was for, of each request
@@ -52,8 +50,6 @@ class Gated:
         return drafts
 
     def _lengths(self, batch: DraftBatch, confidence: Array, most: Array) -> Ints:
-        index, name = self.rival or (None, "")
-        has_rival = None if index is None else allows(batch.options, name)
-        lengths = self.gate.lengths(self.rows.of(batch.request_ids), self.index, confidence, most, index, has_rival)
+        lengths = self.gate.lengths(self.rows.of(batch.request_ids), self.index, confidence, most)
         self.accounts.add_lengths(self.index, lengths, most)
         return lengths
