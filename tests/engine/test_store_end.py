@@ -68,11 +68,15 @@ class Server:
 
     @property
     def is_there(self) -> bool:
+        return psutil.pid_exists(self.pid)
+
+    @property
+    def has_engine(self) -> bool:
         try:
-            os.killpg(self.pid, 0)
-        except ProcessLookupError:
+            children = psutil.Process(self.pid).children(recursive=True)
+            return any(child.status() != psutil.STATUS_ZOMBIE for child in children)
+        except psutil.NoSuchProcess:
             return False
-        return True
 
     def ask(self, rng: random.Random) -> list[int]:
         body = {"prompt": [rng.randrange(10, 500) for _ in range(12)], "max_tokens": rng.randrange(2, 40)}
@@ -115,7 +119,7 @@ def serve_until(server: Server, number: int, rng: random.Random, kind: signal.Si
     time.sleep(rng.random() * 4)
     end = time.monotonic()
     (os.kill if kind == signal.SIGTERM else os.killpg)(server.pid, kind)
-    while server.is_there and psutil.Process(server.pid).children(recursive=True):
+    while server.is_there and server.has_engine:
         time.sleep(0.05)
     if server.is_there:  # vLLM's front end waits for clients that it will not answer
         os.killpg(server.pid, signal.SIGKILL)
