@@ -36,7 +36,7 @@ streamed response vLLM answers 200 and sends the error as an event) and touches 
 
 A proposer of your own may have options of its own: [write a proposer](write-a-proposer.md).
 
-Beside the reference the JSON text has at most 65,536 characters and 8,192 brackets. Beam search (`use_beam_search`) takes no options and gets no drafts:
+Beside the reference the JSON text has at most 65,536 characters and 4,096 brackets. Beam search (`use_beam_search`) takes no options and gets no drafts:
 vLLM's beams drop `vllm_xargs`, whatever they hold.
 
 **OpenAI's `prediction`** of a chat completion is the option `reference`: `{"type": "content", "content": ...}` with a text or a list of text parts. A `reference` in

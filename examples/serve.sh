@@ -65,8 +65,9 @@ import re, sys
 text = sys.stdin.read()
 def count(name):
     return sum(float(value) for value in re.findall(rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE))
-tokens, steps = count("generation_tokens_total"), count("specplugins_draft_lengths_total") + 1 # the prompt'"'"'s
+tokens = count("generation_tokens_total")
 drafted, accepted = (count(f"spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted"))
+steps = tokens - accepted # each accepted token saves one
 print(f"{tokens:.0f} tokens in {steps:.0f} steps: {tokens / steps:.1f} tokens a step,"
       f" {100 * accepted / max(drafted, 1):.0f} % of drafts accepted")
 '

@@ -201,6 +201,9 @@ def _check(subparsers: Any) -> None:
     add("proposer", metavar="PROPOSER", help="package.module:Class, or the name of a registered method")
     add("--options", type=dictionary, default={}, metavar="JSON", help="of the proposer (default: {})")
     add("--time-budget-ms", type=whole(1, 60_000), default=1000, metavar="N", help="of a step (default: 1000)")
+    add(
+        "--engine", choices=("v1", "v2"), help="serve a tiny model with it on this model runner, too (v2: needs Triton)"
+    )
 
 
 def _doctor(subparsers: Any) -> None:

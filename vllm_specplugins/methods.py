@@ -91,6 +91,8 @@ BUILT_IN: Mapping[str, Method] = dict.fromkeys(
 # K of methods that say nothing: what is copied costs nothing to draft, and is right all along or not at all.
 LOOKUPS, LONG, SHORT = ("prompt_lookup", "suffix_lookup"), 31, 5
 
+# Methods that a gate holds back on the host where they are alone, too.
+GATED_ALONE = "prompt_lookup", "suffix_lookup", "token_recycling", "early_exit", "jump"
 # The stages of a cascade that drafts on the device.
 DEVICE_CASCADE = ("prompt_lookup", "early_exit")
 
@@ -250,11 +252,18 @@ def _names(config: SpecConfig) -> list[str]:
     return [config.method, *(stage.method for stage in getattr(config.own, "stages", ()))]
 
 
+def behind_gate(config: SpecConfig) -> SpecConfig:
+    """A method that is alone, as the one stage of a cascade; the same configuration where nothing holds it back."""
+    if config.common.gate == "off" or config.method not in GATED_ALONE:
+        return config
+    return replace(config, own=CascadeConfig(stages=(StageConfig(method=config.method, own=config.own),)))
+
+
 def build_proposer(config: SpecConfig, context: ProposerContext) -> Proposer:
     """The proposer that `config` names, ready to propose."""
     if isinstance(config.own, CascadeConfig):
         stages = [_build(stage, context) for stage in config.own.stages]
-        proposer: Proposer = import_object(_path(config))(config, context, stages)
+        proposer: Proposer = import_object(_path("cascade"))(config, context, stages)
         return proposer
     return _build(config, context)
 
@@ -262,12 +271,12 @@ def build_proposer(config: SpecConfig, context: ProposerContext) -> Proposer:
 def _build(config: SpecConfig | StageConfig, context: ProposerContext) -> Proposer:
     if isinstance(config.own, CustomConfig):
         return _build_custom(config.method, config.own, context)
-    proposer: Proposer = import_object(_path(config))(config.own, context)
+    proposer: Proposer = import_object(_path(config.method))(config.own, context)
     return proposer
 
 
-def _path(config: SpecConfig | StageConfig) -> str:
-    path = _method(config.method).proposer
+def _path(name: str) -> str:
+    path = _method(name).proposer
     assert path is not None
     return path
 

@@ -114,9 +114,9 @@ def _decoded(text: str, max_model_len: int) -> Any:
 def _decoded_short(text: str) -> Any:
     """What JSON text holds that is short, and holds few lists and dictionaries."""
     num_brackets = text.count("[") + text.count("{")
-    if len(text) > OTHER_CHARACTERS or num_brackets > MAX_OWN_SIZE // 2:
+    if len(text) > OTHER_CHARACTERS or num_brackets > MAX_OWN_SIZE // 4:
         raise ConfigError(
-            f"specplugins: its JSON text must be at most {OTHER_CHARACTERS} characters and {MAX_OWN_SIZE // 2} "
+            f"specplugins: its JSON text must be at most {OTHER_CHARACTERS} characters and {MAX_OWN_SIZE // 4} "
             f"brackets beside the reference, not {len(text)} and {num_brackets}."
         )
     return _DECODER.decode(text)
@@ -222,9 +222,11 @@ def resolved(options: Options, token_ids: Iterable[int] | None, limits: Limits) 
         ConfigError: the text has too many tokens, or tokens that the model does not have.
     """
     found = {key: options[key] for key in options if key not in (REFERENCE, DIGEST, TENANT)}
-    reference = options.get(REFERENCE) if token_ids is None else list(token_ids)
-    if reference:
+    reference = options.get(REFERENCE)
+    if token_ids is not None:
+        reference = list(token_ids)
         _check_token_ids(reference, limits)
+    if reference:
         found[REFERENCE] = np.array(reference, np.int32).tobytes()
         found[DIGEST] = hashlib.blake2b(found[REFERENCE], digest_size=16).digest()
     return found

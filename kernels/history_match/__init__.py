@@ -97,7 +97,7 @@ def history_match(
 
     Args:
         max_num_draft: K.
-        min_ngram: fewest tokens of a match.
+        min_ngram: fewest tokens of a match; of one that is where copying would go on, one.
         max_ngram: matches of as many tokens or more count as equally long; 1 <= min_ngram <= max_ngram <= 16.
         longest: no text of these rows, and no reference, has more tokens; None: as many as there is room for.
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.

@@ -116,8 +116,11 @@ def _match_kernel(
         longest = tl.max(lengths)
         n += 1
     away = places + 1 - _expected(distances_ptr, end)
-    nearest = _NEAREST - tl.min(tl.where(lengths == longest, 2 * tl.abs(away) + (away > 0), _NEAREST))
-    best = tl.where(longest >= min_ngram, longest.to(tl.int64) << 32 | nearest, 0)
+    longest = tl.where(longest >= min_ngram, longest, tl.max(tl.where(away == 0, lengths, 0)))
+    # Of equals the nearest; if that is nearest which is less than min_ngram, it is where copying would go on.
+    is_best = (lengths == longest) & ((lengths >= min_ngram) | (away == 0))
+    nearest = _NEAREST - tl.min(tl.where(is_best, 2 * tl.abs(away) + (away > 0), _NEAREST))
+    best = tl.where(longest > 0, longest.to(tl.int64) << 32 | nearest, 0)
     tl.store(best_ptr + row.to(tl.int64) * num_all_tiles + tile, best)
 
 

@@ -95,7 +95,8 @@ def _nearest_match(
     expected: int,
     differs: Int32Array,
 ) -> Any:
-    """Where the text goes on after the longest match, and its length; 0 and 0 without one."""
+    """Where the text goes on after the longest match, and its length; 0 and 0 without one. One token is enough where
+    copying would go on."""
     best, rank, last, most = 0, 0, text.size - 1, min(max_ngram, num_ending)
     if 0 < expected <= last:
         best, rank = expected, _length_at(text, expected, ending, most)
@@ -110,7 +111,7 @@ def _nearest_match(
             is_longer = found > rank
             if differs[row, i] == 0 and (is_longer or abs(start + i - expected) < abs(best - expected)):
                 best, rank = start + i, found
-    if rank < min_ngram:
+    if rank < min_ngram and best != expected:
         return 0, 0
     return best, _length_at(text, best, ending, num_ending)
 

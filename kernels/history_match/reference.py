@@ -79,10 +79,10 @@ def _nearest_match(
         is_match = is_match & (earlier == ending[:, n, None]) & (last >= n)
         length += is_match
     away = last + 1 - expected[:, None]
+    length = torch.where((length >= min_ngram) | (away == 0), length, 0)
     score = (length.clamp(max=max_ngram) << 33) - 2 * away.abs() - (away > 0).long()
-    place = torch.where(length >= min_ngram, score, torch.iinfo(torch.int64).min).argmax(1, keepdim=True)
+    place = torch.where(length > 0, score, torch.iinfo(torch.int64).min).argmax(1, keepdim=True)
     length = length.gather(1, place)[:, 0]
-    length = torch.where(length >= min_ngram, length, 0)
     return torch.where(length > 0, place[:, 0] + 1, 0), length
 
 

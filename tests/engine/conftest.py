@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from shortened import first_layers
 
+from vllm_specplugins.methods import GATED_ALONE
+
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 RUNNER = os.environ.get("SPECPLUGINS_RUNNER", "v1")
@@ -148,6 +150,9 @@ def engine() -> Iterator[Callable[..., Any]]:
         from recorded import drafts_pay, runner
         from vllm import LLM
 
+        config = speculative_config or {}
+        if config.get("method") in (GATED_ALONE if RUNNER == "v1" else ("suffix_lookup", "token_recycling")):
+            speculative_config = {"gate": "off", **config}  # on a small model drafts hardly pay
         key = repr((speculative_config, sorted(arguments.items())))
         if alive.get("key") != key:
             stop()

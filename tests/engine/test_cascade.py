@@ -107,3 +107,14 @@ def test_stages_by_request(engine: Any, prompts: Any, expected: Any, policy: str
     assert drafted_by("prompt_lookup") == [True, False]
     assert drafted_by("early_exit") == [False, True]
     assert drafted_by("early_exit", "prompt_lookup") == [True, True]
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="V1's and the host's gate")
+@pytest.mark.parametrize("method", [{**LOOKUP, "num_speculative_tokens": 31}, {**EXIT, "num_speculative_tokens": 4}])
+def test_a_method_alone(engine: Any, prompts: Any, expected: Any, method: dict[str, Any]) -> None:
+    """It is held back as a stage is. Fails if it has no gate, or if its counters have another name than without one."""
+    llm = engine({**method, "gate": "auto"})
+    assert generate(llm, prompts[:16], [8], max_tokens=NUM_TOKENS) == expected[:16]
+    [stats] = llm.collective_rpc("specplugins_stats")
+    [(name, stage)] = stats["stages"].items()
+    assert name == f"0 {method['method']}" and stats["faults"] == {} and sum(stage["gate_lengths"]) > 100

@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -351,3 +352,16 @@ def test_stats_over_rpc(engine: Any) -> None:
     generate(llm, [[5, 6, 7, 5, 6]], [1], max_tokens=4)
     [stats] = llm.collective_rpc("specplugins_stats")
     assert json.loads(json.dumps(stats))["request_steps"] > 0
+
+
+def test_default_length_of_a_target_with_state() -> None:
+    """Fails if a hybrid target, which keeps a state for each token, has long drafts that nobody asked for, or loses
+    those that somebody did."""
+    from vllm_specplugins.engine.spec_config import _with_length_for
+    from vllm_specplugins.methods import parse_config
+
+    plain = SimpleNamespace(is_hybrid=False, has_inner_state=False, is_attention_free=False)
+    hybrid = SimpleNamespace(is_hybrid=True, has_inner_state=True, is_attention_free=False)
+    lookup = parse_config({"method": "prompt_lookup"})
+    assert [_with_length_for(lookup, model).length for model in (plain, hybrid)] == [31, 5]
+    assert not _with_length_for(lookup, hybrid).says_length

@@ -127,7 +127,7 @@ HOSTILE = [
     ("[" * 200_000, TOO_LONG),
     (
         "[" * 20_000,
-        "specplugins: its JSON text must be at most 65536 characters and 8192 brackets beside the reference",
+        "specplugins: its JSON text must be at most 65536 characters and 4096 brackets beside the reference",
     ),
     ([7] * 1_000_000, NO_DICTIONARY),
     (["x" * 1_000_000], NO_DICTIONARY),

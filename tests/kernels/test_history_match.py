@@ -52,7 +52,7 @@ def brute_force(row: Row, min_ngram: int, max_ngram: int) -> Found:
         for place in range(1, len(text)):
             pairs = zip(reversed(text[:place]), reversed(whole), strict=False)
             n = next((n for n, (mine, theirs) in enumerate(pairs) if mine != theirs), min(place, len(whole)))
-            if n >= min_ngram:
+            if n >= min_ngram or (n and place == expected):
                 matches.append((-min(n, max_ngram), abs(place - expected), place, min(n, 31)))
         found.append(min(matches)[2:] if matches and row.wanted else (0, 0))
         if found[-1][1] and not row.begun:

@@ -292,7 +292,10 @@ def test_costs_by_context() -> None:
     assert found[500].mean_ms == pytest.approx(21, abs=0.3) and found[60_000].mean_ms == pytest.approx(46, abs=0.3)
     assert found[40_000] is found[60_000], "of the same size"
     assert found[900_000] == found[60_000] and found[900_000] is not found[60_000]
-    assert gate._costs.of(64, 0) is None
+    assert (
+        gate._costs.of(64, 0).slope_ms == pytest.approx(found[500].slope_ms, abs=0.1)
+        and NamedGate()._costs.of(64, 0) is None
+    )
 
 
 def test_same_inputs_same_choices() -> None:

@@ -253,9 +253,9 @@ def test_what_is_compared() -> None:
     """Kills: a method that needs a model played all the same, a gate that is not there, fields in the wrong place."""
     config = {"method": "prompt_lookup", "min_ngram": 3, "time_budget_ms": 50}
     plain, gated = candidates([json.dumps(config)], [4])
-    assert plain.config == {**config, "num_speculative_tokens": 4} and plain.policy == "always"
+    assert plain.config == {**config, "gate": "off", "num_speculative_tokens": 4} and plain.policy == "always"
     stages = [{"method": "prompt_lookup", "min_ngram": 3}]
-    common = {"time_budget_ms": 50, "num_speculative_tokens": 4}
+    common = {"time_budget_ms": 50, "gate": "auto", "num_speculative_tokens": 4}
     assert gated.config == {"method": "cascade", "stages": stages, **common}
     assert "prompt_lookup" in {candidate.method for candidate in candidates([], [4])}
     for name in ("early_exit", "ngram"):

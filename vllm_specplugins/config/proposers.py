@@ -26,7 +26,7 @@ class PromptLookupConfig:
     Args:
         max_ngram: tokens that search begins with: occurrences of as many or more count alike, and that one is copied
             which is nearest to where copying would have gone on. A match's length is counted to 31 in any case.
-        min_ngram: fewest tokens of a match that is still drafted from.
+        min_ngram: fewest tokens of a match that is still drafted from; where copying would go on, one is enough.
         max_index_bytes: most memory of all references on the device (Model Runner V2), 4 bytes a token, and at most
             64 MiB; one that finds it full is not searched.
     """

@@ -23,7 +23,8 @@ class CommonConfig:
             one that takes longer loses that step's drafts.
         verification: "fused" verifies, and samples, with kernels/rejection: exact for every sampling parameter, and a
             seeded request's output depends on neither drafts nor batch; "vllm" leaves both to vLLM.
-        gate: "auto" chooses by request and step how many tokens are drafted, down to none; "off" drafts all.
+        gate: "auto" chooses by request and step how many tokens are drafted, down to none (of medusa and of proposers
+            of your own only where they are stages of a cascade); "off" drafts all.
         rejection: "token" accepts draft tokens one by one, "block" looks at a whole draft before it decides, which
             keeps more of drafts that are sampled (draft_sample_method "probabilistic").
     """

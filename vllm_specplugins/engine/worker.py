@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_specplugins import __version__
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, time_verification
-from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.methods import behind_gate, build_proposer
 from vllm_specplugins.proposers.barrier import FaultBarrier
 
 if TYPE_CHECKING:
@@ -153,8 +153,11 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any, proposer: Any = Non
     """The configured proposer, or the one that the runner has made, behind its fault barrier."""
     speculative_config = vllm_config.speculative_config
     config, context = speculative_config.plugin_config, context_of(vllm_config, device)
+    on_host = not (speculative_config.runs_target or speculative_config.drafts_on_device)
+    if on_host or not vllm_config.use_v2_model_runner:
+        config = behind_gate(config)
     # A call into the target belongs to the engine's own thread and stream; a cascade puts stages in threads.
-    in_thread = not speculative_config.runs_target and config.method != "cascade" and proposer is None
+    in_thread = not (speculative_config.runs_target or hasattr(config.own, "stages")) and proposer is None
     if proposer is None:
         with _process_as_it_was():
             proposer = build_proposer(config, context)

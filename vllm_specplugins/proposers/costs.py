@@ -10,6 +10,7 @@ FIRST_SLOPE = 0.05  # cost of verifying one more token, in steps, before it is k
 SHARED_SLOPE = 0.02  # and for several requests, whose steps are longer
 TOKEN_SHARE = 0.32  # but, from 16 on, no more than so much of what one of the step's own tokens takes
 SLOPE_WEIGHT = 1.0  # how much of a record (draft tokens of a request, squared) that guess is worth
+FIRST_WEIGHT = 8.0  # of what another number of requests has taught
 LONGER = 1.35  # times as long may a draft be with every step that is known
 SHORT_CONTEXT = 1024  # tokens of all requests, below which their attention costs nothing that shows
 SLOPE_MEMORY = 64.0  # how much of a record is kept at most, where steps differ so much
@@ -57,6 +58,20 @@ class StepCosts:
         self.variation = keep * self.variation + square
         self.covariation = keep * self.covariation + (1 - share) * off_draft * drafts_ms
 
+    def of_size(self, num_reqs: int | None) -> "StepCosts":
+        """A copy, to begin with among so many requests; None: among as many. A token takes as long among them."""
+        if num_reqs is None:
+            return replace(self)
+        ratio = num_reqs / self.num_reqs
+        return replace(
+            self,
+            num_reqs=num_reqs,
+            weight=min(self.weight, FIRST_WEIGHT),
+            mean_emitted=ratio * self.mean_emitted,
+            variation=ratio**2 * self.variation,
+            covariation=ratio**2 * self.covariation,
+        )
+
     @property
     def slope_ms(self) -> float:
         """Time that one more draft token to verify takes; never negative."""
@@ -90,14 +105,13 @@ class LoadCosts:
         self.by_load: dict[tuple[int, int], StepCosts] = {}
 
     def of(self, num_reqs: int, num_context: int) -> StepCosts | None:
-        """A context that is new begins with what the nearest one has taught; None: so many requests are new."""
+        """What is new begins with what the nearest size, and then the nearest context, has taught; None: all is new."""
         size, context = load = _load(num_reqs, num_context)
         if load not in self.by_load:
-            known = [other for own, other in self.by_load if own == size]
-            if not known:
+            if not self.by_load:
                 return None
-            nearest = min(known, key=lambda other: abs(other - context))
-            self.by_load[load] = replace(self.by_load[size, nearest])
+            nearest = min(self.by_load, key=lambda other: (abs(other[0] - size), abs(other[1] - context)))
+            self.by_load[load] = self.by_load[nearest].of_size(num_reqs if nearest[0] != size else None)
         return self.by_load[load]
 
     def add(self, num_reqs: int, num_context: int, *step: Any) -> None:

@@ -1,1 +1,1 @@
-"""Command-line tools that prepare a model for `early_exit`; `python -m vllm_specplugins` runs them."""
+"""The commands of `python -m vllm_specplugins`: measuring, playing, checking, and training parts that draft."""

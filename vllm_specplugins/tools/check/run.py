@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.draft import PROTOCOL_VERSION, Draft, DraftBatch, Feedback, Proposer, ProposerContext
@@ -64,24 +66,38 @@ class Timed:
 
 def run(args: argparse.Namespace) -> int:
     """The command `check`: 0 where nothing is violated, or else 1."""
-    config = parsed(args.proposer, args.options, args.time_budget_ms)
-    trace = load()
+    raw = configured(args.proposer, args.options, args.time_budget_ms)
+    config = parse_config(raw)
+    trace, words = load(), ""
     with progress() as bars:
         task = bars.add_task("steps of the recording", total=len(trace.steps))
         findings = check(config, trace, lambda: bars.advance(task))
-    _print(args.proposer, findings)
+        if args.engine:
+            words, more = _in_engine(raw, args.engine, bars)
+            findings.violations += more
+    _print(args.proposer, findings, words)
     return 1 if findings.violations else 0
 
 
-def parsed(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -> SpecConfig:
-    """The configuration of "package.module:Class", or of a registered method.
+def _in_engine(raw: Mapping[str, Any], runner: str, bars: Progress) -> tuple[str, list[str]]:
+    missing = [name for name in ("vllm", "torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"check: --engine needs {missing[0]}, which is not installed.")
+    from vllm_specplugins.tools.check.engine import in_engine
+
+    task = bars.add_task("engines", total=2)
+    return in_engine(raw, runner, lambda: bars.advance(task))
+
+
+def configured(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -> dict[str, Any]:
+    """The `speculative_config` of "package.module:Class", or of a registered method.
 
     Raises:
-        ConfigError: there is no such thing, or it refuses its options.
+        ConfigError: there is no such thing.
     """
     common = {"time_budget_ms": time_budget_ms}
     if ":" in proposer:
-        return parse_config({"method": "custom", "proposer": proposer, "options": dict(options), **common})
+        return {"method": "custom", "proposer": proposer, "options": dict(options), **common}
     registered = registered_methods()
     if proposer not in registered:
         names = ", ".join(registered) or "none"
@@ -90,7 +106,7 @@ def parsed(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -> Sp
         )
     found = import_object(registered[proposer].proposer, proposer)
     own = dict(options) if hasattr(found, "Config") else {"options": dict(options)}
-    return parse_config({"method": proposer, **common, **own})
+    return {"method": proposer, **common, **own}
 
 
 def check(config: SpecConfig, trace: Trace, advance: Callable[[], None] = lambda: None) -> Findings:
@@ -167,7 +183,7 @@ def _texts(values: Iterable[Any]) -> set[str]:
     return {value for value in values if isinstance(value, str)}
 
 
-def _print(name: str, findings: Findings) -> None:
+def _print(name: str, findings: Findings, words: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -177,6 +193,8 @@ def _print(name: str, findings: Findings) -> None:
         table.add_row(label, value)
     if findings.request_steps:
         console.print(table)
+    if words:
+        console.print(words)
     for sentence in findings.violations:
         console.print(f"violated: {sentence}", markup=False)
     if not findings.violations:

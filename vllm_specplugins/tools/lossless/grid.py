@@ -17,12 +17,12 @@ NUM_GREEDY_PROMPTS = 24
 MIN_TURNS = 3
 PER_TURN = 4  # outputs of a request: the requests of a cell go to the engine in turns, and so share its steps
 
-_DRAFTS = {"num_speculative_tokens": 2}
+_DRAFTS = {"num_speculative_tokens": 2, "gate": "off"}  # on a tiny model drafts never pay
 _LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}
 _EXIT = {"method": "early_exit", "exit_layer": 1}
 _SAMPLED_EXIT = {**_EXIT, "draft_sample_method": "probabilistic"}
 _JUMP = {"method": "jump", "draft_sample_method": "probabilistic"}
-_CASCADE = {"method": "cascade", "gate": "off"}  # on a tiny model drafts never pay
+_CASCADE = {"method": "cascade", "gate": "off"}
 
 
 def _beside_lookup(method: str) -> dict[str, Any]:

@@ -89,11 +89,10 @@ def _check_reads_histories(name: str, config: Config) -> None:
 
 def _policies(config: Config) -> Iterator[tuple[str, Config]]:
     """The configuration with all that is found drafted, and behind a gate."""
+    yield ALWAYS, {**config, "gate": "off"}
     if config["method"] == "cascade":
-        yield ALWAYS, {**config, "gate": "off"}
         yield GATED, {**config, "gate": "auto"}
         return
     shared = {key: value for key, value in config.items() if key in SHARED}
     stage: dict[str, Any] = {key: value for key, value in config.items() if key not in SHARED}
-    yield ALWAYS, config
-    yield GATED, {"method": "cascade", **shared, "stages": [stage]}
+    yield GATED, {"method": "cascade", **shared, "gate": "auto", "stages": [stage]}
