@@ -12,6 +12,7 @@ from . import Layout
 
 _LARGEST = tl.constexpr(0x3F800000)  # the bits of 1.0; of floats that are not negative they are in their order
 _TOKENS_A_WARP = 512  # 16 registers of a thread
+_TILES = 32, 256  # rows of a batch; larger ones are held whole
 
 
 @triton.jit(
@@ -56,13 +57,23 @@ def _share_kernel(
     left = budget - tl.sum(surely, axis=0) - (tl.cumsum(equals, axis=0) - equals)
     admitted = surely + tl.minimum(tl.maximum(left, 0), equals)
 
-    stored = rows < num_slots
+    logits, tokens = tl.where(inside, admitted + num_bonus, 0), tl.where(inside, admitted + others, 0)
     tl.store(layout.cu_num_logits, 0)
     tl.store(layout.query_start_loc, 0)
-    ends = tl.cumsum(tl.where(inside, admitted + num_bonus, 0), axis=0)
-    tl.store(layout.cu_num_logits + 1 + rows, ends, mask=stored)
-    ends = tl.cumsum(tl.where(inside, admitted + others, 0), axis=0)
-    tl.store(layout.query_start_loc + 1 + rows, ends, mask=stored)
+    tl.store(layout.cu_num_logits + 1 + rows, tl.cumsum(logits, axis=0), mask=rows < num_slots)
+    tl.store(layout.query_start_loc + 1 + rows, tl.cumsum(tokens, axis=0), mask=rows < num_slots)
+    for first in range(ROWS, num_slots, ROWS):
+        tl.store(layout.cu_num_logits + 1 + first + rows, tl.sum(logits, axis=0), mask=first + rows < num_slots)
+        tl.store(layout.query_start_loc + 1 + first + rows, tl.sum(tokens, axis=0), mask=first + rows < num_slots)
+
+
+def tiles(num_slots: int) -> list[int]:
+    """The most rows of each variant of the kernel.
+
+    >>> tiles(1), tiles(100)
+    ([2], [32, 128])
+    """
+    return [*(rows for rows in _TILES if rows < num_slots), max(2, triton.next_power_of_2(num_slots))]
 
 
 def share_budget(
@@ -75,7 +86,7 @@ def share_budget(
 ) -> None:
     """See the front door."""
     num_slots, width = chances.shape
-    rows, lanes = max(2, triton.next_power_of_2(num_slots)), max(2, triton.next_power_of_2(width))
+    rows, lanes = next(most for most in tiles(num_slots) if len(slots) <= most), max(2, triton.next_power_of_2(width))
     num_warps = min(16, max(1, rows * lanes // _TOKENS_A_WARP))
     _share_kernel[(1,)](
         layout, chances, slots, num_tokens, len(slots), num_slots, budget, num_bonus,

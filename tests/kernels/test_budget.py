@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import DEVICE, RUNS, needs_triton, run_interpreted
 
 HOST, GPU = torch.device("cpu"), torch.device(DEVICE)
-SIZES = [(1, 1, 1), (1, 5, 4), (12, 5, 16), (16, 16, 16), (97, 3, 100)]
+SIZES = [(1, 1, 1), (1, 5, 4), (12, 5, 16), (16, 16, 16), (97, 3, 100), (3, 31, 300)]
 
 
 @pytest.mark.skipif(RUNS, reason="is that process")

@@ -32,6 +32,7 @@ _FIELDS = {
     "accepted_tokens": "accepted",
 }
 _values_of = operator.attrgetter(*_FIELDS.values())
+_STEP = "step_draft_seconds"
 _LISTS = {"accepted_tokens_by_position": "accepted_at", "gate_lengths": "gate_lengths"}
 
 
@@ -91,9 +92,12 @@ class Reporter:
 
     def _attached(self, output: Any, is_last: bool) -> Any:
         start = self._clock()
+        is_due = is_last or start >= self._not_before
+        if not is_due and self._barrier.counters.propose_ms == self._ms.get(_STEP, 0.0):  # nothing ran on the host
+            return output
         counters = self._barrier.totals()
         self._time_step(counters)
-        if start < self._not_before and not is_last:
+        if not is_due:
             return output
         if report := self._report(counters):
             if is_last:
@@ -126,7 +130,7 @@ class Reporter:
         ms_of = {stage: own.ms for stage, own in self._stages(counters).items()}
         for series, ms in (
             *((key("draft_seconds", stage), ms) for stage, ms in ms_of.items()),
-            ("step_draft_seconds", counters.propose_ms),
+            (_STEP, counters.propose_ms),
         ):
             if ms > self._ms.get(series, 0.0):
                 self._observe(series, (ms - self._ms.get(series, 0.0)) / 1000)

@@ -28,6 +28,8 @@ def share_in_one_launch(manager: Any) -> None:
         more = (None,) if hasattr(manager, "_copy_admitted_drafts_to_host") else ()
         return layout.cu_num_logits[: len(request_ids) + 1], layout.query_start_loc, budget, *more
 
-    nobody = torch.zeros(1, dtype=torch.int64, device=device)
-    share_budget(layout, chances, nobody, torch.zeros(2, 1, dtype=torch.int32, device=device), 0, num_bonus)
+    for num_rows in (1, 33, 257):  # each variant
+        if num_rows <= len(chances):
+            nobody = torch.zeros(num_rows, dtype=torch.int64, device=device)
+            share_budget(layout, chances, nobody, torch.zeros(2, num_rows, dtype=torch.int32, device=device), 0, num_bonus)
     manager.reallocate_drafts = reallocate_drafts

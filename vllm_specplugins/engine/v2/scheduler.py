@@ -21,16 +21,25 @@ class PlannedScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._planned: dict[str, int] = {}
+        self._has_options = False  # whether any request that lives had some when it came
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)
+        self._has_options |= bool(request_options(request.sampling_params))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        self._planned.update(getattr(model_runner_output, REPORT, {}).items())
+        if lengths := getattr(model_runner_output, REPORT, None):
+            self._planned.update(lengths.items())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if len(self._planned) > 2 * len(self.requests) + 64:
             self._planned = {key: n for key, n in self._planned.items() if key in self.requests}
+        self._has_options &= bool(self.requests)
         return outputs
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
+        if not (self._planned or self._has_options):
+            return
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[request_id]
             if request.spec_token_ids:
