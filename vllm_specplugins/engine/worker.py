@@ -82,10 +82,8 @@ class _WithProposer:
     def execute_model(self, scheduler_output: Any) -> Any:
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         is_idle = scheduler_output.total_num_scheduled_tokens == 0  # and perhaps so for hours
-        speculator: Any = getattr(self.model_runner, "speculator", None)
-        if is_idle and hasattr(speculator, "settle"):
-            speculator.settle()
         if is_idle:
+            self._barrier.totals()  # what the device counts comes to who asks again
             self._barrier.settle()
         if scheduler_output.finished_req_ids:
             self._reporter.forget(scheduler_output.finished_req_ids)
@@ -95,6 +93,7 @@ class _WithProposer:
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        self._barrier.log()
         return output if output is None or not self._reports else self._reporter.attach(output)
 
     def shutdown(self) -> None:
@@ -122,6 +121,7 @@ class _WithProposer:
 
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (counters.Counters) as a dictionary; for `LLM.collective_rpc`."""
+        self._barrier.totals()  # where the device counts, what was asked for before comes
         return asdict(self._barrier.totals())
 
     def specplugins_paused(self, ms: float) -> None:

@@ -51,7 +51,8 @@ class FaultBarrier:
         clock: Clock = time.monotonic,
     ):
         self.counters = Counters()
-        self.acceptance = Acceptance()
+        self.acceptance: Any = Acceptance()
+        self.tally: Any = None  # what counts where the host does not look; see engine/v2/tally.py
         self.guard = Guard(
             proposer,
             "The proposer",
@@ -123,9 +124,12 @@ class FaultBarrier:
         return needed
 
     def count(self, feedback: Feedback) -> None:
-        """Counts one step's verification, and now and then logs the totals."""
+        """Counts one step's verification."""
         self.counters.add(feedback)
         self.acceptance.add(feedback)
+
+    def log(self) -> None:
+        """Now and then logs the totals; to be called in every step."""
         now = self._clock()
         if now - self._logged_at > LOG_EVERY_S:
             self._logged_at = now
@@ -134,6 +138,8 @@ class FaultBarrier:
     def totals(self) -> Counters:
         """The counters, those of a cascade's stages included."""
         self.counters.stages = getattr(self.proposer, "stage_counters", dict)()
+        if self.tally is not None:
+            self.tally.move_to(self.counters, list(self.counters.stages.values()))
         return self.counters
 
     def forget(self, request_ids: Sequence[str]) -> None:

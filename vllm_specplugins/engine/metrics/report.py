@@ -71,6 +71,7 @@ class Reporter:
 
     def drop(self) -> None:
         """Forgets what was counted until now, vLLM's warm-up; what there is, as of a store, is reported."""
+        self._barrier.totals()
         self._report(self._barrier.totals())
         self._shown = {}
 
@@ -138,6 +139,7 @@ class Reporter:
 
     def _report(self, counters: Counters) -> dict[str, Any]:
         """Counters as what was added to them, gauges as they are, histograms as lists of what they shall observe."""
+        self.forget(())
         totals: dict[str, float] = {}
         health: dict[str, Any] = {}
         for stage, own in self._stages(counters).items():

@@ -30,6 +30,6 @@ def share_in_one_launch(manager: Any) -> None:
 
     for num_rows in (1, 33, 257):  # each variant
         if num_rows <= len(chances):
-            nobody = torch.zeros(num_rows, dtype=torch.int64, device=device)
-            share_budget(layout, chances, nobody, torch.zeros(2, num_rows, dtype=torch.int32, device=device), 0, num_bonus)
+            slots, counts = torch.zeros(num_rows, device=device).long(), torch.zeros(2, num_rows, device=device).int()
+            share_budget(layout, chances, slots, counts, 0, num_bonus)
     manager.reallocate_drafts = reallocate_drafts

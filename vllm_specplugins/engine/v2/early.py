@@ -50,9 +50,3 @@ class LateChoice:
         counts = self._chosen.look(target, slots.long())
         self._counts = None if counts is None else Arriving((), counts)
         return self._chosen.choice.layer
-
-    @property
-    def cost(self) -> float:
-        """Of a token drafted from the layer in use, by that of one from the first layer."""
-        choice = self._chosen.choice
-        return float(self._shares[choice.layers.index(choice.layer)] / self._shares[0])

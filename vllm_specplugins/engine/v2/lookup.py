@@ -38,7 +38,7 @@ class LookupSpeculator(BaseSpeculator):
         self.report = LateReport()
         self.enable_adaptive_verification = config.enable_adaptive_verification  # vLLM's; see engine/adaptive.py
         self.outcomes = Outcomes(1, req_states, self._max_num_draft, device)
-        self.draft_token_confidence_probs = self.outcomes.probs
+        self.draft_token_confidence_probs, self.tally = self.outcomes.probs, self.outcomes.tally
         self._graphs: CudaGraphManager | None = None
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._draft_tokens = torch.zeros(max_num_reqs, self._max_num_draft, dtype=torch.int64, device=device)
@@ -66,10 +66,6 @@ class LookupSpeculator(BaseSpeculator):
     def remove(self, request_ids: set[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""
         self.texts.remove(request_ids)
-
-    def settle(self) -> None:
-        """Counts what became of the last drafts, where no step follows for a while."""
-        self.outcomes.count(self.barrier)
 
     @torch.inference_mode()
     def propose(
@@ -102,11 +98,8 @@ class LookupSpeculator(BaseSpeculator):
         if not replayed(self._graphs, num_reqs):  # a step's last token is the one that it sampled
             self._draft(num_reqs, 1 + int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max()))
         drafts = self._draft_tokens[:num_reqs]
-        if rehearses:
-            return drafts
-        self.outcomes.count(self.barrier)
-        sees_drafts = drafts if input_batch.has_structured_output_reqs else None  # a grammar
-        self.report.tell(self.outcomes.send(input_batch.req_ids), input_batch.req_ids, sees_drafts)
+        if not rehearses:
+            self.report.tell(self.outcomes, input_batch, drafts)
         return drafts
 
     def _draft(self, num_rows: int, longest: int | None = None) -> None:

@@ -6,8 +6,8 @@ the batch or of a graph, K: most tokens of a draft.
 """
 
 import time
-from collections.abc import Callable
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, PromptLookupConfig, parts, rule
 from vllm_specplugins.draft import DraftBatch, Target
 from vllm_specplugins.engine.v2.early import LateChoice
-from vllm_specplugins.engine.v2.exit_depth import ExitDepth
 from vllm_specplugins.engine.v2.graphs import graphs_of_rows, record, replayed
 from vllm_specplugins.engine.v2.limits import Limits
 from vllm_specplugins.engine.v2.outcomes import Outcomes
@@ -30,7 +29,7 @@ from vllm_specplugins.engine.v2.texts import DeviceTexts
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.exit_gate import depths
-from vllm_specplugins.proposers.on_device import EXIT, EXTENDING, LOOKUP, OnDevice, keep_logits
+from vllm_specplugins.proposers.on_device import EXIT, EXTENDING, LOOKUP, OnDevice, Parts, keep_logits
 
 
 class DeviceSpeculator(TargetSpeculator):
@@ -39,7 +38,6 @@ class DeviceSpeculator(TargetSpeculator):
     texts: DeviceTexts | None = None
     shares_budget: bool = True  # by our kernel, unless it failed its check
     _layers: LateChoice | None = None  # of the exit, where they are chosen
-    manager: Callable[[], Any] = staticmethod(lambda: None)  # vLLM's, of what is verified; set by runner.attach
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
@@ -53,17 +51,16 @@ class DeviceSpeculator(TargetSpeculator):
         # vLLM's estimator rates an exit that is alone, in fewer launches; it knows of no stages.
         self.use_acceptance_estimator &= self._policy is None
         self._steps = torch.arange(width, device=device)
-        self.outcomes = Outcomes(max(1, len(stages)), req_states, width, device, num_more=4 + width)
-        self.draft_token_confidence_probs = self.outcomes.probs
+        self.outcomes = Outcomes(max(1, len(stages)), req_states, width, device)
+        self.draft_token_confidence_probs, self.tally = self.outcomes.probs, self.outcomes.tally
         self.report = LateReport()
         self._depth = 0  # how many tokens of the exit are drafted
         self._graphs_of: dict[tuple[int, int], CudaGraphManager] = {}  # by the exit's layer and depth
 
     @property
     def _depths(self) -> tuple[int, ...]:
-        """To choose from, where the exit is not alone and what it costs is known."""
-        most = self._cascade.num_steps
-        return depths(most) if self._rates else (0, most)
+        """That there are graphs of."""
+        return depths(self._cascade.num_steps)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         none = super().load_draft_model(target_model, target_attn_layer_names)
@@ -102,24 +99,17 @@ class DeviceSpeculator(TargetSpeculator):
         super().remove(request_ids)
         if self.texts is not None:
             self.texts.remove(request_ids)
-        self._chosen_depth.forget(sorted(request_ids))
-
-    def settle(self) -> None:
-        """Counts what became of the last drafts, where no step follows for a while."""
-        self._chosen_depth.tell(*self.outcomes.count(self.barrier))
 
     def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
         num_reqs = input_batch.num_reqs
         self._begin(input_batch, num_sampled, num_rejected, most, rehearses=False)
-        self.settle()
         if self._layers is not None:
             self._exit.exit_layer = self._layers.layer(self._target(input_batch), self.idx_mapping[:num_reqs])
-        self._depth = self._chosen_depth.of(self.manager(), input_batch.req_ids) if most else 0
+        self._depth = max(depth for depth in self._depths if depth <= most)
         edit = self._edit_of(input_batch) if self._depth else None
         if edit is not None or not self._replays(num_reqs):
             self._draft_eagerly_on_device(input_batch, edit, min(most, self._depth))
-        drafts = self.draft_tokens[:num_reqs] if input_batch.has_structured_output_reqs else None  # a grammar
-        self.report.tell(self.outcomes.send(input_batch.req_ids), input_batch.req_ids, drafts)
+        self.report.tell(self.outcomes, input_batch, self.draft_tokens[:num_reqs])
 
     def _draft_eagerly_on_device(self, input_batch: Any, edit: Any, num_steps: int) -> None:
         start, num_reqs, guard = time.perf_counter(), input_batch.num_reqs, self.barrier.guard
@@ -159,13 +149,6 @@ class DeviceSpeculator(TargetSpeculator):
         self._graphs = self._graphs_of.get((self._exit.exit_layer if self._depth else 0, self._depth))
         return super()._replays(num_reqs) if self._depth else replayed(self._graphs, num_reqs)
 
-    @cached_property
-    def _chosen_depth(self) -> ExitDepth:
-        """Made behind the start, when it is known whether chances are ours to say."""
-        proposer: Any = self.barrier.proposer
-        counters = [] if self._policy is None else list(proposer.stage_counters().values())
-        return ExitDepth(self._depths, self.num_speculative_steps, self._policy, counters, self._rates, self._layers)
-
     def _target(self, input_batch: Any) -> Target:
         """As proposers see it, and what it has left behind early layers."""
         num_reqs = input_batch.num_reqs
@@ -186,11 +169,11 @@ class DeviceSpeculator(TargetSpeculator):
         found = None if self.texts is None else self._found(slots, wanted, own, longest)
         kept = found if found is None else self._worth(found, own, num_steps)
         drafts, steps, told = self._cascade.draft(batch.target, kept, own, num_steps)
-        looked_up = told.looked_up if found is None else found.num_draft
         if self._policy is None:
             self.outcomes.probs[:num_rows].mul_(drafts.is_drafted)
-        more = looked_up, told.exited, told.confirmed, torch.full_like(wanted, num_steps), drafts.stage
-        self.outcomes.keep(drafts, wanted, self._rates, more)
+        if found is not None:
+            told = replace(told, looked_up=found.num_draft)
+        self.outcomes.keep(drafts, wanted, self._rates, told if self._policy else None)
         self.draft_tokens[:num_rows] = drafts.token_ids
         self._keep_logits(drafts, None if steps is None else steps.logits)
         return True
@@ -223,7 +206,7 @@ class DeviceSpeculator(TargetSpeculator):
         self.draft_tokens[:num_reqs].zero_()
         self.outcomes.probs[:num_reqs].zero_()
         drafts = of_stage(0, self.draft_tokens[:num_reqs].int(), none, none.float())
-        self.outcomes.keep(drafts, none, self._rates, (none - 1, none - 1, none, none, drafts.stage))
+        self.outcomes.keep(drafts, none, self._rates, Parts(none - 1, none - 1, none) if self._policy else None)
         self._keep_logits(drafts, None)
 
     @property

@@ -1,7 +1,7 @@
 """Model Runner V2: drafts that are made on the device, and what becomes of them.
 
-How likely each token is to be accepted is known there, and what the host counts is on its way to it. The inputs stand
-in buffers, where a recorded graph finds them. R: rows of the batch or of a graph, K: most tokens of a draft.
+How likely each token is to be accepted is known there, and what is counted is counted there. The inputs stand in
+buffers, where a recorded graph finds them. R: rows of the batch or of a graph, K: most tokens of a draft.
 """
 
 from collections.abc import Sequence
@@ -11,27 +11,25 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_specplugins.draft import Feedback
 from vllm_specplugins.engine.v2.arriving import Arriving, Lengths
+from vllm_specplugins.engine.v2.tally import Tally
 from vllm_specplugins.kernels import calibration
 from vllm_specplugins.kernels.calibration.state import clear, new_state
-from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.drafted import Drafted
-
-_SAMPLED, _REJECTED, _WANTED, _DRAFTED = range(4)  # columns of what is counted of a row
+from vllm_specplugins.proposers.on_device import Parts
 
 
 class Outcomes:
     """Of all slots of requests. A graph's rows of padding have a slot that is nobody's.
 
     Args:
+        num_stages: of a cascade; 1: a method that is alone.
         max_num_draft: K.
-        num_more: numbers of each row that are told beside those that all are counted by.
     """
 
     implementation: str | None = None  # of kernels/calibration; the reference where a kernel failed its check
 
-    def __init__(self, num_stages: int, req_states: Any, max_num_draft: int, device: torch.device, num_more: int = 0):
+    def __init__(self, num_stages: int, req_states: Any, max_num_draft: int, device: torch.device):
         num_slots = req_states.max_num_reqs
         self._req_states, self.device = req_states, device
         self._slots = torch.full((num_slots,), num_slots, dtype=torch.int64, device=device)
@@ -40,14 +38,15 @@ class Outcomes:
         # How likely each token is to be accepted if those before it are; 0 behind a draft's end. By rows.
         self.probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
         self._known = new_state(num_stages, num_slots + 1, max_num_draft, device)
-        self._counts = torch.zeros(num_slots, 4 + num_more, dtype=torch.int32, device=device)
-        self._arriving: Arriving | None = None
+        self._num_draft = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.tally = Tally(num_slots, max_num_draft, num_stages if num_stages > 1 else 0, device)
 
     def add(self, new_requests: Any) -> None:
         """Takes requests that are new, or back after a preemption."""
         if new_requests:
-            slots = np.array([self._req_states.req_id_to_index[new.req_id] for new in new_requests], np.int64)
-            clear(self._known, async_tensor_h2d(slots, self.device))
+            slots = {new.req_id: self._req_states.req_id_to_index[new.req_id] for new in new_requests}
+            clear(self._known, async_tensor_h2d(np.array(list(slots.values())), self.device))
+            self.tally.start(slots)
 
     def begin(
         self, slots: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor, rehearses: bool
@@ -62,6 +61,7 @@ class Outcomes:
             if num_reqs < self._num_rows:
                 buffer[num_reqs : self._num_rows].fill_(padding)
         self._num_rows = num_reqs
+        self.tally.begin(not rehearses)
         if rehearses:
             self._num_sampled.clamp_(max=1)
             self._num_rejected.zero_()
@@ -83,42 +83,31 @@ class Outcomes:
         )
         return kept
 
-    def keep(self, drafts: Drafted, wanted: torch.Tensor, rates: bool, more: Sequence[torch.Tensor] = ()) -> None:
-        """Takes a step's drafts, [R], and rates them if asked to.
+    def keep(self, drafts: Drafted, wanted: torch.Tensor, rates: bool, parts: Parts | None = None) -> None:
+        """Takes a step's drafts, [R], counts them and what became of the last ones, and rates them if asked to.
 
-        `more` [R] or [R, any] each: the other numbers of each row.
+        `parts`: what each stage of a cascade did.
         """
-        num_rows = len(wanted)
+        num_rows, known = len(wanted), self._known
         slots, sampled, rejected = self._told(num_rows)
+        verified = self.tally.add_fates(slots, sampled, rejected)
+        self.tally.add_drafts(wanted, drafts.num_draft)
+        if parts is not None:
+            sent = torch.minimum(known.num_sent[slots], verified - 1)
+            told = parts.looked_up, parts.exited
+            self.tally.add_stages(sampled - 1, sent, known.sent_stage[slots], drafts, told, parts.confirmed)
+            known.num_sent[slots], known.sent_stage[slots] = drafts.num_draft.int(), drafts.stage.int()
         if rates:
-            calibration.predict(self._known, slots, _rated(drafts), self.probs[:num_rows], self.implementation)
-        columns = sampled, rejected, wanted, drafts.num_draft, *more
-        self._counts[:num_rows] = torch.cat([column.view(num_rows, -1).int() for column in columns], dim=1)
+            calibration.predict(known, slots, _rated(drafts), self.probs[:num_rows], self.implementation)
+        self._num_draft[:num_rows] = drafts.num_draft
 
     def _told(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Slots of the rows, tokens sampled, tokens rejected."""
         return self._slots[:num_rows], self._num_sampled[:num_rows], self._num_rejected[:num_rows]
 
-    def send(self, request_ids: Sequence[str]) -> Lengths:
-        """Begins to copy this step's counts; the drafts' lengths, which whoever asks for waits for."""
-        self._arriving = Arriving(request_ids, self._counts[: len(request_ids)])
-        return Lengths(self._arriving, _DRAFTED)
-
-    def count(self, barrier: FaultBarrier) -> tuple[list[str], np.ndarray]:
-        """Counts the step before, of which all is on the host by now.
-
-        Returns the names of its rows, but of those in the middle of their prompt, and all their numbers.
-        """
-        arriving, self._arriving = self._arriving, None
-        if arriving is None:
-            return [], np.zeros((0, self._counts.shape[1]), np.int32)
-        values = arriving.values()
-        rows = values[:, _SAMPLED] > 0
-        sampled, rejected, wanted, drafted = values[rows, :4].T
-        request_ids = [name for name, is_in in zip(arriving.request_ids, rows, strict=True) if is_in]
-        barrier.count(Feedback(request_ids, sampled - 1 + rejected, sampled - 1))
-        barrier.counters.add_drafts(int((wanted > 0).sum()), drafted)
-        return request_ids, values[rows]
+    def lengths(self, request_ids: Sequence[str]) -> Lengths:
+        """Begins to copy the lengths of this step's drafts; whoever asks for them waits."""
+        return Lengths(Arriving(request_ids, self._num_draft[: len(request_ids), None]), 0)
 
 
 def _rated(drafts: Drafted) -> calibration.Drafts:

@@ -1,6 +1,6 @@
 """Model Runner V2: what the scheduler is told of a step's drafts. vLLM's own handler reports K for every request."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,16 +48,23 @@ class DraftReport:
 
 
 class LateReport:
-    """The same of drafts that were made on the device: their lengths are on their way, and whoever asks waits."""
+    """The same of drafts that were made on the device: their lengths are on their way, and whoever asks waits.
+
+    Where drafts are trimmed on the device nobody asks, but for a grammar.
+    """
+
+    trims: Callable[[], bool] = staticmethod(lambda: False)  # set by runner.attach
 
     def __init__(self) -> None:
         self._lengths: Lengths | dict[str, int] = {}
         self._tokens: Arriving | None = None  # where a grammar has to see them
 
-    def tell(self, lengths: Lengths, request_ids: Sequence[str], drafts: torch.Tensor | None) -> None:
-        """The drafts of the step that is just being finished: [num_reqs, K] on the device, or nobody asks for them."""
-        self._lengths = lengths
-        self._tokens = None if drafts is None else Arriving(request_ids, drafts)
+    def tell(self, outcomes: Any, input_batch: Any, drafts: torch.Tensor) -> None:
+        """The drafts of the step that is just being finished, [num_reqs, K] on the device."""
+        sees_drafts = input_batch.has_structured_output_reqs
+        if sees_drafts or not self.trims():
+            self._lengths = outcomes.lengths(input_batch.req_ids)
+        self._tokens = Arriving(input_batch.req_ids, drafts) if sees_drafts else None
 
     def tell_none(self, request_ids: Sequence[str]) -> None:
         """Where nothing is drafted."""

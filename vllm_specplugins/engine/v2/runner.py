@@ -67,6 +67,8 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         runner.initialize_kv_cache = not_trimmed(speculator)(runner.initialize_kv_cache)
         speculator = speculator.specplugins
     speculator.barrier = barrier
+    if not runner.speculative_config.reads_on_host:
+        barrier.tally = barrier.acceptance = speculator.tally
     add_requests, finish_requests, sample_tokens = runner.add_requests, runner.finish_requests, runner.sample_tokens
 
     def add(scheduler_output: Any) -> None:
@@ -79,17 +81,16 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
     def sample(grammar_output: Any) -> Any:
         output = sample_tokens(grammar_output)
-        if hasattr(output, "model_runner_output"):
-            trims = getattr(runner, "adaptive_verification", None) is not None
-            setattr(output.model_runner_output, REPORT, {} if trims else speculator.report.num_draft())
+        if hasattr(output, "model_runner_output") and getattr(runner, "adaptive_verification", None) is None:
+            setattr(output.model_runner_output, REPORT, speculator.report.num_draft())
         return output
 
     runner.add_requests, runner.finish_requests, runner.sample_tokens = add, finish, sample
     runner.draft_tokens_handler = speculator.report
     if isinstance(speculator, LookupSpeculator | DeviceSpeculator):
         runner.initialize_kv_cache = _trimming_if_it_can(runner)
-    if isinstance(speculator, DeviceSpeculator):
-        speculator.manager = lambda: runner.adaptive_verification
+        asynchronous = runner.vllm_config.scheduler_config.async_scheduling
+        speculator.report.trims = lambda: asynchronous and runner.adaptive_verification is not None
     if runner.lora_config is not None:
         map_all_logits(runner)
         if isinstance(speculator, TargetSpeculator):

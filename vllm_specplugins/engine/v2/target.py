@@ -29,11 +29,11 @@ from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.metadata import updates_in_place
 from vllm_specplugins.engine.v2.built_in import DeviceOffer
 from vllm_specplugins.engine.v2.early import early_of
-from vllm_specplugins.engine.v2.feedback import LateFeedback
 from vllm_specplugins.engine.v2.graphs import graph_for
 from vllm_specplugins.engine.v2.history import Histories
 from vllm_specplugins.engine.v2.paged import PagedForward
 from vllm_specplugins.engine.v2.report import DraftReport, warms_up
+from vllm_specplugins.engine.v2.tally import Tally
 from vllm_specplugins.engine.v2.verify import likeliest_of
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.kernels.rejection import Sampling as Verified
@@ -42,6 +42,7 @@ from vllm_specplugins.proposers.read_only import Views, view
 from vllm_specplugins.request_options import Options, draft_limit
 
 _NO_TOKENS = view(np.zeros(1, np.int32))  # of a row that wants no draft
+_NOT_TOLD = Feedback((), np.zeros(0, np.int32), np.zeros(0, np.int32))  # what became of drafts the device counts
 
 
 class TargetSpeculator(DraftModelSpeculator):
@@ -61,13 +62,13 @@ class TargetSpeculator(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
-        rows = self.max_num_reqs
+        rows, self._req_states = self.max_num_reqs, req_states
         self._histories = None
         if vllm_config.speculative_config.reads_on_host:
             self._histories = Histories(req_states, self.max_model_len, self.num_speculative_steps, device)
         self._rejection = vllm_config.speculative_config.plugin_config.common.rejection
         self.report: Any = DraftReport()
-        self._feedback = LateFeedback()
+        self.tally = Tally(rows, self.num_speculative_steps, 0, device)
         self._options: dict[str, Options] = {}  # of requests that have any, where there are no histories
         self._drafted_at = 0.0  # when the last drafting from histories ended
         self._graphs: SpeculatorCudaGraphManager | None = None
@@ -100,6 +101,8 @@ class TargetSpeculator(DraftModelSpeculator):
         if self._histories is not None:
             self._histories.add(new_requests)
             return
+        if new_requests:
+            self.tally.start({new.req_id: self._req_states.req_id_to_index[new.req_id] for new in new_requests})
         self._options |= {new.req_id: found for new in new_requests if (found := request_options(new.sampling_params))}
 
     def remove(self, request_ids: set[str]) -> None:
@@ -110,11 +113,6 @@ class TargetSpeculator(DraftModelSpeculator):
             self._options.pop(request_id, None)
         if request_ids:
             self.barrier.forget(sorted(request_ids))
-
-    def settle(self) -> None:
-        """Counts what became of the last drafts, where no step follows for a while."""
-        if self._histories is None:
-            self.barrier.count(self._feedback.take())
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         self.first_layers = FirstLayers(target_model, self.vllm_config.speculative_config.plugin_config)
@@ -250,8 +248,8 @@ class TargetSpeculator(DraftModelSpeculator):
             with gpu_sync_allowed():
                 num_draft = self._draft_from_histories(input_batch, num_sampled, num_rejected, most)
         else:
-            feedback = self._feedback.exchange(input_batch.req_ids, num_sampled, num_rejected)
-            num_draft = self._draft_for_all(input_batch, feedback, most)
+            self.tally.add_fates(self.idx_mapping[:num_reqs], num_sampled[:num_reqs], num_rejected[:num_reqs])
+            num_draft = self._draft_for_all(input_batch, most)
         if input_batch.has_structured_output_reqs:  # a grammar has to see the tokens
             with gpu_sync_allowed():
                 rows = self.draft_tokens[:num_reqs].tolist()
@@ -277,16 +275,15 @@ class TargetSpeculator(DraftModelSpeculator):
         rehearse = getattr(proposer, "rehearse", proposer.propose)
         self._keep(rehearse(self._batch(input_batch.req_ids, forward)))
 
-    def _draft_for_all(self, input_batch: Any, feedback: Feedback, most: int) -> list[int]:
+    def _draft_for_all(self, input_batch: Any, most: int) -> list[int]:
         """Without a look at any token; the drafts' lengths."""
         num_reqs = input_batch.num_reqs
         edit = self._edit_of(input_batch)
         if most == 0 or (edit is None and self._replays(num_reqs)):
-            self.barrier.count(feedback)
             num_draft = [most] * num_reqs
             self.barrier.counters.add_drafts(num_reqs, np.array(num_draft, np.int32))
         else:
-            num_draft = self._draft_eagerly(input_batch, feedback, edit)
+            num_draft = self._draft_eagerly(input_batch, edit)
         return self._limited([min(num, most) for num in num_draft], input_batch)
 
     def _limited(self, num_draft: list[int], input_batch: Any) -> list[int]:
@@ -319,11 +316,11 @@ class TargetSpeculator(DraftModelSpeculator):
             return None
         return editor.edit_of_drafts(self.idx_mapping[: input_batch.num_reqs], input_batch.idx_mapping_np)
 
-    def _draft_eagerly(self, input_batch: Any, feedback: Feedback, edit: Any) -> list[int]:
+    def _draft_eagerly(self, input_batch: Any, edit: Any) -> list[int]:
         num_reqs = input_batch.num_reqs
         forward = PagedForward(self, num_reqs, num_reqs, seq_lens_cpu=input_batch.seq_lens_cpu_upper_bound)
         batch = self._batch(input_batch.req_ids, forward, edit)
-        draft = self.barrier.propose(batch, feedback)
+        draft = self.barrier.propose(batch, _NOT_TOLD)
         self._keep(draft)
         lengths: list[int] = draft.num_draft.tolist()
         return lengths

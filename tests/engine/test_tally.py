@@ -1,0 +1,83 @@
+"""What the device counts of drafts, beside the same counted by hand on the host."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import RUNNER
+
+from vllm_specplugins.counters import Counters, StageCounters
+from vllm_specplugins.draft import Feedback
+from vllm_specplugins.proposers.drafted import Drafted
+
+pytestmark = pytest.mark.skipif(RUNNER != "v2", reason="V1 counts on the host")
+K, SLOTS, STAGES = 3, 8, 2
+
+
+class Late:
+    """A copy that is there at once."""
+
+    def __init__(self, request_ids: object, values: torch.Tensor):
+        self._kept = values.clone()
+
+    def values(self) -> np.ndarray:
+        return self._kept.numpy()
+
+
+def by_hand(own: StageCounters, stage: int, sent: Drafted, known: list[int], accepted: list[int]) -> None:
+    for row, verified in enumerate(known):
+        for place in range(verified):
+            if int(sent.stage[row, place]) == stage:
+                own.add_fate(place, place < accepted[row])
+
+
+def test_counts_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps at random, rows of padding, of prompts and rehearsals among them.
+
+    Fails if a row is counted that sampled nothing, a rehearsal is, a stage's token is another's, or a total twice.
+    """
+    from vllm_specplugins.engine.v2 import tally as module
+
+    monkeypatch.setattr(module, "Arriving", Late)
+    rng, tally = np.random.default_rng(0), module.Tally(SLOTS, K, STAGES, torch.device("cpu"))
+    found, stages = Counters(), [StageCounters() for _ in range(STAGES)]
+    expected, by_stage = Counters(), [StageCounters() for _ in range(STAGES)]
+    names = [f"r{slot}" for slot in range(SLOTS)]
+    tally.start(dict(zip(names, range(SLOTS), strict=True)))
+    sums, sent = np.zeros((SLOTS, 2)), None
+    for step in range(40):
+        verified = rng.integers(0, K + 1, SLOTS)
+        accepted = rng.integers(0, verified + 1)
+        samples = rng.random(SLOTS) < 0.8
+        num_draft = torch.from_numpy(rng.integers(0, K + 1, SLOTS) * samples).int()
+        stage = torch.from_numpy(rng.integers(0, STAGES, (SLOTS, K)))
+        drafts = Drafted(torch.zeros(SLOTS, K).int(), num_draft, stage, torch.ones(SLOTS, K))
+        wanted = torch.from_numpy((num_draft.numpy() + 1) * samples).int()
+        counts = step % 5 > 0
+        tally.begin(counts)
+        sampled, rejected = (accepted + 1) * samples, (verified - accepted) * samples
+        slots = torch.arange(SLOTS).where(torch.from_numpy(samples), torch.tensor(SLOTS))
+        told = tally.add_fates(slots, torch.from_numpy(sampled).int(), torch.from_numpy(rejected).int())
+        tally.add_drafts(wanted, num_draft)
+        sent = drafts if sent is None else sent
+        known = torch.minimum(sent.num_draft, told - 1)
+        parts = torch.where(num_draft > 0, num_draft, -1), num_draft
+        tally.add_stages(torch.from_numpy(sampled - 1), known, sent.stage, drafts, parts, num_draft * 0)
+        if counts:
+            rows = np.flatnonzero(samples)
+            expected.add(Feedback([], verified[rows], accepted[rows]))
+            expected.add_drafts(len(rows), num_draft.numpy()[rows])
+            sums[rows] += np.stack((verified[rows], accepted[rows]), axis=1)
+            for index, own in enumerate(by_stage):
+                by_hand(own, index, sent, known.tolist(), (sampled - 1).tolist())
+                is_own = drafts.is_drafted & (stage == index)
+                own.kept, own.drafts = own.kept + int(is_own.sum()), own.drafts + int(is_own.any(dim=1).sum())
+                own.asked += int((parts[index] >= 0).sum())
+                own.drafted += int(parts[index].clamp(min=0).sum())
+        sent = drafts
+        if step % 7 == 0:
+            tally.move_to(found, stages)
+    for _ in range(2):
+        tally.move_to(found, stages)
+    assert found == expected and stages == by_stage
+    assert tally.take([*names[:4], "unknown"]) == [] and tally.take([]) == (sums[:4, 1] / sums[:4, 0]).tolist()
+    assert tally.take(names[:4]) == []
