@@ -60,6 +60,11 @@ class Engine:
         null_device.put_in_place()
         from vllm import LLM
 
+        from vllm_specplugins.engine.v2.tally import Tally
+
+        for name in ("add_drafts", "add_stages"):  # in graphs, of numbers that no kernel has computed
+            setattr(Tally, name, lambda *arguments: None)
+
         name, *endings = arm.split(", ") if not arm.startswith("{") else [arm]
         method = METHODS[name] if name in METHODS else json.loads(name)
         null_device.num_draft = 0 if method is None or "K = 0" in endings else num_draft
@@ -153,6 +158,9 @@ def _replace_results(runner: Any, num_draft: int, tokens_are_free: bool) -> None
     outcomes = getattr(runner.speculator, "outcomes", None)
     if outcomes is not None:
         outcomes.probs.fill_(0.8)
+        if (confidences := outcomes.confidences) is not None:
+            confidences.newest.fill_(0.8)
+            confidences.host.fill(0.8)
 
 
 def serve(connection: Any, *arguments: Any) -> None:

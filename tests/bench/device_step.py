@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 
 from vllm_specplugins.config import CascadeConfig, PromptLookupConfig, parts
 from vllm_specplugins.draft import DraftBatch, ProposerContext, Sampling, Target
-from vllm_specplugins.engine.v2.forecast import Forecast
+from vllm_specplugins.engine.v2.budget import Budget, Confidences
 from vllm_specplugins.engine.v2.limits import Limits
 from vllm_specplugins.engine.v2.lookup import LookupSpeculator
 from vllm_specplugins.engine.v2.on_device import DeviceSpeculator
@@ -95,14 +95,16 @@ class DeviceStep:
         own, stages = self._own, cascade.stages if cascade else ()
         model_config, device = SimpleNamespace(max_model_len=longest), torch.device("cpu")
         own._limits = Limits(self._states, model_config, width, device, stages)
-        own.outcomes = Outcomes(max(1, len(stages)), self._states, width, device, (4 + width) if cascade else 0)
+        own.outcomes = Outcomes(max(1, len(stages)), self._states, width, device)
         own.texts = DeviceTexts(self._states, width, parts(spec, PromptLookupConfig)[0], device)
         own.enable_adaptive_verification, own.num_speculative_steps = trims, width
         own._draft_tokens = own.draft_tokens = torch.zeros(num_slots, width, dtype=torch.int64)
-        own.draft_logits, self._counts, self._newest = None, None, None
+        own.draft_logits, self._newest = None, None
         self._manager: Any = self._new_manager(num_slots, tables)
         self._confidence = np.ones((num_slots, width), np.float32)
-        self._forecast = Forecast(num_slots, width)
+        self._stale = np.ones((num_slots + 1, width), np.float32)
+        newest = torch.ones(num_slots + 1, width)
+        Budget(self._manager, Confidences(newest, newest, self._stale))
         if cascade:
             context = ProposerContext(VOCAB_SIZE, longest, num_slots, width, lambda text: [])
             proposer: Any = build_proposer(spec, context)
@@ -118,10 +120,8 @@ class DeviceStep:
         states.all_token_ids.gpu[slot, : len(said.token_ids)] = torch.from_numpy(said.token_ids)
         self._own._limits.add(new)
         self._own.outcomes.add(new)
-        for confidences in self._manager._stale_confidences:
-            confidences.np[slot] = 1.0  # as vLLM does
+        self._manager.add_request(slot)
         self._confidence[slot] = 1.0
-        self._forecast.clear(slot)
         if self._newest is not None:
             self._newest[slot] = 1.0
 
@@ -145,16 +145,14 @@ class DeviceStep:
         self, slots: Ints, texts: Ints, lengths: Ints, num_sampled: Ints, num_rejected: Ints
     ) -> tuple[Ints, Ints]:
         """Drafts [R, K] behind so much of these texts, and their lengths."""
-        own, states, num_reqs, names = self._own, self._states, len(slots), [str(slot) for slot in slots]
+        own, states, num_reqs = self._own, self._states, len(slots)
         states.total_len.gpu[slots] = torch.from_numpy(lengths).int()
         sampled, rejected = (torch.from_numpy(counts).int() for counts in (num_sampled, num_rejected))
         own._limits.most = self.width
         own.outcomes.begin(torch.from_numpy(slots), sampled, rejected, False)
         longest = int(lengths.max())
         if self._has_exit:
-            if self._counts is not None:
-                own._chosen_depth.tell(*self._counts)
-            depth = own._chosen_depth.of(self._manager, names)
+            depth = own._depths[-1]
             self.exit.begin(texts, lengths)
             last = states.all_token_ids.gpu[slots, lengths - 1]
             sampling = Sampling(torch.zeros(num_reqs), torch.zeros(num_reqs, dtype=torch.int64))
@@ -162,29 +160,26 @@ class DeviceStep:
             own._draft_on_device(DraftBatch([""] * num_reqs, (), lengths, [{}] * num_reqs, target), longest, depth)
         else:
             own._draft(num_reqs, longest)
-        counts = own.outcomes._counts[:num_reqs].numpy().copy()
-        self._counts = names, counts
         self._publish(slots)
-        return own.draft_tokens[:num_reqs].numpy().copy(), counts[:, 3].astype(np.int64)
+        num_draft = own.outcomes._num_draft[:num_reqs].numpy().astype(np.int64)
+        return own.draft_tokens[:num_reqs].numpy().copy(), num_draft
 
     def stop(self, slot: int) -> None:
         """A request is over."""
-        if self._has_exit:
-            self._own._chosen_depth.forget([str(slot)])
 
     def _publish(self, slots: Ints) -> None:
         """The newest confidences stay on the device; a budget sees those of the step before."""
-        stale = self._manager._stale_confidences[0].np
         if self._newest is not None:
-            stale[:] = self._newest
+            self._stale[:-1] = self._newest
         self._confidence[slots] = self._own.outcomes.probs[: len(slots)].numpy()
         self._newest = self._confidence.copy()
-        self._forecast.apply(stale, slots)
 
     def _new_manager(self, num_slots: int, tables: Any) -> Any:
         manager: Any = object.__new__(AdaptiveVerificationManager)
         manager.req_states, manager.num_speculative_steps, manager.num_bonus_tokens = self._states, self.width, 1
         manager._max_total_logits, manager.cost_tables = 1 << 20, tables
         manager._stale_confidences = [SimpleNamespace(np=np.ones((num_slots, self.width), np.float32))]
-        manager._stale_idx = 0
+        manager._stale_idx, manager._pending_resets = 0, []
+        manager._cu_num_logits, manager.query_start_loc = torch.zeros(2, num_slots + 1, dtype=torch.int32)
+        manager._confidence_probs = torch.ones(num_slots, self.width)
         return manager

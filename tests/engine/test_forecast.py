@@ -1,55 +1,109 @@
-"""What budgets of verification go by: drafts that are expected, and drafting that is done."""
+"""What budgets of verification go by: what drafts are expected to be worth, and what steps cost."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from conftest import RUNNER
 
-from vllm_specplugins.engine.v2.exit_costs import ExitCosts
-from vllm_specplugins.engine.v2.forecast import Forecast
+if RUNNER != "v2":
+    pytest.skip("V1 trims nothing on a device", allow_module_level=True)
 
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
+
+from vllm_specplugins.engine.v2.budget import Budget, Confidences, best_budget
+
+S, K = 12, 3
 NOTHING, FOUND = [0.0, 0.0, 0.0], [0.9, 0.8, 0.0]
+STEEP = 1.0 + 0.2 * np.arange(200.0)  # ms by tokens
 
 
-def expected(forecast: Forecast, slots: list[int], steps: list[list[list[float]]]) -> np.ndarray:
-    """Of the last of these steps, by request."""
-    confidences = np.zeros((4, 3))
+def manager(verify_ms: Any = STEEP, most: int = 1 << 20) -> Any:
+    """vLLM's, of requests that all decode; its slots are their names."""
+    own: Any = object.__new__(AdaptiveVerificationManager)
+    own.req_states = SimpleNamespace(
+        max_num_reqs=S, req_id_to_index={str(slot): slot for slot in range(S)}, num_speculative_steps=K,
+        num_computed_tokens_np=np.full(S, 9, np.int32), prefill_len=SimpleNamespace(np=np.full(S, 4, np.int32)),
+    )  # fmt: skip
+    own.num_speculative_steps, own.num_bonus_tokens, own._max_total_logits = K, 1, most
+    own._cu_num_logits, own.query_start_loc = torch.zeros(2, S + 1, dtype=torch.int32)
+    own._confidence_probs, own.cost_tables = torch.ones(S, K), (np.full(S + 1, 0.1), verify_ms)
+    own._stale_confidences, own._stale_idx, own._pending_resets = (
+        [SimpleNamespace(np=np.ones((S, K), np.float32))],
+        0,
+        [],
+    )
+    return own
+
+
+def confidences() -> Confidences:
+    host = torch.ones(S + 1, K)
+    return Confidences(torch.ones(S + 1, K), host, host.numpy())
+
+
+def budgets(slots: list[int], steps: list[list[list[float]]]) -> list[int]:
+    """Of each of these requests alone, after these steps, where a token must survive with more than a half."""
+    found, had = np.zeros((S, K)), np.zeros(S, bool)
+    flat = np.concatenate((np.full(1, 1.0), 1.5 + 0.5 * np.arange(60.0)))
     for step in steps:
-        confidences[slots] = step
-        forecast.apply(confidences, np.array(slots))
-    return confidences[slots]
+        known = np.zeros((S, K), np.float32)
+        known[slots] = step
+        each = [
+            best_budget(known, found, had, np.array([slot]), np.array([K]), 1, 1, 0.0, flat, K) for slot in slots
+        ]  # fmt: skip
+    return each
 
 
 def test_a_request_is_expected_to_find_what_it_found() -> None:
-    """Fails if one that never finds anything gets a budget, if what one finds is another's or a former request's, or if
-    a step in which something was found tells of one in which nothing was."""
-    forecast, turns = Forecast(4, 3), [[NOTHING, NOTHING, FOUND], [FOUND, NOTHING, FOUND]] * 20
-    often, never, always = expected(forecast, [2, 0, 3], [*turns, [NOTHING, NOTHING, NOTHING]])
-    assert often.cumprod() == pytest.approx([0.9, 0.72, 0.0], abs=0.02)
-    assert never.tolist() == always.tolist() == NOTHING
-    forecast.clear(2)
-    assert expected(forecast, [2], [[NOTHING]])[0].tolist() == NOTHING
+    """Fails if one that never finds anything gets a budget, if what one finds is another's, or if a step in which
+    something was found tells of one in which nothing was."""
+    turns = [[NOTHING, NOTHING, FOUND], [FOUND, NOTHING, FOUND]] * 20
+    assert budgets([2, 0, 3], [*turns, [NOTHING] * 3]) == [2, 0, 0]
 
 
-def test_confidences_stay_chances() -> None:
-    """What is there is never lowered. Fails if a product of confidences grows along a draft."""
-    rng, forecast = np.random.default_rng(0), Forecast(4, 3)
-    for _ in range(200):
-        own = rng.random((4, 3)) * (rng.random((4, 1)) < 0.5)
-        raised = own.copy()
-        forecast.apply(raised, np.arange(4))
-        assert (raised.cumprod(axis=1) >= own.cumprod(axis=1) - 1e-12).all()
-        assert (raised <= 1 + 1e-12).all() and (raised >= 0).all()
+def test_as_vllm_chooses() -> None:
+    """Where nothing is forecast, of whole batches and of others. Fails if a token's chance stands for its survival, if
+    a request's are another's, or if the table is read beside its place."""
+    rng = np.random.default_rng(0)
+    for most in (1 << 20, 9):
+        for _ in range(50):
+            ours, theirs, known = manager(most=most), manager(most=most), confidences()
+            budget = Budget(ours, known)
+            known.host[:S] = theirs._stale_confidences[0].np[:] = rng.random((S, K)).astype(np.float32) ** 0.3
+            names = [str(slot) for slot in rng.permutation(S)[:5]]
+            whole = rng.random() < 0.5
+            drafts = {name: [0] * (K if whole else int(rng.integers(0, K + 1))) for name in names}
+            tokens = {name: len(drafts[name]) + (1 if whole else int(rng.integers(1, 3))) for name in names}
+            assert ours.get_num_tokens(tokens, drafts) == theirs.get_num_tokens(tokens, drafts)
+            assert budget._budget == theirs._batch_budget[2]
 
 
-def test_costs_of_what_is_drafted() -> None:
-    """Fails if a share is taken of a share, or if tables that are timed anew are not seen."""
-    costs, manager = ExitCosts(), SimpleNamespace(cost_tables=None)
-    assert costs.of(None, 1) is None and costs.of(manager, 1) is None
-    for whole_ms in (8.0, 2.0):
-        manager.cost_tables = np.array([0.0, whole_ms]), np.array([0.0, 5.0, 6.0])
-        for share in (0.5, 0.25, 1.0):
-            draft_ms, verify_ms = costs.of(manager, 1) or (0.0, None)
-            assert draft_ms == whole_ms and verify_ms.tolist() == [0.0, 5.0, 6.0]
-            costs.expect(manager, share)
-            assert manager.cost_tables[0].tolist() == [0.0, share * whole_ms]
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_costs_nothing_is_not_trimmed(whole: bool) -> None:
+    """Nothing is launched then, and the layout is that of all drafts. Fails if a token is trimmed that costs nothing,
+    or if a row begins elsewhere."""
+    own = manager(verify_ms=np.full(200, 5.0))
+    budget = Budget(own, confidences())
+    budget._share = None  # type: ignore[assignment]
+    own._confidence_probs.zero_()
+    lengths = np.array([K, K] if whole else [K, 1])
+    names, num_tokens = ["4", "7"], 1 + lengths
+    drafts = {name: [0] * int(length) for name, length in zip(names, lengths, strict=True)}
+    assert own.get_num_tokens({n: 1 + len(d) for n, d in drafts.items()}, drafts) == num_tokens.sum()
+    starts = np.concatenate(([0], num_tokens.cumsum())).astype(np.int32)
+    assert own.compact_batch(lengths, num_tokens, starts)[0] is num_tokens
+    found, _, admitted = own.reallocate_drafts(names, torch.tensor([4, 7]))[:3]
+    assert found.tolist() == starts.tolist() and admitted == lengths.sum()
+
+
+def test_a_new_request() -> None:
+    """All of its draft is expected. Fails if it has what its slot's last one had."""
+    own, known = manager(), confidences()
+    budget = Budget(own, known)
+    known.host[:], known.newest[:] = 0.0, 0.0
+    budget._found[3], budget._had_nothing[3] = 0.5, True
+    own.add_request(3)
+    assert known.host[3].tolist() == known.newest[3].tolist() == [1.0] * K and not known.host[4].any()
+    assert not budget._found[3].any() and not budget._had_nothing[3] and own._pending_resets == []

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from vllm_specplugins.engine.v2.budget import share_in_one_launch
-from vllm_specplugins.engine.v2.forecast import Forecast
+from vllm_specplugins.engine.v2.budget import Budget
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -63,28 +62,6 @@ def tell(method: str, why_not: str) -> None:
     logger.warning("%s: draft lengths are planned a step ahead, not trimmed on the device: %s.", method, why_not)
 
 
-def foreseeing(manager: Any) -> Any:
-    """vLLM's manager, if there is one, that plans for drafts which are found from one step to the next."""
-    if manager is None:
-        return None
-    forecast = Forecast(manager.req_states.max_num_reqs, manager.num_speculative_steps)
-    record, add = manager.record_confidences, manager.add_request
-
-    @wraps(record)
-    def recorded(confidence_probs: Any, input_batch: Any) -> None:
-        record(confidence_probs, input_batch)
-        arrived = manager._stale_confidences[manager._stale_idx].np
-        forecast.apply(arrived, input_batch.idx_mapping_np[: input_batch.num_reqs])
-
-    @wraps(add)
-    def added(req_idx: int) -> None:
-        add(req_idx)
-        forecast.clear(req_idx)
-
-    manager.record_confidences, manager.add_request = recorded, added
-    return manager
-
-
 def or_planned(create: Callable[..., Any], runner: Any) -> Callable[..., Any]:
     """vLLM's factory of what carries it out, called when the attention backends are known; a backend that cannot costs
     the true lengths, and not the engine."""
@@ -92,9 +69,9 @@ def or_planned(create: Callable[..., Any], runner: Any) -> Callable[..., Any]:
     @wraps(create)
     def created(**arguments: Any) -> Any:
         try:
-            manager = foreseeing(create(**arguments))
-            if manager is not None and runner.speculator.shares_budget:
-                share_in_one_launch(manager)
+            if (manager := create(**arguments)) is not None:
+                speculator = runner.speculator
+                Budget(manager, speculator.outcomes.confidences, speculator.budget_implementation)
             return manager
         except ValueError as error:
             names = sorted({group.backend.get_name() for groups in arguments["attn_groups"] for group in groups})

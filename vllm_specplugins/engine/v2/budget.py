@@ -1,35 +1,191 @@
-"""Model Runner V2: vLLM's manager of adaptive verification shares a step's budget out in one launch of ours.
+"""Model Runner V2: how many draft tokens a step verifies, in place of the arithmetic of vLLM's manager of adaptive
+verification.
 
-vLLM's own is some twenty operations on the device and a function that torch.compile compiles when it is first called,
-in the middle of serving.
+The host chooses their number, from confidences that are a step old and vLLM's tables of what steps cost, in one
+compiled function; the device shares it out by the newest ones, in one launch. Where a step that verifies all drafts
+costs what one without any does, all are verified, and nothing is launched. S: slots of requests, K: most tokens of a
+draft.
 """
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu import buffer_utils
 
 from vllm_specplugins.kernels.budget import Layout, share_budget
+from vllm_specplugins.structures.compiled import compiled
+
+FREE = 1.02  # a step that costs at most so much more than one without drafts costs the same
+DECAY = 0.8  # of what is known of a request, by step behind one in which nothing was found
 
 
-def share_in_one_launch(manager: Any) -> None:
-    """From now on; the kernel is compiled here."""
-    layout = Layout(manager._cu_num_logits, manager.query_start_loc)
-    chances, num_bonus = manager._confidence_probs, manager.num_bonus_tokens
-    device = chances.device
+class Confidences(NamedTuple):
+    """How likely each token of the newest drafts is to be accepted if those before it are, [S + 1, K] float32 each: on
+    the device, there where the host reads it, and what the host reads, which may be a step older or in part newer."""
 
-    def reallocate_drafts(request_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
-        """vLLM's; what `get_num_tokens` has left there is used once."""
-        (drafts, others, budget), manager._batch_budget = manager._batch_budget, None
-        counts = np.array([[numbers[name] for name in request_ids] for numbers in (drafts, others)], np.int32)
-        share_budget(layout, chances, idx_mapping, async_tensor_h2d(counts, device), budget, num_bonus)
+    newest: torch.Tensor
+    mapped: torch.Tensor
+    host: np.ndarray
+
+
+def new_confidences(num_slots: int, max_num_draft: int, device: torch.device) -> Confidences | None:
+    """None where ranks might read different ones, and so run different graphs: vLLM copies them behind an event."""
+    shape = num_slots + 1, max_num_draft
+    newest = torch.ones(shape, dtype=torch.float32, device=device)
+    if get_tp_group().world_size > 1 or not buffer_utils.is_uva_available():
+        return None
+    buffer = buffer_utils.UvaBuffer(shape, torch.float32)  # of the runner's platform
+    return Confidences(newest, buffer.uva(), buffer.np)
+
+
+@compiled("i8(f4[:, :], f8[:, :], b1[:], i8[:], i8[:], i8, i8, f8, f8[:], i8)")
+def best_budget(
+    confidences: Any,  # [S, K]
+    found: Any,  # [S, K] mean chance of survival behind a step in which nothing was found
+    had_nothing: Any,  # [S], in the step before
+    slots: Any,  # [R]
+    num_drafts: Any,  # [R]
+    num_fixed: int,
+    num_sampling: int,
+    draft_ms: float,
+    verify_ms: Any,  # by tokens
+    most: int,
+) -> int:
+    """How many draft tokens promise most tokens a ms, beside so many others.
+
+    Of a request for which nothing was found is expected what that same request had one step later before: a lookup's
+    confidence is 0 until something is found, and the first of its drafts would find no budget.
+    """
+    scores, count = np.empty(num_drafts.sum()), 0
+    for slot, num_draft in zip(slots, num_drafts):  # noqa: B905
+        survival, had = 1.0, had_nothing[slot]
+        for step in range(num_draft):
+            survival *= confidences[slot, step]
+            if had:
+                found[slot, step] += (1 - DECAY) * (survival - found[slot, step])
+            score = max(survival, found[slot, step])
+            if score > 0:
+                scores[count] = score
+                count += 1
+        if num_draft:
+            had_nothing[slot] = confidences[slot, 0] == 0
+    scores = np.sort(scores[:count])
+    tokens, best = float(num_sampling), 0
+    rate = tokens / (draft_ms + verify_ms[num_fixed])
+    for budget in range(1, min(count, most) + 1):
+        tokens += scores[count - budget]
+        own = tokens / (draft_ms + verify_ms[num_fixed + budget])
+        if own > rate:
+            rate, best = own, budget
+    return best
+
+
+class Budget:
+    """Methods of vLLM's manager.
+
+    Args:
+        confidences: None: vLLM's.
+        implementation: of kernels/budget.
+    """
+
+    def __init__(self, manager: Any, confidences: Confidences | None, implementation: str | None = None):
+        self._manager, self._confidences, self._implementation = manager, confidences, implementation
+        self._states, num_slots = manager.req_states, manager.req_states.max_num_reqs
+        width = manager.num_speculative_steps
+        self._found, self._had_nothing = np.zeros((num_slots, width)), np.zeros(num_slots, bool)
+        self._layout = Layout(manager._cu_num_logits, manager.query_start_loc)
+        self._chances = manager._confidence_probs if confidences is None else confidences.newest[:num_slots]
+        self._add, self._compact = manager.add_request, manager.compact_batch
+        self._budget, self._uniform = 0, 0
+        self._counts: Any = None  # of the batch, in its order: drafts, other tokens; and where its logits begin
+        self._known: dict[Any, torch.Tensor] = {}  # of batches that all drafted as much
+        for num_rows in (1, 33, 257):  # each variant of the kernel is compiled here
+            if num_rows <= num_slots:
+                nobody = torch.zeros(num_rows, dtype=torch.int64, device=self._chances.device)
+                self._share(nobody, 0, self._of(num_rows, 0))
+        for name in ("add_request", "get_num_tokens", "compact_batch", "reallocate_drafts"):
+            setattr(manager, name, getattr(self, name))
+        if confidences is not None:
+            manager.record_confidences = lambda *_: None  # drafting has left them where they are looked for
+
+    def add_request(self, slot: int) -> None:
+        """A new one, of which all is expected."""
+        self._add(slot)
+        self._found[slot], self._had_nothing[slot] = 0.0, False
+        if self._confidences is not None:
+            self._manager._pending_resets.clear()
+            self._chances[slot].fill_(1.0)
+            self._confidences.host[slot] = 1.0
+
+    def get_num_tokens(self, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]]) -> int:
+        """Of a step, by request; how many it runs in all."""
+        num_reqs, total = len(num_tokens), sum(num_tokens.values())
+        num_drafts = np.array([len(drafts.get(request_id, ())) for request_id in num_tokens])
+        most = int(num_drafts.sum())
+        num_fixed, (draft_ms, verify_ms) = total - most, self._manager.cost_tables
+        self._uniform = int(num_drafts[0]) if total == num_reqs * (1 + num_drafts[0]) == num_reqs + most else -1
+        room = max(0, self._manager._max_total_logits - num_reqs * self._manager.num_bonus_tokens)
+        own_ms = float(draft_ms[num_reqs])
+        if most > room or own_ms + verify_ms[total] > FREE * (own_ms + verify_ms[num_fixed]):
+            most = self._chosen(num_tokens, num_drafts, num_fixed, own_ms, verify_ms, min(most, room))
+        self._budget = most
+        self._manager._batch_budget = None, None, most
+        return num_fixed + most
+
+    def _chosen(
+        self, num_tokens: Mapping[str, int], num_drafts: Any, num_fixed: int, draft_ms: float, verify_ms: Any, most: int
+    ) -> int:
+        states, stale = self._states, self._manager
+        slots = np.fromiter(map(states.req_id_to_index.__getitem__, num_tokens), np.int64, len(num_tokens))
+        num_sampling = len(slots)
+        if self._uniform < 0:
+            others = np.fromiter(num_tokens.values(), np.int64, len(slots)) - num_drafts
+            samples = states.num_computed_tokens_np[slots] + others >= states.prefill_len.np[slots]
+            num_sampling = int(np.count_nonzero(samples))
+        known = stale._stale_confidences[stale._stale_idx].np if self._confidences is None else self._confidences.host
+        records = known, self._found, self._had_nothing
+        return int(best_budget(*records, slots, num_drafts, num_fixed, num_sampling, draft_ms, verify_ms, most))
+
+    def compact_batch(self, num_drafts: Any, num_tokens: Any, cu_num_logits: Any) -> Any:
+        """See vLLM's."""
+        self._counts = num_drafts, num_tokens, cu_num_logits
+        return self._compact(num_drafts, num_tokens, cu_num_logits)
+
+    def reallocate_drafts(self, request_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
+        """See vLLM's."""
+        num_reqs, layout, (num_drafts, num_tokens, starts) = len(request_ids), self._layout, self._counts
         # vLLM 0.33 hands out what was admitted, too, where sampling is sharded by batch: then nothing is trimmed.
-        more = (None,) if hasattr(manager, "_copy_admitted_drafts_to_host") else ()
-        return layout.cu_num_logits[: len(request_ids) + 1], layout.query_start_loc, budget, *more
+        more = (None,) if hasattr(self._manager, "_copy_admitted_drafts_to_host") else ()
+        self._manager._batch_budget = None
+        if self._budget == int(num_drafts.sum()):  # as vLLM has just uploaded it
+            if self._uniform < 0:
+                return async_tensor_h2d(starts, self._chances.device), layout.query_start_loc, self._budget, *more
+            return self._starts(num_reqs), layout.query_start_loc, self._budget, *more
+        counts = self._of(num_reqs, self._uniform)
+        if self._uniform < 0:
+            counts = async_tensor_h2d(np.stack((num_drafts, num_tokens - num_drafts)).astype(np.int32), counts.device)
+        self._share(idx_mapping, self._budget, counts)
+        return layout.cu_num_logits[: num_reqs + 1], layout.query_start_loc, self._budget, *more
 
-    for num_rows in (1, 33, 257):  # each variant
-        if num_rows <= len(chances):
-            slots, counts = torch.zeros(num_rows, device=device).long(), torch.zeros(2, num_rows, device=device).int()
-            share_budget(layout, chances, slots, counts, 0, num_bonus)
-    manager.reallocate_drafts = reallocate_drafts
+    def _share(self, slots: torch.Tensor, budget: int, counts: torch.Tensor) -> None:
+        bonus = self._manager.num_bonus_tokens
+        share_budget(self._layout, self._chances, slots, counts, budget, bonus, self._implementation)
+
+    def _of(self, num_reqs: int, num_draft: int) -> torch.Tensor:
+        """[2, R] of a batch of which each request has so many drafts and one token beside them."""
+        if (num_reqs, num_draft) not in self._known:
+            counts = np.repeat(np.array([[max(0, num_draft)], [1]], np.int32), num_reqs, axis=1)
+            self._known[num_reqs, num_draft] = async_tensor_h2d(counts, self._chances.device)
+        return self._known[num_reqs, num_draft]
+
+    def _starts(self, num_reqs: int) -> torch.Tensor:
+        """[R + 1], where the logits of each begin."""
+        if (None, self._uniform) not in self._known:
+            device, width = self._chances.device, 1 + self._uniform
+            starts = torch.arange(0, len(self._found) * width + 1, width, dtype=torch.int32, device=device)
+            self._known[None, self._uniform] = starts
+        return self._known[None, self._uniform][: num_reqs + 1]

@@ -26,7 +26,7 @@ class LookupSpeculator(BaseSpeculator):
 
     supports_mm_inputs = False
     draft_logits = None
-    shares_budget: bool = True  # by our kernel, unless it failed its check
+    budget_implementation: str | None = None  # of kernels/budget; the reference where the kernel failed its check
     barrier: FaultBarrier  # set by runner.attach; it counts, and has nothing to guard
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):

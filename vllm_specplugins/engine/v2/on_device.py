@@ -36,7 +36,7 @@ class DeviceSpeculator(TargetSpeculator):
     """See the module. Drafting by another way than a graph is guarded like any proposer."""
 
     texts: DeviceTexts | None = None
-    shares_budget: bool = True  # by our kernel, unless it failed its check
+    budget_implementation: str | None = None  # of kernels/budget; the reference where the kernel failed its check
     _layers: LateChoice | None = None  # of the exit, where they are chosen
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):

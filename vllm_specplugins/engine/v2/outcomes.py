@@ -12,6 +12,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.engine.v2.arriving import Arriving, Lengths
+from vllm_specplugins.engine.v2.budget import new_confidences
 from vllm_specplugins.engine.v2.tally import Tally
 from vllm_specplugins.kernels import calibration
 from vllm_specplugins.kernels.calibration.state import clear, new_state
@@ -37,6 +38,7 @@ class Outcomes:
         self._num_rows = 0  # of the step before: behind them all is padding
         # How likely each token is to be accepted if those before it are; 0 behind a draft's end. By rows.
         self.probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
+        self.confidences = new_confidences(num_slots, max_num_draft, device)
         self._known = new_state(num_stages, num_slots + 1, max_num_draft, device)
         self._num_draft = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.tally = Tally(num_slots, max_num_draft, num_stages if num_stages > 1 else 0, device)
@@ -99,6 +101,9 @@ class Outcomes:
             known.num_sent[slots], known.sent_stage[slots] = drafts.num_draft.int(), drafts.stage.int()
         if rates:
             calibration.predict(known, slots, _rated(drafts), self.probs[:num_rows], self.implementation)
+        if self.confidences is not None:
+            for table in self.confidences[:2]:
+                table[slots] = self.probs[:num_rows]
         self._num_draft[:num_rows] = drafts.num_draft
 
     def _told(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ _REMEDIES = {
     "noise": "drafting is switched off",
     "lookup": "its reference looks up, which is slower",
     "calibration": "its reference rates drafts, which is slower",
-    "budget": "vLLM shares out what is verified, which is slower",
+    "budget": "its reference shares out what is verified, which is slower",
 }
 VARIABLE, _VALUES = "VLLM_SPECPLUGINS_SELF_CHECK", ("0", "1", "only")
 
@@ -77,7 +77,7 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
     if "calibration" in failed:
         speculator.outcomes.implementation = "reference"
     if "budget" in failed:
-        speculator.shares_budget = False
+        speculator.budget_implementation = "reference"
 
 
 def shapes_of(vllm_config: Any) -> Shapes:
