@@ -65,6 +65,21 @@ def v2_on_a_cpu() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=RUNNER == "v2")
+def whole_drafts() -> Iterator[None]:
+    """Schedulers ask for K tokens: what a step takes says nothing in an interpreter."""
+    from vllm_specplugins.engine.v2 import scheduler
+    from vllm_specplugins.proposers.step_times import StepTimes
+
+    class Whole(StepTimes):
+        def choose(self, num_reqs: int) -> int:
+            return self.lengths[-1]
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(scheduler, "StepTimes", Whole)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=TAPES)
 def tapes(request: pytest.FixtureRequest, engine: Any) -> Iterator[None]:
     """Engines run on the simulated device and record graphs, but in files that say why not (WITHOUT_TAPES), and in the

@@ -105,7 +105,7 @@ def test_nothing_found_costs_one_token(llm: Any, verified: list[dict[str, int]])
     params = [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, **own) for most, own in (
         (4, {"allowed_token_ids": [100, 101, 102]}), (16, {"allowed_token_ids": [5]}))]  # fmt: skip
     llm.generate(prompts, params, use_tqdm=False)
-    both = [lengths for lengths in verified if len(lengths) == 2]
+    both = [lengths for lengths in verified if len(lengths) == 2][:2]  # later it may repeat itself
     first = min(both[0], key=lambda name: int(name.split("-")[0]))
     assert len(both) >= 2 and all(lengths[first] == 1 for lengths in both[1:]), both
     assert any(max(lengths.values()) > 1 for lengths in both[1:]), both
@@ -116,10 +116,8 @@ def test_any_confidence(
 ) -> None:
     """Trimmed at random. Fails if verification takes a draft's scheduled length for its true one."""
     manager, rng = runner(llm).adaptive_verification, torch.Generator().manual_seed(1)
-    record = manager.record_confidences
-    monkeypatch.setattr(
-        manager, "record_confidences", lambda probs, batch: record(probs.uniform_(generator=rng), batch)
-    )
+    newest = runner(llm).speculator.outcomes.confidences.newest
+    monkeypatch.setattr(manager, "record_confidences", lambda *_: newest.uniform_(generator=rng))
     assert generate(llm, prompts[:4], [4], max_tokens=NUM_TOKENS) == expected[:4]
     assert any(len(set(lengths.values())) > 2 for lengths in verified), verified
 

@@ -15,6 +15,7 @@ from vllm_specplugins.methods import drafts_on_device, reads_history
 logger = logging.getLogger("vllm.specplugins")
 
 SCHEDULER = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
+SYNCHRONOUS = "vllm_specplugins.engine.v2.scheduler.ChoosingScheduler"
 
 
 def wanted_of_vllm(config: SpecConfig, asked: bool | None, num_stages: int) -> bool | None:
@@ -45,6 +46,9 @@ def settle(vllm_config: Any, asked: bool | None) -> None:
                 f"{method}: pipeline_parallel_size must be 1 without async_scheduling, where vLLM plans drafts for a "
                 f"request whose last step is still under way, not {num_stages}."
             )
+        chooses = vllm_config.use_v2_model_runner and vllm_config.speculative_config.chooses_length
+        if chooses and scheduler.scheduler_cls is None:
+            scheduler.scheduler_cls = SYNCHRONOUS
         return
     if not vllm_config.use_v2_model_runner:
         raise ConfigError(f"{method}: async_scheduling must be false on Model Runner V1, not True.")

@@ -110,6 +110,13 @@ class PluginSpeculativeConfig(SpeculativeConfig):
         return self.reads_history and not self.drafts_on_device
 
     @property
+    def chooses_length(self) -> bool:
+        """Whether the scheduler chooses how many tokens a step drafts, on Model Runner V2; on the host a gate does."""
+        config = self.plugin_config
+        gates = (getattr(part, "gate", "auto") for part in (config.common, config.own))
+        return not self.reads_on_host and "off" not in gates
+
+    @property
     def hands_out_states(self) -> bool:
         """Whether the target's states behind early layers are looked at."""
         return bool(layers_to_hand_out(self.plugin_config))

@@ -94,7 +94,7 @@ class Budget:
 
     def __init__(self, manager: Any, confidences: Confidences | None, implementation: str | None = None):
         self._manager, self._confidences, self._implementation = manager, confidences, implementation
-        self._states, num_slots = manager.req_states, manager.req_states.max_num_reqs
+        self._req_states, num_slots = manager.req_states, manager.req_states.max_num_reqs
         width = manager.num_speculative_steps
         self._found, self._had_nothing = np.zeros((num_slots, width)), np.zeros(num_slots, bool)
         self._layout = Layout(manager._cu_num_logits, manager.query_start_loc)
@@ -139,14 +139,16 @@ class Budget:
     def _chosen(
         self, num_tokens: Mapping[str, int], num_drafts: Any, num_fixed: int, draft_ms: float, verify_ms: Any, most: int
     ) -> int:
-        states, stale = self._states, self._manager
-        slots = np.fromiter(map(states.req_id_to_index.__getitem__, num_tokens), np.int64, len(num_tokens))
-        num_sampling = len(slots)
+        index, num_sampling = self._req_states.req_id_to_index, len(num_tokens)
+        slots = np.fromiter(map(index.__getitem__, num_tokens), np.int64, num_sampling)
         if self._uniform < 0:
-            others = np.fromiter(num_tokens.values(), np.int64, len(slots)) - num_drafts
-            samples = states.num_computed_tokens_np[slots] + others >= states.prefill_len.np[slots]
-            num_sampling = int(np.count_nonzero(samples))
-        known = stale._stale_confidences[stale._stale_idx].np if self._confidences is None else self._confidences.host
+            others = np.fromiter(num_tokens.values(), np.int64, num_sampling) - num_drafts
+            ends = self._req_states.num_computed_tokens_np[slots] + others
+            num_sampling = int(np.count_nonzero(ends >= self._req_states.prefill_len.np[slots]))
+        if self._confidences is None:
+            known = self._manager._stale_confidences[self._manager._stale_idx].np
+        else:
+            known = self._confidences.host
         records = known, self._found, self._had_nothing
         return int(best_budget(*records, slots, num_drafts, num_fixed, num_sampling, draft_ms, verify_ms, most))
 

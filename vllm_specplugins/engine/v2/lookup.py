@@ -90,8 +90,12 @@ class LookupSpeculator(BaseSpeculator):
     ) -> torch.Tensor:
         """vLLM's signature; returns [num_reqs, K] int64, padded with 0, which is a token that can be verified."""
         num_reqs = input_batch.num_reqs
-        self._limits.most = self._max_num_draft if num_speculative_tokens is None else num_speculative_tokens
+        most = self._max_num_draft if num_speculative_tokens is None else num_speculative_tokens
         rehearses = dummy_run or warms_up(input_batch.req_ids)
+        if not rehearses and self.tally.rests(input_batch, most):
+            self.outcomes.rest()
+            return self._draft_tokens[:num_reqs]
+        self._limits.most = most
         self.outcomes.begin(
             input_batch.idx_mapping[:num_reqs], num_sampled[:num_reqs], num_rejected[:num_reqs], rehearses
         )

@@ -186,10 +186,12 @@ V2_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "v1/worker/gpu/states.py",
         "RequestState",
-        "max_num_reqs max_model_len req_id_to_index prefill_len",
+        "max_num_reqs max_model_len req_id_to_index num_computed_tokens_np prefill_len",
         "tokens on the device",
     ),
     *members_of("v1/worker/gpu/buffer_utils.py", "UvaBackedTensor", "copy_to_uva(self, n)", "limits on the device"),
+    *_trims("v1/worker/gpu/buffer_utils.py", "", "is_uva_available UvaBuffer"),
+    *_trims("v1/worker/gpu/buffer_utils.py", "UvaBuffer", "np uva(self, n)"),
     *members_of("utils/torch_utils.py", "", "async_tensor_h2d(data, device, dtype, out)", "references on the device"),
     *members_of(
         "config/speculative.py", "SpeculativeConfig", "use_ngram(self)", "tokens on the device", kind="override"
@@ -201,7 +203,9 @@ V2_MEMBERS: tuple[Seam, ...] = (
         "AdaptiveVerificationManager",
         "req_states num_speculative_steps cost_tables _stale_confidences _stale_idx add_request(self, req_idx) "
         "record_confidences(self, confidence_probs, input_batch) reallocate_drafts(self, req_ids, idx_mapping) "
-        "_cu_num_logits query_start_loc _confidence_probs num_bonus_tokens _batch_budget",
+        "_cu_num_logits query_start_loc _confidence_probs num_bonus_tokens _batch_budget _max_total_logits "
+        "_pending_resets get_num_tokens(self, num_tokens_per_req, draft_tokens) "
+        "compact_batch(self, num_draft_tokens_per_req, num_scheduled_tokens, cu_num_logits_np)",
         "instance",
     ),
     *_trims(

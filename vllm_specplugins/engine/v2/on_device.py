@@ -28,8 +28,8 @@ from vllm_specplugins.engine.v2.target import TargetSpeculator
 from vllm_specplugins.engine.v2.texts import DeviceTexts
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.proposers.exit_gate import depths
 from vllm_specplugins.proposers.on_device import EXIT, EXTENDING, LOOKUP, OnDevice, Parts, keep_logits
+from vllm_specplugins.proposers.step_times import lengths_up_to
 
 
 class DeviceSpeculator(TargetSpeculator):
@@ -60,7 +60,7 @@ class DeviceSpeculator(TargetSpeculator):
     @property
     def _depths(self) -> tuple[int, ...]:
         """That there are graphs of."""
-        return depths(self._cascade.num_steps)
+        return lengths_up_to(self._cascade.num_steps)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         none = super().load_draft_model(target_model, target_attn_layer_names)
@@ -99,6 +99,9 @@ class DeviceSpeculator(TargetSpeculator):
         super().remove(request_ids)
         if self.texts is not None:
             self.texts.remove(request_ids)
+
+    def _rest(self) -> None:
+        self.outcomes.rest()
 
     def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
         num_reqs = input_batch.num_reqs

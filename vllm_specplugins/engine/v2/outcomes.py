@@ -35,7 +35,7 @@ class Outcomes:
         self._req_states, self.device = req_states, device
         self._slots = torch.full((num_slots,), num_slots, dtype=torch.int64, device=device)
         self._num_sampled, self._num_rejected = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
-        self._num_rows = 0  # of the step before: behind them all is padding
+        self._num_rows, self._rests = 0, False  # of the step before: behind its rows all is padding
         # How likely each token is to be accepted if those before it are; 0 behind a draft's end. By rows.
         self.probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
         self.confidences = new_confidences(num_slots, max_num_draft, device)
@@ -54,7 +54,7 @@ class Outcomes:
         self, slots: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor, rehearses: bool
     ) -> None:
         """Takes what a step has sampled, of [num_reqs] rows; nothing is learned from a rehearsal."""
-        num_reqs = len(slots)
+        num_reqs, self._rests = len(slots), False
         nobody = self._req_states.max_num_reqs
         for buffer, values, padding in (
             (self._slots, slots, nobody), (self._num_sampled, num_sampled, 0), (self._num_rejected, num_rejected, 0)
@@ -67,6 +67,16 @@ class Outcomes:
         if rehearses:
             self._num_sampled.clamp_(max=1)
             self._num_rejected.zero_()
+
+    def rest(self) -> None:
+        """Nothing is drafted: of the next drafts all is expected, so that it is seen what they are worth."""
+        if self.confidences is None:
+            self.probs.fill_(1.0)
+        elif not self._rests:
+            self.confidences.newest.fill_(1.0)
+        if self.confidences is not None:
+            self.confidences.host.fill(1.0)  # again and again: what was under way may come after it
+        self._rests = True
 
     def rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots and tokens sampled, [R] each; of padding, any slot and 0."""

@@ -1,21 +1,95 @@
-"""Scheduler for asynchronous scheduling: plans a request's draft length from its recent record.
+"""Schedulers of Model Runner V2: how many tokens a step drafts for each request, and how many of them are planned.
 
-vLLM plans a step before the drafts that it will verify exist, and so plans K for every request. This one plans
-the length that the request's last known draft had: a request for which nothing is found costs one token, not
-K + 1, from the third step on. The worker reports the lengths on its output. Before, and where drafts are trimmed on the
-device (adaptive verification), which reports none, a request's options count.
+One number for all requests, by what steps have taken and brought (proposers/step_times.py). It is chosen here, in one
+process, so that ranks cannot differ, and reaches them with the step. vLLM asks where it has a schedule of its own.
+
+Scheduled asynchronously, a step is planned before the drafts exist that it will verify. Where they are trimmed on the
+device all are planned; else as many as the request's last known draft had, which the worker reports on its output: a
+request for which nothing is found costs one token, not K + 1, from the third step on. Before, its options count.
 """
 
+from collections.abc import Callable, Mapping
+from time import perf_counter
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.v2.report import REPORT
+from vllm_specplugins.proposers.step_times import StepTimes
 from vllm_specplugins.request_options import draft_limit
 
+_VERIFIES = "specplugins_num_draft"  # attribute of SchedulerOutput: tokens that the step before had drafted
 
-class PlannedScheduler(AsyncScheduler):
+
+class DraftLengths:
+    """vLLM's `dynamic_sd_lookup`: by number of requests, how many tokens to draft for each in this step.
+
+    A length holds for two steps at least: the second one drafts as many tokens as it verifies, and so tells what both
+    take.
+
+    Args:
+        most: K.
+        clock: seconds.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = perf_counter):
+        self._times, self._clock = StepTimes(most), clock
+        self._length, self._holds = most, False
+        self._ids: Mapping[str, int] = {}  # requests of the step that was over last
+        self._at = 0.0  # when it was
+
+    def __getitem__(self, num_reqs: int) -> int:
+        self._holds = not self._holds
+        if self._holds:
+            self._length = self._times.choose(num_reqs)
+        return self._length
+
+    def tell(self, scheduled: Any, output: Any) -> None:
+        """A step is over."""
+        before, now, ids = self._at, self._clock(), scheduled.num_scheduled_tokens
+        same, self._ids, self._at = self._ids.keys() == ids.keys(), ids, now
+        drafts = scheduled.scheduled_spec_decode_tokens
+        decodes = scheduled.total_num_scheduled_tokens == len(ids) + sum(map(len, drafts.values()))
+        length = getattr(scheduled, _VERIFIES, None)
+        if same and decodes and ids and length == scheduled.num_spec_tokens_to_schedule:
+            self._times.add(len(ids), length, 1000 * (now - before), list(map(len, output.sampled_token_ids)))
+
+
+class _Choosing:
+    """Mixin over a scheduler of vLLM's.
+
+    vLLM with several engines of a mixture of experts must draft as much in each, or they wait for one another.
+    """
+
+    dynamic_sd_lookup: Any
+    num_spec_tokens: int
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        config, parallel = self.vllm_config.speculative_config, self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        self._lengths: DraftLengths | None = None
+        self._drafted = self.num_spec_tokens  # in the last step that was planned
+        if config.chooses_length and parallel.pipeline_parallel_size == parallel.data_parallel_size == 1:
+            self.dynamic_sd_lookup = self._lengths = DraftLengths(self.num_spec_tokens)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        if self._lengths is not None:
+            self._lengths.tell(scheduler_output, model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        setattr(scheduler_output, _VERIFIES, self._drafted)
+        self._drafted = scheduler_output.num_spec_tokens_to_schedule
+
+
+class ChoosingScheduler(_Choosing, Scheduler):
+    """vLLM's synchronous scheduler, which knows the drafts."""
+
+
+class PlannedScheduler(_Choosing, AsyncScheduler):
     """vLLM's AsyncScheduler with true draft lengths, one step late."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -28,7 +102,8 @@ class PlannedScheduler(AsyncScheduler):
         self._has_options |= bool(request_options(request.sampling_params))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        if lengths := getattr(model_runner_output, REPORT, None):
+        lengths = getattr(model_runner_output, REPORT, None)
+        if lengths and scheduler_output.num_spec_tokens_to_schedule:  # or else nothing was asked for
             self._planned.update(lengths.items())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if len(self._planned) > 2 * len(self.requests) + 64:

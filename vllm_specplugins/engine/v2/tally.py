@@ -5,6 +5,7 @@ batch or of a graph, K: most tokens of a draft, M: stages.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ class Tally:
         self._starts, self._width, self._nothing = np.cumsum([0, *sizes]).tolist(), width, sum(sizes)
         self._once = torch.ones(num_slots, dtype=torch.int64, device=device)  # what a row counts
         self._by_slot = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)  # verified, accepted
-        self._counts_now = True
+        self._counts_now, self._drafted, self._rests = True, max_num_draft, 0
         self._slots: dict[str, int] = {}
         self._over: list[Arriving] = []  # of requests that are over
         self._arriving: Arriving | None = None
@@ -47,6 +48,14 @@ class Tally:
         if counts != self._counts_now:
             self._counts_now = counts
             self._once.fill_(counts)
+
+    def rests(self, input_batch: Any, most: int) -> bool:
+        """Whether a step that may draft so many tokens has nothing to do: nothing was drafted in the one before."""
+        before, self._drafted = self._drafted, most
+        if most or before or input_batch.has_prefill:
+            return False
+        self._rests += input_batch.num_reqs
+        return True
 
     def start(self, slots: dict[str, int]) -> None:
         """Requests that are new, or back after a preemption."""
@@ -108,6 +117,10 @@ class Tally:
 
     def move_to(self, counters: Counters, stages: Sequence[StageCounters]) -> None:
         """Adds what had been counted when this was last called, and begins to copy what has been since."""
+        counters.request_steps += self._rests
+        if self._rests:
+            count(counters.draft_lengths, 0, self._rests)
+        self._rests = 0
         arriving, self._arriving = self._arriving, Arriving((), self._totals)
         if arriving is None:
             return

@@ -188,8 +188,11 @@ class TargetSpeculator(DraftModelSpeculator):
         drafts = self.draft_tokens[:num_reqs]
         if num_speculative_tokens is None:
             num_speculative_tokens = self.num_speculative_steps
-        self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run)
         rehearses = dummy_run or warms_up(input_batch.req_ids)
+        if self._histories is None and not rehearses and self.tally.rests(input_batch, num_speculative_tokens):
+            self._rest()
+            return drafts
+        self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run)
         if self.adapters_of is not None:
             self.adapters = self.adapters_of(input_batch, rehearses)
         if rehearses:
@@ -213,6 +216,9 @@ class TargetSpeculator(DraftModelSpeculator):
         rows = 0 if dummy_run else num_reqs
         self.idx_mapping[:rows].copy_(idx_mapping[:rows])
         self.idx_mapping[rows:].fill_(-1)
+
+    def _rest(self) -> None:
+        """A step in which nothing is drafted, as in the one before."""
 
     def _take_inputs(
         self,

@@ -134,9 +134,17 @@ COMMON_MEMBERS: tuple[Seam, ...] = (
     *members_of(
         "v1/core/sched/scheduler.py",
         "Scheduler",
-        "requests num_spec_tokens max_model_len",
+        "requests num_spec_tokens max_model_len dynamic_sd_lookup vllm_config add_request(self, request)",
         "the requests whose drafts are planned",
     ),
+    *members_of(
+        "v1/core/sched/output.py",
+        "SchedulerOutput",
+        "num_scheduled_tokens scheduled_spec_decode_tokens total_num_scheduled_tokens num_spec_tokens_to_schedule",
+        "how many tokens a step drafts",
+    ),
+    *members_of("v1/worker/gpu/async_utils.py", "AsyncOutput", "sampled_token_ids", "what a step brought"),
+    *members_of("v1/worker/gpu/input_batch.py", "InputBatch", "has_prefill", "steps that draft nothing"),
     *members_of(
         "v1/core/sched/async_scheduler.py",
         "AsyncScheduler",
