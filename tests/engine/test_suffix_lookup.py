@@ -7,7 +7,7 @@ import pytest
 from cases import STRESS, SUFFIX_LOOKUP, generate, mixed_prompts
 from conftest import DEMO_MODEL, spec_metrics
 
-from vllm_specplugins.structures.store_file import StoreFileError, read
+from vllm_specplugins.structures.store_file import StoreFile, StoreFileError
 
 SIZES = [1, 4, 3]
 
@@ -49,7 +49,7 @@ def test_outputs_and_store(engine: Any, prompts: list[list[int]], tmp_path: Path
     assert stats(llm)["texts"] > len(prompts)
     llm.collective_rpc("specplugins_store", args=("save",))
     with pytest.raises(StoreFileError, match="tokenizer"):
-        read(path, b"other".ljust(16), 1 << 20, 1 << 30)
+        StoreFile(path, b"other".ljust(16), 1 << 20, 1 << 30).read()
     llm.collective_rpc("specplugins_store", args=("reset",))
     assert stats(llm)["texts"] == stats(llm)["tokens"] == 0
     assert generate(llm, prompts[:4], [4]) == expected[:4]

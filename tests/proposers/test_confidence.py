@@ -1,5 +1,5 @@
 """Chances of acceptance as kernels/calibration says them: predicted against observed, on recorded texts and made-up
-ones; and the records of the host beside its own."""
+ones; and the records that gates on the host go by."""
 
 import sys
 from collections.abc import Iterator
@@ -12,13 +12,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 from prompts import edit_answer, load_prompts
 from transformers import AutoTokenizer
-from vllm_specplugins.kernels.calibration import PRIOR_WEIGHT, Drafts, learn, predict
+from vllm_specplugins.kernels.calibration import DECAY, PRIOR_WEIGHT, Drafts, learn, predict
 from vllm_specplugins.kernels.calibration.state import new_state
 
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
-from vllm_specplugins.proposers.records import Records
+from vllm_specplugins.proposers.host.records import GRADES
+from vllm_specplugins.proposers.records import FIRST_GUESSES, SHARED_DECAY, Records
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
 K, NUM_ROWS = 6, 8
@@ -133,19 +134,27 @@ def test_stages_are_learned_apart(seed: int) -> None:
 
 
 def test_records_of_the_host() -> None:
-    """Those by which a gate on the host goes are the same. Fails if a grade, a prior or a decay is another there, or if
-    drafts are not added in their order."""
-    host, state = Records(2, NUM_ROWS), new_state(2, NUM_ROWS, K, "cpu")
-    for step in made_up(4):
-        rows, drafts, verified, accepted = step
+    """Beside dictionaries. Fails if a grade, a prior or a decay is another, or if drafts are added in another order."""
+    host, own, shared = Records(2, NUM_ROWS), {}, {}
+
+    def grade(sure: float) -> int:
+        return sum(sure > above for above in GRADES)
+
+    for rows, drafts, verified, accepted in made_up(4):
         host.add(rows, drafts.stage, drafts.confidence, verified, accepted)
-        slots, own, *fates = known(step)
-        predict(state, slots, own, torch.empty(own.stage.shape))
-        learn(state, slots, *fates)
-        for expected, found in zip(host.on_host[:4], state[:4], strict=True):
-            np.testing.assert_allclose(found, expected, atol=1e-9)
-        prior = host.on_host[3] / host.on_host[2]
-        rates = (host.on_host[1] + PRIOR_WEIGHT * prior) / (host.on_host[0] + PRIOR_WEIGHT)
-        for stage in (0, 1):
-            sure = np.repeat([[1.0, 3.0, 5.0, 9.0]], len(rows), axis=0)
-            np.testing.assert_allclose(host.chances(rows, stage, sure), rates[rows, stage], atol=1e-9)
+        for index, row in enumerate(rows.tolist()):
+            places = range(min(verified[index], accepted[index] + 1))
+            cells = [(int(drafts.stage[index, place]), grade(drafts.confidence[index, place])) for place in places]
+            for cell in set(cells):
+                own[row, *cell] = [DECAY * count for count in own.get((row, *cell), (0.0, 0.0))]
+                first = PRIOR_WEIGHT, PRIOR_WEIGHT * FIRST_GUESSES[cell[1]]
+                shared[cell] = [SHARED_DECAY * count for count in shared.get(cell, first)]
+            for place, cell in enumerate(cells):
+                for counts in (own[row, *cell], shared[cell]):
+                    counts[0], counts[1] = counts[0] + 1, counts[1] + (place < accepted[index])
+    assert len(own) > 2 * NUM_ROWS
+    for (row, stage, at), (tried, right) in own.items():
+        prior = shared[stage, at][1] / shared[stage, at][0]
+        sure = np.full((1, K), [*GRADES, 99.0][at])
+        expected = (right + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
+        np.testing.assert_allclose(host.chances(np.array([row]), stage, sure), expected, atol=1e-9)

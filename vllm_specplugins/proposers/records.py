@@ -1,7 +1,7 @@
 """How often drafts were right, by request, stage and grade of confidence: in arrays, one row for each request.
 
-The same records as those of kernels/calibration, which says why, for gates on the host. R: requests of a step, K: most
-tokens of a draft.
+For gates on the host, which go by these alone; kernels/calibration, which says why, has coarser ones and a regression.
+R: requests of a step, K: most tokens of a draft.
 """
 
 from collections.abc import Sequence
