@@ -36,7 +36,8 @@ def _unfailing(handle: Callable[[logging.LogRecord], None]) -> Callable[[logging
 
 setattr(logger, "handle", _unfailing(logger.handle))  # noqa: B010
 
-OUR_OPTIONS = frozenset({"enabled", "max_draft", "max_context", "stages"})  # which no proposer reads
+# Which no proposer of another's reads.
+OUR_OPTIONS = frozenset({"enabled", "learn", "max_context", "max_draft", "stages", "tenant"})
 LONGEST_CAUSE = 300
 
 RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow"

@@ -86,11 +86,11 @@ def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
 
 
 def _cheap_steps(rows: Sequence[Row]) -> Iterator[str]:
-    """Decoding that gained more than tokens per step explain: nothing known makes steps with drafts cheaper."""
+    """Decoding that gained more than tokens per step explain, for which no reason is measured yet."""
     for row in rows:
         if row.beats_its_steps:
             yield (
                 f"{row.method} ({row.cell}) decodes {row.decoding.median:.2f}x as fast with {row.tokens_per_step:.2f} "
-                f"tokens/step: its steps took {row.step_cost} of one without speculation. No reason for that was ever "
-                "measured (docs/figures.md), so do not believe the excess: the machine was busy with something else."
+                f"tokens/step: its steps took {row.step_cost} of one without speculation. What makes them cheaper was "
+                "not measured yet (docs/figures.md), so this row gives no advice."
             )
