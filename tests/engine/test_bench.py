@@ -44,7 +44,7 @@ def test_benchmarks_the_demo_model(tmp_path: Path) -> None:
             assert row["tokens_per_step"] == 1 and row["coverage"] == 0
             continue
         # It copies: most steps find something, and most of it is right.
-        assert 1.2 < row["tokens_per_step"] < 6 and 0.3 < row["coverage"] <= 1 and 0.2 < row["accepted"] <= 1
+        assert 1.2 < row["tokens_per_step"] < 32 and 0.3 < row["coverage"] <= 1 and 0.2 < row["accepted"] <= 1
         pairs = zip(row["decoding"]["rounds"], row["step_cost"]["rounds"], strict=True)
         products = [decoding * step_cost for decoding, step_cost in pairs]
         assert 0.99 * min(products) <= row["tokens_per_step"] <= 1.01 * max(products)
@@ -53,8 +53,10 @@ def test_benchmarks_the_demo_model(tmp_path: Path) -> None:
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
-METHODS = {  # without a gate, which goes by times
-    "suffix_lookup": {"method": "suffix_lookup", "gate": "off"},
+# Without a gate, which goes by times. What suffix_lookup has learnt of how often it is right is kept between rounds:
+# with 31 tokens that is worth 10 %, with 5 less than what is allowed.
+METHODS = {
+    "suffix_lookup": {"method": "suffix_lookup", "num_speculative_tokens": 5, "gate": "off"},
     "prompt_lookup": {"method": "prompt_lookup", "gate": "off"},
     "cascade": {**NAMED["cascade"], "gate": "off"},
 }
