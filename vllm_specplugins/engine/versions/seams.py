@@ -264,7 +264,7 @@ COMMON: tuple[Seam, ...] = (
         "entrypoints/openai/chat_completion/protocol.py",
         "ChatCompletionRequest.to_sampling_params",
         "self max_tokens default_sampling_params",
-        "wrap",
+        "patch",
     ),
     Seam("exceptions.py", "VLLMValidationError", None, "read", "what the front end answers 400 to"),
     Seam(
