@@ -12,7 +12,6 @@ sys.path[:0] = [str(TESTS / "bench"), str(TESTS / "traces")]
 from bench_load import Cell, cells  # noqa: E402
 from make import KINDS, trace  # noqa: E402
 
-
 AMONG_MANY = pytest.mark.xfail(reason="since drafts are as long as their match: 0.89 of drafting all, not 0.95")
 
 
