@@ -13,6 +13,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.counters import Counters, StageCounters, count
+from vllm_specplugins.draft import Feedback
 from vllm_specplugins.engine.v2.arriving import Arriving
 from vllm_specplugins.proposers.drafted import Drafted, columns
 
@@ -61,6 +62,9 @@ class Tally:
         """Requests that are new, or back after a preemption."""
         self._slots |= slots
         self._by_slot.index_fill_(0, async_tensor_h2d(np.array(list(slots.values())), self._by_slot.device), 0)
+
+    def add(self, feedback: Feedback) -> None:
+        """Nothing: a step that is drafted for outside of graphs tells the host no more than one within."""
 
     def take(self, request_ids: Sequence[str]) -> list[float]:
         """Acceptance rates of requests that were over earlier; begins to copy those of requests that are over now."""
