@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 LONGEST_LIST = 1000  # times that nobody takes are dropped, the oldest first
-EVERY = 64  # call is timed: two events take the host some ten microseconds
+EVERY = 64  # call is timed on a GPU: two events take the host some ten microseconds
 
 
 class DeviceClock:
-    """Collects the durations of every 64th call, in seconds.
+    """Collects the durations of calls, on a GPU of every 64th, in seconds.
 
     On a GPU a call returns before its kernels have run: a pair of events around it says how long they took, and is
     read when they are done.
@@ -27,7 +27,7 @@ class DeviceClock:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The function's result."""
         self._num_calls += 1
-        if self._num_calls % EVERY != 1:
+        if self._on_gpu and self._num_calls % EVERY != 1:
             return function(*args, **kwargs)
         if self._on_gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
