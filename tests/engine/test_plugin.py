@@ -271,7 +271,8 @@ def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [says in sentence for sentence in said] == [True]
     assert asynchronous(cascade) == (False, None)
     assert ["reads tokens on the host" in sentence for sentence in said] == [True]
-    assert asynchronous(early_exit, async_scheduling=False) == (False, None) and not said
+    chooses = scheduling.SYNCHRONOUS if RUNNER == "v2" else None
+    assert asynchronous(early_exit, async_scheduling=False) == (False, chooses) and not said
     theirs = "vllm.v1.core.sched.scheduler.Scheduler"
     assert asynchronous(early_exit, scheduler_cls=theirs) == (False, theirs)
 
