@@ -46,6 +46,9 @@ def params(grammar: bool, max_tokens: int) -> SamplingParams:
     )
 
 
+BOUNDED = "_rows._free", "_lengths._arriving.request_ids"
+
+
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     return mixed_prompts(str(DEMO_MODEL), NUM_PROMPTS)
@@ -88,11 +91,11 @@ def play(llm: Any, prompts: Any, seed: int) -> dict[tuple[int, bool], list[list[
 
 def kept(llm: Any) -> dict[str, int]:
     """Sizes of all that is ours, behind a request that is the last one; but of free rows, of which there are as many as
-    there were ever taken at once."""
+    there were ever taken at once, and of the last drafts whose lengths were told, which are those of one step."""
     llm.generate({"prompt_token_ids": [5, 6, 7]}, params(False, 3), use_tqdm=False)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     roots = runner.speculator, runner.draft_tokens_handler, runner.speculator.barrier, runner.rejection_sampler
-    return {path: size for path, size in sizes(*roots).items() if not path.endswith("_rows._free")}
+    return {path: size for path, size in sizes(*roots).items() if not path.endswith(BOUNDED)}
 
 
 @pytest.mark.slow
