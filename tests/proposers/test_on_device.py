@@ -144,7 +144,7 @@ def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> 
         own = wanted * allowed[:, 1]
         limit = (wanted - (own > 0).int()).clamp(min=0) if policy == "verify" else wanted
         found = looked_up(batch, (limit * allowed[:, 0]).clamp(max=most[0]), distances)
-        drafts, _, told = device.draft(batch.target, found, own, device.num_steps)
+        drafts, _, told = device.draft(batch.target, found, own, device.most)
         lengths = expected.num_draft
         if policy == "auto":  # it begins when the lookup does
             lengths = np.minimum(lengths, np.maximum(found.num_draft.numpy(), own.clamp(max=most[1]).numpy()))

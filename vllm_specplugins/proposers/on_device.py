@@ -2,7 +2,7 @@
 
 Nothing here waits, or goes by what a tensor holds, so that an adapter may record it in a CUDA graph.
 
-The exit goes token by token. Under `extend` it is fed the lookup's tokens first; under `verify` all tokens are its own
+The exit goes token by token. Under `auto` it is fed the lookup's tokens first; under `verify` all tokens are its own
 (see verified.py: they are so on the host, too), and the lookup's say how sure they are. R: requests, K: most tokens of
 a draft.
 """
@@ -18,7 +18,6 @@ from vllm_specplugins.proposers.drafted import Drafted, either, of_stage
 from vllm_specplugins.proposers.early_exit import EarlyExit, Steps
 
 LOOKUP, EXIT = 0, 1  # stages
-EXTENDING = "extend", "auto"  # policies: under `auto` the exit takes no more steps than a draft of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class OnDevice:
     """See the module.
 
     Args:
-        policy: of the cascade; None: the exit is alone.
+        policy: that a cascade carries out ("first" is `auto` without a gate); None: the exit is alone.
         rates: whether to say how sure each token is.
         most: tokens that the exit drafts for one request.
         sees: of an exit that is alone, who is shown the logits of its steps.
@@ -47,11 +46,6 @@ class OnDevice:
     rates: bool
     most: int
     sees: Callable[[int, torch.Tensor], None] | None = None
-
-    @property
-    def num_steps(self) -> int:
-        """As many steps of the exit as a draft may need."""
-        return self.stage.max_num_draft if self.policy == "extend" else self.most
 
     def draft(
         self,
@@ -69,7 +63,7 @@ class OnDevice:
         if num_steps == 0:
             nobody = none - 1
             return found, None, Parts(found.num_draft, nobody, none)
-        if self.policy in EXTENDING:
+        if self.policy == "auto":
             return self._extended(target, found, own, num_steps)
         steps, drafts = self._alone(target, own, num_steps)
         if self.policy == "first":

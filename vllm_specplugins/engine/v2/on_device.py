@@ -28,7 +28,7 @@ from vllm_specplugins.engine.v2.target import TargetSpeculator
 from vllm_specplugins.engine.v2.texts import DeviceTexts
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.proposers.on_device import EXIT, EXTENDING, LOOKUP, OnDevice, Parts, keep_logits
+from vllm_specplugins.proposers.on_device import EXIT, LOOKUP, OnDevice, Parts, keep_logits
 from vllm_specplugins.proposers.step_times import lengths_up_to
 
 
@@ -60,7 +60,7 @@ class DeviceSpeculator(TargetSpeculator):
     @property
     def _depths(self) -> tuple[int, ...]:
         """That there are graphs of."""
-        return lengths_up_to(self._cascade.num_steps)
+        return lengths_up_to(self._cascade.most)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         none = super().load_draft_model(target_model, target_attn_layer_names)
@@ -194,7 +194,7 @@ class DeviceSpeculator(TargetSpeculator):
         if self._policy == "verify" or not (self._rates and num_steps):
             return found
         # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
-        num_worth = self.outcomes.num_worth(found, EXIT, num_steps, in_part=self._policy in EXTENDING)
+        num_worth = self.outcomes.num_worth(found, EXIT, num_steps, in_part=True)
         return found._replace(num_draft=torch.where(own > 0, num_worth, found.num_draft))
 
     def _keep_logits(self, drafts: Drafted, logits: torch.Tensor | None) -> None:
