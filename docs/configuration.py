@@ -21,28 +21,25 @@ before the engine starts, in one sentence that names field, value and what is al
 REQUESTS = """## Options of one request
 
 In Python `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP as JSON text, because vLLM's extra arguments
-cannot hold dictionaries: `"vllm_xargs": {"specplugins": "{\\"enabled\\": false}"}`. They are checked where vLLM checks
-the other sampling parameters, before the request reaches the engine: a bad one answers 400 in one sentence (in a
-streamed response vLLM answers 200 and sends the error as an event) and touches no other request.
+cannot hold dictionaries: `"vllm_xargs": {"specplugins": "{\\"enabled\\": false}"}`. A bad one answers 400 in one
+sentence before the request reaches the engine (streamed: an error event after a 200).
 
 | option | allowed | meaning |
 |---|---|---|
 | `enabled` | true or false | false: no drafts for this request |
 | `max_draft` | an integer from 0 to 64 | most tokens drafted in one step |
 | `max_context` | an integer from 0 on | no drafts beyond so many tokens of prompt and output together |
-| `stages` | names of the cascade's stages, `"early_exit"` or as in metrics `"1 early_exit"`, at most as many as it has | those that draft for this request |
-| `reference` | text, or a list of token ids; at most as many tokens as the model's context | what the output is likely to repeat (a predicted output, a retrieved document): `prompt_lookup` and `suffix_lookup` search it, the model never sees it |
-| `learn` | true or false | false: `suffix_lookup` and `token_recycling` do not draft from its output for other requests |
+| `stages` | names of the cascade's stages, `"early_exit"` or `"1 early_exit"` | those that draft for this request |
+| `reference` | text, or token ids; at most as many tokens as the model's context | what the output is likely to repeat (a predicted output, a retrieved document): lookups search it, the model never sees it |
+| `learn` | true or false | false: `suffix_lookup` does not draft from its output for other requests |
 
-A proposer of your own may have options of its own: [write a proposer](write-a-proposer.md).
+A proposer of your own may have [options of its own](write-a-proposer.md#options-of-a-request). Beside the reference the
+JSON text has at most 65,536 characters and 4,096 brackets. Beam search gets no drafts: vLLM's beams drop `vllm_xargs`.
 
-Beside the reference the JSON text has at most 65,536 characters and 4,096 brackets. Beam search (`use_beam_search`) takes no options and gets no drafts:
-vLLM's beams drop `vllm_xargs`, whatever they hold.
-
-**OpenAI's `prediction`** of a chat completion is the option `reference`: `{"type": "content", "content": ...}` with a text or a list of text parts. A `reference` in
-`vllm_xargs` comes before it, and its bounds are a reference's. Methods that read no reference ignore it, as vLLM without us does.
-`usage` has no `accepted_prediction_tokens` and `rejected_prediction_tokens`: vLLM does not tell its front end which drafts were the prediction's
-(`--per-request-spec-decode-metrics summary` shows drafted and accepted tokens of a request).
+**OpenAI's `prediction`** of a chat completion is the option `reference`: `{"type": "content", "content": ...}` with a
+text or a list of text parts. A `reference` in `vllm_xargs` comes before it. `usage` has no `accepted_prediction_tokens`
+and `rejected_prediction_tokens`: drafts may come from elsewhere than the prediction, and what was rejected is drafted
+again, so nobody counts its tokens. `--per-request-spec-decode-metrics summary` shows drafted and accepted tokens.
 """
 ENVIRONMENT = """## Environment variables
 

@@ -14,16 +14,15 @@ from .budget.testing import make_shares, shared
 from .calibration import learn, num_worth, predict
 from .calibration.state import new_state
 from .calibration.testing import make_steps
-from .gumbel import gumbel_sample
 from .history_match import history_match
 from .history_match.testing import make_lookup
 from .rejection import Sampling, rejection_sample
 from .rejection.adjust import adjust
 from .rejection.adjust.testing import make_edits
 from .rejection.block import block_rejection_sample
-from .rejection.spikes import make_spiky
+from .rejection.drafts import sample_with_q
 from .rejection.step import sample_step
-from .rejection.testing import Batch, as_step
+from .rejection.testing import Batch, as_step, make_spiky
 
 _SEED = 1
 # Sums are rounded otherwise where a multiplication and an addition are one instruction.
@@ -130,12 +129,14 @@ def _edits(shapes: Shapes, device: torch.device) -> int:
 
 
 def _draws(shapes: Shapes, device: torch.device) -> int:
-    batch = _batch(shapes, _DRAWN)
+    batch = _batch(shapes, _DRAWN, truncated=True)
     rows = batch.idx_mapping.repeat_interleave(batch.cu_num_logits.diff())
-    drawn_for = batch.target_logits, batch.sampling.temperature[rows], batch.sampling.seeds[rows], batch.positions
-    operation: Callable[..., Any] = gumbel_sample
-    ours = operation(*_moved(drawn_for, device), implementation="fused").cpu()
-    return int((ours != operation(*drawn_for, implementation="reference")).sum())
+    drawn_for = batch.target_logits, batch.positions, batch.sampling.at(rows)
+    operation: Callable[..., Any] = sample_with_q
+    ours, own_q = operation(*_moved(drawn_for, device), implementation="fused")
+    expected, q = operation(*drawn_for, implementation="reference")
+    is_drawn = drawn_for[2].temperature > 0  # or else there is no q
+    return int(((ours.cpu() != expected) | ((own_q.cpu() != q).any(1) & is_drawn)).sum())
 
 
 def _batch(shapes: Shapes, requests: Requests, dense: bool = False, truncated: bool = False) -> Batch:
@@ -198,7 +199,7 @@ def _rates(shapes: Shapes, device: torch.device, num_stages: int = 2) -> int:
         state = new_state(num_stages, 41, shapes.max_num_draft, there)
         for slots, drafts, sampled, rejected in _moved(tuple(steps), there):
             chances = torch.zeros_like(drafts.confidence)
-            worth = num_worth(state, slots, drafts, 1, shapes.max_num_draft, in_part=True, implementation=name)
+            worth = num_worth(state, slots, drafts, 1, shapes.max_num_draft, implementation=name)
             predict(state, slots, drafts, chances, name)
             learn(state, slots, sampled, rejected, name)
             results += [worth.cpu(), chances.cpu()]

@@ -20,7 +20,6 @@ lint() { check ruff check && check ruff format --check && check mypy; }
 quick() { check pytest -q tests --ignore tests/engine -m "not gpu"; }
 v1() { check env SPECPLUGINS_RUNNER=v1 pytest -q tests/engine -m "not gpu"; }
 v2() { check env SPECPLUGINS_RUNNER=v2 pytest -q tests/engine -m "not gpu"; }
-# By hand: two of its arms do not start on the null device since what they draft is counted in their graphs.
 host() { check python tests/bench/bench_host_step.py --check; }
 vllm_033() { check bash tests/vllm_033.sh; }
 soak() { check ${CORE:+taskset -c "$CORE"} python tests/soak --minutes 10; }
@@ -43,7 +42,7 @@ export -f run_job
 # The longest first, but for the one that fails soonest. A core is enough for each: the engines' models are tiny, and
 # V2's interpreter is a single thread.
 set -m # a process group of their own
-printf '%s\n' lint v2 v1 soak quick vllm_033 |
+printf '%s\n' lint v2 v1 soak quick vllm_033 host |
     xargs -P $(($(nproc) < 2 ? 1 : 2)) --process-slot-var=CORE -I JOB bash -c "run_job JOB" &
 trap 'kill -- -$(jobs -p) 2>/dev/null || true' EXIT
 wait $! || fail "a job failed"

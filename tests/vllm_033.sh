@@ -52,6 +52,6 @@ fi
 engine=tests/engine
 run v1 $engine/test_plugin.py $engine/test_identity.py -k "passes or scheduling or stays or batches"
 # In a process of their own: what they import, vLLM cannot start an engine behind.
-run v1 $engine/test_compat.py::test_installed_version $engine/test_seams.py -k "version or listed or seen"
-run v2 $engine/test_early_exit.py::test_all_layers_accept_everything $engine/test_built_in.py::test_heads_keep_in_step \
-    -k "not eagle3 and not False"
+run v1 $engine/test_compat.py::test_installed_version $engine/test_vllm_names.py -k "version or listed or seen"
+run v2 $engine/test_invariants.py $engine/test_built_in.py::test_heads_keep_in_step \
+    -k "exit_of_all and asynchronous or heads and not eagle3"

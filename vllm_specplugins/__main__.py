@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +19,12 @@ from vllm_specplugins.arguments import (
     words_list,
 )
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config.gone import NAMES
 
 # A command's module, and what it needs beside this package.
 COMMANDS = {
     "train-exit-head": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
     "train-look-ahead": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
-    "train-medusa": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
     "train-jump": ("vllm_specplugins.tools.training.command", ("torch", "transformers", "rich")),
     "calibrate": ("vllm_specplugins.tools.calibrate", ("vllm", "torch", "transformers", "rich")),
     "check": ("vllm_specplugins.tools.check.run", ("rich",)),
@@ -34,6 +34,7 @@ COMMANDS = {
     "replay": ("vllm_specplugins.tools.replay.command", ("torch", "transformers", "rich")),
     "bench": ("vllm_specplugins.tools.bench.command", ("vllm", "torch", "transformers", "rich")),
 }
+Add = Callable[..., Any]
 DATA = (
     'JSON lines of {"prompt": ..., "output": ...} in text or token ids, of {"messages": [...]} with answers in it or '
     'behind it as "choices", or of {"text": ...}; else UTF-8 text; - is standard input'
@@ -45,7 +46,8 @@ class Parser(argparse.ArgumentParser):
     """Refuses with one sentence, as everything here does."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message.removeprefix('argument ').rstrip('.')}.\n")
+        gone = "".join(f"; {name} went: {instead}" for name, instead in NAMES.items() if repr(name) in message)
+        self.exit(2, f"error: {message.removeprefix('argument ').rstrip('.')}{gone}.\n")
 
 
 def parser() -> Parser:
@@ -58,33 +60,26 @@ def parser() -> Parser:
         epilog=f"Methods of --speculative-config: {', '.join((*METHODS, *registered_methods()))}.",
     )
     subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _train_exit_head(subparsers)
-    _train_jump(subparsers)
-    _train_look_ahead(subparsers)
-    _train_medusa(subparsers)
-    _calibrate(subparsers)
-    _verify_lossless(subparsers)
-    _check(subparsers)
-    _doctor(subparsers)
-    _build_store(subparsers)
-    _bench(subparsers)
-    _replay(subparsers)
+    for command in (_train_exit_head, _train_jump, _train_look_ahead, _calibrate, _verify_lossless, _check, _doctor,
+                    _build_store, _bench, _replay):  # fmt: skip
+        command(subparsers)
     return commands
 
 
-def sentence(words: str) -> str:
-    """Words that begin one."""
-    return words[0].upper() + words[1:]
+def _command(subparsers: Any, name: str, words: str, example: str, more: str = "") -> Add:
+    """Adds a command; returns what adds its arguments."""
+    description = f"{words[0].upper()}{words[1:]}.{more}"
+    add: Add = subparsers.add_parser(name, help=words, description=description, epilog=example).add_argument
+    return add
 
 
 def _train_exit_head(subparsers: Any) -> None:
     words = "train a norm and a head for an early layer, so that it drafts more like the whole model"
     example = "Example: python -m vllm_specplugins train-exit-head MODEL --exit-layer 8 --data corpus/*.txt --out HEAD"
-    command = subparsers.add_parser("train-exit-head", help=words, description=f"{sentence(words)}.", epilog=example)
-    add = command.add_argument
+    add = _command(subparsers, "train-exit-head", words, example)
     add("--exit-layer", type=whole(1, 10_000), required=True, metavar="E", help="how many layers run before the head")
     add("--rank", type=whole(0, 100_000), default=0, metavar="R", help="of the head; 0 is a full matrix (default: 0)")
-    _training(command)
+    _training(add)
 
 
 def _train_jump(subparsers: Any) -> None:
@@ -92,8 +87,7 @@ def _train_jump(subparsers: Any) -> None:
         "train what guesses the state in front of a model's head or last layers, so that they draft without the others"
     )
     example = "Example: python -m vllm_specplugins train-jump MODEL --data corpus/*.txt --out HEAD"
-    command = subparsers.add_parser("train-jump", help=words, description=f"{sentence(words)}.", epilog=example)
-    add = command.add_argument
+    add = _command(subparsers, "train-jump", words, example)
     add("--early-layers", type=whole(0, 10_000), default=0, metavar="E",
         help="how many layers run for a token before the jump (default: 0)")  # fmt: skip
     add("--late-layer", type=whole(0, 10_000), metavar="J",
@@ -102,33 +96,23 @@ def _train_jump(subparsers: Any) -> None:
         help="of the part (default: 4 times the hidden size)")  # fmt: skip
     add("--num-draft", type=whole(1, 64), default=3, metavar="K",
         help="how many jumps it learns to make, one after the other (default: 3)")  # fmt: skip
-    _training(command)
+    _training(add)
 
 
 def _train_look_ahead(subparsers: Any) -> None:
     words = "train embeddings that stand for draft tokens not yet known, so that an early exit drafts all in one pass"
     example = "Example: python -m vllm_specplugins train-look-ahead MODEL --exit-layer 8 --data c/*.txt --out AHEAD"
-    command = subparsers.add_parser("train-look-ahead", help=words, description=f"{sentence(words)}.", epilog=example)
-    add = command.add_argument
+    add = _command(subparsers, "train-look-ahead", words, example)
     add("--exit-layer", type=whole(1, 10_000), required=True, metavar="E", help="how many layers they run through")
     add("--exit-head", metavar="DIR", help="a trained head for this layer (default: the model's own norm and head)")
     add("--num-draft", type=whole(2, 64), default=4, metavar="K",
         help="how many tokens one pass drafts, one more than there are embeddings (default: 4)")  # fmt: skip
-    _training(command)
+    _training(add)
 
 
-def _train_medusa(subparsers: Any) -> None:
-    words = "train Medusa heads, which draft from a model's last state without a layer"
-    example = "Example: python -m vllm_specplugins train-medusa MODEL --data corpus/*.txt --out HEADS"
-    command = subparsers.add_parser("train-medusa", help=words, description=f"{sentence(words)}.", epilog=example)
-    command.add_argument("--num-draft", type=whole(1, 64), default=4, metavar="K", help="how many heads (default: 4)")
-    _training(command)
-
-
-def _training(command: Any) -> None:
+def _training(add: Add) -> None:
     """What all training takes."""
-    _common(command, needs_data=False)
-    add = command.add_argument
+    _common(add, needs_data=False)
     add("--self", type=temperature, dest="own_text", metavar="T",
         help="train on what the model itself writes at this temperature (0: greedily) after the beginnings of the rows "
         "of --data, or of Python's standard library; it is sampled with vLLM, and kept in --out")  # fmt: skip
@@ -147,13 +131,13 @@ def _training(command: Any) -> None:
 
 def _calibrate(subparsers: Any) -> None:
     words = "find the method, exit layer and number of draft tokens that serve a model fastest"
-    example = "Example: python -m vllm_specplugins calibrate MODEL --data corpus/*.txt --out REPORT"
-    command = subparsers.add_parser("calibrate", help=words, description=f"{sentence(words)}.", epilog=example)
-    _common(command)
-    add = command.add_argument
-    add("--out", type=Path, metavar="DIR", help="folder for calibration.json and the engines' logs")
-    add("--plot", type=Path, metavar="FILE", help="where to draw agreement and speed-ups by layer, as PNG")
+    example = "Example: python -m vllm_specplugins calibrate MODEL --data corpus/*.txt --json REPORT"
+    add = _command(subparsers, "calibrate", words, example)
+    _common(add)
+    add("--json", type=Path, metavar="FILE", help="where to write the figures")
+    add("--plot", type=Path, metavar="FILE", help="where to draw the ratios, as PNG")
     add("--layers", type=layer_list, metavar="1,2,4", help="exit layers to look at (default: all but the last)")
+    add("--exits", type=whole(1, 64), default=2, metavar="N", help="how many of them to serve (default: 2)")
     add("--exit-head", type=Path, metavar="DIR", help="a trained head to look at as well")
     add("--jump", type=Path, metavar="DIR", help="a trained jump to serve as well")
     add(
@@ -165,22 +149,28 @@ def _calibrate(subparsers: Any) -> None:
     add("--medusa", type=Path, metavar="DIR", help="Medusa heads to serve as well")
     also = "prompt_lookup,suffix_lookup,cascade"
     add("--also", default=also, metavar="NAMES", help=f"other methods to serve, or none (default: {also})")
-    add("--max-draft", type=whole(1, 64), default=8, metavar="K", help="most draft tokens of a step (default: 8)")
-    add("--prompts", type=whole(1, 10_000), default=8, metavar="N", help="default: 8")
+    add(
+        "--max-draft",
+        type=whole(1, 64),
+        default=8,
+        metavar="K",
+        help="most draft tokens of an exit's step, and of a trained part's (default: 8)",
+    )
+    add("--rounds", type=whole(1, 1000), default=3, metavar="N", help="that are measured, after one (default: 3)")
+    add("--prompts", type=whole(1, 10_000), default=8, metavar="N", help="in a round (default: 8)")
     add("--tokens", type=whole(2, 100_000), default=96, metavar="N", help="output tokens of a prompt (default: 96)")
     add("--prompt-tokens", type=whole(16, 1_000_000), default=256, metavar="N",
         help="most tokens of a prompt; a shorter file is one prompt (default: 256)")  # fmt: skip
-    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="as for vLLM")
+    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), help="default: float32 on a CPU, else auto")
     add("--together", action="store_true",
-        help="all engines at once, answering in turns: for a noisy machine with memory for three")  # fmt: skip
+        help="all engines at once, answering in turns: for a noisy machine with memory for all")  # fmt: skip
     add("--enforce-eager", action="store_true", help="as for vLLM; calibrate with it if you serve with it")
 
 
 def _verify_lossless(subparsers: Any) -> None:
     words = "hold what real engines sample, with and without speculation, against its exact distribution"
     example = "Example: python -m vllm_specplugins verify-lossless --method prompt_lookup early_exit"
-    command = subparsers.add_parser("verify-lossless", help=words, description=f"{sentence(words)}.", epilog=example)
-    add = command.add_argument
+    add = _command(subparsers, "verify-lossless", words, example)
     add("--method", nargs="+", metavar="METHOD", help="names, or values of --speculative-config (default: all of ours)")
     add("--samples", type=whole(100, 10_000_000), default=4000, metavar="N", help="of each cell (default: 4000)")
     add("--grid", choices=("quick", "full"), default="quick", help="of sampling parameters (default: quick)")
@@ -190,14 +180,13 @@ def _verify_lossless(subparsers: Any) -> None:
 
 def _check(subparsers: Any) -> None:
     words = "run a proposer of your own against a recorded engine, and say what it violates, gains and costs"
-    command = subparsers.add_parser(
+    add = _command(
+        subparsers,
         "check",
-        help=words,
-        description=f"{sentence(words)}.",
-        epilog="Example: PYTHONPATH=. python -m vllm_specplugins check my_pkg.module:MyProposer. "
+        words,
+        "Example: PYTHONPATH=. python -m vllm_specplugins check my_pkg.module:MyProposer. "
         "The exit code is 0 where nothing is violated, 1 where something is, 2 where it cannot be run.",
     )
-    add = command.add_argument
     add("proposer", metavar="PROPOSER", help="package.module:Class, or the name of a registered method")
     add("--options", type=dictionary, default={}, metavar="JSON", help="of the proposer (default: {})")
     add("--time-budget-ms", type=whole(1, 60_000), default=1000, metavar="N", help="of a step (default: 1000)")
@@ -208,14 +197,13 @@ def _check(subparsers: Any) -> None:
 
 def _doctor(subparsers: Any) -> None:
     words = "say what speculation would run on here, and what stands in its way; starts no engine"
-    command = subparsers.add_parser(
+    add = _command(
+        subparsers,
         "doctor",
-        help=words,
-        description=f"{sentence(words)}.",
-        epilog="""Example: python -m vllm_specplugins doctor --speculative-config '{"method":"prompt_lookup"}'. """
+        words,
+        """Example: python -m vllm_specplugins doctor --speculative-config '{"method":"prompt_lookup"}'. """
         "The exit code is 0 where that would be served, 1 where it would not, 2 where the question is wrong.",
     )
-    add = command.add_argument
     add("--speculative-config", metavar="JSON", help="what you mean to serve with (default: a ready one)")
     add("--model", metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
     add("--json", action="store_true", help="print the findings as JSON")
@@ -224,8 +212,7 @@ def _doctor(subparsers: Any) -> None:
 def _build_store(subparsers: Any) -> None:
     words = "make a store for suffix_lookup from texts like those that it will serve"
     example = "Example: python -m vllm_specplugins build-store --tokenizer MODEL --data logs/*.jsonl --out store.bin"
-    command = subparsers.add_parser("build-store", help=words, description=f"{sentence(words)}.", epilog=example)
-    add = command.add_argument
+    add = _command(subparsers, "build-store", words, example)
     add("--tokenizer", required=True, metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
     add("--data", type=Path, nargs="+", required=True, metavar="FILE", help=f"{DATA}; the last stay longest")
     add("--out", type=Path, required=True, metavar="FILE", help="what store_path will name")
@@ -237,10 +224,7 @@ def _bench(subparsers: Any) -> None:
     example = (
         "Example: python -m vllm_specplugins bench --model MODEL --methods ngram,prompt_lookup --workloads code,copy"
     )
-    command = subparsers.add_parser(
-        "bench", help=words, description=f"{sentence(words)}.", epilog=f"{example} --batch 1,4"
-    )
-    add = command.add_argument
+    add = _command(subparsers, "bench", words, f"{example} --batch 1,4")
     add("--model", required=True, metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
     add("--methods", nargs="+", default=["ngram,prompt_lookup,cascade"], metavar="METHOD",
         help="names, names with K as in ngram:31, or values of --speculative-config, as many as you like (default: "
@@ -252,16 +236,10 @@ def _bench(subparsers: Any) -> None:
     add("--temperature", type=listed(temperature), default=[0.0], metavar="0,0.8", help="default: 0")
     add("--rounds", type=whole(1, 1000), default=5, metavar="N", help="that are measured, after one (default: 5)")
     add("--prompts", type=whole(1, 10_000), default=4, metavar="N", help="in a round, or the batch if it is more (4)")
-    add(
-        "--prompt-tokens",
-        type=whole(16, 1_000_000),
-        default=256,
-        metavar="N",
-        help="of built-in prompts (default: 256)",
-    )
-    add(
-        "--tokens", type=whole(2, 100_000), default=64, metavar="N", help="most output tokens of a prompt (default: 64)"
-    )
+    size = whole(16, 1_000_000)
+    add("--prompt-tokens", type=size, default=256, metavar="N", help="of built-in prompts (default: 256)")
+    size = whole(2, 100_000)
+    add("--tokens", type=size, default=64, metavar="N", help="most output tokens of a prompt (default: 64)")
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), help="default: float32 on a CPU, else auto")
     add("--ignore-eos", action="store_true", help="outputs go on behind the end of their text, to --tokens")
     add("--keep", action="store_true",
@@ -274,14 +252,9 @@ def _bench(subparsers: Any) -> None:
 
 def _replay(subparsers: Any) -> None:
     words = "play recorded traffic with every proposer that reads token ids alone: no model, no GPU"
-    command = subparsers.add_parser(
-        "replay",
-        help=words,
-        description=f"{sentence(words)}. Say what would have been accepted, what it would have cost, and what to "
-        "serve it with.",
-        epilog="Example: python -m vllm_specplugins replay --data trace.jsonl --tokenizer MODEL --batch 1,32",
-    )
-    add = command.add_argument
+    more = " Say what would have been accepted, what it would have cost, and what to serve it with."
+    example = "Example: python -m vllm_specplugins replay --data trace.jsonl --tokenizer MODEL --batch 1,32"
+    add = _command(subparsers, "replay", words, example, more)
     add("--data", type=Path, nargs="+", required=True, metavar="FILE",
         help=f"{DATA}; with \"time\" in seconds where requests came one after the other")  # fmt: skip
     add("--tokenizer", metavar="MODEL", help="folder of a model, or its Hugging Face name; for text")
@@ -300,9 +273,8 @@ def _replay(subparsers: Any) -> None:
     add("--plot", type=Path, metavar="FILE", help="where to draw the speed by K, as PNG")
 
 
-def _common(command: Parser, needs_data: bool = True) -> None:
-    command.add_argument("model", metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
-    add = command.add_argument
+def _common(add: Add, needs_data: bool = True) -> None:
+    add("model", metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
     add("--data", type=Path, nargs="+", default=[], required=needs_data, metavar="FILE", help=DATA)
 
 

@@ -8,7 +8,7 @@ from vllm_specplugins.draft import Feedback, Int32Array
 
 @dataclass(slots=True)
 class StageCounters:
-    """Running totals of one stage of a cascade: its tokens, those of them that the stage behind it kept, or that
+    """Running totals of one stage of a cascade: its tokens, those of them that the stage after it kept, or that
     went to the target where there is none, those that the target accepted, and the time it took."""
 
     drafted: int = 0
@@ -24,13 +24,6 @@ class StageCounters:
     verified: int = 0  # of the tokens that went to the target, those that the scheduler had it look at
     accepted_at: list[int] = field(default_factory=list)  # by position in the request's draft
     gate_lengths: list[int] = field(default_factory=list)  # how often the gate chose each length, 0 first
-
-    def add_fate(self, position: int, is_accepted: bool) -> None:
-        """Counts what the target made of a token at this position of a draft."""
-        self.verified += 1
-        if is_accepted:
-            self.accepted += 1
-            count(self.accepted_at, position)
 
 
 def _troubles(counters: "StageCounters | Counters") -> str:

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 from vllm_specplugins.config import (
     MAX_STAGES,
@@ -20,48 +19,76 @@ from vllm_specplugins.config import (
     SpecConfig,
     StageConfig,
     SuffixLookupConfig,
-    TokenRecyclingConfig,
+    check_stages,
     meant,
-    parts,
-    said,
+    methods_of,
     sample_methods,
     shown,
+    with_default_length,
 )
-from vllm_specplugins.draft import PROTOCOL_VERSION, Proposer, ProposerContext
-from vllm_specplugins.proposers.guard import shown as shown_error
+from vllm_specplugins.custom import (
+    attribute,
+    build_custom,
+    check_of,
+    import_object,
+    option_checks,
+    reads_likeliest,
+)
+from vllm_specplugins.draft import Proposer, ProposerContext
 from vllm_specplugins.registered import Registered, usable
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row of the table: the class of the method's own configuration, and "module:Class" of its proposer.
+    """A row of the table: all that anybody asks of a method.
 
-    The proposer is called with (own configuration, ProposerContext). None: the configuration names it.
-    A method that runs the target gets `DraftBatch.target`, and K slots of the KV cache past the last token; one that
-    reads histories gets `DraftBatch.token_ids`. Where vLLM has a method of the same name, ours is the one whose
-    dictionary has `own_field`. One that is `on_device` drafts there on Model Runner V2, without the host
-    (engine/v2/lookup.py, engine/v2/on_device.py); the class of one that reads histories is then V1's. One that
-    `reads_likeliest` gets `DraftBatch.likeliest`.
+    Args:
+        config: the class of the method's own configuration.
+        proposer: "module:Class", called with (own configuration, ProposerContext); None: the configuration names it.
+        runs_target: gets `DraftBatch.target`, and K slots of the KV cache past the last token.
+        reads_history: gets `DraftBatch.token_ids`.
+        is_lookup: copies what stands in texts, the option `reference` among them, and continues drafts.
+        has_tenants: keeps what requests said for later ones of the same tenant.
+        on_device: drafts there on Model Runner V2, without the host (engine/v2/on_device.py); the class of one that
+            reads histories is then V1's.
+        is_gated: a gate on the host holds it back where it is alone, too.
+        cuts_layers: runs some of the target's layers, or enters them (see `enters_states`).
+        enters_states: whether an own configuration hands the target's layers states in place of tokens.
+        knows_adapters: drafts as a request's adapter does.
+        own_field: where vLLM has a method of the same name, ours is the one whose dictionary has this field.
+        check: "module:function", called with (own configuration, draft.TargetSizes) before an engine loads anything; it
+            raises ConfigError.
     """
 
     config: type
     proposer: str | None
     runs_target: bool = False
     reads_history: bool = True
-    own_field: str | None = None
+    is_lookup: bool = False
+    has_tenants: bool = False
     on_device: bool = False
-    reads_likeliest: bool = False
+    is_gated: bool = False
+    cuts_layers: bool = False
+    enters_states: Callable[[Any], bool] = lambda own: False
+    knows_adapters: bool = True
+    own_field: str | None = None
+    check: str | None = None
 
 
 METHODS: Mapping[str, Method] = {
     "prompt_lookup": Method(
-        PromptLookupConfig, "vllm_specplugins.proposers.prompt_lookup:PromptLookup", on_device=True
+        PromptLookupConfig,
+        "vllm_specplugins.proposers.prompt_lookup:PromptLookup",
+        is_lookup=True,
+        on_device=True,
+        is_gated=True,
     ),
-    "suffix_lookup": Method(SuffixLookupConfig, "vllm_specplugins.proposers.suffix_lookup:SuffixLookup"),
-    "token_recycling": Method(
-        TokenRecyclingConfig, "vllm_specplugins.proposers.token_recycling:TokenRecycling", reads_likeliest=True
+    "suffix_lookup": Method(
+        SuffixLookupConfig,
+        "vllm_specplugins.proposers.suffix_lookup:SuffixLookup",
+        is_lookup=True,
+        has_tenants=True,
+        is_gated=True,
     ),
     "early_exit": Method(
         EarlyExitConfig,
@@ -69,14 +96,29 @@ METHODS: Mapping[str, Method] = {
         runs_target=True,
         reads_history=False,
         on_device=True,
+        is_gated=True,
+        cuts_layers=True,
+        enters_states=lambda own: own.look_ahead is not None,
+        check="vllm_specplugins.proposers.early_exit:check",
     ),
-    "jump": Method(JumpConfig, "vllm_specplugins.proposers.jump:Jump", runs_target=True, reads_history=False),
+    "jump": Method(
+        JumpConfig,
+        "vllm_specplugins.proposers.jump:Jump",
+        runs_target=True,
+        reads_history=False,
+        is_gated=True,
+        cuts_layers=True,
+        enters_states=lambda own: True,
+        check="vllm_specplugins.proposers.jump:check",
+    ),
     "medusa": Method(
         MedusaConfig,
         "vllm_specplugins.proposers.medusa:Medusa",
         runs_target=True,
         reads_history=False,
+        knows_adapters=False,
         own_field="heads",
+        check="vllm_specplugins.proposers.medusa:check",
     ),
     "cascade": Method(CascadeConfig, "vllm_specplugins.proposers.cascade:Cascade"),
     "custom": Method(CustomConfig, None),
@@ -88,11 +130,7 @@ BUILT_IN: Mapping[str, Method] = dict.fromkeys(
     Method(BuiltInConfig, "vllm_specplugins.proposers.built_in:BuiltIn", reads_history=False),
 )
 
-# K of methods that say nothing: what is copied costs nothing to draft, and is right all along or not at all.
-LOOKUPS, LONG, SHORT = ("prompt_lookup", "suffix_lookup"), 31, 5
-
-# Methods that a gate holds back on the host where they are alone, too.
-GATED_ALONE = "prompt_lookup", "suffix_lookup", "token_recycling", "early_exit", "jump"
+LOOKUPS = tuple(name for name, row in METHODS.items() if row.is_lookup)
 # The stages of a cascade that drafts on the device.
 DEVICE_CASCADE = ("prompt_lookup", "early_exit")
 
@@ -109,6 +147,8 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
         ConfigError: see SpecConfig.parse; a proposer class that cannot be imported; stages that do not fit.
     """
     own = {key: value for key, value in raw.items() if key != "method"}
+    if own.get("verification", "fused") != "fused":
+        own = _drawn_greedily(raw["method"], own)
     if raw["method"] not in METHODS:
         return _parse_registered(registered_methods()[raw["method"]], own)
     stages = own.get("stages")
@@ -117,10 +157,10 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
         own["stages"] = tuple(_parse_stage(index, stage, names) for index, stage in enumerate(stages))
     config = SpecConfig.parse(raw["method"], METHODS[raw["method"]].config, own)
     if "num_speculative_tokens" not in own:
-        config = _with_default_length(config)
+        config = with_default_length(config, LOOKUPS)
     option_checks(config)
     if isinstance(config.own, CascadeConfig):
-        _check_stages(config.own, config.length)
+        check_stages(config.own, config.length)
     if "coupled" in sample_methods(config) and config.common.verification != "fused":
         raise ConfigError(
             f"{config.method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
@@ -128,36 +168,30 @@ def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
         )
     if reads_likeliest(config) and config.common.verification != "fused":
         raise ConfigError(
-            f"{config.method}: verification must be 'fused' for token_recycling, which learns from what that reads, "
-            f"not {config.common.verification!r}."
+            f"{config.method}: verification must be 'fused' for a proposer that reads DraftBatch.likeliest, not "
+            f"{config.common.verification!r}."
         )
     return config
 
 
-def _with_default_length(config: SpecConfig) -> SpecConfig:
-    """K, and that of a cascade's stages, where the dictionary does not say it; the target may have it changed."""
-    stages = getattr(config.own, "stages", ())
-    first = stages[0].method if stages else config.method
-    # Drawn drafts keep the logits of each place, K rows of the vocabulary for each request.
-    if first not in LOOKUPS or "probabilistic" in sample_methods(config):
-        return config.with_length(SHORT)
-    if stages:
-        config = replace(config, own=replace(config.own, stages=tuple(map(_with_own_length, stages))))
-    return config.with_length(LONG)
-
-
-def _with_own_length(stage: StageConfig) -> StageConfig:
-    """Beside a lookup; of `mtp` the model says it."""
-    if stage.num_speculative_tokens is not None or stage.method in (*LOOKUPS, "mtp"):
-        return stage
-    return replace(stage, num_speculative_tokens=SHORT)
+def _drawn_greedily(method: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """A dictionary that says so where it says nothing: the noise of another verification nobody knows."""
+    stages = own.get("stages")
+    if method == "cascade" and isinstance(stages, list | tuple):
+        own["stages"] = [
+            _drawn_greedily(stage.get("method"), dict(stage)) if isinstance(stage, dict) else stage for stage in stages
+        ]
+    row = METHODS.get(method) if isinstance(method, str) else None
+    if row is not None and "draft_sample_method" in (entry.name for entry in fields(row.config)):
+        own.setdefault("draft_sample_method", "greedy")
+    return own
 
 
 def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecConfig:
     """Its class may bring a dataclass `Config`, whose fields stand in the dictionary; otherwise it takes `options`."""
     name, path = registered.name, registered.proposer
-    _check_of(path, name)
-    own_type = _attribute(import_object(path, name), "Config", name)
+    check_of(path, name)
+    own_type = attribute(import_object(path, name), "Config", name)
     if own_type is None:
         if "proposer" in raw:
             raise ConfigError(f"{name}: 'proposer' is not a field; it is {path}, which the package registers.")
@@ -166,40 +200,6 @@ def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecCon
         raise ConfigError(f"{name}: Config of {path} must be a dataclass, not {shown(own_type)}.")
     config = SpecConfig.parse(name, own_type, raw)
     return replace(config, own=RegisteredConfig(proposer=path, settings=config.own))
-
-
-def _check_stages(config: CascadeConfig, num_speculative_tokens: int) -> None:
-    """Raises ConfigError for stages that do not fit each other, the policy or the cascade's K."""
-    for index, stage in enumerate(config.stages):
-        most = stage.num_speculative_tokens
-        if most is not None and (type(most) is not int or not 1 <= most <= num_speculative_tokens):
-            raise ConfigError(
-                f"cascade: stages[{index}]: num_speculative_tokens must be an integer from 1 to "
-                f"{num_speculative_tokens}, the cascade's, not {shown(most)}."
-            )
-    if config.policy == "verify":
-        for index, stage in enumerate(config.stages[1:], start=1):
-            if not isinstance(stage.own, EarlyExitConfig):
-                raise ConfigError(
-                    f"cascade: stages[{index}] must be early_exit where policy is 'verify', not {stage.method!r}."
-                )
-    if {"prompt_lookup", "suffix_lookup"} <= {stage.method for stage in config.stages}:
-        raise ConfigError(
-            "cascade: stages must not hold prompt_lookup beside suffix_lookup, which does what it does, and more."
-        )
-    built_in = [stage.method for stage in config.stages if isinstance(stage.own, BuiltInConfig)]
-    if len(built_in) > 1:
-        raise ConfigError(
-            f"cascade: stages must not hold more than one proposer built into vLLM, like {' and '.join(built_in)}."
-        )
-    if built_in and any(isinstance(stage.own, EarlyExitConfig) and stage.own.is_chosen for stage in config.stages):
-        raise ConfigError(f"cascade: exit_layer must be an integer in stages beside {built_in[0]}, not a choice.")
-    samples = any(getattr(stage.own, "draft_sample_method", None) == "probabilistic" for stage in config.stages)
-    if built_in and samples:
-        raise ConfigError(
-            f"cascade: draft_sample_method must be 'greedy' or 'coupled' in all stages beside {built_in[0]}, not "
-            f"'probabilistic'."
-        )
 
 
 def _parse_stage(index: int, raw: Any, names: Sequence[str]) -> StageConfig:
@@ -220,41 +220,41 @@ def _parse_stage(index: int, raw: Any, names: Sequence[str]) -> StageConfig:
     return StageConfig(method=config.method, own=config.own, num_speculative_tokens=most)
 
 
-def _method(name: str) -> Method:
+def method_of(name: str) -> Method:
     """The row of a name; a registered method is a custom one."""
     return METHODS.get(name) or BUILT_IN.get(name) or METHODS["custom"]
 
 
 def runs_target(config: SpecConfig) -> bool:
     """Whether the method, or a stage of it, runs layers of the target, and so writes to its KV cache."""
-    return any(_method(name).runs_target for name in _names(config))
+    return any(row.runs_target for row, _ in drafters(config))
 
 
 def reads_history(config: SpecConfig) -> bool:
     """Whether the method, or a stage of it, needs the tokens on the host."""
-    return any(_method(name).reads_history for name in _names(config))
-
-
-def reads_likeliest(config: SpecConfig) -> bool:
-    """Whether the method, or a stage of it, learns what the target found likeliest."""
-    return any(_method(name).reads_likeliest for name in _names(config))
+    return bool(config.stages) or any(row.reads_history for row, _ in drafters(config))  # a cascade's gate does
 
 
 def drafts_on_device(config: SpecConfig) -> bool:
     """Whether the method, on Model Runner V2, drafts without the host, and reads tokens where they lie if it does."""
-    if any(part.look_ahead for part in parts(config, EarlyExitConfig)):
+    if enters_states(config):
         return False  # its graphs are of single tokens
-    stages = tuple(stage.method for stage in getattr(config.own, "stages", ()))
-    return _method(config.method).on_device or stages == DEVICE_CASCADE
+    return method_of(config.method).on_device or tuple(methods_of(config)) == DEVICE_CASCADE
 
 
-def _names(config: SpecConfig) -> list[str]:
-    return [config.method, *(stage.method for stage in getattr(config.own, "stages", ()))]
+def enters_states(config: SpecConfig) -> bool:
+    """Whether the method, or a stage of it, hands the target's layers states in place of tokens."""
+    return any(row.enters_states(own) for row, own in drafters(config))
+
+
+def drafters(config: SpecConfig) -> list[tuple[Method, Any]]:
+    """The row and the own configuration of each method that drafts: of a cascade's stages, or of the one alone."""
+    return [(method_of(part.method), part.own) for part in config.stages or (config,)]
 
 
 def behind_gate(config: SpecConfig) -> SpecConfig:
     """A method that is alone, as the one stage of a cascade; the same configuration where nothing holds it back."""
-    if config.common.gate == "off" or config.method not in GATED_ALONE:
+    if config.common.gate == "off" or not method_of(config.method).is_gated:
         return config
     return replace(config, own=CascadeConfig(stages=(StageConfig(method=config.method, own=config.own),)))
 
@@ -262,86 +262,21 @@ def behind_gate(config: SpecConfig) -> SpecConfig:
 def build_proposer(config: SpecConfig, context: ProposerContext) -> Proposer:
     """The proposer that `config` names, ready to propose."""
     if isinstance(config.own, CascadeConfig):
-        stages = [_build(stage, context) for stage in config.own.stages]
+        stages = [build(stage, context) for stage in config.own.stages]
         proposer: Proposer = import_object(_path("cascade"))(config, context, stages)
         return proposer
-    return _build(config, context)
+    return build(config, context)
 
 
-def _build(config: SpecConfig | StageConfig, context: ProposerContext) -> Proposer:
+def build(config: SpecConfig | StageConfig, context: ProposerContext) -> Proposer:
+    """Of a method, or of a stage, that holds no others."""
     if isinstance(config.own, CustomConfig):
-        return _build_custom(config.method, config.own, context)
+        return build_custom(config.method, config.own, context)
     proposer: Proposer = import_object(_path(config.method))(config.own, context)
     return proposer
 
 
 def _path(name: str) -> str:
-    path = _method(name).proposer
+    path = method_of(name).proposer
     assert path is not None
     return path
-
-
-def _build_custom(method: str, config: CustomConfig, context: ProposerContext) -> Proposer:
-    """A proposer of the user's own, which has no part in what ranks tell each other."""
-    build = import_object(config.proposer, method)
-    options = getattr(config, "settings", config.options)
-    try:
-        proposer: Proposer = build(options, replace(context, num_ranks=1, rank=0, agreed=lambda value: value))
-        missing = [name for name in ("propose", "observe", "forget") if not callable(getattr(proposer, name, None))]
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise ConfigError(f"{method}: proposer {config.proposer!r} cannot be built ({shown_error(error)}).") from error
-    if missing:
-        raise ConfigError(f"{method}: proposer {config.proposer!r} has no method {', '.join(missing)}.")
-    return proposer
-
-
-def option_checks(config: SpecConfig) -> list[Callable[[Mapping[str, Any]], None]]:
-    """`check_options` of the user's own proposers in a method: it raises ValueError for options that it refuses."""
-    found = [_check_of(part.proposer, config.method) for part in parts(config, CustomConfig)]
-    return [check for check in found if check is not None]
-
-
-def _check_of(path: str, method: str) -> Callable[[Mapping[str, Any]], None] | None:
-    check: Callable[[Mapping[str, Any]], None] | None
-    check = _attribute(import_object(path, method), "check_options", method)
-    if check is not None and not callable(check):
-        raise ConfigError(f"{method}: check_options of {path} must be a function, not {shown(check)}.")
-    return check
-
-
-def _attribute(found: Any, name: str, method: str, default: Any = None) -> Any:
-    """An attribute of a class of the user's own, whose metaclass may raise anything."""
-    try:
-        return getattr(found, name, default)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise ConfigError(f"{method}: {name} of the proposer cannot be read ({said(error)}).") from error
-
-
-def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
-    """The class or function at "package.module:name", for this method.
-
-    Raises:
-        ConfigError: it is not there, its module raises or exits, or it cannot be called or follows another protocol.
-    """
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(import_module(module), name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # whatever the module does, SystemExit included
-        cause = f"{type(error).__name__}: {said(error)}"
-        hint = "; PYTHONPATH=. lets it be found in the current folder" if isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError(f"{method}: proposer {shown(path)} cannot be imported ({cause}{hint}).") from error
-    if not callable(found):
-        raise ConfigError(f"{method}: proposer must name a class, or a function that makes one, not {shown(found)}.")
-    version = _attribute(found, "protocol_version", method, PROTOCOL_VERSION)
-    if version != PROTOCOL_VERSION:
-        raise ConfigError(
-            f"{method}: protocol_version of {path} must be {PROTOCOL_VERSION}, that of vllm_specplugins.draft here, "
-            f"not {shown(version)}."
-        )
-    return found  # type: ignore[no-any-return]

@@ -6,12 +6,9 @@ reaches neither the engine nor another request. Knows nothing of vLLM.
 """
 
 import hashlib
-import json
-import re
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
 
 import numpy as np
@@ -26,19 +23,15 @@ from vllm_specplugins.config import (
     shown,
     stage_names,
 )
+from vllm_specplugins.options_text import MAX_OWN_SIZE, check_number
+from vllm_specplugins.options_text import read_options as read_options
 
 Options = Mapping[str, Any]
 
 MAX_CONTEXT = 2**31 - 1
 # Of a reference; four are usual. One with more tokens than max_model_len is refused in any case.
 BYTES_PER_TOKEN = 8
-# JSON takes up to three characters for a byte (and nine for a token id): `\u00e9` is two.
-CHARACTERS_PER_TOKEN = 24
-OTHER_CHARACTERS = 1 << 16
-# Of a custom proposer's own options, characters and values together: what a walk through them may cost.
-MAX_OWN_SIZE = 1 << 14
 MAX_NESTING = 8
-MAX_DIGITS = 100
 SETTINGS = "enabled", "max_draft", "max_context", "stages", "learn"  # which no proposer of the user's own reads
 REFERENCE, DIGEST, TENANT = "reference", "reference_digest", "tenant"
 
@@ -68,71 +61,6 @@ class Limits:
         return bool(parts(self.config, CustomConfig))
 
 
-def read_options(raw: Any, max_model_len: int) -> Options:
-    """The dictionary that a request's `extra_args["specplugins"]` is, or holds as text.
-
-    Raises:
-        ConfigError: it is neither, or the text is too long.
-    """
-    options = raw
-    if isinstance(raw, str):
-        allowed = OTHER_CHARACTERS + CHARACTERS_PER_TOKEN * max_model_len
-        if len(raw) > allowed:
-            raise ConfigError(
-                f"specplugins must be at most {allowed} characters of JSON text where max_model_len is "
-                f"{max_model_len}, not {len(raw)}."
-            )
-        try:
-            options = _decoded(raw, max_model_len)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            options = None
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"specplugins must be a dictionary or its JSON text, not {shown(raw)}.")
-    return options
-
-
-def _decoded(text: str, max_model_len: int) -> Any:
-    """What JSON text holds: a reference is read by itself, which costs little, and the rest must be short."""
-    found = [match.end() for match in islice(_REFERENCE_KEY.finditer(text), 2)]
-    start = found[0] if len(found) == 1 else len(text)
-    if text.startswith('"', start):
-        reference, end = scanstring(text, start + 1)
-    elif ids := _IDS.match(text, start):
-        end = ids.end()
-        _check_number(text.count(",", start, end) + 1, max_model_len)
-        reference = _DECODER.decode(ids.group())
-    else:
-        return _decoded_short(text)
-    options = _decoded_short(f"{text[:start]}null{text[end:]}")
-    if isinstance(options, dict) and REFERENCE in options:
-        return {**options, REFERENCE: reference}
-    return _decoded_short(text)
-
-
-def _decoded_short(text: str) -> Any:
-    """What JSON text holds that is short, and holds few lists and dictionaries."""
-    num_brackets = text.count("[") + text.count("{")
-    if len(text) > OTHER_CHARACTERS or num_brackets > MAX_OWN_SIZE // 4:
-        raise ConfigError(
-            f"specplugins: its JSON text must be at most {OTHER_CHARACTERS} characters and {MAX_OWN_SIZE // 4} "
-            f"brackets beside the reference, not {len(text)} and {num_brackets}."
-        )
-    return _DECODER.decode(text)
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:  # what it costs grows with their square
-        raise ValueError
-    return int(digits)
-
-
-_DECODER = json.JSONDecoder(parse_int=_integer)
-_REFERENCE_KEY = re.compile(r'"reference"\s*:\s*')
-_IDS = re.compile(r"\[[-+.eE\d\s,]*\]")
-
-
 def understood(options: Options, limits: Limits) -> dict[str, Any]:
     """The options, made anew from what was understood of them: nothing else of a client's travels any further.
 
@@ -141,7 +69,7 @@ def understood(options: Options, limits: Limits) -> dict[str, Any]:
     max_context: beyond so many tokens of prompt and output together it is not drafted for.
     stages: those of a cascade that draft for it, by name, or by number and name as in metrics.
     reference: what its output is likely to repeat, for prompt_lookup and suffix_lookup.
-    learn: whether its output may be drafted from for later requests, by suffix_lookup and token_recycling.
+    learn: whether its output may be drafted from for later requests, by suffix_lookup.
 
     A proposer of the user's own may have options of its own, which pass if they are small.
 
@@ -200,17 +128,17 @@ def _stages(value: Any, limits: Limits) -> list[str]:
 
 def without_own(options: Options, limits: Limits) -> dict[str, Any]:
     """What is left of resolved options of which a proposer of the user's own shall see nothing: it does not draft."""
-    methods = [getattr(stage, "own", None) for stage in getattr(limits.config.own, "stages", ())]
+    owns = [part.own for part in limits.config.stages or (limits.config,)]
     names = [
         name
-        for name, own in zip(stage_names(limits.stages), methods or [limits.config.own], strict=True)
+        for name, own in zip(stage_names(limits.stages), owns, strict=True)
         if not isinstance(own, CustomConfig) and name in options.get("stages", (name,))
     ]
     kept = {key: options[key] for key in options if key in (*SETTINGS, REFERENCE, DIGEST)}
     return {**kept, "stages": names} if names else {**kept, "enabled": False}
 
 
-def resolved(options: Options, token_ids: Iterable[int] | None, limits: Limits) -> dict[str, Any]:
+def resolved(options: Options, token_ids: Sequence[int] | None, limits: Limits) -> dict[str, Any]:
     """Checked options as they travel to the engine: a reference as bytes, with the digest that names its content.
 
     Args:
@@ -224,10 +152,11 @@ def resolved(options: Options, token_ids: Iterable[int] | None, limits: Limits) 
     found = {key: options[key] for key in options if key not in (REFERENCE, DIGEST, TENANT)}
     reference = options.get(REFERENCE)
     if token_ids is not None:
-        reference = list(token_ids)
+        reference = token_ids
         _check_token_ids(reference, limits)
     if reference:
-        found[REFERENCE] = np.array(reference, np.int32).tobytes()
+        ids = reference if isinstance(reference, array) else array("i", reference)
+        found[REFERENCE] = ids.tobytes()
         found[DIGEST] = hashlib.blake2b(found[REFERENCE], digest_size=16).digest()
     return found
 
@@ -263,10 +192,11 @@ def _check_reference(value: Any, limits: Limits) -> None:
         _check_token_ids(value, limits)
         return
     allowed = BYTES_PER_TOKEN * limits.max_model_len
-    # A character is a byte or more: one that is too long is not encoded.
-    if len(value) <= allowed and not _is_utf8(value):
-        raise ConfigError(f"specplugins: reference must be valid UTF-8, not {shown(value)}.")
-    size = len(value) if len(value) > allowed else len(value.encode())
+    size = len(value)  # a character is a byte or more: one that is too long is not encoded
+    if size <= allowed and not value.isascii():
+        if not _is_utf8(value):
+            raise ConfigError(f"specplugins: reference must be valid UTF-8, not {shown(value)}.")
+        size = len(value.encode())
     if size > allowed:
         raise ConfigError(
             f"specplugins: reference must be at most {allowed} bytes of text where max_model_len is "
@@ -276,27 +206,13 @@ def _check_reference(value: Any, limits: Limits) -> None:
 
 def _check_token_ids(value: Any, limits: Limits) -> None:
     """Raises ConfigError unless `value` is a list of at most max_model_len token ids; looks at no more of them."""
-    is_list = isinstance(value, list | tuple)
+    is_list = isinstance(value, list | tuple | array)
     if is_list:
-        _check_number(len(value), limits.max_model_len)
-    fits = is_list and set(map(type, value)) <= {int}
-    if fits and value:
-        try:
-            ids = np.array(value, np.int64)
-        except OverflowError:
-            fits = False
-        else:
-            fits = ids.min() >= 0 and ids.max() < limits.vocab_size
-    if not fits:
+        check_number(len(value), limits.max_model_len)
+    fits = is_list and (isinstance(value, array) or set(map(type, value)) <= {int})
+    if not fits or (value and not (min(value) >= 0 and max(value) < limits.vocab_size)):
         allowed = f"a text or a list of token ids from 0 to {limits.vocab_size - 1}"
         raise ConfigError(f"specplugins: reference must be {allowed}, not {shown(value)}.")
-
-
-def _check_number(num_tokens: int, max_model_len: int) -> None:
-    if num_tokens > max_model_len:
-        raise ConfigError(
-            f"specplugins: reference must be at most {max_model_len} tokens (max_model_len), not {num_tokens}."
-        )
 
 
 class _CannotTravel(Exception):

@@ -48,7 +48,7 @@ MAX_STEP_SECONDS = 15.0
 # Words keep a leading space and their underscores; digits stand alone; new lines and indentation are runs.
 SPLIT = r" ?_*[A-Za-z]+_*|[0-9]| ?[^\sA-Za-z0-9_]+| ?_+|\n+|[^\S\n]+(?!\S)|[^\S\n]+"
 
-# The messages as they are, one behind the other: the model knows no roles, but an edit task is a message that it knows.
+# The messages as they are, one after the other: the model knows no roles, but an edit task is a message that it knows.
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -76,7 +76,7 @@ def train_tokenizer(texts: list[str], vocab_size: int = 3072) -> PreTrainedToken
 
 
 class Rows:
-    """Deals training rows: stretches of a stream of shuffled files, behind whole edit tasks in some rows."""
+    """Deals training rows: stretches of a stream of shuffled files, after whole edit tasks in some rows."""
 
     def __init__(self, files: list[list[int]], edits: list[list[int]], rng: random.Random) -> None:
         rng.shuffle(files)

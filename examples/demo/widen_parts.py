@@ -1,6 +1,6 @@
 """Widening of trained parts: what drafts for a model drafts the same for the wide one (widen.py), at its cost.
 
-States of the wide model are those of the small one and zeros behind them, so that every weight is padded with zeros.
+States of the wide model are those of the small one and zeros after them, so that every weight is padded with zeros.
 The inner size of a jump, which is chosen freely, grows with the hidden size. H: hidden size, K: factor, W: K * H.
 """
 
@@ -60,16 +60,11 @@ def _look_ahead(weights: Weights, factor: int) -> Weights:
     return {"embeddings.weight": padded(embeddings, len(embeddings), factor * embeddings.shape[1])}
 
 
-def _medusa(weights: Weights, factor: int) -> Weights:
-    return {name: padded(weight, *(factor * size for size in weight.shape)) for name, weight in weights.items()}
-
-
 # By the file of the weights.
 KINDS: dict[str, Callable[[Weights, int], Weights]] = {
     "exit_head.safetensors": _exit_head,
     "jump.safetensors": _jump,
     "look_ahead.safetensors": _look_ahead,
-    "model.safetensors": _medusa,
 }
 
 

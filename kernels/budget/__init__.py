@@ -17,7 +17,7 @@ class Layout(NamedTuple):
 
     Args:
         cu_num_logits: [S + 1] int32, of the tokens whose logits are looked at: those admitted, and `num_bonus` a row.
-        query_start_loc: [S + 1] int32, of all tokens that run; behind the batch, their number.
+        query_start_loc: [S + 1] int32, of all tokens that run; after the batch, their number.
     """
 
     cu_num_logits: Any

@@ -116,19 +116,17 @@ def num_worth(
     drafts: Drafts,
     than: int,
     depth: int,
-    in_part: bool,
     implementation: str | None = None,
 ) -> Any:
-    """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage may draft, too.
+    """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage goes on.
 
     Args:
         slots: [R] int64.
         than: the other stage.
         depth: its tokens end there, counted from the draft's beginning.
-        in_part: it goes on behind those that are kept; else it drafts in their stead.
         implementation: see `learn`.
     """
-    return _module(state, implementation).num_worth(state, slots, drafts, than, depth, in_part)
+    return _module(state, implementation).num_worth(state, slots, drafts, than, depth)
 
 
 def _module(state: State, implementation: str | None) -> Any:

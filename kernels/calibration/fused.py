@@ -32,7 +32,7 @@ _PRIOR_WEIGHT, _FEWEST, _STEP = tl.constexpr(PRIOR_WEIGHT), tl.constexpr(FEWEST)
 _CURVATURE_DECAY = tl.constexpr(CURVATURE_DECAY)
 _NEW_CURVATURE = tl.constexpr((1 - CURVATURE_DECAY) * FIRST_CURVATURE)
 
-_NUMBERS = ["num_rows", "than", "depth", "in_part"]
+_NUMBERS = ["num_rows", "than", "depth"]
 
 
 @triton.jit
@@ -181,7 +181,6 @@ def _worth_kernel(
     drafts,
     than,
     depth,
-    in_part,
     num_rows,
     K: tl.constexpr,
     M: tl.constexpr,
@@ -204,7 +203,7 @@ def _worth_kernel(
     right = tl.sum(tl.load(state.accepted + cells), axis=1) + _PRIOR_WEIGHT * prior
     rate = (right / (tl.sum(tl.load(state.tried + cells), axis=1) + _PRIOR_WEIGHT))[:, None]
     ends = places + 1
-    worth = tl.cumsum(survival, axis=1) + survival * _expected(rate, depth - ends) * in_part
+    worth = tl.cumsum(survival, axis=1) + survival * _expected(rate, depth - ends)
     worth = tl.where(mask, worth + ends * 1e-6, -1.0)  # the draft's own, among equals
     others = tl.sum(_expected(rate, depth + ends * 0) * (places == 0), axis=1)  # without a draft
     best = tl.where(tl.max(worth, axis=1) > others, tl.argmax(worth, axis=1) + 1, 0)
@@ -252,13 +251,10 @@ def num_worth(
     drafts: Drafts,
     than: int,
     depth: int,
-    in_part: bool,
 ) -> torch.Tensor:
     """See the front door."""
     tiles = _tiles(state, _RATED)
     grid = (triton.cdiv(len(slots), tiles["ROWS"]),)
     kept = slots.new_empty(len(slots), dtype=torch.int32)
-    _worth_kernel[grid](
-        kept, state, slots, _whole(drafts), than, depth, int(in_part), len(slots), **tiles, num_warps=1
-    )  # fmt: skip
+    _worth_kernel[grid](kept, state, slots, _whole(drafts), than, depth, len(slots), **tiles, num_warps=1)
     return kept

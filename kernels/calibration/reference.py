@@ -62,14 +62,13 @@ def num_worth(
     drafts: Drafts,
     than: int,
     depth: int,
-    in_part: bool,
 ) -> torch.Tensor:
     """See the front door."""
     survival = _chances_of(state, slots, drafts).cumprod(dim=1)
     prior = state.shared_accepted[than].sum() / state.shared_tried[than].sum()
     tried, accepted = (counts[slots, than].sum(dim=1) for counts in (state.tried, state.accepted))
     rate = (accepted + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
-    return num_kept(survival, rate[:, None], drafts.num_draft, depth, in_part)
+    return num_kept(survival, rate[:, None], drafts.num_draft, depth)
 
 
 def num_kept(
@@ -77,19 +76,18 @@ def num_kept(
     rate: torch.Tensor,  # [R, 1], of another stage's tokens
     num_draft: torch.Tensor,  # [R]
     depth: int,
-    in_part: bool,
 ) -> torch.Tensor:
     """[R] int32: how many tokens of a draft to keep; see `num_worth` in the front door.
 
     >>> survival, rate = torch.tensor([[0.8, 0.7, 0.1]]), torch.tensor([[0.5]])
-    >>> [num_kept(survival, rate, torch.tensor([3]), 3, in_part).tolist() for in_part in (True, False)]
-    [[2], [3]]
+    >>> num_kept(survival, rate, torch.tensor([3]), 3).tolist()
+    [2]
     """
     none = torch.zeros_like(rate)
     ends = torch.arange(survival.shape[1] + 1, device=survival.device)
     others = rate * (1 - rate ** (depth - ends).clamp(min=0)) / (1 - rate).clamp(min=1e-6)
     alive = torch.cat((none + 1, survival), dim=1)
-    worth = torch.cat((none, survival.cumsum(dim=1)), dim=1) + alive * others * (in_part | (ends == 0))
+    worth = torch.cat((none, survival.cumsum(dim=1)), dim=1) + alive * others
     worth = worth.masked_fill(ends > num_draft[:, None], -1.0)
     return (worth + 1e-6 * ends).argmax(dim=1).int()  # the draft's own, among equals
 

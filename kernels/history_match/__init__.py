@@ -50,7 +50,7 @@ class References(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """Drafts to be continued: tokens behind the requests' own, in which no match ends.
+    """Drafts to be continued: tokens after the requests' own, in which no match ends.
 
     Args:
         token_ids: [R, <= K] int32.
@@ -65,7 +65,7 @@ class Match(NamedTuple):
     """What was found.
 
     Args:
-        token_ids: [R, K] int32, 0 behind a draft's end.
+        token_ids: [R, K] int32, 0 after a draft's end.
         num_draft: [R] int32, what was wanted, or less where a reference ends; 0 where nothing was found.
         match_length: [R] int32, tokens of the match, counted to 31; 0: none.
     """

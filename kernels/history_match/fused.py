@@ -34,7 +34,7 @@ _POINTERS = [
 
 @triton.jit
 def _own_tokens(text_ptr, size, begun_ptr, places, mask):
-    """Tokens of a text and of the draft behind it."""
+    """Tokens of a text and of the draft after it."""
     tokens = tl.load(text_ptr + places, mask=mask & (places < size), other=0)
     return tokens + tl.load(begun_ptr + (places - size), mask=mask & (places >= size), other=0)
 
@@ -224,7 +224,7 @@ def history_match(
 ) -> Match:
     """See the front door."""
     num_rows, room = len(slots), texts.token_ids.shape[1]
-    # All tokens but the last, behind which no match goes on.
+    # All tokens but the last, after which no match goes on.
     num_tiles = max(1, triton.cdiv(min(room, longest or room) - 1, TILE_SIZE - _SHARED.value))
     num_all_tiles = num_tiles if references is None else 2 * num_tiles
     match = Match(

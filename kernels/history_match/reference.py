@@ -52,7 +52,7 @@ def _tokens(
     own: torch.Tensor,  # [R, L]
     size: torch.Tensor,  # [R]
     begun: Begun | None,
-    places: torch.Tensor,  # [R, any], counted through the text and the draft behind it
+    places: torch.Tensor,  # [R, any], counted through the text and the draft after it
 ) -> torch.Tensor:
     tokens = own.gather(1, places.clamp(0, own.shape[1] - 1))
     if begun is None:

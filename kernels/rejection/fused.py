@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..gumbel.fused import exponential
 from . import Sampling
 from .arguments import (
     Layout,
@@ -28,7 +27,7 @@ from .arguments import (
     target_of,
 )
 from .dense.fused import weigh
-from .noise.fused import stream_key
+from .noise.fused import exponential, stream_key
 from .noise.reference import GROUP, TOKEN
 from .reference import GROUP_SIZE
 from .result.fused import write_drawn
@@ -147,6 +146,14 @@ def sample_step(
     result = Result(result.sampled, result.num_sampled, num_rejected)
     _launch(result, target_of(target_logits), layout_of(*layout), sampling)
     return result.sampled, result.num_sampled, num_rejected
+
+
+def draw_kept(logits: torch.Tensor, layout: Layout, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """See drafts.py: token ids and the smallest logit that each row keeps, [N] each."""
+    result, layout = new_result(len(logits), 1, logits.device), layout_of(*layout[:4])
+    target, (parameters, given) = target_of(logits), parameters_of(sampling, layout)
+    limit = launch_truncated(result, scan(target, None, layout, parameters, 1), target, layout, parameters, given)
+    return result.sampled[:, 0], limit[:, 0]
 
 
 def _launch(result: Result, target: Target, layout: Layout, sampling: Sampling) -> None:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from ..compiled import compiled, inlined
-from ..gumbel.reference import _FIRST, _SECOND, _STEP
 from . import Sampling
+from .noise import reference as noise
 from .noise.reference import GROUP, STREAM_SHIFT, TOKEN
 from .reference import GROUP_SIZE, chunks, finite_with_max, group_sums, weights
 
@@ -21,7 +21,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
-STEP, FIRST, SECOND = np.uint64(_STEP), np.uint64(_FIRST), np.uint64(_SECOND)
+STEP, FIRST, SECOND = np.uint64(noise.STEP), np.uint64(noise.FIRST), np.uint64(noise.SECOND)
 HALF, UNIT, LARGEST = np.float32(0.5), np.float32(2.0**-32), np.float32(1 - 2.0**-24)
 
 

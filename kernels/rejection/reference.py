@@ -81,6 +81,18 @@ def weights(logits: torch.Tensor, sampling: Sampling, cut: Callable[..., None] =
     return result
 
 
+def truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Logits [N, V] with -inf for the tokens that the rows' limits cut; NaN stays. At temperature 0 as at 1."""
+    if not sampling.truncates:
+        return logits
+    known, maximum = finite_with_max(logits)
+    temperature = sampling.temperature.to(known.dtype)
+    scale = math.log2(math.e) / torch.where(temperature == 0, 1.0, temperature)
+    weights = (known - maximum).mul_(scale[:, None]).exp2_()
+    limit = thresholds(known, scale, weights, sampling.top_k, sampling.top_p, sampling.min_p)
+    return logits.masked_fill(logits < limit[:, None], -torch.inf)
+
+
 def probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Probabilities [N, V] under the rows' sampling parameters; one-hot at temperature 0, 0 for a row of -inf alone."""
     result = weights(logits, sampling)

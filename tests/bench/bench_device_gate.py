@@ -36,7 +36,7 @@ HEAD_MS = 1000 * 32_000 * 4096 * 2 / BANDWIDTH  # of Llama 2 7B
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's graphs
 TAIL = [768, 1024, 1536, 2048]  # tokens, behind the largest
 # Of a step, and for each token of the exit, the layers' left out.
-LAUNCHES = {"prompt_lookup": (21, 0), "first": (31, 21), "extend": (31, 26), "verify": (31, 26)}
+LAUNCHES = {"prompt_lookup": (21, 0), "auto": (31, 26), "verify": (31, 26)}
 EXIT = {"method": "early_exit", "exit_layer": 2}
 
 
@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("exits", type=Path, help="what tests/traces/exits.py recorded")
     parser.add_argument("--batch", type=listed, default=["1", "4", "32", "128"])
     parser.add_argument("--kinds", type=listed, default=["edits", "code", "sampled"])
-    parser.add_argument("--policies", type=listed, default=["prompt_lookup", "first", "extend", "verify"])
+    parser.add_argument("--policies", type=listed, default=list(LAUNCHES))
     parser.add_argument("--num-draft", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3, help="requests of a place in the batch")
     parser.add_argument("--launch-us", type=float, default=1.5)

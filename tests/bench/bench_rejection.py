@@ -3,7 +3,7 @@
     python tests/bench/bench_rejection.py
 
 On a GPU: every (B, K, V), one-hot and dense q, with and without top-p, in bfloat16 at temperature 0.8: ours, vLLM's
-Model Runner V2 and V1 paths with their sampling parameters, flashinfer's chain sampling where it is installed; GB/s and
+Model Runner V2 and V1 paths with their sampling parameters; GB/s and
 the share of the time that a copy of the logits' bytes, each once, would take. Without a GPU: the bytes that the kernels
 move, counted in Triton's interpreter and checked, and the reference beside vLLM's V1 sampler on the CPU. It refuses to
 report if the operation's tests fail. B: requests, K: drafts of each, V: vocabulary.
@@ -25,7 +25,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from vllm_specplugins.kernels.rejection import rejection_sample
-from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
+from vllm_specplugins.kernels.rejection.testing import Batch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from batches import make_batch
 
 KERNEL_TESTS = Path(__file__).parents[1] / "kernels"
 BYTES_LIMITS = {("one-hot", "-"): 1.1, ("dense", "-"): 2.2}
@@ -116,27 +119,7 @@ def v2_peer(batch):
     return run
 
 
-def flashinfer_peer(batch):
-    """Softmax of both sides and chain sampling; dense q without truncation only."""
-    try:
-        from flashinfer.sampling import chain_speculative_sampling
-    except ImportError:
-        return None
-    if batch.draft_logits is None or batch.sampling.truncates:
-        return None
-    states, shape = batch.idx_mapping.long(), (len(batch.idx_mapping), batch.max_num_draft + 1, -1)
-    heat = batch.sampling.temperature[states][:, None, None]
-    drafts = batch.draft_token_ids.view(shape[:2])[:, 1:].int().contiguous()
-
-    def run():
-        q = torch.softmax(batch.draft_logits[states].float() / heat, -1)
-        p = torch.softmax(batch.target_logits.view(shape).float() / heat, -1)
-        chain_speculative_sampling(q, drafts, p)
-
-    return run
-
-
-PEERS = {"vLLM V2": v2_peer, "vLLM V1": v1_peer, "flashinfer": flashinfer_peer}
+PEERS = {"vLLM V2": v2_peer, "vLLM V1": v1_peer}
 
 
 def times_ms(call, repeats):

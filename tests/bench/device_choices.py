@@ -11,8 +11,9 @@ import torch
 from device_step import VOCAB_SIZE, DeviceStep, Ints, Recorded
 from exits import Said
 
-from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext, Sampling, Target
+from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.target import Sampling, Target
 
 LOOKUP = {"method": "prompt_lookup"}
 
@@ -117,9 +118,10 @@ class OnHost(Nothing):
         return token_ids, np.asarray(draft.num_draft, np.int64)
 
     def _told(self, value: Any) -> Any:
-        match value:  # a gate's times: of a step, of drafting, of the exit alone
-            case [float() as step_ms, float(), *stages]:
-                return [step_ms, self._drafting_ms, *([0.0] * (len(stages) - 1)), *[self._drafting_ms] * bool(stages)]
+        match value:  # a gate's times: of a step and of drafting; tokens of context; of the exit alone
+            case [float() as step_ms, float(), int() as num_context, *stages]:
+                own_ms = [0.0] * (len(stages) - 1) + [self._drafting_ms] * bool(stages)
+                return [step_ms, self._drafting_ms, num_context, *own_ms]
         return value
 
 
@@ -172,9 +174,11 @@ class Knows(Nothing):
 
     def _accepted(self, said: Said, length: int, looked_up: int, num_found: int, depth: int) -> int:
         """Tokens of what the policy makes of a lookup's draft and so many tokens of the exit."""
-        if self._policy == "extend" and num_found:
+        if self._policy == "auto" and num_found:
             own = depth - num_found if looked_up == num_found else 0
-            return looked_up + _num_right(said, length + num_found, said.drafted[length + num_found - 1][: max(own, 0)])
+            if own <= 0:
+                return looked_up
+            return looked_up + _num_right(said, length + num_found, said.drafted[length + num_found - 1][:own])
         own = _num_right(said, length, said.drafted[length - 1][:depth])
         return own if self._policy == "verify" and depth else max(looked_up, own)
 

@@ -1,4 +1,4 @@
-"""What Model Runner V2 decides about drafts, step by step, without an engine: our speculators' own code and vLLM's
+"""What Model Runner V2 decides about drafts, step by step, without an engine: our speculator's own code and vLLM's
 manager of adaptive verification on tensors of the host, an exit that says what was recorded (tests/traces/exits.py).
 Copies arrive as late as on a device. R: requests of a step, K: most tokens of a draft.
 """
@@ -15,15 +15,16 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 from vllm_specplugins.config import CascadeConfig, PromptLookupConfig, parts
-from vllm_specplugins.draft import DraftBatch, ProposerContext, Sampling, Target
+from vllm_specplugins.draft import DraftBatch, ProposerContext
+from vllm_specplugins.engine.v2 import outcomes
 from vllm_specplugins.engine.v2.budget import Budget, Confidences
 from vllm_specplugins.engine.v2.limits import Limits
-from vllm_specplugins.engine.v2.lookup import LookupSpeculator
 from vllm_specplugins.engine.v2.on_device import DeviceSpeculator
-from vllm_specplugins.engine.v2.outcomes import Outcomes
 from vllm_specplugins.engine.v2.texts import DeviceTexts
-from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.methods import build, parse_config
+from vllm_specplugins.target import Sampling, Target
 
+outcomes.new_confidences = lambda *sizes: None  # there is no engine; see DeviceStep._publish
 VOCAB_SIZE = 3072  # the demo model's
 Ints = npt.NDArray[np.int64]
 
@@ -90,16 +91,15 @@ class DeviceStep:
             prefill_len=SimpleNamespace(np=np.zeros(num_slots, np.int32)),
         )  # fmt: skip
         cascade = spec.own if isinstance(spec.own, CascadeConfig) else None
-        kind: Any = DeviceSpeculator if cascade else LookupSpeculator
-        self._own: Any = object.__new__(kind)
+        self._own: Any = object.__new__(DeviceSpeculator)
         own, stages = self._own, cascade.stages if cascade else ()
         model_config, device = SimpleNamespace(max_model_len=longest), torch.device("cpu")
         own._limits = Limits(self._states, model_config, width, device, stages)
-        own.outcomes = Outcomes(max(1, len(stages)), self._states, width, device)
+        own.outcomes = outcomes.Outcomes(max(1, len(stages)), self._states, width, device)
         own.texts = DeviceTexts(self._states, width, parts(spec, PromptLookupConfig)[0], device)
         own.enable_adaptive_verification, own.num_speculative_steps = trims, width
-        own._draft_tokens = own.draft_tokens = torch.zeros(num_slots, width, dtype=torch.int64)
-        own.draft_logits, self._newest = None, None
+        own.draft_tokens = torch.zeros(num_slots, width, dtype=torch.int64)
+        own.draft_logits, own._policy, self._newest = None, cascade and cascade.policy, None
         self._manager: Any = self._new_manager(num_slots, tables)
         self._confidence = np.ones((num_slots, width), np.float32)
         self._stale = np.ones((num_slots + 1, width), np.float32)
@@ -107,10 +107,10 @@ class DeviceStep:
         Budget(self._manager, Confidences(newest, newest, self._stale))
         if cascade:
             context = ProposerContext(VOCAB_SIZE, longest, num_slots, width, lambda text: [])
-            proposer: Any = build_proposer(spec, context)
-            proposer.fit(longest)
-            own.barrier, own._policy = SimpleNamespace(proposer=proposer), cascade.policy
-        self._has_exit = cascade is not None
+            exits: Any = build(cascade.stages[1], context)
+            exits.fit(longest)
+            own.barrier = SimpleNamespace(proposer=SimpleNamespace(exit=exits))
+        self._depth = own._limits.of_stages[1] if cascade else 0
 
     def start(self, slot: int, text: int) -> None:
         """A request of a text; its first token has been sampled."""
@@ -151,15 +151,14 @@ class DeviceStep:
         own._limits.most = self.width
         own.outcomes.begin(torch.from_numpy(slots), sampled, rejected, False)
         longest = int(lengths.max())
-        if self._has_exit:
-            depth = own._depths[-1]
+        target = None
+        if self._depth:
             self.exit.begin(texts, lengths)
             last = states.all_token_ids.gpu[slots, lengths - 1]
             sampling = Sampling(torch.zeros(num_reqs), torch.zeros(num_reqs, dtype=torch.int64))
             target = Target(self.exit, last, torch.from_numpy(lengths.copy()), None, sampling)  # type: ignore[arg-type]
-            own._draft_on_device(DraftBatch([""] * num_reqs, (), lengths, [{}] * num_reqs, target), longest, depth)
-        else:
-            own._draft(num_reqs, longest)
+        batch = DraftBatch([""] * num_reqs, (), lengths, [{}] * num_reqs, target)
+        own._draft_on_device(batch, longest, self._depth)
         self._publish(slots)
         num_draft = own.outcomes._num_draft[:num_reqs].numpy().astype(np.int64)
         return own.draft_tokens[:num_reqs].numpy().copy(), num_draft

@@ -173,6 +173,7 @@ def _replace_device() -> None:
     from simulated_device.patches import Patches
     from simulated_device.vllm_cpu import patch_asynchronous, patch_platform
     from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends import cpu_attn
@@ -195,6 +196,8 @@ def _replace_device() -> None:
     builder.update_draft_decode_metadata = lambda self, metadata: None
     for name in ("cpu_attention_with_kv_cache", "cpu_attn_get_scheduler_metadata", "cpu_attn_reshape_and_cache"):
         setattr(ops, name, lambda *args, **kwargs: None)
+    embed = UnquantizedEmbeddingMethod.embedding  # what no kernel has written is any number
+    UnquantizedEmbeddingMethod.embedding = lambda self, layer, ids: embed(self, layer, torch.zeros_like(ids))
     _replace_worker()
     replace_imported()
 

@@ -1,4 +1,4 @@
-"""Trains parts for a model, for bench_trained.py: an exit head, a jump and Medusa heads, in like CPU time.
+"""Trains parts for a model, for bench_trained.py: an exit head and a jump, in like CPU time.
 
     python tests/bench/train_parts.py --parts .cache/plain    # and a target without exits, in 40 minutes
     python tests/bench/train_parts.py --parts .cache/demo --model examples/demo/model
@@ -22,7 +22,6 @@ COMMON = "--row-tokens 256 --batch-tokens 2048 --learning-rate 0.002 --device cp
 PARTS = {
     "jump": "train-jump --inner-size 1024 --steps 250",
     "exit1": "train-exit-head --exit-layer 1 --steps 700",
-    "medusa": "train-medusa --steps 350",
 }
 
 

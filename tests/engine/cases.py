@@ -1,13 +1,18 @@
 """Prompts and generation helpers that the engine tests share."""
 
+import os
 from typing import Any
 
 import numpy as np
-from conftest import INTERPRETED
+from conftest import INTERPRETED, NUM_LAYERS
 from prompts import load_prompts
 from transformers import AutoTokenizer
 
 PROMPT_LOOKUP = {"method": "prompt_lookup", "num_speculative_tokens": 4}
+
+# K = 31 takes Triton's interpreter minutes a test.
+IS_SHORT = INTERPRETED and os.environ.get("SPECPLUGINS_SIMULATED") != "all"
+LONG = PROMPT_LOOKUP if IS_SHORT else {"method": "prompt_lookup"}
 
 SUFFIX_LOOKUP = {
     "method": "suffix_lookup",
@@ -16,12 +21,22 @@ SUFFIX_LOOKUP = {
     "store_bytes": 1 << 22,
 }
 
-TOKEN_RECYCLING = {"method": "token_recycling", "num_speculative_tokens": 4, "max_table_bytes": 1 << 17}
-
 
 def early_exit(layer: int, num_draft: int = 4) -> dict[str, Any]:
     return {"method": "early_exit", "exit_layer": layer, "num_speculative_tokens": num_draft}
 
+
+LOOKUP = {"method": "prompt_lookup"}
+EXIT = {"method": "early_exit", "exit_layer": NUM_LAYERS // 2}
+
+
+def cascade(policy: str, gate: str = "off", stages: Any = (LOOKUP, EXIT)) -> dict[str, Any]:
+    config = {"method": "cascade", "num_speculative_tokens": 4, "stages": list(stages)}
+    return {**config, "policy": policy, "gate": gate}
+
+
+PLAIN_TOKENS = 24  # that each of the 50 prompts is answered without speculation
+NUM_TOKENS = 21  # one from the prompt and four whole steps of K + 1, so that no draft is cut
 
 # Hardly more blocks than one request can fill: of eight at a time, some are preempted.
 STRESS: dict[str, Any] = {

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from adapters import WITH_ADAPTERS, adapter
-from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, TOKEN_RECYCLING, early_exit
+from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit
 from families import EXIT_LAYER, NUM_LAYERS, SHAPE, checkpoint
-from jump_heads import write_head
+from parts import write_head
 from safetensors.torch import save_file
 
 from vllm_specplugins.proposers.look_ahead import LookAheadConfig, save_look_ahead
@@ -58,7 +58,6 @@ def methods(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         "prompt_lookup": LOOKUP,
         "suffix_lookup": SUFFIX_LOOKUP,
-        "token_recycling": TOKEN_RECYCLING,
         "custom": CUSTOM,
         "early_exit": {**early_exit(EXIT_LAYER), "draft_sample_method": "coupled"},
         "look_ahead": look_ahead(folder / "look_ahead", NUM_LAYERS, HIDDEN),

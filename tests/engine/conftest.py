@@ -17,12 +17,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from shortened import first_layers
 
-from vllm_specplugins.methods import GATED_ALONE
+from vllm_specplugins.methods import METHODS
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 RUNNER = os.environ.get("SPECPLUGINS_RUNNER", "v1")
+GATED_ALONE = [name for name, row in METHODS.items() if row.is_gated]
 INTERPRETED = RUNNER == "v2" and not torch.cuda.is_available()
+SOME = slice(0, 48, 3) if INTERPRETED else slice(0, 50, 2)  # of the 50 prompts
+FEW = slice(21, 29)  # a step in the interpreter takes a tenth of a second
 TAPES = INTERPRETED and os.environ.get("SPECPLUGINS_TAPES") != "0"  # CUDA graphs, streams and copies, simulated
 
 DEMO_MODEL = EXAMPLES / "demo" / "model"
@@ -117,6 +120,27 @@ def verify_by_reference(patches: pytest.MonkeyPatch) -> None:
     patches.setattr(rejection, "load", lambda name: run)
 
 
+@pytest.fixture(scope="session")
+def plain(engine: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of both kinds and mixed lengths, and what the demo model emits without speculation."""
+    from cases import PLAIN_TOKENS, generate, mixed_prompts
+
+    prompts = mixed_prompts(str(DEMO_MODEL), 50)
+    return prompts, generate(engine(), prompts, [8], max_tokens=PLAIN_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def prompts(request: pytest.FixtureRequest, plain: Any) -> list[list[int]]:
+    """Those that a file's PROMPTS names, or of both kinds some."""
+    return plain[0][getattr(request.module, "PROMPTS", SOME)]
+
+
+@pytest.fixture(scope="module")
+def expected(request: pytest.FixtureRequest, plain: Any) -> list[list[int]]:
+    """What they are answered without speculation, NUM_TOKENS of it."""
+    return [tokens[: request.module.NUM_TOKENS] for tokens in plain[1][getattr(request.module, "PROMPTS", SOME)]]
+
+
 @pytest.fixture(scope="module")
 def device(engine: Any, expected: Any) -> Iterator[Any]:
     """The simulated device, behind what its tests expect, which is made without it."""
@@ -131,6 +155,16 @@ def graphs(sizes: Iterable[int] = (1, 4, 8, 24, 40)) -> dict[str, Any]:
     """Arguments of an engine that records decoding in graphs of so many tokens."""
     config = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(sizes)}
     return {"enforce_eager": False, "compilation_config": config}
+
+
+def drawn_greedily(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that says so where it says nothing: the kernels that draw take up to a second a step here."""
+    config = {
+        name: [drawn_greedily(stage) for stage in value] if name == "stages" else value
+        for name, value in config.items()
+    }
+    draws = {"early_exit", "jump"} | ({"medusa"} if "heads" in config else set())
+    return {"draft_sample_method": "greedy", **config} if config.get("method") in draws else config
 
 
 def shut_down(llm: Any) -> None:
@@ -166,8 +200,10 @@ def engine() -> Iterator[Callable[..., Any]]:
         from vllm import LLM
 
         config = speculative_config or {}
-        if config.get("method") in (GATED_ALONE if RUNNER == "v1" else ("suffix_lookup", "token_recycling")):
+        if config.get("method") in (GATED_ALONE if RUNNER == "v1" else ("suffix_lookup",)):
             speculative_config = {"gate": "off", **config}  # on a small model drafts hardly pay
+        if INTERPRETED and speculative_config:
+            speculative_config = drawn_greedily(speculative_config)
         key = repr((speculative_config, sorted(arguments.items())))
         if alive.get("key") != key:
             stop()

@@ -29,14 +29,16 @@ def write_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def exact_probs(checkpoint: Path, top_p: float = TOP_P) -> np.ndarray:
+def exact_probs(
+    checkpoint: Path, top_p: float = TOP_P, temperature: float = TEMPERATURE, prompt: list[int] = PROMPT
+) -> np.ndarray:
     """[VOCAB_SIZE ** 3] probability of each three tokens, by enumeration."""
     model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     triples = torch.cartesian_prod(*[torch.arange(VOCAB_SIZE)] * 3)
-    sequences = torch.cat((torch.tensor(PROMPT).expand(len(triples), -1), triples), dim=1)
+    sequences = torch.cat((torch.tensor(prompt).expand(len(triples), -1), triples), dim=1)
     with torch.inference_mode():
-        logits = model(sequences).logits[:, len(PROMPT) - 1 : -1].double()
-    kept = kept_probs(torch.softmax(logits / TEMPERATURE, dim=-1), top_p)
+        logits = model(sequences).logits[:, len(prompt) - 1 : -1].double()
+    kept = kept_probs(torch.softmax(logits / temperature, dim=-1), top_p)
     return kept.gather(-1, triples[..., None])[..., 0].prod(dim=-1).numpy()
 
 
@@ -47,16 +49,18 @@ def kept_probs(probs: torch.Tensor, top_p: float = TOP_P) -> torch.Tensor:
     return torch.zeros_like(probs).scatter_(-1, order, ordered / ordered.sum(-1, keepdim=True))
 
 
-def sampled(llm: Any, *num_samples: int, top_p: float = TOP_P) -> np.ndarray:
+def sampled(
+    llm: Any, *num_samples: int, top_p: float = TOP_P, temperature: float = TEMPERATURE, prompt: list[int] = PROMPT
+) -> np.ndarray:
     """[VOCAB_SIZE ** 3] how often each three tokens come up, of batches of so many samples."""
     from vllm import SamplingParams
 
     outputs: list[list[int]] = []
     for number in num_samples:
         params = SamplingParams(
-            temperature=TEMPERATURE, top_p=top_p, max_tokens=3, n=number, ignore_eos=True, detokenize=False
+            temperature=temperature, top_p=top_p, max_tokens=3, n=number, ignore_eos=True, detokenize=False
         )
-        [result] = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+        [result] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         outputs += [list(output.token_ids) for output in result.outputs]
     return np.bincount(np.array(outputs) @ [VOCAB_SIZE**2, VOCAB_SIZE, 1], minlength=VOCAB_SIZE**3)
 

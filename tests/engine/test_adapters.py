@@ -10,7 +10,7 @@ from adapters import WITH_ADAPTERS, adapter
 from cases import SUFFIX_LOOKUP, early_exit
 from conftest import INTERPRETED, spec_metrics
 from families import EXIT_LAYER, NUM_LAYERS, SHAPE, VOCAB_SIZE, checkpoint
-from jump_heads import write_head
+from parts import write_head
 
 NUM_TOKENS = 11 if INTERPRETED else 21  # one from the prompt and whole steps of K + 1, so that no draft is cut
 WITHOUT_TAPES = "vLLM's LoRA for CPUs reads the mapping on the host, which a graph does not see"

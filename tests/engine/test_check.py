@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import RUNNER
 
-from vllm_specplugins.engine.measure.trial import Trial
+from vllm_specplugins.engine.measure.samples import Drawn
 from vllm_specplugins.tools.check.engine import judged
 
 PAGE = Path(__file__).parents[2] / "docs" / "write-a-proposer.md"
@@ -41,14 +41,14 @@ def test_no_such_runner(tmp_path: Path) -> None:
     """Kills: V1 in V2's name where Triton does not work."""
     done = check(tmp_path, "v2")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == (
-        "error: check: --engine must be v1 here, not v2: Triton has no backend for this device."
-    )
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("error: check: PROPOSER failed in an engine on Model Runner V2; its log is ")
+    assert said.endswith("(Triton has no backend for this device).")
 
 
 def test_judged() -> None:
     """Kills: an output that differs, or a fault, without a word."""
-    stats = {"drafted_tokens": 4, "accepted_tokens": 1, "faults": {"raised": 2}}
-    words, wrong = judged(Trial([[1], [2]], {}), Trial([[1], [3]], stats), "V1")
+    drafted = Drawn([[[1]], [[3]]], 4, 1, {"raised": 2})
+    words, wrong = judged(Drawn([[[1]], [[2]]]), drafted, "V1")
     assert words == "In an engine on Model Runner V1: 4 tokens drafted, 1 accepted."
     assert [sentence[:12] for sentence in wrong] == ["In an engine", "1 of 2 outpu"] and "raised (2 times)" in wrong[0]

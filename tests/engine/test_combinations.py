@@ -14,7 +14,7 @@ from conftest import INTERPRETED
 
 ASKED = os.environ.get("SPECPLUGINS_ENGINES", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not ASKED, reason="SPECPLUGINS_ENGINES=all: minutes of processes")]
-HISTORY = ("prompt_lookup", "suffix_lookup", "token_recycling", "custom")
+HISTORY = ("prompt_lookup", "suffix_lookup", "custom")
 NAMES = (*HISTORY, *EXITS, "built-in stage")
 # Of kinds of models, of adapters and of several engines V1 tells as much, and in seconds.
 CELLS: dict[str, tuple[str, ...]] = {"TP": NAMES, "PP": HISTORY} if INTERPRETED else {

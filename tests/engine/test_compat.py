@@ -47,17 +47,19 @@ def test_033(source_033: Path) -> None:
     assert list(compat.probe(source_033)) == []
 
 
-@pytest.mark.parametrize("index", range(len(compat.SEAMS)), ids=lambda index: compat.SEAMS[index].name)
-def test_every_seam_can_fail(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renames one seam's target in a copy of its file: exactly that is reported. Kills: a probe that sees nothing."""
-    seam = compat.SEAMS[index]
-    # The other files are as they were: reading all of them for each seam takes minutes.
-    monkeypatch.setattr(compat, "SEAMS", [other for other in compat.SEAMS if other.file == seam.file])
-    path = tmp_path / seam.file
+NAMES = [(file, name) for file, names in compat.names().items() for name in names]
+
+
+@pytest.mark.parametrize(("file", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_every_name_can_fail(file: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renames one name's target in a copy of its file: exactly that is reported. Kills: a probe that sees nothing."""
+    # The other files are as they were: reading all of them for each name takes minutes.
+    here = {file: compat.names()[file]}
+    monkeypatch.setattr(compat, "names", lambda: here)
+    path = tmp_path / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_renamed((installed() / seam.file).read_text(), seam.name.rpartition(".")[2]))
-    problems = list(compat.probe(tmp_path))
-    assert any(f"vllm/{seam.file}: {seam.name} is missing" in problem for problem in problems)
+    path.write_text(_renamed((installed() / file).read_text(), name.rpartition(".")[2]))
+    assert any(f"vllm/{file}: {name} is missing" in problem for problem in compat.probe(tmp_path))
 
 
 def _renamed(source: str, name: str) -> str:
@@ -68,7 +70,7 @@ def _renamed(source: str, name: str) -> str:
 
 def test_changed_signature(tmp_path: Path) -> None:
     """A parameter added to the method that we replace is seen, and said in one sentence."""
-    for file in {seam.file for seam in compat.SEAMS}:
+    for file in compat.names():
         target = tmp_path / file
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(installed() / file, target)
@@ -85,9 +87,9 @@ def test_changed_signature(tmp_path: Path) -> None:
 
 
 def test_records_are_complete() -> None:
-    """Every record says why it is there, where upstream discusses it, and when it can go."""
-    for seam in compat.SEAMS:
-        assert seam.kind in {"wrap", "patch", "swap", "instance", "override", "read"}
+    """Every record of what is replaced says why it is there, where upstream discusses it, and when it can go."""
+    for seam in compat.REPLACED:
+        assert seam.kind in {"wrap", "patch", "swap", "instance", "override"}
         assert seam.why and seam.remove_when and seam.upstream.startswith("https://github.com/vllm-project/vllm/")
 
 

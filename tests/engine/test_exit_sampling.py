@@ -1,5 +1,6 @@
 """Early exit at temperatures other than 0: three tokens of a tiny vocabulary against their exact distribution."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ ARGUMENTS: dict[str, Any] = {
     "max_model_len": 64,
     "max_num_seqs": 64 if INTERPRETED else 256,
     "enable_prefix_caching": True,
+    "block_size": 32,
 }
 
 
@@ -106,7 +108,7 @@ def test_acceptance(engine: Any, checkpoint: Path) -> None:
         exit_logits = model.lm_head(model.model.norm(output.hidden_states[1][:, -1])).double()
     logits = output.logits[:, -2:].double()
     first, second = (kept_probs(torch.softmax(part / TEMPERATURE, dim=-1)) for part in (logits[0, 0], logits[:, 1]))
-    q = torch.softmax(exit_logits / TEMPERATURE, dim=-1)
+    q = kept_probs(torch.softmax(exit_logits / TEMPERATURE, dim=-1))
     expected = float((first * torch.minimum(second, q).sum(-1)).sum())
 
     llm = engine({**early_exit("probabilistic"), "num_speculative_tokens": 1}, model=str(checkpoint), **ARGUMENTS)
@@ -133,6 +135,46 @@ def test_a_wrong_q_is_seen(
     monkeypatch.setattr(Verifier, "keep_draft", lambda self, ids, logits: right(self, ids, logits / 2))
     llm = engine(early_exit("probabilistic"), model=str(checkpoint), **ARGUMENTS)
     assert p_value(sampled(llm, *HALVES), expected) < 1e-6
+
+
+@pytest.mark.slow
+def test_one_token_left(drafting: Any, checkpoint: Path) -> None:
+    """A prompt whose blocks are all cached, but for its last token. Kills: drafts of a step that computes so little
+    verified with another's q; the scheduler's padding, ids of -1, verified as the last token of the vocabulary."""
+    block_size = drafting.llm_engine.vllm_config.cache_config.block_size
+    prompt = (PROMPT * 40)[: min(48 // block_size, 2) * block_size + 1]
+    counts = sampled(drafting, 1, *HALVES, prompt=prompt)
+    assert p_value(counts, exact_probs(checkpoint, prompt=prompt)) > 1e-4
+    [cached] = [m.value for m in drafting.get_metrics() if m.name == "vllm:prefix_cache_hits"]
+    assert len(prompt) > 1 and cached >= (NUM_SAMPLES - 1) * (len(prompt) - 1)
+
+
+@pytest.mark.slow
+def test_drafts_of_no_distribution(engine: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft is drawn from logits with NaN; 12,000 tokens of verification at temperature 1 (SPECPLUGINS_LONG=1 on
+    V2, where CI draws 480). Kills: a token of such a draft that comes out; a fault that is not counted."""
+    from vllm_specplugins.proposers import draft_sampler, switch
+
+    draw = draft_sampler.sample_with_q
+
+    def broken(logits: torch.Tensor, positions: torch.Tensor, own: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids, q = draw(logits, positions, own)
+        return token_ids, torch.where(torch.arange(VOCAB_SIZE) == 3, torch.nan, q)
+
+    engine.stop()
+    monkeypatch.setattr(draft_sampler, "sample_with_q", broken)
+    monkeypatch.setattr(switch.Switch, "add_fault", lambda self: None)  # it goes on
+    llm = engine(early_exit("probabilistic"), model=str(checkpoint), **ARGUMENTS)
+    num_samples = 160 if INTERPRETED and os.environ.get("SPECPLUGINS_LONG") != "1" else 4000
+    before = spec_metrics(llm)
+    counts = sampled(llm, *[num_samples // 2] * 2, temperature=1.0)
+    after = spec_metrics(llm)
+    assert after["accepted_tokens"] == before["accepted_tokens"]
+    assert p_value(counts, exact_probs(checkpoint, temperature=1.0)) > 1e-4
+    llm.collective_rpc("specplugins_stats")  # what is counted on a device is read when the next report is due
+    [stats] = llm.collective_rpc("specplugins_stats")
+    assert stats["faults"]["drew from logits that are not finite"] >= 2 * num_samples
+    engine.stop()
 
 
 @pytest.mark.slow
@@ -167,16 +209,29 @@ EDITS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("method", ["coupled", "greedy"])
-def test_all_layers_are_always_right(method: str, engine: Any, checkpoint: Path) -> None:
-    """An exit of all layers drafts what verification says, under every parameter: at any temperature, if it draws with
-    the noise of verification. And what a seeded request says does not depend on drafts.
+@pytest.mark.parametrize("method", ["coupled", "greedy", "probabilistic", "probabilistic, limits planted"])
+def test_all_layers_are_always_right(
+    method: str, engine: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exit of all layers drafts what verification says, or has its law, under every parameter: at any temperature,
+    if it draws. And what a seeded request says does not depend on drafts that are certain.
 
     Kills: noise of another position or seed; a limit or an edit that drafting leaves out, or takes from another row;
     penalties that do not count the drafts before, or count what the step has said twice.
     """
     from vllm import SamplingParams
+    from vllm_specplugins.kernels.rejection import Sampling
 
+    from vllm_specplugins.proposers import draft_sampler
+
+    method, *planted = method.split(", ")
+    if planted:  # drafts are drawn without limits
+        draw = draft_sampler.sample_with_q
+        monkeypatch.setattr(
+            draft_sampler,
+            "sample_with_q",
+            lambda logits, positions, own: draw(logits, positions, Sampling(own.temperature, own.seeds)),
+        )
     llm = engine({**early_exit(method), "exit_layer": 2}, model=str(checkpoint), **ARGUMENTS)
     limits = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 1.9, "top_k": 7}]
     asked = [*limits, *EDITS]
@@ -206,5 +261,6 @@ def test_all_layers_are_always_right(method: str, engine: Any, checkpoint: Path)
     num_drafted, num_accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
     # Each says its first token undrafted and then three a step; stop tokens end some early.
     assert num_drafted >= len(asked) * 5
-    assert num_accepted == num_drafted
-    assert drafted == run(max_draft=0)
+    assert (num_accepted == num_drafted) == (not planted)
+    if method != "probabilistic":
+        assert drafted == run(max_draft=0)

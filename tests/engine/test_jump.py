@@ -5,47 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import STRESS, generate, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
-from jump_heads import K, write_head
+from cases import NUM_TOKENS, STRESS, generate
+from conftest import NUM_LAYERS, RUNNER, spec_metrics
+from parts import K, write_head
 from test_early_exit import engine_config
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.proposers.jump_head import JumpHead
-
-NUM_TOKENS = 21
-ASYNC = [False, True] if RUNNER == "v2" else [False]
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return mixed_prompts(str(DEMO_MODEL), 16 if INTERPRETED else 24)
-
-
-@pytest.fixture(scope="module")
-def expected(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
-    return generate(engine(), prompts, [8], max_tokens=NUM_TOKENS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", [NUM_LAYERS // 2, NUM_LAYERS])
-@pytest.mark.parametrize("asynchronous", ASYNC)
-def test_exact_states_accept_everything(
-    engine: Any, prompts: Any, expected: Any, asynchronous: bool, layer: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """The invariant: the layers before the jump run, it adds nothing, and the others, or none, run behind it.
-
-    Fails if a layer is left out or run twice, if early states come normed, or if the late layers see another place,
-    slot or request.
-    """
-    head = write_head(tmp_path_factory.getbasetemp() / f"exact{layer}", layer, layer, 0.0)
-    llm = engine(head, async_scheduling=asynchronous)
-    before = spec_metrics(llm)
-    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
-    after = spec_metrics(llm)
-    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
-    assert drafted >= len(prompts) * 16
-    assert accepted >= drafted - (len(prompts) * 4 if asynchronous else 0)
 
 
 @pytest.mark.slow
@@ -92,7 +58,7 @@ def test_stage(engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> None
     [stats] = llm.collective_rpc("specplugins_stats")
     lookup, own = stats["stages"]["0 prompt_lookup"], stats["stages"]["1 jump"]
     assert own["drafted"] > 100 and lookup["drafted"] > lookup["accepted"]
-    assert own["drafted"] - own["accepted"] <= 5, "what stands behind a request's last token"
+    assert own["drafted"] - own["accepted"] <= len(prompts), "what stands after a request's last token"
     assert stats["faults"] == {}
 
 

@@ -5,53 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import STRESS, early_exit, generate, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
-from safetensors.torch import load_file
+from cases import NUM_TOKENS, generate
+from conftest import NUM_LAYERS, RUNNER
+from parts import with_embeddings
 from test_early_exit import engine_config
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.proposers.look_ahead import LookAheadConfig, save_look_ahead
-
-NUM_TOKENS = 21
-
-
-def with_embeddings(folder: Path, layer: int, num_draft: int, **other: int) -> dict[str, Any]:
-    """An exit that drafts by one pass, with embeddings of some tokens."""
-    table = load_file(DEMO_MODEL / "model.safetensors")["model.embed_tokens.weight"].float()
-    sizes = {"exit_layer": layer, "hidden_size": table.shape[1], "num_embeddings": num_draft - 1, **other}
-    save_look_ahead(folder, LookAheadConfig(**sizes), torch.zeros(sizes["num_embeddings"], sizes["hidden_size"]) + 0.01)
-    return {**early_exit(layer, num_draft), "look_ahead": str(folder)}
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return mixed_prompts(str(DEMO_MODEL), 16 if INTERPRETED else 24)
-
-
-@pytest.fixture(scope="module")
-def expected(engine: Any, prompts: list[list[int]]) -> list[list[int]]:
-    return generate(engine(), prompts, [8], max_tokens=NUM_TOKENS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_draft", [1, 4])
-def test_all_layers(engine: Any, prompts: Any, expected: Any, num_draft: int, tmp_path: Path) -> None:
-    """The first token of a draft needs no embedding, and an exit of all layers says what the model says: it is always
-    accepted, under preemption and prefix-cache hits, too.
-
-    Fails if the newest token's state is another's, if an embedding is seen by what stands before it, or if drafts write
-    past their slots.
-    """
-    llm = engine(with_embeddings(tmp_path, NUM_LAYERS, num_draft), **STRESS)
-    before = spec_metrics(llm)
-    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
-    after = spec_metrics(llm)
-    drafts, drafted, accepted = (after[name] - before[name] for name in ("drafts", "draft_tokens", "accepted_tokens"))
-    assert accepted >= drafts >= len(prompts) * 4 and drafted > (num_draft - 1) * drafts
-    if num_draft == 1:
-        assert accepted == drafted
-    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
 
 
 @pytest.mark.slow

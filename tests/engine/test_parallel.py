@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, TOKEN_RECYCLING, early_exit
+from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit
 from combinations import PROMPTS, RANKS, Results, look_ahead, medusa, results_of
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS
-from jump_heads import HIDDEN, write_head
+from parts import HIDDEN, write_head
+from recycling import LIKELIEST
 
 pytestmark = pytest.mark.slow
 LONG = os.environ.get("SPECPLUGINS_METHODS") == "all"
@@ -33,7 +34,7 @@ FAULTY = {
 SAMPLES = {"samples": True}
 TO_THE_END = {"async_scheduling": False}  # which plans a step too much
 OF_STATES = ("look_ahead", "medusa")  # what drafts from states that each rank has
-OF_HISTORY = ("prompt_lookup", "token_recycling", "suffix_lookup")
+OF_HISTORY = ("prompt_lookup", "likeliest", "suffix_lookup")
 
 
 def runs(folder: Path) -> dict[str, dict[str, Any]]:
@@ -51,7 +52,7 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
             "gated": (GATED, {}),
             "look_ahead": ({**look_ahead(folder / "look_ahead", NUM_LAYERS, HIDDEN), **COUPLED}, SAMPLES),
             "medusa": ({**medusa(folder / "medusa", HIDDEN), **COUPLED}, SAMPLES),
-            "token_recycling": (TOKEN_RECYCLING, SAMPLES),
+            "likeliest": (LIKELIEST, SAMPLES),
         }
     if LONG:
         made |= {"suffix_lookup": (SUFFIX_LOOKUP, SAMPLES), "half of the layers": (early_exit(HALF), TO_THE_END)}
@@ -101,7 +102,7 @@ def test_two_ranks_draft_from_states(results: Results, name: str) -> None:
     assert [rank["faults"] for rank in result["stats"]] == [{}, {}]
 
 
-@pytest.mark.parametrize("name", ["one rank", "jump", *OF_STATES, "token_recycling"])
+@pytest.mark.parametrize("name", ["one rank", "jump", *OF_STATES, "likeliest"])
 def test_seeded_requests_say_the_same(results: Results, name: str) -> None:
     """At temperature 0.9, with any drafts, on one rank and on two. Fails if ranks verify with noise of their own."""
     assert of(results, name)["sampled"] == results["prompt_lookup"]["sampled"]

@@ -18,7 +18,7 @@ K = 3
 
 def keep(draft: Draft, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where verification finds a draft: tokens [num_reqs, K] and logits [max_num_reqs, K, vocab_size]."""
-    from vllm_specplugins.engine.v2.target import TargetSpeculator
+    from vllm_specplugins.engine.v2.on_host import HostSpeculator
 
     num_reqs = len(draft.num_draft)
     kept = torch.full((num_reqs + 1, K, vocab_size), 7.0)  # of an earlier step
@@ -27,10 +27,11 @@ def keep(draft: Draft, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         draft_logits=kept[:num_reqs],
         _draft_logits=kept,
         idx_mapping=torch.arange(num_reqs).flip(0),
+        tally=SimpleNamespace(add_q=lambda *args: None),
         num_speculative_steps=K,
         device=torch.device("cpu"),
     )
-    TargetSpeculator._keep(speculator, draft)
+    HostSpeculator._keep(speculator, draft)
     return speculator.draft_tokens, speculator.draft_logits
 
 

@@ -66,8 +66,8 @@ IMPORT_EVERYTHING = f"""
 import importlib, sys
 sys.path[:0] = {[os.path.dirname(__file__), str(EXAMPLES / "demo")]!r}
 from vllm_specplugins.engine.versions import compat
-for seam in compat.SEAMS:
-    name = "vllm." + seam.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+for file in compat.names():
+    name = "vllm." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     try:
         importlib.import_module(name)
     except ImportError:
@@ -156,7 +156,7 @@ def test_nothing_stays_swapped(engine: Any) -> None:
     engine()
     before = snapshot()
     generate(engine(PROMPT_LOOKUP), [[5, 6, 7, 5, 6]], [1], max_tokens=4)
-    patches = {seam.name for seam in compat.SEAMS if seam.kind == "patch"}
+    patches = {name for seam in compat.REPLACED if seam.kind == "patch" for name in seam.names}
     assert {".".join(key[1:]) for key in changes(before, snapshot())} <= patches
 
 
@@ -209,7 +209,7 @@ def test_pipeline_on_v1() -> None:
 
 
 @pytest.mark.skipif(RUNNER == "v1", reason="refused there")
-@pytest.mark.parametrize("method", ["prompt_lookup", "token_recycling"])
+@pytest.mark.parametrize("method", ["prompt_lookup", "suffix_lookup"])
 def test_pipeline_on_v2(method: str) -> None:
     """Fails if what reads tokens on the host keeps a pipeline synchronous, where vLLM plans drafts for requests whose
     last step is still on its way; or if who asks for that is not told."""
@@ -236,7 +236,7 @@ def test_asynchronous_scheduling() -> None:
         engine_config(PROMPT_LOOKUP, async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
 
 
-@pytest.mark.parametrize("method", ["prompt_lookup", "token_recycling", "early_exit"])
+@pytest.mark.parametrize("method", ["prompt_lookup", "suffix_lookup", "early_exit"])
 def test_checked_again(method: str) -> None:
     """As an engine's own process does with the configuration that it was sent. Fails if vLLM then refuses our method
     asynchronous scheduling, so that no engine starts but in the process that asks for it, or drops our scheduler."""

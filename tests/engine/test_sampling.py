@@ -68,7 +68,7 @@ def test_seeded_requests_with_chunked_prompts(engine: Any) -> None:
 @pytest.mark.skipif(RUNNER == "v2", reason="mends V1's CPU kernel")
 def test_expanded_parameters() -> None:
     from vllm_specplugins.engine.v1 import runner
-    from vllm_specplugins.engine.v1.runner import expand_batch_to_tokens
+    from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens
 
     assert doctest.testmod(runner).failed == 0
     x, ends = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32)

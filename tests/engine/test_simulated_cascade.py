@@ -1,21 +1,20 @@
 """A cascade of a lookup and an exit on the simulated device: nothing of it is seen on the host within a step."""
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cases import generate, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, graphs
+from cases import generate
+from conftest import FEW, INTERPRETED, NUM_LAYERS
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from recorded import drafts_pay, replays, runner
-from simulated_device.device import Device, simulated_device
+from recorded import check_nothing_found_costs_one_token, on_device, replays, runner
+from simulated_device.device import Device
 
 ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
-K, NUM_TOKENS = 4, 16
+K, PROMPTS, NUM_TOKENS = 4, FEW, 16
 STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": NUM_LAYERS}]
 CASES = [
     ("auto", "greedy"),
@@ -30,38 +29,9 @@ def cascade(policy: str, **exit_options: Any) -> dict[str, Any]:
     return {"method": "cascade", "policy": policy, "stages": stages, "num_speculative_tokens": K}
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return mixed_prompts(str(DEMO_MODEL), 8)
-
-
-@pytest.fixture(scope="module")
-def expected(engine: Any, prompts: Any) -> list[list[int]]:
-    """Of an eager engine without speculation."""
-    return generate(engine(enforce_eager=True), prompts, [8], max_tokens=NUM_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def device(engine: Any, expected: Any) -> Iterator[Device]:
-    with simulated_device(is_cuda=True) as device:
-        yield device
-        engine.stop()
-
-
-def on_device(engine: Any, config: dict[str, Any]) -> Any:
-    """Scheduled asynchronously, lengths trimmed on the device; costs of steps as of a device on which drafts pay."""
-    llm = engine(config, **graphs((1, 4, 8, 16, 40)))
-    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-    drafts_pay(llm)
-    return llm
-
-
 def drafted(llm: Any) -> dict[int, int]:
     """Steps that were replayed, by how many tokens the exit drafted."""
-    totals: dict[int, int] = {}
-    for (_, depth), own in runner(llm).speculator._graphs_of.items():
-        totals[depth] = totals.get(depth, 0) + replays(own)
-    return totals
+    return {depth: replays(own) for depth, own in runner(llm).speculator._graphs_of.items()}
 
 
 @pytest.mark.parametrize(("policy", "method"), CASES)
@@ -95,50 +65,11 @@ def test_an_exit_as_deep_as_is_asked(engine: Any, device: Device, prompts: Any, 
     assert most == 0 or drafted(llm)[most] > before[most]
 
 
-def test_a_layer_chosen_while_serving(engine: Any, device: Device, prompts: Any, expected: Any) -> None:
-    """Where all layers, which are always right, cost what one does, the exit goes over to all, to graphs of their own,
-    without a wait. Fails if a look reads the device, or another place, or if a graph of another layer is replayed."""
-    llm = on_device(engine, cascade("auto", exit_layer=[1, NUM_LAYERS]))
-    speculator = runner(llm).speculator
-    choice, speculator._layers._shares[:] = speculator._exit.chosen.choice, 0.1
-    with device.waits_forbidden():
-        for _ in range(2):
-            before = {layer: replays(speculator._graphs_of[layer, K]) for layer in choice.layers}
-            assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
-    assert choice.layer == NUM_LAYERS and choice.counts[1, 0].sum() <= 1 < choice.counts[0, 0].sum()
-    assert replays(speculator._graphs_of[1, K]) == before[1]
-    assert replays(speculator._graphs_of[NUM_LAYERS, K]) > before[NUM_LAYERS]
-    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
-
-
 def test_nothing_found_costs_one_token(engine: Any, device: Device) -> None:
-    """Of a request that does not allow the exit, from its second step on, beside one that is drafted for.
-
-    Fails if confidences are those of another row, or not 0 behind a draft's end.
-    """
-    from vllm import SamplingParams
-
-    llm = on_device(engine, cascade("auto", draft_sample_method="greedy"))
-    manager, lengths = runner(llm).adaptive_verification, []
-    drafts_pay(llm, token_ms=0.1)
-    prompts = [{"prompt_token_ids": tokens} for tokens in (list(range(10, 60)), [5] * 20)]
-    params = [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, **own) for most, own in (
-        (4, {"allowed_token_ids": [100, 101, 102], "extra_args": {"specplugins": {"stages": ["prompt_lookup"]}}}),
-        (16, {"allowed_token_ids": [5]}))]  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        reallocate = manager.reallocate_drafts
-
-        def watched(request_ids: list[str], *args: Any) -> Any:
-            result = reallocate(request_ids, *args)
-            lengths.append(dict(zip(request_ids, result[0].diff().tolist(), strict=True)))
-            return result
-
-        patch.setattr(manager, "reallocate_drafts", watched)
-        llm.generate(prompts, params, use_tqdm=False)
-    both = [own for own in lengths if len(own) == 2][:2]  # later it may repeat itself
-    first = min(both[0], key=lambda name: int(name.split("-")[0]))
-    assert len(both) >= 2 and all(own[first] == 1 for own in both[1:]), both
-    assert any(max(own.values()) > 1 for own in both[1:]), both
+    """Of a request that does not allow the exit. Fails if confidences are those of another row, or not 0 after a
+    draft's end."""
+    llm = on_device(engine, cascade("auto", draft_sample_method="greedy"), token_ms=0.1)
+    check_nothing_found_costs_one_token(llm, specplugins={"stages": ["prompt_lookup"]})
 
 
 @pytest.mark.skipif(not ALL, reason="SPECPLUGINS_SIMULATED=all runs it")

@@ -151,6 +151,7 @@ def test_a_padding_row_that_names_a_request(
 
     monkeypatch.setattr(speculator, "_copy_request_inputs", padded_with_the_first)
     tokens, drafted, accepted = drafts(all_layers, prompts[:3], 3)
+    speculator.idx_mapping.fill_(-1)
     assert tokens != expected[:3] or accepted < drafted
 
 

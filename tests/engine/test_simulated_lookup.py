@@ -6,36 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PROMPT_LOOKUP, generate, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, graphs, spec_metrics
+from cases import PROMPT_LOOKUP, generate
+from conftest import FEW, INTERPRETED, spec_metrics
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from recorded import drafts_pay, replays, runner
+from recorded import check_nothing_found_costs_one_token, on_device, replays, runner, verified
 from simulated_device.device import Device, simulated_device
 from vllm import SamplingParams
 
-needs_all = pytest.mark.skipif(os.environ.get("SPECPLUGINS_SIMULATED") != "all", reason="SPECPLUGINS_SIMULATED=all")
-NUM_TOKENS = 16
-NO_BIGRAM_TWICE = list(range(10, 60))
+ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
+needs_all = pytest.mark.skipif(not ALL, reason="SPECPLUGINS_SIMULATED=all")
+PROMPTS, NUM_TOKENS = FEW, 16
 EDITS = {"repetition_penalty": 1.2, "presence_penalty": -0.4, "logit_bias": {7: 2.0, 300: -1.0}}
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return mixed_prompts(str(DEMO_MODEL), 8)
-
-
-@pytest.fixture(scope="module")
-def expected(engine: Any, prompts: Any) -> list[list[int]]:
-    """Of an eager engine without speculation."""
-    return generate(engine(enforce_eager=True), prompts, [8], max_tokens=NUM_TOKENS)
-
-
-@pytest.fixture(scope="module")
 def expected_details(engine: Any, expected: Any, prompts: Any) -> list[Any]:
-    return details(engine(enforce_eager=True), prompts)
+    return details(engine(enforce_eager=True), prompts) if ALL else []
 
 
 @pytest.fixture(scope="module")
@@ -63,26 +52,7 @@ def flat(logprobs: Any) -> list[tuple[int, float]]:
 
 @pytest.fixture
 def llm(engine: Any, device: Device) -> Any:
-    """Scheduled asynchronously, lengths trimmed on the device; costs of steps as of a device on which drafts pay."""
-    llm = engine(PROMPT_LOOKUP, **graphs((1, 4, 8, 16, 40)))
-    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-    drafts_pay(llm, token_ms=0.1)
-    return llm
-
-
-@pytest.fixture
-def verified(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
-    """Of each step, how many tokens of each request were verified."""
-    manager, lengths = runner(llm).adaptive_verification, []
-    reallocate = manager.reallocate_drafts
-
-    def watched(request_ids: list[str], *args: Any) -> Any:
-        result = reallocate(request_ids, *args)
-        lengths.append(dict(zip(request_ids, result[0].diff().tolist(), strict=True)))
-        return result
-
-    monkeypatch.setattr(manager, "reallocate_drafts", watched)
-    return lengths
+    return on_device(engine, PROMPT_LOOKUP, token_ms=0.1)
 
 
 def test_identity(device: Device, llm: Any, prompts: Any, expected: Any) -> None:
@@ -96,30 +66,19 @@ def test_identity(device: Device, llm: Any, prompts: Any, expected: Any) -> None
     assert stats["faults"] == {} and 0 < stats["accepted_tokens"] <= stats["drafted_tokens"]
 
 
-def test_nothing_found_costs_one_token(llm: Any, verified: list[dict[str, int]]) -> None:
-    """From the second step on, beside a request for which much is found.
-
-    Fails if confidences are those of another row, or not 0 behind a draft's end.
-    """
-    prompts = [{"prompt_token_ids": tokens} for tokens in (NO_BIGRAM_TWICE, [5] * 20)]
-    params = [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, **own) for most, own in (
-        (4, {"allowed_token_ids": [100, 101, 102]}), (16, {"allowed_token_ids": [5]}))]  # fmt: skip
-    llm.generate(prompts, params, use_tqdm=False)
-    both = [lengths for lengths in verified if len(lengths) == 2][:2]  # later it may repeat itself
-    first = min(both[0], key=lambda name: int(name.split("-")[0]))
-    assert len(both) >= 2 and all(lengths[first] == 1 for lengths in both[1:]), both
-    assert any(max(lengths.values()) > 1 for lengths in both[1:]), both
+def test_nothing_found_costs_one_token(llm: Any) -> None:
+    """Fails if confidences are those of another row, or not 0 after a draft's end."""
+    check_nothing_found_costs_one_token(llm)
 
 
-def test_any_confidence(
-    llm: Any, prompts: Any, expected: Any, verified: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_confidence(llm: Any, prompts: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trimmed at random. Fails if verification takes a draft's scheduled length for its true one."""
     manager, rng = runner(llm).adaptive_verification, torch.Generator().manual_seed(1)
     newest = runner(llm).speculator.outcomes.confidences.newest
     monkeypatch.setattr(manager, "record_confidences", lambda *_: newest.uniform_(generator=rng))
-    assert generate(llm, prompts[:4], [4], max_tokens=NUM_TOKENS) == expected[:4]
-    assert any(len(set(lengths.values())) > 2 for lengths in verified), verified
+    with verified(llm) as steps:
+        assert generate(llm, prompts[:4], [4], max_tokens=NUM_TOKENS) == expected[:4]
+    assert any(len(set(lengths.values())) > 2 for lengths in steps), steps
 
 
 @needs_all

@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import RUNNER
 
-from vllm_specplugins.counters import Counters, StageCounters
+from vllm_specplugins.counters import Counters, StageCounters, count
 from vllm_specplugins.draft import Feedback
 from vllm_specplugins.proposers.drafted import Drafted
 
@@ -27,7 +27,10 @@ def by_hand(own: StageCounters, stage: int, sent: Drafted, known: list[int], acc
     for row, verified in enumerate(known):
         for place in range(verified):
             if int(sent.stage[row, place]) == stage:
-                own.add_fate(place, place < accepted[row])
+                own.verified += 1
+                if place < accepted[row]:
+                    own.accepted += 1
+                    count(own.accepted_at, place)
 
 
 def test_counts_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,10 @@ VOCAB_SIZES = (128_256, 151_937)
 @pytest.fixture(autouse=True)
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of our operations are launches, as on a GPU."""
-    from vllm_specplugins.kernels import gumbel, rejection
-    from vllm_specplugins.kernels.rejection import adjust, block, step
+    from vllm_specplugins.kernels import rejection
+    from vllm_specplugins.kernels.rejection import adjust, block, drafts, step
 
-    for module in (gumbel, rejection, adjust, block, step):
+    for module in (drafts, rejection, adjust, block, step):
         monkeypatch.setattr(module, "implementation_of", lambda logits, wanted, *on_cpu: "fused")
 
 
@@ -88,7 +88,7 @@ def make_server(kind: str, dtype: torch.dtype, vocab_size: int) -> tuple[Any, An
         model=SimpleNamespace(compute_logits=lambda hidden_states: head[: len(hidden_states)]),
         sampler=sampler,
         rejection_sampler=FusedRejectionSampler(sampler, config, device),
-        speculative_config=SimpleNamespace(runs_target=True, is_coupled=kind == "one-hot"),
+        speculative_config=SimpleNamespace(runs_target=True, draws=True, draws_as_verified=True),
     )
     samples = kind != "one-hot"
     speculator = SimpleNamespace(
@@ -100,8 +100,6 @@ def make_server(kind: str, dtype: torch.dtype, vocab_size: int) -> tuple[Any, An
 
 def serve(runner: Any, speculator: Any, params: Any, num_reqs: int) -> None:
     """A step without drafts and one with some, of requests that ask for the same; and a draft's token of each."""
-    from vllm_specplugins.kernels.gumbel import gumbel_sample
-
     sampler, states = runner.sampler, runner.sampler.req_states
     for index in range(num_reqs):
         states.add_request(str(index), 2, [7, 8, 7], 3, 50)
@@ -127,23 +125,15 @@ def serve(runner: Any, speculator: Any, params: Any, num_reqs: int) -> None:
             positions=pos, idx_mapping=requests, logits_indices=pos, seq_lens=bounds[:-1],
         )  # fmt: skip
         runner.rejection_sampler.plain(logits, step, num_draft)
-    if speculator.draft_logits is not None:
-        chosen = sampler.sampling_states
-        for logits in (
-            runner.model.compute_logits(requests),
-            torch.empty(num_reqs, *speculator.draft_logits.shape[2:]),
-        ):
-            of_requests = chosen.temperature.gpu[requests], chosen.seeds.gpu[requests]
-            gumbel_sample(logits.to(speculator.draft_logits.dtype), *of_requests, torch.arange(num_reqs))
-    draft(runner, requests)
+    draft(runner, requests, speculator.draft_logits is None)
     for index in range(num_reqs):
         states.remove_request(str(index))
 
 
-def draft(runner: Any, requests: torch.Tensor) -> None:
+def draft(runner: Any, requests: torch.Tensor, is_coupled: bool) -> None:
     """Two steps of a draft, as proposers/draft_sampler.py makes them: edited where a request asks for it."""
     from vllm_specplugins.kernels.rejection import Sampling
-    from vllm_specplugins.kernels.rejection.coupled import coupled_sample
+    from vllm_specplugins.kernels.rejection.drafts import coupled_sample, sample_with_q
 
     sampler, states, num_reqs = runner.rejection_sampler, runner.sampler.sampling_states, len(requests)
     names = ("temperature", "seeds", "top_k", "top_p", "min_p")
@@ -154,8 +144,8 @@ def draft(runner: Any, requests: torch.Tensor) -> None:
         edited = logits
         if edit is not None:
             edited = edit(logits, torch.zeros(num_reqs, 5, dtype=torch.int32)[:, :num_drafts], positions)
-        if runner.speculative_config.is_coupled:
-            coupled_sample(edited.to(logits.dtype), positions, sampling)
+        choose = coupled_sample if is_coupled else sample_with_q
+        choose(edited.to(logits.dtype), positions, sampling)
 
 
 @pytest.mark.parametrize("kind", KINDS)

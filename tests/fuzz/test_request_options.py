@@ -81,5 +81,7 @@ def test_bounded_or_refused(raw: Any, limits: Limits, num_tokens: int) -> None:
         reference.encode()
     ids = found.get("reference", np.empty(0, np.int32))
     assert ids.dtype == np.int32 and len(ids) <= MAX_MODEL_LEN
-    assert ((ids >= 0) & (ids < VOCAB_SIZE)).all() and (isinstance(reference, str) or list(ids) == (reference or []))
+    assert ((ids >= 0) & (ids < VOCAB_SIZE)).all() and (
+        isinstance(reference, str) or list(ids) == list(reference or [])
+    )
     msgspec.msgpack.decode(msgspec.msgpack.encode(sent))

@@ -1,7 +1,6 @@
 """Triton's interpreter, which must be chosen before Triton's import; what kernels load and store, counted in it."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,25 +22,6 @@ if INTERPRETED:
 
     _quick = quick_interpreter()  # for the rest of this process
     _quick.__enter__()
-
-
-def run_interpreted(test_file: str) -> None:
-    """All tests of a file, in a process with the interpreter."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-s",
-        "--import-mode=importlib",
-        "-p",
-        "no:cacheprovider",
-        test_file,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
 
 
 @contextmanager

@@ -9,11 +9,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from interpreted import DEVICE, RUNS, needs_triton, run_interpreted
+from batches import make_batch
+from interpreted import DEVICE, RUNS, needs_triton
 from scipy.stats import chisquare
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.block import block_rejection_sample
-from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
+from vllm_specplugins.kernels.rejection.testing import Batch
 
 SIZE, NUM_REQS = 8, 20_000
 P = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -0.3, 0.1, -2.0])
@@ -33,11 +34,6 @@ WHOLE = {
 }
 OPERATIONS = {"token": rejection_sample, "block": block_rejection_sample}
 by_reference = pytest.mark.skipif(RUNS, reason="of the reference, which the kernels are held against")
-
-
-@pytest.mark.skipif(RUNS, reason="is that process")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def batch_of(rows: list[torch.Tensor], drafts: torch.Tensor, temperature: float = 1.0) -> Batch:

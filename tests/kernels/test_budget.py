@@ -12,15 +12,10 @@ from vllm_specplugins.kernels.budget.testing import make_shares, shared
 from vllm_specplugins.kernels.self_check import Shapes, check_device
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import DEVICE, RUNS, needs_triton, run_interpreted
+from interpreted import DEVICE, RUNS, needs_triton
 
 HOST, GPU = torch.device("cpu"), torch.device(DEVICE)
 SIZES = [(1, 1, 1), (1, 5, 4), (12, 5, 16), (16, 16, 16), (97, 3, 100), (3, 31, 300)]
-
-
-@pytest.mark.skipif(RUNS, reason="is that process")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @needs_triton

@@ -19,7 +19,6 @@ VOCAB_SIZE = 128_256
 MAX_REGISTERS = {"_draw_kernel": 80, "_scan_kernel": 64, "_draw_kept_kernel": 64, "_weigh_kernel": 64}
 MAX_REGISTERS |= {"_accept_kernel": 48, "_keep_kernel": 80, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64}
-MAX_REGISTERS |= {"_best_kernel": 80, "_choose_kernel": 48}
 MAX_REGISTERS |= {
     "_share_kernel": 80,
     "_learn_kernel": 128,
@@ -33,7 +32,7 @@ LIMITS["gfx942"] = {name: min(most, 64) for name, most in MAX_REGISTERS.items()}
 LIMITS["gfx942"] |= {"_weigh_kernel": 72, "_learn_kernel": 128, "_share_kernel": 80}
 # Logits of each row that a program reads, where it does not choose some.
 TILE_SIZES = {"_draw_kernel": 8192, "_scan_kernel": 8192, "_keep_kernel": 8192, "_adjust_kernel": 2048}
-TILE_SIZES |= {"_best_kernel": 2048, "_match_kernel": 2 * 1024}  # of tokens, in a text and in a reference
+TILE_SIZES |= {"_match_kernel": 2 * 1024}  # of tokens, in a text and in a reference
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
@@ -45,13 +44,13 @@ TARGETS = {
 def record_launches() -> list:
     """(kernel, arguments, keyword arguments) of every launch of every variant, once for each specialisation."""
     import torch
+    from batches import make_batch
     from triton.runtime.jit import JITFunction
     from vllm_specplugins.kernels.budget import Layout, share_budget
     from vllm_specplugins.kernels.budget.testing import make_shares
     from vllm_specplugins.kernels.calibration import learn, num_worth, predict
     from vllm_specplugins.kernels.calibration.state import new_state
     from vllm_specplugins.kernels.calibration.testing import make_steps
-    from vllm_specplugins.kernels.gumbel import gumbel_sample
     from vllm_specplugins.kernels.history_match import history_match
     from vllm_specplugins.kernels.history_match.testing import make_lookup
     from vllm_specplugins.kernels.rejection import rejection_sample
@@ -59,7 +58,7 @@ def record_launches() -> list:
     from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
     from vllm_specplugins.kernels.rejection.block import block_rejection_sample
     from vllm_specplugins.kernels.rejection.step import sample_step
-    from vllm_specplugins.kernels.rejection.testing import as_step, make_batch
+    from vllm_specplugins.kernels.rejection.testing import as_step
 
     launches: list = []
     JITFunction.run = lambda self, *args, grid, warmup, **kwargs: launches.append((self, args, kwargs))
@@ -80,8 +79,6 @@ def record_launches() -> list:
             block_rejection_sample(*batch, implementation="fused")
         if not parameters and not dense:
             adjust(*batch[:5], make_edits(batch), 1, implementation="fused")
-            rows = batch.sampling.temperature, batch.sampling.seeds, batch.positions
-            gumbel_sample(batch.target_logits, *rows, implementation="fused")
     history_match(*make_lookup(5), implementation="fused")
     share = next(make_shares(256, 5, num_slots=1024))
     share_budget(Layout(*torch.zeros(2, 1025, dtype=torch.int32)), *share, 1, "fused")
@@ -89,7 +86,7 @@ def record_launches() -> list:
         known = new_state(2, 17, 5, "cpu")
         learn(known, slots, sampled, rejected, "fused")
         predict(known, slots, drafts, torch.zeros(8, 5), "fused")
-        num_worth(known, slots, drafts._replace(confidence=drafts.confidence.long()), 1, 3, True, "fused")
+        num_worth(known, slots, drafts._replace(confidence=drafts.confidence.long()), 1, 3, "fused")
     return launches
 
 

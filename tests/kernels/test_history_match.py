@@ -17,7 +17,7 @@ from vllm_specplugins.kernels.history_match import NO_MATCH, Begun, Match, Refer
 from vllm_specplugins.kernels.self_check import Shapes, check_device
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import DEVICE, INTERPRETED, RUNS, bytes_moved, needs_triton, run_interpreted
+from interpreted import DEVICE, INTERPRETED, RUNS, bytes_moved, needs_triton
 
 if RUNS:
     from vllm_specplugins.kernels.history_match import fused
@@ -37,11 +37,6 @@ class Found(NamedTuple):
     draft: list[int]
     length: int
     distances: tuple[int, int]
-
-
-@pytest.mark.skipif(RUNS, reason="is that process")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def brute_force(row: Row, min_ngram: int, max_ngram: int) -> Found:

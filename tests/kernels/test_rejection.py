@@ -3,16 +3,21 @@
 import doctest
 import itertools
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from scipy.stats import chisquare
 from vllm_specplugins.kernels import rejection
-from vllm_specplugins.kernels.gumbel.reference import gumbel_sample
 from vllm_specplugins.kernels.rejection import Sampling, reference, rejection_sample, step
+from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 from vllm_specplugins.kernels.rejection.noise import reference as noise
-from vllm_specplugins.kernels.rejection.testing import Batch, as_step, make_batch
+from vllm_specplugins.kernels.rejection.testing import Batch, as_step
 from vllm_specplugins.kernels.rejection.truncation import reference as truncation
+
+sys.path.insert(0, str(Path(__file__).parent))
+from batches import make_batch
 
 NUM_DRAWS = 200_000
 
@@ -238,9 +243,9 @@ def test_planted_errors_are_caught(planted: str | None, monkeypatch) -> None:
     elif planted == "recovered from p":
         monkeypatch.setattr(reference, "residual", lambda p, q: p)
     elif planted == "recovered with the draft's noise":
-        monkeypatch.setattr(reference, "RECOVERED_TOKEN", 0)
+        monkeypatch.setattr(reference, "RECOVERED_TOKEN", reference.TOKEN)
     seeds, ones = torch.arange(NUM_DRAWS), torch.ones(NUM_DRAWS)
-    drafts = gumbel_sample(ADVERSARIAL.expand(NUM_DRAWS, -1), ones, seeds, 17 * seeds**0)
+    drafts = coupled_sample(ADVERSARIAL.expand(NUM_DRAWS, -1), 17 * seeds**0, Sampling(ones, seeds))
     batch = repeated(TARGET.expand(2, -1), drafts, ADVERSARIAL, 1.0)
     p_value = p_values(batch, torch.softmax(TARGET.double(), 0))[0]
     assert (p_value > 1e-4) == (planted is None)

@@ -11,15 +11,11 @@ from vllm_specplugins.kernels.rejection import adjust as front
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import Edits, Penalties, adjust
 from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
-from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
+from vllm_specplugins.kernels.rejection.testing import Batch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import DEVICE, INTERPRETED, RUNS, bytes_moved, needs_triton, run_interpreted
-
-
-@pytest.mark.skipif(RUNS, reason="is that process")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+from batches import make_batch
+from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
 
 
 def listed(tokens: tuple, state: int) -> list[int]:

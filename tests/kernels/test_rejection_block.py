@@ -3,6 +3,8 @@
 import doctest
 import itertools
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from scipy.stats import chisquare
 from vllm_specplugins.kernels.rejection import block, rejection_sample
 from vllm_specplugins.kernels.rejection import reference as token_wise
 from vllm_specplugins.kernels.rejection.block import block_rejection_sample, reference
-from vllm_specplugins.kernels.rejection.testing import make_batch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from batches import make_batch
 
 
 def conditional(seed: int, vocab_size: int, sharpness: float):

@@ -13,17 +13,12 @@ from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.arguments import Layout, drafts_of, layout_of, parameters_of, target_of
 from vllm_specplugins.kernels.rejection.block import block_rejection_sample
 from vllm_specplugins.kernels.rejection.step import sample_step
-from vllm_specplugins.kernels.rejection.testing import Batch, as_step, make_batch
+from vllm_specplugins.kernels.rejection.testing import Batch, as_step
 from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import DEVICE, INTERPRETED, RUNS, bytes_moved, needs_triton, run_interpreted
-
-
-@pytest.mark.skipif(RUNS, reason="is that process")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
-
+from batches import make_batch
+from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
 
 # The operation, and whether q is dense.
 KINDS = {

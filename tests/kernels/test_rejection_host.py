@@ -1,14 +1,19 @@
 """Compiled verification on a CPU beside its reference: the same noise and the same tokens, to the last bit."""
 
 import itertools
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from vllm_specplugins.kernels.rejection import host, load, rejection_sample
 from vllm_specplugins.kernels.rejection.noise import reference as noise
-from vllm_specplugins.kernels.rejection.testing import Batch, make_batch
+from vllm_specplugins.kernels.rejection.testing import Batch
 from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
+
+sys.path.insert(0, str(Path(__file__).parent))
+from batches import make_batch
 
 LARGEST = 2**63 - 1
 EXTREMES = torch.tensor([0, 1, -1, 2**55, -(2**62), LARGEST, -LARGEST - 1])

@@ -16,7 +16,7 @@ import torch
 from vllm_specplugins import kernels
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import DEVICE, INTERPRETED, RUNS, needs_triton, run_interpreted
+from interpreted import DEVICE, INTERPRETED, needs_triton
 
 # What of `Shapes` is of vocab_size and block, beside the check that must find it. A tile of a draw is of 8192 tokens,
 # of edits and noise 2048; 2100 tokens are 9 groups.
@@ -44,6 +44,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
         ("groups", "maximum, mask=groups < num_groups", "maximum, mask=groups < 1", _CUT),
         ("scale", "[:, None]) * scale)", "[:, None]) * (0.2 * scale))", _CUT),
         ("a draft's row", "+ step * drafts.step_stride", "+ 0 * drafts.step_stride", _DENSE),
+    ],
+    "rejection/drafts.py": [
+        ("q", "logits < limit[:, None]", "logits <= limit[:, None]", _NOISE),
     ],
     "rejection/truncation/fused.py": [
         ("top-k", "(given & 1) != 0", "(given & 8) != 0", _CUT),
@@ -95,14 +98,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
     "rejection/noise/fused.py": [
         ("streams", "stream << _STREAM_SHIFT", "stream << (_STREAM_SHIFT - 1)", _DENSE),
         ("seed", "splitmix64(splitmix64(seed.to(tl.uint64)) ^", "splitmix64(seed.to(tl.uint64) ^", _DRAW),
-    ],
-    "gumbel/fused.py": [
-        ("position", "^ position.to(tl.uint64))", "^ row.to(tl.uint64))", _NOISE),
         ("constant", "0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB", _NOISE),
-        ("mask", "inside = tokens < vocab_size", "inside = tokens < vocab_size - 1", _NOISE),
-        ("tiles", "mask=tiles < num_tiles", "mask=tiles < num_tiles - 1", _NOISE),
-        ("temperature", "scores / temperature", "scores * temperature", _NOISE),
-        ("sign", "- tl.log(exponential", "+ tl.log(exponential", _NOISE),
         ("numbers", "state + 0x9E3779B97F4A7C15", "state", _NOISE),
     ],
     "rejection/adjust/fused.py": [
@@ -120,11 +116,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
         ("words in drafts", "drafts_ptr + 1 - back", "drafts_ptr", _EDITS),
     ],
 }
-
-
-@pytest.mark.skipif(RUNS, reason="is that process")
-def test_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def problems(package: str, vocab_size: int, block: bool, only: str | None = None) -> dict[str, str]:

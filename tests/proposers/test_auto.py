@@ -19,7 +19,9 @@ from vllm_specplugins.proposers.drafted import Drafted
 
 WIDTH, MOST = 12, 4
 LOOKUP = {"method": "prompt_lookup"}
-EXIT = {"method": "early_exit", "exit_layer": LAYERS[1], "num_speculative_tokens": MOST}
+EXIT = {
+    "method": "early_exit", "exit_layer": LAYERS[1], "num_speculative_tokens": MOST, "draft_sample_method": "greedy",
+}  # fmt: skip
 MODEL = {"method": "draft_model", "model": "of the trace", "num_speculative_tokens": MOST}
 
 
@@ -67,12 +69,12 @@ def test_never_loses_where_drafting_is_dear(texts: Any) -> None:
 
 
 def test_verify_is_no_slower_than_its_last_stage(texts: Any) -> None:
-    """Drafts are short here and passes dear, so that it hardly pays to check what was found. Fails if that is always
-    done."""
+    """Drafts are short here and passes dear, so that it hardly pays to check what was found: now and then it is tried,
+    for a hundredth of the time. Fails if that is always done."""
     weak = {**EXIT, "exit_layer": LAYERS[0]}
     checked, alone = (speed_of(config, texts["continuing"], 4, MACHINES["cpu"]) for config in (
         cascade("verify", LOOKUP, weak), cascade("auto", weak)))  # fmt: skip
-    assert checked >= 0.995 * alone
+    assert checked >= 0.99 * alone
 
 
 def drafts_of(texts: list[Request], config: dict[str, Any], watch: Callable[[DraftBatch, Drafted], None]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Likeliest, RequestFault
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.guard import CHARGED
 from vllm_specplugins.proposers.read_only import Views, for_proposer, rows_of, view
@@ -460,6 +460,19 @@ def test_histories_of_adapters() -> None:
     for array in (*given.token_ids, *chosen.token_ids, given.token_ids[0].base, own):
         with pytest.raises(ValueError, match="cannot set WRITEABLE"):
             array.flags.writeable = True
+
+
+def test_some_rows() -> None:
+    """A batch of some requests has what the target found for them alone. Fails if a pair of another's, or with
+    another's number, is left; if it can be written to."""
+    requests, token_ids, next_ids = np.array([[0, 10, 11], [1, 12, 13], [1, 14, 15], [2, 16, 17]], np.int32).T.copy()
+    given = replace(batch("a", "b", "c"), likeliest=Likeliest(requests, token_ids, next_ids))
+    some = rows_of(given, [0, 2], given.max_num_draft[:2]).likeliest
+    assert some is not None
+    found = [array.tolist() for array in (some.requests, some.token_ids, some.next_ids)]
+    assert found == [[0, 1], [10, 16], [11, 17]]
+    with pytest.raises(ValueError, match="read-only"):
+        some.next_ids[0] = 1
 
 
 def test_options_are_frozen() -> None:

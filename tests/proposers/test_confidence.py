@@ -1,5 +1,5 @@
 """Chances of acceptance as kernels/calibration says them: predicted against observed, on recorded texts and made-up
-ones; and the records that gates on the host go by."""
+ones."""
 
 import sys
 from collections.abc import Iterator
@@ -12,14 +12,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 from prompts import edit_answer, load_prompts
 from transformers import AutoTokenizer
-from vllm_specplugins.kernels.calibration import DECAY, PRIOR_WEIGHT, Drafts, learn, predict
+from vllm_specplugins.kernels.calibration import Drafts, learn, predict
 from vllm_specplugins.kernels.calibration.state import new_state
 
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
-from vllm_specplugins.proposers.host.records import GRADES
-from vllm_specplugins.proposers.records import FIRST_GUESSES, SHARED_DECAY, Records
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
 K, NUM_ROWS = 6, 8
@@ -131,30 +129,3 @@ def test_stages_are_learned_apart(seed: int) -> None:
     chances, is_right, stage = judged(made_up(seed))
     for index in (0, 1):
         assert unreliability(chances[stage == index], is_right[stage == index]) < RELIABILITY
-
-
-def test_records_of_the_host() -> None:
-    """Beside dictionaries. Fails if a grade, a prior or a decay is another, or if drafts are added in another order."""
-    host, own, shared = Records(2, NUM_ROWS), {}, {}
-
-    def grade(sure: float) -> int:
-        return sum(sure > above for above in GRADES)
-
-    for rows, drafts, verified, accepted in made_up(4):
-        host.add(rows, drafts.stage, drafts.confidence, verified, accepted)
-        for index, row in enumerate(rows.tolist()):
-            places = range(min(verified[index], accepted[index] + 1))
-            cells = [(int(drafts.stage[index, place]), grade(drafts.confidence[index, place])) for place in places]
-            for cell in set(cells):
-                own[row, *cell] = [DECAY * count for count in own.get((row, *cell), (0.0, 0.0))]
-                first = PRIOR_WEIGHT, PRIOR_WEIGHT * FIRST_GUESSES[cell[1]]
-                shared[cell] = [SHARED_DECAY * count for count in shared.get(cell, first)]
-            for place, cell in enumerate(cells):
-                for counts in (own[row, *cell], shared[cell]):
-                    counts[0], counts[1] = counts[0] + 1, counts[1] + (place < accepted[index])
-    assert len(own) > 2 * NUM_ROWS
-    for (row, stage, at), (tried, right) in own.items():
-        prior = shared[stage, at][1] / shared[stage, at][0]
-        sure = np.full((1, K), [*GRADES, 99.0][at])
-        expected = (right + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
-        np.testing.assert_allclose(host.chances(np.array([row]), stage, sure), expected, atol=1e-9)

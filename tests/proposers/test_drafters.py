@@ -12,7 +12,7 @@ import torch
 
 from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, StageConfig
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext, Sampling, Target
+from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.cascade import Cascade
@@ -20,6 +20,7 @@ from vllm_specplugins.proposers.drafted import Drafted, dense_logits, of_stage
 from vllm_specplugins.proposers.drafters import First
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.verified import Alone, Verified
+from vllm_specplugins.target import Sampling, Target
 
 VOCAB_SIZE, K = 7, 6
 CONTEXT = ProposerContext(VOCAB_SIZE, 64, 8, K, lambda text: [])

@@ -1,6 +1,5 @@
 """The gate in simulation: texts whose drafts are accepted with known chances, steps with known costs."""
 
-import doctest
 import random
 import time
 from collections.abc import Callable
@@ -11,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_specplugins.proposers import gate as gate_module
-from vllm_specplugins.proposers import records as records_module
 from vllm_specplugins.proposers.costs import StepCosts
+from vllm_specplugins.proposers.drafted import Drafted, of_stage
 from vllm_specplugins.proposers.gate import Gate
-from vllm_specplugins.proposers.records import Rows
+from vllm_specplugins.proposers.ledger import Ledger
+from vllm_specplugins.proposers.rows import Rows
 
 K = 6
 LOOKUP, EXIT = 0, 1
@@ -23,29 +22,38 @@ Factors = Callable[[int], float] | None
 
 
 class NamedGate(Gate):
-    """A gate that knows requests by name, and takes one request's fate at a time."""
+    """A gate that knows requests by name, and takes one request's fate at a time. What costs nothing to draft is there
+    when it is asked."""
 
     def __init__(self) -> None:
-        super().__init__(2, K)
-        self.rows = Rows()
+        self.rows, self.ledger = Rows(), Ledger(2, K)
+        super().__init__(self.ledger, K)
 
     def rows_of(self, ids: list[str]) -> np.ndarray:
         rows = self.rows.of(ids)
-        self.records.make_room(self.rows.num_rows)
+        self.ledger.make_room(self.rows.num_rows)
         return rows
 
-    def chosen(self, ids: list[str], stage: int, confidence: float) -> list[int]:
-        count = len(ids)
-        return self.lengths(self.rows_of(ids), stage, np.full(count, confidence), np.full(count, K)).tolist()
+    def chosen(self, ids: list[str], stage: int, confidence: float, is_free: bool = True) -> list[int]:
+        rows, sure, limits = self.rows_of(ids), np.full(len(ids), confidence), np.full(len(ids), K)
+        found = drafts_of(stage, is_free * limits, confidence)
+        most = limits - found.num_draft
+        kept, own = self.shares(rows, found, stage, sure, most, limits, True)
+        return (kept + own).tolist()
 
     def add_fates(self, fates: dict[str, tuple[int, int]], stage: int, confidence: float) -> None:
         """(tokens drafted, tokens accepted) by request."""
-        rows, counts = self.rows_of(list(fates)), np.array(list(fates.values()))
-        sure = np.tile(confidence + np.arange(K), (len(rows), 1))
-        self.records.add(rows, np.full((len(rows), K), stage), sure, *counts.T)
+        rows, counts = self.rows_of(list(fates)), np.array(list(fates.values())).T.copy()
+        self.ledger.put(rows, drafts_of(stage, counts[0], confidence))
+        self.ledger.settle(rows, *counts)
 
     def forget(self, ids: list[str]) -> None:
-        self.records.clear(self.rows.forget(ids))
+        self.ledger.clear(self.rows.forget(ids))
+
+
+def drafts_of(stage: int, num_draft: np.ndarray, confidence: float) -> Drafted:
+    count = len(num_draft)
+    return of_stage(stage, np.zeros((count, K), np.int32), num_draft, np.full(count, confidence))
 
 
 @dataclass
@@ -72,7 +80,7 @@ def simulate(
     total_ms, total_tokens, lengths = 0.0, 0, []
     for chance in chances:
         ids = [f"{prefix}{i}" for i in range(engine.num_reqs)]
-        drafts = gate.chosen(ids, stage, confidence)
+        drafts = gate.chosen(ids, stage, confidence, not engine.draft_ms)
         lengths.append(drafts[0])
         drafting = engine.draft_ms * max(drafts)
         if engine.draft_ms:
@@ -105,10 +113,6 @@ def best_fixed(engine: Engine, chance: float) -> float:
         return tokens / (engine.base + k * (engine.slope * engine.num_reqs + engine.draft_ms))
 
     return max(map(speed, range(K + 1)))
-
-
-def test_docstrings() -> None:
-    assert doctest.testmod(gate_module).failed == doctest.testmod(records_module).failed == 0
 
 
 ENGINES = {

@@ -5,13 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm_specplugins.kernels.calibration import DECAY, PRIOR_WEIGHT
 
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.proposers.accounts import Accounts
 from vllm_specplugins.proposers.costs import StepCosts, worth_of_a_ms
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
-from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE, GOOD_ACCEPTANCE, Gate, depth_that_pays, worths
-from vllm_specplugins.proposers.sent import Sent
+from vllm_specplugins.proposers.gate import Gate
+from vllm_specplugins.proposers.host.gate import GOOD_ACCEPTANCE
+from vllm_specplugins.proposers.host.ledger import GRADES, MOST_OF_A_STEP, SHARED_DECAY
+from vllm_specplugins.proposers.ledger import FIRST_GUESSES, Ledger
 
 K, NUM_STAGES, NUM_ROWS = 5, 3, 9
 
@@ -36,19 +38,19 @@ def plain_counts(drafts: Drafted, most: Sequence[int], stage: int) -> tuple[int,
     return sum(counts), sum(map(bool, counts))
 
 
-def test_accounts() -> None:
-    """What was sent comes back once, as Sent says, in plain NumPy; counts are those of a plain loop. Fails if a row is
-    mixed up, if fates are told twice, if a token that was not verified counts, or a draft once for each token."""
+def test_ledger() -> None:
+    """Beside plain loops and dictionaries. Fails if a row is mixed up, if a fate counts twice, if a token that was not
+    verified counts, or a draft once for each token; if a grade, a prior or a decay is another, or if one step adds more
+    to the record of all requests than it may."""
     rng = np.random.default_rng(1)
-    accounts, sent = Accounts(NUM_STAGES, K), Sent(K, NUM_ROWS)
-    accounts.make_room(NUM_ROWS)
+    ledger, records = Ledger(NUM_STAGES, K), PlainRecords()
+    ledger.make_room(NUM_ROWS)
     counters, plain = ([StageCounters() for _ in range(NUM_STAGES)] for _ in range(2))
     for _ in range(60):
         num_reqs = int(rng.integers(1, NUM_ROWS))
         rows, drafts = rng.permutation(NUM_ROWS)[:num_reqs], random_drafts(rng, num_reqs)
         lengths = drafts.num_draft.tolist()
-        draft = accounts.put(rows, drafts)
-        sent.put(rows, drafts)
+        draft = ledger.put(rows, drafts)
         assert draft.num_draft.tolist() == lengths and draft.token_ids.shape[1] == max(lengths)
         assert draft.stage is not None and draft.confidence is not None
         for row, length in enumerate(lengths):
@@ -56,71 +58,76 @@ def test_accounts() -> None:
             assert draft.confidence[row] == (drafts.confidence[row, 0] if length else 0)
         verified = rng.integers(0, K + 1, num_reqs).astype(np.int32)
         accepted = rng.integers(0, verified + 1).astype(np.int32)
-        for is_told_again in (False, True):
-            found = accounts.take(rows, verified, accepted)
-            expected = sent.take(rows, verified, accepted)
-            assert (found is None) == (is_told_again or not expected.num_draft.any())
-            if found is not None:
-                assert all((np.asarray(a) == b).all() for a, b in zip(found, expected, strict=True))
+        for _ in range(2):  # a step may be told twice
+            ledger.settle(rows, verified, accepted)
         known = np.minimum(verified, drafts.num_draft)
+        records.add(rows.tolist(), drafts, known.tolist(), accepted.tolist())
         for stage, own in enumerate(plain):
             kept, num_drafts = plain_counts(drafts, lengths, stage)
             own.kept, own.drafts = own.kept + kept, own.drafts + num_drafts
             own.verified += plain_counts(drafts, known.tolist(), stage)[0]
             own.accepted += plain_counts(drafts, np.minimum(known, accepted).tolist(), stage)[0]
         if rng.random() < 0.5:
-            accounts.move_to(counters)
-    accounts.move_to(counters)
+            ledger.move_to(counters)
+    ledger.move_to(counters)
     for found_stage, own in zip(counters, plain, strict=True):
         assert sum(found_stage.accepted_at) == found_stage.accepted
         for name in ("kept", "drafts", "verified", "accepted"):
             assert getattr(found_stage, name) == getattr(own, name) > 0
+    records.check(ledger)
 
 
-def expected_lengths(
-    gate: Gate, costs: StepCosts, rows: np.ndarray, sure: np.ndarray, most: np.ndarray, prices: Sequence[float]
-) -> list[int]:
-    """What Gate.lengths chooses of stage 0, whose rival is stage 1, by operations on arrays."""
-    price, rival_price, draft_price = prices
-    places = np.arange(K)
-    worth, lengths = worths(gate.records.chances(rows, 0, sure[:, None] + places), most, price)
-    rivals = gate.records.chances(rows, 1, np.full((len(rows), K), FIRST_CONFIDENCE) + places)
-    yields = worths(rivals, most, rival_price)[0].sum(axis=1) > worth.sum(axis=1)
-    worth, lengths = np.where(yields[:, None], 0.0, worth), np.where(yields, 0, lengths)
-    depth = depth_that_pays(worth.sum(axis=0)[: lengths.max(initial=0)], draft_price)
-    lengths = np.minimum(lengths, min(depth, costs.longest))
-    if price + draft_price / len(rows) < GOOD_ACCEPTANCE:
-        followed = np.minimum(2 * gate.records.whole[rows, 0].astype(np.int64), most)
-        lengths = np.where(lengths > 0, lengths, followed)
-    found: list[int] = lengths.tolist()
-    return found
+class PlainRecords:
+    """What the ledger learns."""
+
+    def __init__(self) -> None:
+        self.own: dict[tuple[int, ...], list[float]] = {}
+        self.shared: dict[tuple[int, int], list[float]] = {}
+
+    def add(self, rows: list[int], drafts: Drafted, verified: list[int], accepted: list[int]) -> None:
+        step: dict[tuple[int, int], list[float]] = {}
+        for index, row in enumerate(rows):
+            places = range(min(verified[index], accepted[index] + 1))
+            cells = [
+                (int(drafts.stage[index, place]), grade_of(float(drafts.confidence[index, place]))) for place in places
+            ]
+            for at, cell in enumerate(cells):
+                own = self.own.setdefault((row, *cell), [0.0, 0.0])
+                if at == 0 or cells[at - 1] != cell:
+                    own[:] = [DECAY * count for count in own]
+                for counts in (own, step.setdefault(cell, [0.0, 0.0])):
+                    counts[:] = counts[0] + 1, counts[1] + (at < accepted[index])
+        for cell, (tried, right) in step.items():
+            before = self.shared.get(cell, [PRIOR_WEIGHT, PRIOR_WEIGHT * FIRST_GUESSES[cell[1]]])
+            share = min(1.0, MOST_OF_A_STEP / tried)
+            self.shared[cell] = [
+                SHARED_DECAY * old + share * new for old, new in zip(before, (tried, right), strict=True)
+            ]
+
+    def check(self, ledger: Ledger) -> None:
+        assert len(self.own) > NUM_STAGES * NUM_ROWS
+        for (row, stage, grade), (tried, right) in self.own.items():
+            prior = self.shared[stage, grade][1] / self.shared[stage, grade][0]
+            confidence = np.full((1, K), [*GRADES, 99.0][grade])
+            expected = (right + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
+            np.testing.assert_allclose(ledger.acceptance(np.array([row]), stage, confidence), expected, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_lengths(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random records and costs. Fails if a rival's price is another's, if a depth goes by one request's worth, or if a
-    draft is followed beyond what may be drafted."""
-    rng = np.random.default_rng(seed)
-    gate, num_reqs = Gate(2, K), int(rng.integers(1, NUM_ROWS))
-    gate.records.make_room(NUM_ROWS)
-    monkeypatch.setattr(Gate, "_explored", lambda self, lengths, *rest: lengths)
+def grade_of(confidence: float) -> int:
+    return sum(confidence > above for above in GRADES)
+
+
+def learned(rng: np.random.Generator) -> Ledger:
+    """Of random drafts of two stages."""
+    ledger = Ledger(2, K)
+    ledger.make_room(NUM_ROWS)
     for _ in range(30):
         stage, lengths = np.tile(rng.integers(0, 2, (NUM_ROWS, 1)), K), rng.integers(0, K + 1, NUM_ROWS)
         right = np.minimum(rng.integers(0, 2 * K, NUM_ROWS), lengths)
-        sure = rng.integers(1, 9, (NUM_ROWS, 1)) + np.arange(K) * 1.0
-        gate.records.add(np.arange(NUM_ROWS), stage, sure, lengths, right)
-    for _ in range(9):
-        count = int(rng.integers(0, 9))
-        gate.add_step(num_reqs, 20 + 0.4 * count, 0.5, count, num_reqs + count // 2)
-        gate.add_drafting(0, 8 * float(rng.random()), 1)
-        gate.add_drafting(1, 0.3, 1)
-    [costs] = gate._costs.by_load.values()
-    rate = worth_of_a_ms(costs, num_reqs)
-    price = rate * costs.slope_ms
-    prices = price, price + rate * gate._draft_ms[1] / num_reqs, rate * gate._draft_ms[0]
-    rows, most = rng.permutation(NUM_ROWS)[:num_reqs], rng.integers(0, K + 1, num_reqs)
-    sure = rng.integers(1, 9, num_reqs) * 1.0
-    assert gate.lengths(rows, 0, sure, most, 1).tolist() == expected_lengths(gate, costs, rows, sure, most, prices)
+        drafts = of_stage(0, np.zeros((NUM_ROWS, K), np.int32), lengths, rng.integers(1, 9, NUM_ROWS) * 1.0)
+        ledger.put(np.arange(NUM_ROWS), drafts._replace(stage=stage))
+        ledger.settle(np.arange(NUM_ROWS), lengths, right)
+    return ledger
 
 
 def worth_of(chances: list[float], price: float) -> float:
@@ -134,13 +141,15 @@ def expected_shares(
     """By trying every depth, and for each request every draft that it allows."""
     rate = worth_of_a_ms(costs, len(rows))
     price, draft_price = rate * costs.slope_ms, rate * gate._draft_ms[1]
-    own = [gate.records.chances(rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))]
+    own = [
+        gate._ledger.acceptance(rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))
+    ]
     plans = []
     for depth in range(min(K, costs.longest) + 1):
         total, plan = -depth * draft_price, []
         for index in range(len(rows)):
             had = [
-                float(gate.records.chances(rows[index : index + 1], int(stage), np.full((1, 1), at))[0, 0])
+                float(gate._ledger.acceptance(rows[index : index + 1], int(stage), np.full((1, 1), at))[0, 0])
                 for stage, at in zip(found.stage[index], found.confidence[index], strict=True)
             ][: found.num_draft[index]]
             pays = sum(survival >= price for survival in np.cumprod(had))
@@ -159,7 +168,7 @@ def expected_shares(
         plans.append((total, plan))
     best_total = max(total for total, _ in plans)
     _, plan = next((total, plan) for total, plan in plans if total > best_total - 1e-12)
-    whole, followed = gate.records.whole[rows].astype(int), [kept for kept, _ in plan]
+    whole, followed = gate._ledger.records[2][rows].astype(int), [kept for kept, _ in plan]
     nobody = [kept + count == 0 for kept, count in plan]
     if price < GOOD_ACCEPTANCE:
         again = [2 * whole[index, found.stage[index, 0]] for index in range(len(rows))]
@@ -179,14 +188,9 @@ def test_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     not wait for that one to be right, if a stage that only begins drafts continues one, or if those who follow a draft
     that was right do not pay for that together."""
     rng = np.random.default_rng(seed)
-    gate, num_reqs = Gate(2, K), int(rng.integers(1, NUM_ROWS))
-    gate.records.make_room(NUM_ROWS)
+    ledger, num_reqs = learned(rng), int(rng.integers(1, NUM_ROWS))
+    gate = Gate(ledger, K)
     monkeypatch.setattr(Gate, "_explored", lambda self, lengths, *rest: lengths)
-    for _ in range(30):
-        stage, lengths = np.tile(rng.integers(0, 2, (NUM_ROWS, 1)), K), rng.integers(0, K + 1, NUM_ROWS)
-        right = np.minimum(rng.integers(0, 2 * K, NUM_ROWS), lengths)
-        sure = rng.integers(1, 9, (NUM_ROWS, 1)) + np.arange(K) * 1.0
-        gate.records.add(np.arange(NUM_ROWS), stage, sure, lengths, right)
     for _ in range(9):
         count = int(rng.integers(0, 9))
         gate.add_step(num_reqs, 20 + 0.4 * count, 0.5, count, num_reqs + count // 2)

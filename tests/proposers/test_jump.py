@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from vllm_specplugins.kernels.rejection import Sampling as Verified
-from vllm_specplugins.kernels.rejection.coupled import coupled_sample
+from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.draft import DraftBatch, ProposerContext, Sampling, Target
+from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig, check_jump
+from vllm_specplugins.target import Sampling, Target
 
 HIDDEN, VOCAB, NUM_LAYERS, NUM_REQS = 8, 11, 6, 4
 SIZES = {"num_layers": NUM_LAYERS, "hidden_size": HIDDEN}

@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from vllm_specplugins.kernels.rejection import Sampling as Verified
-from vllm_specplugins.kernels.rejection.coupled import coupled_sample
+from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext, Sampling, Target
+from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.medusa_heads import MedusaHeads, check_medusa
+from vllm_specplugins.target import Sampling, Target
 
 NUM_HEADS, NUM_LAYERS, HIDDEN, VOCAB = 3, 2, 8, 11
 Tensors = dict[str, torch.Tensor]
@@ -181,15 +182,11 @@ def test_drafts(method: str, tmp_path: Path) -> None:
             assert torch.equal(draft.token_ids[:, head].long(), coupled_sample(logits, lengths + head, verified))
         else:
             torch.testing.assert_close(draft.logits[:, head], logits)
-    found, scores = proposer.candidates(target, 3, 2)  # type: ignore[attr-defined]
-    expected = expected_logits(states, tensors, 1).log_softmax(-1).topk(2)
-    assert torch.equal(found[:, 1], expected.indices)
-    torch.testing.assert_close(scores[:, 1], expected.values)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_q_that_is_no_distribution(value: float, tmp_path: Path) -> None:
-    """Heads whose states overflow. Kills: their tokens passed on as drafts; a fault that nobody counts."""
+    """Heads whose states overflow. Kills: their tokens passed on as drafts; a row that nobody counts."""
     tensors = make_tensors()
     save_file(tensors, tmp_path / "model.safetensors")
     raw = {"method": "medusa", "heads": str(tmp_path), "num_speculative_tokens": 3}
@@ -197,7 +194,7 @@ def test_q_that_is_no_distribution(value: float, tmp_path: Path) -> None:
     proposer = build_proposer(parse_config({**raw, "draft_sample_method": "probabilistic"}), context)
     barrier = FaultBarrier(proposer, VOCAB, 3, None)
     heat, seeds = torch.ones(2), torch.arange(2)
-    for states, faults in ((torch.randn(2, HIDDEN), 0), (torch.full((2, HIDDEN), value), 1)):
+    for states, faults in ((torch.randn(2, HIDDEN), 0), (torch.full((2, HIDDEN), value), 5)):
         forward: Any = SimpleNamespace(logits=never)
         target = Target(forward, torch.zeros(2, dtype=torch.int32), torch.tensor([3, 9]), states, Sampling(heat, seeds))
         batch = DraftBatch(["a", "b"], (), np.array([3, 2], np.int32), [{}] * 2, target)

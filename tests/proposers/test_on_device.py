@@ -17,11 +17,12 @@ from transformers import AutoTokenizer
 from vllm_specplugins.kernels.calibration.reference import num_kept
 from vllm_specplugins.kernels.history_match import NO_MATCH, References, Texts, history_match
 
-from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext, Sampling, Target
+from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
 from vllm_specplugins.proposers.drafters import Allowed, Drafter
 from vllm_specplugins.proposers.on_device import LOOKUP, OnDevice, keep_logits, with_certain
+from vllm_specplugins.target import Sampling, Target
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
 NUM_STEPS = 10_000 if os.environ.get("SPECPLUGINS_FUZZ") else 800  # of a request
@@ -185,23 +186,21 @@ def test_what_is_kept(num_steps: int) -> None:
     assert kept[[1, 2]].isnan().all()
 
 
-@pytest.mark.parametrize("in_part", [False, True])
-def test_what_a_match_is_worth(in_part: bool) -> None:
-    """As most tokens are expected, counted one by one. Fails if the exit goes on behind its depth, or behind a part of
-    a match where it may not."""
+def test_what_a_match_is_worth() -> None:
+    """As most tokens are expected, counted one by one. Fails if the exit goes on behind its depth."""
     rng, depths = np.random.default_rng(3), set()
     for depth in range(K + 1):
         survival, rates = rng.random((50, K)).cumprod(axis=1), rng.random(50)
         lengths = rng.integers(0, K + 1, 50)
         survival *= np.arange(K) < lengths[:, None]
         tensors = (torch.from_numpy(array) for array in (survival, rates[:, None], lengths))
-        found = num_kept(*tensors, depth, in_part).tolist()
+        found = num_kept(*tensors, depth).tolist()
         for row, kept in enumerate(found):
             worth = {}
-            for end in range(lengths[row] + 1) if in_part else {0, int(lengths[row])}:
+            for end in range(lengths[row] + 1):
                 alive = survival[row, end - 1] if end else 1.0
-                goes_on = range(1, depth - end + 1) if in_part or end == 0 else ()
-                worth[end] = survival[row, :end].sum() + sum(alive * rates[row] ** more for more in goes_on)
+                worth[end] = survival[row, :end].sum()
+                worth[end] += sum(alive * rates[row] ** more for more in range(1, depth - end + 1))
             assert worth[kept] == pytest.approx(max(worth.values()), abs=1e-4)
         depths.add(sum(found) < lengths.sum())
     assert depths == {False, True}

@@ -10,11 +10,12 @@ import torch
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.draft import DraftBatch, ProposerContext, Sampling, Target
+from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.proposers.drafted import Drafted, of_stage
 from vllm_specplugins.proposers.drafters import Allowed, Drafter, First
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.verified import Alone, Verified
+from vllm_specplugins.target import Sampling, Target
 
 VOCAB_SIZE, K = 9, 5
 CONTEXT = ProposerContext(VOCAB_SIZE, 64, 8, K, lambda text: [])
@@ -90,7 +91,7 @@ def expected(policy: str, longest: Sequence[int], allowed: list[bool], text: lis
 
 
 def drafter_of(policy: str, longest: Sequence[int]) -> Drafter:
-    stage = EarlyExit(EarlyExitConfig(exit_layer=1), CONTEXT)
+    stage = EarlyExit(EarlyExitConfig(exit_layer=1, draft_sample_method="greedy"), CONTEXT)
     first = Allowed(Cheap(0), None, "0", longest[0])
     if policy == "verify":
         return Allowed(Verified(first, stage, 2, StageCounters()), first, "2", longest[2])

@@ -14,6 +14,7 @@ from vllm_specplugins.methods import parse_config
 from vllm_specplugins.proposers.suffix_lookup import MAX_NEW, SuffixLookup
 from vllm_specplugins.structures import whole_file
 from vllm_specplugins.structures.store_file import StoreFile, fingerprint
+from vllm_specplugins.structures.suffix_chances import first_chances
 
 K = 5
 SIZES = {"max_index_bytes": 1 << 24, "store_bytes": 1 << 22}
@@ -198,14 +199,16 @@ def test_a_file_stays_in_bounds(tmp_path: Path):
 
 
 def test_statistics_and_reset():
-    """Fails if a reset leaves texts, or drafts from them, or statistics do not add up."""
+    """Fails if a reset leaves texts, or drafts from them, or what was learnt of them, or statistics do not add up."""
     own = proposer()
     serve(own, "a", TEXT, 100, {"tenant": b"x"})
+    learnt = own._table._kept.chances
+    learnt += 1
     step(own, {"b": TEXT[:10]})
     held = own.store_stats()
     assert (held["texts"], held["tenants"], held["tokens"]) == (1, 1, 208)
     own.reset_store()
-    assert own.store_stats()["tokens"] == 0
+    assert own.store_stats()["tokens"] == 0 and np.array_equal(learnt, first_chances())
     assert serve(own, "c", TEXT, 100, {"tenant": b"x"}) == 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from vllm_specplugins.structures import suffix_requests, suffix_store
 from vllm_specplugins.structures.suffix_chains import LEVELS
 from vllm_specplugins.structures.suffix_drafts import Asked
-from vllm_specplugins.structures.suffix_pages import NONE, OWNER, PAGE
+from vllm_specplugins.structures.suffix_pages import NEWER, NONE, OLDEST, OWNER, PAGE, PROVEN, UNPROVEN
 from vllm_specplugins.structures.suffix_requests import SuffixRequests
 from vllm_specplugins.structures.suffix_search import LONGEST_MATCH, MOST_PLACES
 from vllm_specplugins.structures.suffix_store import SuffixStore
@@ -24,6 +24,15 @@ FIRST_ID = 1000  # the first token of a text in the store says which it is
 
 def ids(*tokens):
     return np.array(tokens, np.int32)
+
+
+def contents(store):
+    """Tenant and tokens of each text that is there, unproven ones first, those used longest ago first."""
+    for kind in (UNPROVEN, PROVEN):
+        first = int(store.texts.state[OLDEST + kind])
+        while first != NONE:
+            yield store._names[int(store.texts.pages[first, OWNER])], store.texts.read(first)
+            first = int(store.texts.pages[first, NEWER])
 
 
 def ask(table, store, row, flat, num_tokens=0, num_begun=0):
@@ -81,7 +90,7 @@ class Served:
 
     def visible(self, tenant):
         """The tenant's texts in the store, newest first; each must be what was entered, or the beginning of it."""
-        own = [text.tolist() for name, text in self.store.contents() if name == tenant]
+        own = [text.tolist() for name, text in contents(self.store) if name == tenant]
         entering, leaving = self.store._entering, self.store._leaving
         if entering is not None and entering.tenant == tenant:
             own.append(entering.text[: entering.start].tolist())
@@ -163,7 +172,7 @@ def test_memory():
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     store.work()
-    texts = [text for _, text in store.contents()]
+    texts = [text for _, text in contents(store)]
     assert len(texts) == store.num_texts and sum(map(len, texts)) == store.texts.num_tokens
     assert sum(-(-len(text) // PAGE) for text in texts) == store.texts.num_pages - store.texts.num_free
     assert store.texts.num_tokens > 0.8 * store.texts.num_pages * PAGE, "most of the room is used"
@@ -186,7 +195,7 @@ def test_used_last_goes_last():
         (out, num_draft, _), _ = ask(table, store, row, first)
         assert out[0, : num_draft[0]].tolist() == texts[0][40 : 40 + K].tolist()
         table.drop(row)
-    held = [text.tolist() for _, text in store.contents()]
+    held = [text.tolist() for _, text in contents(store)]
     assert held == [text.tolist() for text in (*texts[-len(held) + 1 :], texts[0])]
 
 
@@ -198,7 +207,7 @@ def test_tenants_share_the_room():
     for _ in range(300):
         store.enter(b"large", numbered(rng, 64))
         store.work()
-    assert [tenant for tenant, _ in store.contents()].count(b"small") == 5
+    assert [tenant for tenant, _ in contents(store)].count(b"small") == 5
     assert store.num_removed > 200
 
 
@@ -254,7 +263,7 @@ def test_who_makes_room(num_tenants):
             store.ask(tenant)
             room.back |= {name for _, _, name, _ in room.texts if name == tenant}
         expected = [(name, 10 * text) for _, _, name, text in sorted(room.texts)]
-        assert [(name, text[0]) for name, text in store.contents()] == expected
+        assert [(name, text[0]) for name, text in contents(store)] == expected
     assert store.num_removed > 300
 
 
@@ -280,7 +289,7 @@ def test_many_salts(times):
         table.search_store(row := table.add(), store.ask(b"me"))
         ask(table, store, row, mine[1 + salt % 10][:12])
         table.drop(row)
-    held = {text.tobytes() for tenant, text in store.contents() if tenant == b"me"}
+    held = {text.tobytes() for tenant, text in contents(store) if tenant == b"me"}
     kept = [text.tobytes() in held for text in mine]
     assert all(kept[1:] if times == 1 else kept[1:11]) and store.num_removed > 400
 

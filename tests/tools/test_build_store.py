@@ -11,6 +11,7 @@ from vllm_specplugins.__main__ import main
 from vllm_specplugins.config import SuffixLookupConfig
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.proposers.suffix_lookup import SuffixLookup
+from vllm_specplugins.structures.suffix_pages import OLDEST, OWNER, PROVEN
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
 K = 5
@@ -67,7 +68,8 @@ def test_of_a_tenant(tmp_path, tokenizer):
     """Fails if --cache-salt is not looked at."""
     out = tmp_path / "store.bin"
     assert build(lines(tmp_path / "t.jsonl", {"text": TEXTS[1]}), out=out, extra=("--cache-salt", "team")) == 0
-    [(tenant, _)] = proposer(tokenizer, out).store.contents()
+    store = proposer(tokenizer, out).store
+    tenant = store._names[int(store.texts.pages[store.texts.state[OLDEST + PROVEN], OWNER])]
     assert len(tenant) == 16
 
 

@@ -12,14 +12,13 @@ sys.path[:0] = [str(TESTS / "bench"), str(TESTS / "traces")]
 from bench_load import Cell, cells  # noqa: E402
 from make import KINDS, trace  # noqa: E402
 
-AMONG_MANY = pytest.mark.xfail(reason="since drafts are as long as their match: 0.89 of drafting all, not 0.95")
 
-
-@pytest.mark.parametrize(("kind", "batch"), [("prose", 1), ("code", 4), pytest.param("code", 128, marks=AMONG_MANY)])
+@pytest.mark.parametrize(("kind", "batch"), [("prose", 1), ("code", 4), ("code", 128)])
 def test_gate_under_load(kind: str, batch: int) -> None:
     """Never slower than without drafts, and within 5 % of the better of drafting all and nothing. Fails if a token's
     price is guessed to grow with the batch (SHARED_SLOPE alone: 0.47 of the best with 128 requests), if the gate never
-    tries, or if it lets everything through where that loses."""
+    tries, if it lets everything through where that loses, or if one step of many requests, all wrong at once, makes a
+    length of match look hopeless."""
     [cell] = cells("prompt_lookup", [kind], [batch], 8, 5.0, "h100", rounds=4)
     assert cell.holds, cell
 

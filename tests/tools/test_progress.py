@@ -70,7 +70,7 @@ def spoken(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 
 def test_training(tiny_model: Path, text_files: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Kills: a training, the text that is scored on, or the scoring itself without a word."""
-    arguments = ["train-medusa", str(tiny_model), "--data", *map(str, text_files), "--out", str(tmp_path)]
+    arguments = ["train-jump", str(tiny_model), "--data", *map(str, text_files), "--out", str(tmp_path)]
     words = spoken([*arguments, "--steps", "20", "--row-tokens", "64", "--batch-tokens", "128"], capfd)
     assert re.search(r"^training, loss \d+\.\d+: \d+ of 20, ", words, re.MULTILINE)
     assert re.search(r"^writing text to score on, at temperature 1, .*: \d+ of \d+, ", words, re.MULTILINE)

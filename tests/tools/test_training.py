@@ -19,7 +19,6 @@ from vllm_specplugins.methods import parse_config
 from vllm_specplugins.proposers.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, check_exit_head
 from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig, check_jump
 from vllm_specplugins.proposers.look_ahead import LookAheadConfig, check_look_ahead
-from vllm_specplugins.proposers.medusa_heads import MedusaHeads
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_tokenizer
 from vllm_specplugins.tools.data import token_rows
 from vllm_specplugins.tools.files import save_whole
@@ -28,7 +27,6 @@ from vllm_specplugins.tools.training.core import LOSSES, rows_of_step, schedule,
 from vllm_specplugins.tools.training.exit_head import ExitHeadSettings, TrainedExitHead, initial_head
 from vllm_specplugins.tools.training.jump import JumpSettings, TrainedJump
 from vllm_specplugins.tools.training.look_ahead import LookAheadSettings, TrainedLookAhead
-from vllm_specplugins.tools.training.medusa import MedusaSettings
 from vllm_specplugins.tools.training.parts import Guess
 from vllm_specplugins.tools.training.report import Trained
 from vllm_specplugins.tools.training.scores import Scores, Text, own_texts, scores, walk
@@ -386,30 +384,12 @@ def test_look_ahead_learns(base: BaseModel, rows: list[list[int]], tmp_path: Pat
     assert after.match[0] == before.match[0] and after.overlap[1] > 2 * before.overlap[1], (before, after)
 
 
-def test_medusa(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
-    """Saved heads say what they said in training, of the places that they were trained for, and learn.
-
-    Fails if a head's place is off by one, or if a layer is stored transposed or without its bias.
-    """
-    settings = MedusaSettings(**{**COMMON, "steps": 30}, num_draft=2)
-    part = train(base, rows[:-8], settings, tmp_path)
-    [states] = base.hidden_states(rows[-1:])
-    heads = MedusaHeads.load(tmp_path, 2, 3072)
-    served = heads.logits(states[-1], 2, base.logits)
-    for place, guess in enumerate(part.guesses(base, states, 2)):
-        assert guess.start == place + 1 and len(guess.of(states[-1])) == len(guess.logits) == len(states[0]) - 1 - place
-        torch.testing.assert_close(guess.logits, served[place, : len(guess.logits)])
-    before, after = (overlaps(base, rows[-8:], one, 2) for one in (settings.begin(base, rows), part))
-    assert after[0] > 2 * before[0], (before, after)
-
-
 @pytest.mark.parametrize(
     ("name", "own"),
     [
         ("train-exit-head", {"exit_layer": 1, "rank": 0}),
         ("train-jump", {"early_layers": 0, "late_layer": None, "inner_size": 4, "num_draft": 2}),
         ("train-look-ahead", {"exit_layer": 1, "exit_head": None, "num_draft": 3}),
-        ("train-medusa", {"num_draft": 3}),
     ],
 )
 def test_commands(

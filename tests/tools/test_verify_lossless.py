@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from vllm_specplugins.__main__ import main
+from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.measure.samples import Drawn, Request
 from vllm_specplugins.tools import progress, verify_lossless
 from vllm_specplugins.tools.lossless import grid
@@ -42,9 +43,10 @@ class MadeUpEngine:
     dies_of: ClassVar[str] = ""
     wrong_without_speculation = False
 
-    def __init__(self, model: Path, config: Any, seed: int, name: str, logs: Path):
+    def __init__(self, blame: str, log: Path, model: Path, config: Any, settings: dict[str, Any]):
         assert (model / "config.json").exists()
-        self._is_plain, self._rng = config is None, np.random.default_rng(seed)
+        self._is_plain, self._rng = config is None, np.random.default_rng(settings["seed"])
+        self._is_alive = True
 
     def __enter__(self) -> Self:
         return self
@@ -53,10 +55,12 @@ class MadeUpEngine:
         pass
 
     def draw(self, requests: Sequence[Request]) -> Drawn:
+        assert self._is_alive
         if not self._is_plain and any(name in request.params for request in requests for name in self.refused):
             return Drawn(refusal="Not yet.")
         if not self._is_plain and any(self.dies_of in request.params for request in requests):
-            return Drawn(failure="It died.")
+            self._is_alive = False
+            raise ConfigError("It died.")
         num_drafted = 0 if self._is_plain else self.num_drafted
         return Drawn([self._outputs(request) for request in requests], num_drafted, num_drafted // 2)
 
@@ -165,6 +169,7 @@ def test_all_refused_is_no_proof(engine: Any, tmp_path: Path) -> None:
 
 
 def test_an_engine_that_dies_fails_its_cell(engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And another one serves the rest."""
     engine(dies_of="top_k")
     status, report = run(tmp_path)
     found = verdicts(report)

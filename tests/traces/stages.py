@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer, Sampling, Target
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer
+from vllm_specplugins.target import Sampling, Target
 from vllm_specplugins.tools.replay.data import Traffic
 
 FILE = Path(__file__).parent / "stages.npz"

@@ -8,13 +8,11 @@ from vllm_specplugins.config.cascade import BUILT_IN_SETTINGS, MAX_STAGES, Built
 from vllm_specplugins.config.checks import ConfigError, check_fields, check_value, integer, meant, said, shown
 from vllm_specplugins.config.parts import (
     built_in_stage,
-    layers_to_hand_out,
     methods_of,
     parts,
     rule,
     sample_methods,
     stage_names,
-    with_exits,
     with_stage,
 )
 from vllm_specplugins.config.proposers import (
@@ -25,14 +23,15 @@ from vllm_specplugins.config.proposers import (
     PromptLookupConfig,
     RegisteredConfig,
     SuffixLookupConfig,
-    TokenRecyclingConfig,
 )
+from vllm_specplugins.config.stages import SHORT, check_stages, with_default_length
 from vllm_specplugins.config.whole import MAX_NUM_SPECULATIVE_TOKENS, CommonConfig, SpecConfig
 
 __all__ = [
     "BUILT_IN_SETTINGS",
     "MAX_NUM_SPECULATIVE_TOKENS",
     "MAX_STAGES",
+    "SHORT",
     "BuiltInConfig",
     "CascadeConfig",
     "CommonConfig",
@@ -46,12 +45,11 @@ __all__ = [
     "SpecConfig",
     "StageConfig",
     "SuffixLookupConfig",
-    "TokenRecyclingConfig",
     "built_in_stage",
     "check_fields",
+    "check_stages",
     "check_value",
     "integer",
-    "layers_to_hand_out",
     "meant",
     "methods_of",
     "parts",
@@ -60,6 +58,6 @@ __all__ = [
     "sample_methods",
     "shown",
     "stage_names",
-    "with_exits",
+    "with_default_length",
     "with_stage",
 ]

@@ -14,23 +14,17 @@ class CascadeConfig:
     """`cascade`: a proposer that holds proposers.
 
     Args:
-        stages: the configurations of proposers, cheapest first; one alone is that method behind a gate. Of the fields
-            that all methods share, a stage may hold num_speculative_tokens: the most that it drafts, at most the
-            cascade's.
-        policy: "auto": by request and step what the gate expects to gain most: one stage, or one behind the other;
-            "verify": each stage's tokens are checked, corrected and extended by the next one, which runs the target.
-            Without a gate "auto" is the first stage that has something.
+        stages: the configurations of proposers, cheapest first. A stage may have a num_speculative_tokens of its own,
+            at most the cascade's.
+        policy: "auto": by request and step what the gate expects to gain most: one stage, or one after the other
+            (without a gate the first stage that has something); "verify": each stage's tokens are checked, corrected
+            and extended by the next one, which runs the target.
     """
 
     stages: tuple["StageConfig", ...] = field(metadata={"kind": list, "most": MAX_STAGES})
     policy: str = choice("auto", "verify")
 
     def __post_init__(self) -> None:
-        if self.policy in ("first", "extend"):
-            raise ConfigError(
-                f"cascade: policy must be 'auto' or 'verify', not {self.policy!r}: 'auto' drafts as it did, where that "
-                f"pays; with gate 'off' the first stage that has something drafts."
-            )
         check_fields(self, "cascade")
 
 

@@ -9,8 +9,7 @@ from itertools import islice
 from typing import Any
 
 from vllm_specplugins.config.elsewhere import name_here
-
-MAX_NUM_LAYERS = 10_000
+from vllm_specplugins.config.gone import NAMES, in_place_of
 
 
 class ConfigError(ValueError):
@@ -40,11 +39,6 @@ def optional_text() -> Any:
 def optional_path() -> Any:
     """A dataclass field that holds a file's path or None."""
     return field(default=None, metadata={"kind": "path"})
-
-
-def layers(default: int) -> Any:
-    """A dataclass field that holds a number of layers, "auto", or a list of such numbers, ascending."""
-    return field(default=default, metadata={"kind": "layers"})
 
 
 def choice(default: str, *others: str) -> Any:
@@ -85,6 +79,8 @@ def meant(name: object, names: Iterable[str]) -> str:
     ("; did you mean 'max_ngram'?", '.')
     """
     names = list(names)
+    if isinstance(name, str) and name in NAMES:
+        return f"; {name} went: {NAMES[name]}."
     if elsewhere := name_here(name, names):
         return f"; {elsewhere}."
     near = difflib.get_close_matches(shown(name), names, 1)
@@ -100,10 +96,6 @@ def said(error: BaseException) -> str:
         words = "an error that cannot be shown"
     words = words.rstrip(".").encode(errors="backslashreplace").decode()
     return words if len(words) <= 120 else words[:117] + "..."
-
-
-def _is_depth(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_NUM_LAYERS
 
 
 def _is_path(value: object) -> bool:
@@ -135,12 +127,6 @@ def check_value(entry: Any, value: object) -> tuple[bool, str]:
     if kind is tuple:
         words = entry.metadata["words"]
         return isinstance(value, str) and value in words, f"one of {', '.join(map(repr, words))}"
-    if kind == "layers":
-        several = list(value) if isinstance(value, list | tuple) else []
-        is_list = len(several) > 1 and all(map(_is_depth, several)) and several == sorted(set(several))
-        return _is_depth(value) or value == "auto" or is_list, (
-            f"an integer from 1 to {MAX_NUM_LAYERS}, 'auto', or a list of two such integers or more, ascending"
-        )
     if kind is list:
         most = entry.metadata["most"]
         return isinstance(value, list | tuple) and 0 < len(value) <= most, f"a list of 1 to {most} dictionaries"
@@ -155,4 +141,5 @@ def check_fields(config: Any, method: str) -> None:
         value = getattr(config, entry.name)
         fits, allowed = check_value(entry, value)
         if not fits:
-            raise ConfigError(f"{method}: {entry.name} must be {allowed}, not {shown(value)}.")
+            instead = in_place_of(entry.name, value)
+            raise ConfigError(f"{method}: {entry.name} must be {allowed}, not {shown(value)}{instead}.")

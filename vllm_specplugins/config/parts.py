@@ -1,11 +1,10 @@
 """What stands in a configuration: its own part, or those of its stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vllm_specplugins.config.cascade import BuiltInConfig, CascadeConfig, StageConfig
-from vllm_specplugins.config.proposers import EarlyExitConfig, JumpConfig, MedusaConfig
 from vllm_specplugins.config.whole import SpecConfig
 
 T = TypeVar("T")
@@ -13,13 +12,13 @@ T = TypeVar("T")
 
 def parts(config: SpecConfig, kind: type[T]) -> list[T]:
     """The configurations of one kind in a method: its own, or those of its stages."""
-    found = [config.own, *(stage.own for stage in getattr(config.own, "stages", ()))]
+    found = [config.own, *(stage.own for stage in config.stages)]
     return [part for part in found if isinstance(part, kind)]
 
 
 def methods_of(config: SpecConfig) -> list[str]:
     """The methods that draft: those of a cascade's stages, or the one alone."""
-    return [stage.method for stage in getattr(config.own, "stages", ())] or [config.method]
+    return [stage.method for stage in config.stages] or [config.method]
 
 
 def stage_names(methods: Sequence[str]) -> list[str]:
@@ -33,32 +32,13 @@ def stage_names(methods: Sequence[str]) -> list[str]:
 
 def built_in_stage(config: SpecConfig) -> StageConfig | None:
     """The stage of a cascade that is built into vLLM, if there is one."""
-    stages = getattr(config.own, "stages", ())
-    return next((stage for stage in stages if isinstance(stage.own, BuiltInConfig)), None)
+    return next((stage for stage in config.stages if isinstance(stage.own, BuiltInConfig)), None)
 
 
 def with_stage(config: SpecConfig, stage: StageConfig, other: StageConfig) -> SpecConfig:
     """The configuration of a cascade with another stage in the place of one."""
     stages = tuple(other if its is stage else its for its in config.own.stages)
     return replace(config, own=replace(config.own, stages=stages))
-
-
-def layers_to_hand_out(config: SpecConfig) -> tuple[int, ...]:
-    """Behind which layers the target's states are looked at: where an exit's layer is chosen while serving."""
-    chosen = [part for part in parts(config, EarlyExitConfig) if part.is_chosen]
-    return tuple(sorted({layer for part in chosen for layer in part.candidates}))
-
-
-def with_exits(config: SpecConfig, change: Callable[[EarlyExitConfig], EarlyExitConfig]) -> SpecConfig:
-    """The configuration with each exit of it, alone or a stage, as `change` makes it."""
-
-    def changed(own: Any) -> Any:
-        return change(own) if isinstance(own, EarlyExitConfig) else own
-
-    if isinstance(config.own, CascadeConfig):
-        stages = tuple(replace(stage, own=changed(stage.own)) for stage in config.own.stages)
-        return replace(config, own=replace(config.own, stages=stages))
-    return replace(config, own=changed(config.own))
 
 
 def rule(config: SpecConfig) -> str | None:
@@ -70,5 +50,4 @@ def rule(config: SpecConfig) -> str | None:
 
 def sample_methods(config: SpecConfig) -> set[str]:
     """How the drafts of a method's model proposers are drawn."""
-    kinds: tuple[Any, ...] = (EarlyExitConfig, JumpConfig, MedusaConfig)
-    return {part.draft_sample_method for kind in kinds for part in parts(config, kind)}
+    return {own.draft_sample_method for own in parts(config, object) if hasattr(own, "draft_sample_method")}

@@ -8,7 +8,6 @@ from vllm_specplugins.config.checks import (
     check_fields,
     choice,
     integer,
-    layers,
     number,
     optional_path,
     optional_text,
@@ -16,7 +15,7 @@ from vllm_specplugins.config.checks import (
     text,
 )
 
-MAX_NGRAM = 16
+MAX_NGRAM, MAX_NUM_LAYERS = 16, 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +23,9 @@ class PromptLookupConfig:
     """`prompt_lookup`: copy what followed an earlier occurrence of the newest tokens.
 
     Args:
-        max_ngram: tokens that search begins with: occurrences of as many or more count alike, and that one is copied
-            which is nearest to where copying would have gone on. A match's length is counted to 31 in any case.
-        min_ngram: fewest tokens of a match that is still drafted from; where copying would go on, one is enough.
-        max_index_bytes: most memory of all references on the device (Model Runner V2), 4 bytes a token, and at most
-            64 MiB; one that finds it full is not searched.
+        max_ngram: longest match that counts: among those as long, the nearest to where copying would go on is copied.
+        min_ngram: shortest match that is drafted from; where copying would go on, one token is enough.
+        max_index_bytes: most memory of references on the device (Model Runner V2), 4 bytes a token, at most 64 MiB.
     """
 
     max_ngram: int = integer(8, 1, MAX_NGRAM)
@@ -48,14 +45,14 @@ class SuffixLookupConfig:
     """`suffix_lookup`: what most often followed the longest match, in the request's own text and in earlier outputs.
 
     Args:
-        max_index_bytes: memory of all requests' own texts, 80 bytes a token, for a quarter more than each has and
-            512 tokens, taken at the start; requests that find it full are drafted for from the store alone.
-        store_bytes: memory of the store of earlier outputs, as much a token, taken at the start; where it is full,
+        max_index_bytes: memory of all requests' own texts, 80 bytes a token, taken at the start; requests that find it
+            full are drafted for from the store alone.
+        store_bytes: memory of the store of earlier outputs, 80 bytes a token, taken at the start; where it is full,
             those used longest ago go, and first those of tenants that did not ask again.
-        store_path: file that the store is loaded from at the start, and that each output is added to; null: it is lost
-            with the process. Of data-parallel engines all but the first add ".dp1", ".dp2" and so on.
+        store_path: file that the store is loaded from, and that each output is added to; null: it is lost with the
+            process. Data-parallel engines but the first add ".dp1" and so on.
         save_every_s: seconds from an output to when it is on the disk; a power cut costs what came since.
-        min_confidence: a draft ends before a token whose chance, by what was accepted before, is less.
+        min_confidence: a draft ends before a token whose acceptance probability is less.
     """
 
     max_index_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
@@ -69,68 +66,33 @@ class SuffixLookupConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRecyclingConfig:
-    """`token_recycling`: what the target last found likeliest behind each token, token after token.
-
-    Args:
-        max_table_bytes: most memory of all tenants' tables together, 5 bytes for each token of the vocabulary and each
-            tenant (`cache_salt`); where there is no more, the tenant that asked longest ago loses its own.
-    """
-
-    max_table_bytes: int = integer(1 << 25, 1 << 16, 1 << 36)
-
-    def __post_init__(self) -> None:
-        check_fields(self, "token_recycling")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyExitConfig:
     """`early_exit`: the target's first layers, its final norm and its head draft.
 
     Args:
-        exit_layer: how many layers draft, from the first one on; at most as many as the target has. A list: as many of
-            these as promise most tokens for their cost, by what each would have drafted for tokens that were verified
-            (for models whose early states vLLM hands out, as it does for EAGLE 3). "auto": a list of an eighth, a
-            quarter and half of the layers, and those of the exit_head.
+        exit_layer: how many layers draft, from the first one on; at most as many as the target has.
         draft_sample_method: "greedy" drafts the likeliest token (q is one-hot); "probabilistic" samples from the
             exit at the request's temperature, and is accepted more often where that is high; "coupled" lets the exit
             run the race that verification will run, with the same noise and the request's temperature, top-k, top-p
             and min-p: nearly as often accepted, q is one-hot, and a seeded request says the same whatever is drafted.
-        exit_head: folder of a trained head (see proposers/exit_head.py), for the layer that it was trained for; None
-            is the target's own norm and head.
-        look_ahead: folder of trained embeddings (`python -m vllm_specplugins train-look-ahead`) that stand for draft
-            tokens not yet known, so that one pass through the layers drafts all; None: a pass for each token.
+        exit_head: folder of a head trained for that layer (`train-exit-head`); null: the target's norm and head.
+        look_ahead: folder of trained embeddings (`train-look-ahead`) that stand for draft tokens not yet known, so that
+            one pass through the layers drafts all; null: a pass for each token.
     """
 
-    exit_layer: int | str | tuple[int, ...] = layers(1)
-    draft_sample_method: str = choice("greedy", "probabilistic", "coupled")
+    exit_layer: int = integer(1, 1, MAX_NUM_LAYERS)
+    draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
     exit_head: str | None = optional_text()
     look_ahead: str | None = optional_text()
 
     def __post_init__(self) -> None:
         check_fields(self, "early_exit")
-        if self.look_ahead is not None and not isinstance(self.exit_layer, int):
-            raise ConfigError(
-                "early_exit: exit_layer must be an integer beside look_ahead, which was trained for one layer, not "
-                f"{shown(self.exit_layer)}."
-            )
-
-    @property
-    def candidates(self) -> tuple[int, ...]:
-        """The layers to choose from; what "auto" means the engine says (see `with_candidates`)."""
-        assert self.exit_layer != "auto"
-        return (self.exit_layer,) if isinstance(self.exit_layer, int) else tuple(map(int, self.exit_layer))
-
-    @property
-    def is_chosen(self) -> bool:
-        """Whether the layer is chosen while serving."""
-        return not isinstance(self.exit_layer, int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpConfig:
-    """`jump`: a trained part guesses the state in front of the target's norm and head, which draft, from its embedding
-    of the newest token and its last hidden state; or in front of its last layers, which run on its own KV cache.
+    """`jump`: a trained part predicts the target's state before its norm and head from the newest token's embedding
+    and the last hidden state, and the head decodes it; or the state before the last layers, which then run.
 
     Args:
         head: folder of the trained part (`python -m vllm_specplugins train-jump`), which says what runs.
@@ -138,7 +100,7 @@ class JumpConfig:
     """
 
     head: str = text()
-    draft_sample_method: str = choice("greedy", "probabilistic", "coupled")
+    draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
 
     def __post_init__(self) -> None:
         check_fields(self, "jump")
@@ -149,13 +111,13 @@ class MedusaConfig:
     """`medusa`: trained heads on the target's last hidden state draft a token each, in one pass and without layers.
 
     Args:
-        heads: folder of the heads, in the format of FasterDecoding or of vLLM; as many as num_speculative_tokens, at
-            least. (A dictionary with `model` in its place asks for vLLM's own method, where that still exists.)
+        heads: folder of the heads, in the format of FasterDecoding or of vLLM; at least num_speculative_tokens.
+            (`model` in its place asks for vLLM's own method, where that still exists.)
         draft_sample_method: as of `early_exit`.
     """
 
     heads: str = text()
-    draft_sample_method: str = choice("greedy", "probabilistic", "coupled")
+    draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
 
     def __post_init__(self) -> None:
         check_fields(self, "medusa")

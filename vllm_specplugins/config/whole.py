@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self
 
+from vllm_specplugins.config.cascade import CascadeConfig, StageConfig
 from vllm_specplugins.config.checks import ConfigError, check_fields, check_value, choice, integer, meant, shown
 
 MAX_NUM_SPECULATIVE_TOKENS = 64
-# Fields that there were, and what to do without them.
-GONE = {"cost_table": "the gate learns what steps cost while it serves"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,17 +15,16 @@ class CommonConfig:
     """What every method takes beside its own fields.
 
     Args:
-        num_speculative_tokens: K, the most draft tokens a request gets in one step. Where nothing is said, lookups, and
-            cascades that begin with one, have 31 (5 on a hybrid target, or where a stage is "probabilistic") and
-            `medusa` as many as there are heads.
-        time_budget_ms: longest that a proposer that runs on the host, or a stage of a cascade, may take for one step;
-            one that takes longer loses that step's drafts.
-        verification: "fused" verifies, and samples, with kernels/rejection: exact for every sampling parameter, and a
+        num_speculative_tokens: K, the most draft tokens a request gets in one step. Default of lookups and cascades
+            that begin with one: 31 (5 on a hybrid target, or where a stage is "probabilistic"); of `medusa` its heads.
+        time_budget_ms: longest that a proposer on the host, or a stage, may take for a step, or else it loses its
+            drafts.
+        verification: "fused" verifies and samples with kernels/rejection: exact for every sampling parameter, and a
             seeded request's output depends on neither drafts nor batch; "vllm" leaves both to vLLM.
         gate: "auto" chooses by request and step how many tokens are drafted, down to none (of medusa and of proposers
-            of your own only where they are stages of a cascade); "off" drafts all.
-        rejection: "token" accepts draft tokens one by one, "block" looks at a whole draft before it decides, which
-            keeps more of drafts that are sampled (draft_sample_method "probabilistic").
+            of your own only as stages of a cascade); "off" drafts all.
+        rejection: "token" accepts draft tokens one by one; "block" decides on a whole draft, which keeps more of
+            sampled ones (draft_sample_method "probabilistic").
     """
 
     num_speculative_tokens: int = integer(5, 1, MAX_NUM_SPECULATIVE_TOKENS)
@@ -60,6 +58,11 @@ class SpecConfig:
         """K."""
         return self.common.num_speculative_tokens
 
+    @property
+    def stages(self) -> tuple[StageConfig, ...]:
+        """Of a cascade; of other methods none."""
+        return self.own.stages if isinstance(self.own, CascadeConfig) else ()
+
     def with_length(self, length: int) -> Self:
         """The same with another K, which nobody asked for."""
         return replace(self, common=replace(self.common, num_speculative_tokens=length), says_length=False)
@@ -74,8 +77,6 @@ class SpecConfig:
         common_names = [entry.name for entry in fields(CommonConfig)]
         own_names = [entry.name for entry in fields(own_type)]
         for key in raw:
-            if key in GONE:
-                raise ConfigError(f"{method}: {key} is no field any more; leave it out: {GONE[key]}.")
             if key not in common_names and key not in own_names:
                 names = own_names + common_names
                 allowed = ", ".join(names) + meant(key, names)

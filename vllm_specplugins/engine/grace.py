@@ -9,15 +9,14 @@ from typing import Any
 
 from vllm.v1.engine import utils
 
-from vllm_specplugins.config import SpecConfig
+from vllm_specplugins.config import SpecConfig, parts
 
 GRACE_S = 5.0
 
 
 def keeps_files(config: SpecConfig) -> bool:
     """Whether an engine with this configuration saves something."""
-    owns = [config.own, *(stage.own for stage in getattr(config.own, "stages", ()))]
-    return any(getattr(own, "store_path", None) for own in owns)
+    return any(getattr(own, "store_path", None) for own in parts(config, object))
 
 
 def give_time() -> None:

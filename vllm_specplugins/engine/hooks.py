@@ -1,7 +1,8 @@
-"""Functions of ours beside functions of vLLM's."""
+"""Functions and values of ours beside, or for a while in place of, those of vLLM's."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -24,3 +25,16 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         return around(original, *args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+@contextmanager
+def replaced(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Sets attributes for the duration of a block."""
+    kept = {name: getattr(target, name, None) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(target, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(target, name, value)

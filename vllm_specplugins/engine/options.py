@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from array import array
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,11 +13,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_specplugins.config import ConfigError, said
+from vllm_specplugins.custom import option_checks
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.line import Line, Work, finished, pieces
 from vllm_specplugins.engine.own_checks import OwnChecks
 from vllm_specplugins.engine.prediction import Predicted, take_predictions, text_of
-from vllm_specplugins.methods import option_checks
+from vllm_specplugins.methods import drafters
 from vllm_specplugins.request_options import (
     REFERENCE,
     TENANT,
@@ -54,9 +56,9 @@ class Intake:
     def __init__(self, speculative_config: Any, model_config: Any, tokenizer: Any):
         config = speculative_config.plugin_config
         self._limits = Limits(config, model_config.get_vocab_size(), model_config.max_model_len)
-        lookups = {"prompt_lookup", "suffix_lookup"} & set(self._limits.stages)
-        self._wants_reference = bool(lookups) or self._limits.passes_own
-        self._has_tenants = bool({"suffix_lookup", "token_recycling"} & set(self._limits.stages))
+        rows = [row for row, _ in drafters(config)]
+        self._wants_reference = any(row.is_lookup for row in rows) or self._limits.passes_own
+        self._has_tenants = any(row.has_tenants for row in rows)
         self._checks = OwnChecks(option_checks(config), config.common.time_budget_ms)
         self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
         self._line: Line | None = None
@@ -125,14 +127,14 @@ class Intake:
             return options
         return {key: value for key, value in options.items() if key != REFERENCE}
 
-    def _tokenize(self, text: str) -> Work[list[int]]:
+    def _tokenize(self, text: str) -> "Work[array[int]]":
         """A reference's tokens, piece by piece; no more than one too many pieces."""
         if self._tokenizer is None:
             raise VLLMValidationError("specplugins: reference must be token ids where the engine has no tokenizer.")
-        token_ids: list[int] = []
+        token_ids = array("i")
         for piece in pieces(text):
             try:
-                token_ids += self._tokenizer.encode(piece, add_special_tokens=False)
+                token_ids.extend(self._tokenizer.encode(piece, add_special_tokens=False))
             except Exception as error:
                 raise VLLMValidationError(f"specplugins: reference cannot be tokenised ({said(error)}).") from None
             if len(token_ids) > self._limits.max_model_len:
@@ -140,7 +142,7 @@ class Intake:
             yield
         return token_ids
 
-    def _resolve(self, options: Options, token_ids: list[int] | None) -> dict[str, Any]:
+    def _resolve(self, options: Options, token_ids: "array[int] | None") -> dict[str, Any]:
         try:
             return resolved(options, token_ids, self._limits)
         except ConfigError as error:

@@ -1,7 +1,7 @@
 """The entry point: lets vLLM's `--speculative-config` name our methods. Inert until one of them is asked for.
 
 Only two methods of `EngineArgs` are wrapped when the plugin is loaded; both hand every call that does not name a
-method of ours to vLLM unchanged. Everything else happens after such a call (the files seams.py list it).
+method of ours to vLLM unchanged. Everything else happens after such a call (versions/replaced.py lists it).
 """
 
 import functools
@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any
 
 from vllm_specplugins.config import ConfigError, SpecConfig, meant, shown
-from vllm_specplugins.engine.method_names import name_in_vllm, vllm_methods
+from vllm_specplugins.engine.hooks import replaced
+from vllm_specplugins.engine.method_names import vllm_methods
 from vllm_specplugins.engine.versions import compat
 from vllm_specplugins.methods import METHODS, parse_config
 from vllm_specplugins.registered import registrations
@@ -129,7 +130,7 @@ def _wrap_refusing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without_speculation(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     nothing = {"speculative_config": None, "spec_method": None, "spec_model": None, "spec_tokens": None}
-    with _replaced(engine_args, nothing):
+    with replaced(engine_args, nothing):
         return original(engine_args, *args, **kwargs)
 
 
@@ -142,8 +143,8 @@ def _with_method(config: SpecConfig, original: Callable[..., Any], engine_args: 
     asked = engine_args.async_scheduling
     asynchronous = scheduling.wanted_of_vllm(config, asked, engine_args.pipeline_parallel_size)
     with (
-        _replaced(engine_args, {"_specplugins_config": config, "async_scheduling": asynchronous}),
-        may_be_asynchronous(config.method),
+        replaced(engine_args, {"_specplugins_config": config, "async_scheduling": asynchronous}),
+        scheduling.may_be_asynchronous(config.method),
     ):
         vllm_config = original(engine_args, *args, **kwargs)
     spec_config.take_over(vllm_config, asked)
@@ -152,29 +153,6 @@ def _with_method(config: SpecConfig, original: Callable[..., Any], engine_args: 
 
         stop_if_only(vllm_config)
     return vllm_config
-
-
-@contextmanager
-def may_be_asynchronous(method: str) -> Iterator[None]:
-    """vLLM's check of `async_scheduling` knows methods by name; ours is one more name while it runs."""
-    from vllm.config import vllm as vllm_config_module
-
-    known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), name_in_vllm(method))]  # type: ignore[valid-type]
-    with _replaced(vllm_config_module, {"NgramGPUTypes": known_names}):
-        yield
-
-
-@contextmanager
-def _replaced(target: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Sets attributes for the duration of a block."""
-    kept = {name: getattr(target, name, None) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(target, name, value)
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(target, name, value)
 
 
 @contextmanager

@@ -7,9 +7,13 @@ its way through the stages.
 """
 
 import logging
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
 
 from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.engine.hooks import replaced
+from vllm_specplugins.engine.method_names import name_in_vllm
 from vllm_specplugins.methods import drafts_on_device, reads_history
 
 logger = logging.getLogger("vllm.specplugins")
@@ -22,6 +26,16 @@ def wanted_of_vllm(config: SpecConfig, asked: bool | None, num_stages: int) -> b
     """What vLLM is told: what the user said, else False or vLLM's own default (None)."""
     waits = reads_history(config) and not drafts_on_device(config) and num_stages == 1
     return False if asked is None and waits else asked
+
+
+@contextmanager
+def may_be_asynchronous(method: str) -> Iterator[None]:
+    """vLLM's check of `async_scheduling` knows methods by name; ours is one more name while it runs."""
+    from vllm.config import vllm as vllm_config_module
+
+    known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), name_in_vllm(method))]  # type: ignore[valid-type]
+    with replaced(vllm_config_module, {"NgramGPUTypes": known_names}):
+        yield
 
 
 def settle(vllm_config: Any, asked: bool | None) -> None:

@@ -14,24 +14,24 @@ from vllm.config.utils import config as vllm_dataclass
 from vllm.platforms import current_platform
 
 from vllm_specplugins.config import (
+    SHORT,
     ConfigError,
     MedusaConfig,
     SpecConfig,
     StageConfig,
     built_in_stage,
-    layers_to_hand_out,
     parts,
     sample_methods,
     with_stage,
 )
+from vllm_specplugins.custom import reads_likeliest
 from vllm_specplugins.engine import adaptive, scheduling
 from vllm_specplugins.engine.kernel_overrides import look_into_plain_modules_alone
 from vllm_specplugins.engine.method_names import name_in_vllm
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.options import check_requests
-from vllm_specplugins.engine.plugin import may_be_asynchronous
-from vllm_specplugins.engine.target.admission import checked_for, has_state
-from vllm_specplugins.methods import SHORT, drafts_on_device, reads_history, reads_likeliest, runs_target
+from vllm_specplugins.engine.target.admission import check_target, has_state
+from vllm_specplugins.methods import drafts_on_device, reads_history, runs_target
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -85,9 +85,14 @@ class PluginSpeculativeConfig(SpeculativeConfig):
         return runs_target(self.plugin_config)
 
     @property
-    def is_coupled(self) -> bool:
-        """Whether any draft is drawn with the noise of verification."""
-        return "coupled" in sample_methods(self.plugin_config)
+    def draws(self) -> bool:
+        """Whether any draft is drawn with noise: that of verification, or its own."""
+        return bool(sample_methods(self.plugin_config) - {"greedy"})
+
+    @property
+    def draws_as_verified(self) -> bool:
+        """Whether that is done under all parameters of a request, which our verification knows."""
+        return self.draws and self.plugin_config.common.verification == "fused"
 
     @property
     def reads_history(self) -> bool:
@@ -96,7 +101,7 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def reads_likeliest(self) -> bool:
-        """Whether the method learns what the target found likeliest."""
+        """Whether a proposer is told what the target found likeliest."""
         return reads_likeliest(self.plugin_config)
 
     @property
@@ -116,15 +121,6 @@ class PluginSpeculativeConfig(SpeculativeConfig):
         gates = (getattr(part, "gate", "auto") for part in (config.common, config.own))
         return not self.reads_on_host and "off" not in gates
 
-    @property
-    def hands_out_states(self) -> bool:
-        """Whether the target's states behind early layers are looked at."""
-        return bool(layers_to_hand_out(self.plugin_config))
-
-    def compute_hash(self) -> str:
-        """vLLM's, and what else the target's compiled code goes by: the layers whose states it hands out."""
-        return f"{super().compute_hash()}{layers_to_hand_out(self.plugin_config) if self.hands_out_states else ''}"
-
     def use_ngram(self) -> bool:
         """What vLLM asks to know whether all tokens shall be in the device's memory."""
         return self.drafts_on_device and self.reads_history
@@ -136,7 +132,7 @@ class PluginVllmConfig(VllmConfig):
 
     def __post_init__(self) -> None:
         config = self.speculative_config
-        with may_be_asynchronous(config.plugin_config.method) if config else nullcontext():
+        with scheduling.may_be_asynchronous(config.plugin_config.method) if config else nullcontext():
             super().__post_init__()
 
     @property
@@ -250,13 +246,13 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
             f"not {stages}."
         )
     if speculative_config.runs_target:
-        speculative_config.plugin_config = checked_for(vllm_config, speculative_config.plugin_config)
+        check_target(vllm_config, speculative_config.plugin_config)
     if speculative_config.built_in is None:  # or else vLLM reserves these slots itself, and knows the name
         vllm_config.__class__ = PluginVllmConfig
     if speculative_config.reads_likeliest and vllm_config.parallel_config.enable_batch_sharded_sampling:
         raise ConfigError(
-            f"{method}: enable_batch_sharded_sampling must be false for token_recycling, not True: the rank that "
-            "drafts would see a part of the requests."
+            f"{method}: enable_batch_sharded_sampling must be false where DraftBatch.likeliest is read, not True: "
+            "the rank that drafts would see a part of the requests."
         )
     worker = vllm_config.parallel_config.worker_cls
     if worker not in WORKERS:

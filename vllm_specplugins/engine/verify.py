@@ -15,18 +15,20 @@ from vllm_specplugins.kernels.rejection.block import block_rejection_sample
 from vllm_specplugins.proposers.read_only import likeliest_at
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"token": rejection_sample, "block": block_rejection_sample}
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_STEP, _DRAFTS = 0x9E3779B97F4A7C15 - (1 << 64), 0x3C6EF372FE94F82B
 
 
 def draft_seeds(seeds: torch.Tensor, num_tokens: torch.Tensor, rejection: str) -> torch.Tensor:
     """Seeds of a step's draft noise, [num_reqs] int64, from the requests' seeds and lengths.
 
-    What "block" rejects depends on drafts further on: it needs noise that no earlier step has drafted with.
+    Verification draws with none of them. What "block" rejects depends on drafts further on: it needs noise that no
+    earlier step has drafted with.
 
-    >>> draft_seeds(torch.tensor([7]), torch.tensor([0]), "block"), draft_seeds(torch.tensor([7]), None, "token")
-    (tensor([7]), tensor([7]))
+    >>> at_first, lengths = torch.tensor([7]), torch.tensor([0])
+    >>> draft_seeds(at_first, lengths, "block") == draft_seeds(at_first, lengths, "token")
+    tensor([True])
     """
-    return seeds + num_tokens * _STEP if rejection == "block" else seeds
+    return seeds + (num_tokens * _STEP + _DRAFTS if rejection == "block" else _DRAFTS)
 
 
 def edit_drafted(

@@ -1,21 +1,18 @@
 """vLLM's workers with our proposer in their model runner: the classes that `worker_cls` names.
 
 What has to be replaced in vLLM while a runner is built is put back, and everything else is set on that one runner;
-the patches that stay (kind "patch" in the files seams.py) check the options of requests and, where verification is
+the patches that stay (kind "patch" in versions/replaced.py) check the options of requests and, where verification is
 vLLM's, mend its sampling on CPUs.
 """
 
 import logging
-import platform
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from vllm_specplugins import __version__
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, time_verification
 from vllm_specplugins.methods import behind_gate, build_proposer
@@ -61,8 +58,8 @@ class _WithProposer:
             processors = all_logits_processors(self.vllm_config)
         with runner.while_built(self.vllm_config), processors:
             super().init_device()  # type: ignore[misc]
-        proposer = getattr(getattr(self.model_runner, "speculator", None), "proposer", None)
-        self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device, proposer)
+        build = getattr(getattr(self.model_runner, "speculator", None), "new_proposer", None)
+        self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device, build)
         runner.attach(self.model_runner, self._barrier)
         method = self.vllm_config.speculative_config.plugin_config.method
         self._reporter = Reporter(self._barrier, method, self.model_runner.device)
@@ -70,8 +67,6 @@ class _WithProposer:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        if self.vllm_config.speculative_config.hands_out_states:
-            self.model_runner.use_aux_hidden_state_outputs = True
         time_verification(self.model_runner, self._reporter.verification)
 
     def compile_or_warm_up_model(self) -> Any:
@@ -149,18 +144,17 @@ class _WithProposer:
         return stats
 
 
-def guarded_proposer(vllm_config: "VllmConfig", device: Any, proposer: Any = None) -> FaultBarrier:
-    """The configured proposer, or the one that the runner has made, behind its fault barrier."""
+def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) -> FaultBarrier:
+    """The configured proposer, or what a speculator that drafts on the device makes of it, behind its fault barrier."""
     speculative_config = vllm_config.speculative_config
     config, context = speculative_config.plugin_config, context_of(vllm_config, device)
     on_host = not (speculative_config.runs_target or speculative_config.drafts_on_device)
     if on_host or not vllm_config.use_v2_model_runner:
         config = behind_gate(config)
     # A call into the target belongs to the engine's own thread and stream; a cascade puts stages in threads.
-    in_thread = not (speculative_config.runs_target or hasattr(config.own, "stages")) and proposer is None
-    if proposer is None:
-        with _process_as_it_was():
-            proposer = build_proposer(config, context)
+    in_thread = not (speculative_config.runs_target or config.stages or build)
+    with _process_as_it_was():
+        proposer = (build or build_proposer)(config, context)
     return FaultBarrier(
         proposer,
         context.vocab_size,
@@ -203,7 +197,6 @@ def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
         dtype=model_config.dtype,
         time_budget_ms=common.time_budget_ms,
         num_ranks=group.world_size,
-        setting=_setting(model_config, device, group.world_size),
         file_suffix=_file_suffix(vllm_config.parallel_config, group.rank_in_group),
         **({"rank": group.rank_in_group, "agreed": _rank_0s} if on_all_ranks else {}),
     )
@@ -218,23 +211,6 @@ def _file_suffix(parallel_config: Any, rank: int) -> str | None:
         return None
     index = parallel_config.data_parallel_index
     return f".dp{index}" if index else ""
-
-
-def _setting(model_config: Any, device: Any, num_ranks: int) -> str:
-    """What the times of steps depend on."""
-    import torch
-
-    is_gpu = torch.device(device).type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_gpu else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    versions = f"vllm {_version('vllm')}, torch {torch.__version__}, vllm-specplugins {__version__}"
-    return f"{model_config.model} in {model_config.dtype} on {num_ranks} x {name}, {versions}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # vLLM runs from a folder
-        return "unknown"
 
 
 def _rank_0s(value: Any) -> Any:

@@ -111,7 +111,7 @@ class FaultBarrier:
         )
         if draft is None:
             return Draft.empty(batch.num_reqs)
-        return draft if may_draft is None else _spread(draft, np.flatnonzero(may_draft), batch.num_reqs)
+        return draft if may_draft is None else spread(draft, np.flatnonzero(may_draft), batch.num_reqs)
 
     def call_built_in(self, work: Callable[[], T], is_timed: bool) -> T | None:
         """The offer of a cascade's stage that is built into the engine; None where it fails. See Guard."""
@@ -152,7 +152,7 @@ class FaultBarrier:
         getattr(self.proposer, "settle_stages", lambda: None)()
 
 
-def _spread(draft: Draft, rows: Any, num_reqs: int) -> Draft:
+def spread(draft: Draft, rows: Any, num_reqs: int) -> Draft:
     """The draft of these rows as that of a batch of so many requests, of which the others have none."""
     token_ids = np.zeros((num_reqs, draft.token_ids.shape[1]), np.int32)
     num_draft = np.zeros(num_reqs, np.int32)

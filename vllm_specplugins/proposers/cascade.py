@@ -7,29 +7,29 @@ gate decides for each request and step how many tokens are worth drafting (see g
 import time
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import numpy as np
 
 from vllm_specplugins.config import SpecConfig, rule, stage_names
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
-from vllm_specplugins.proposers.accounts import Accounts
 from vllm_specplugins.proposers.auto import Auto
 from vllm_specplugins.proposers.built_in import BuiltIn, Offered
 from vllm_specplugins.proposers.drafters import Allowed, Drafter, First, Lookup, Whole
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import Gate
-from vllm_specplugins.proposers.gated import Gated
 from vllm_specplugins.proposers.guard import Guard
 from vllm_specplugins.proposers.guarded import Guarded
 from vllm_specplugins.proposers.jump import Jump
+from vllm_specplugins.proposers.ledger import Ledger
 from vllm_specplugins.proposers.read_only import places_of
-from vllm_specplugins.proposers.records import Rows
+from vllm_specplugins.proposers.rows import Rows
 from vllm_specplugins.proposers.switch import Clock
 from vllm_specplugins.proposers.verified import Alone, Verified
 
 RUN_TARGET = EarlyExit, Jump
-LOOKUPS = "prompt_lookup", "suffix_lookup", "token_recycling"  # free, and they continue drafts
+LOOKUPS = "prompt_lookup", "suffix_lookup"  # free, and they continue drafts
 
 
 class Cascade:
@@ -54,17 +54,14 @@ class Cascade:
         self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
         self._width = context.max_num_draft
         self._most = [stage.num_speculative_tokens or self._width for stage in config.own.stages]
-        self._gate = Gate(len(stages), self._width) if config.common.gate == "auto" else None
-        self._rows, self._accounts = Rows(), Accounts(len(stages), self._width)
+        self._rows, self._ledger = Rows(), Ledger(len(stages), self._width)
+        self._gate = Gate(self._ledger, self._width) if config.common.gate == "auto" else None
         self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
         self._guards = {
             index: self._guard(index, clock) for index, stage in enumerate(stages) if not isinstance(stage, RUN_TARGET)
         }
-        self._chosen = [stage.chosen for stage in stages if isinstance(stage, EarlyExit) and stage.chosen is not None]
-        for chosen in self._chosen:
-            chosen.choice.goes_short = self._gate is not None
-        self._gated_stages: list[Gated | Auto] = []
+        self._gated_stages: list[Auto] = []
         self._drafter = self._combine(rule(config))
         self._drafting_ms, self._num_context = 0.0, 0  # of the last step
         self._is_needed, self._offer_ms = True, {True: 0.0, False: 0.0}  # of the stage that is built in
@@ -78,15 +75,11 @@ class Cascade:
         if batch.offer is not None:
             self._counters[self._built_in].ms += batch.offer.ms
             self._offer_ms[self._is_needed] = batch.offer.ms
-        for stage in self._stages:
-            if isinstance(stage, EarlyExit):
-                stage.begin_step(batch)
         rows = self._rows.of(batch.request_ids)
-        self._accounts.make_room(self._rows.num_rows)
+        self._ledger.make_room(self._rows.num_rows)
         if self._gate is not None:
-            self._gate.records.make_room(self._rows.num_rows)
             self._num_context = int(places_of(batch.token_ids)[1].sum())
-        draft = self._accounts.put(rows, self._drafter.draft(batch, None, batch.max_num_draft.astype(np.int64)))
+        draft = self._ledger.put(rows, self._drafter.draft(batch, None, batch.max_num_draft.astype(np.int64)))
         self._drafting_ms = (time.perf_counter() - start) * 1000
         return draft
 
@@ -99,7 +92,7 @@ class Cascade:
         self._is_needed = True
         if self._gate is not None and self._context.num_ranks == 1:  # others do not know what became of drafts
             rows, least = self._rows.known(request_ids), 2 * self._most[self._built_in]
-            self._is_needed = not self._accounts.went_on(rows, num_accepted, self._built_in, least)
+            self._is_needed = not self._ledger.went_on(rows, num_accepted, self._built_in, least)
         return self._is_needed
 
     def fit(self, max_model_len: int) -> None:
@@ -124,9 +117,7 @@ class Cascade:
     def observe(self, feedback: Feedback) -> None:
         """Tells the stages' counters and the gate what became of the last drafts."""
         rows = self._rows.known(feedback.request_ids)
-        fates = self._accounts.take(rows, feedback.num_draft, feedback.num_accepted)
-        if self._gate is not None and fates is not None:
-            self._gate.records.add(rows, *fates)
+        self._ledger.settle(rows, feedback.num_draft, feedback.num_accepted)
         if self._gate is not None and feedback.step_ms is not None:
             # Where it was spared text goes on as found, which says nothing of what tokens cost: as if it had run.
             spared_ms = 0.0 if self._is_needed else self._offer_ms[True] - self._offer_ms[False]
@@ -147,15 +138,10 @@ class Cascade:
         gate.add_step(num_reqs, step_ms, whole_ms, int(feedback.num_draft.sum()), num_emitted)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops what the stages, the gate and the accounts hold of these requests."""
-        rows = self._rows.forget(request_ids)
-        self._accounts.clear(rows)
-        if self._gate is not None:
-            self._gate.records.clear(rows)
+        """Drops what the stages and the ledger hold of these requests."""
+        self._ledger.clear(self._rows.forget(request_ids))
         for guard in self._guards.values():
             guard.forget(request_ids)
-        for chosen in self._chosen:
-            chosen.forget(request_ids)
 
     def settle_stages(self) -> None:
         """Has the stages forget what is gone now, since no step follows for a while."""
@@ -169,7 +155,7 @@ class Cascade:
 
     def stage_counters(self) -> dict[str, StageCounters]:
         """Running totals by stage, under "index method"."""
-        self._accounts.move_to(self._counters)
+        self._ledger.move_to(self._counters)
         return {f"{index} {name}": self._counters[index] for index, name in enumerate(self._names)}
 
     def named_stages(self) -> list[tuple[str, Proposer]]:
@@ -178,38 +164,54 @@ class Cascade:
 
     def _combine(self, policy: str | None) -> Drafter:
         if policy == "verify":
-            drafter: Drafter = Allowed(self._drafter_of(0), None, self._asked[0], self._most[0])
-            alone: Drafter | None = None
-            for index, stage in enumerate(self._stages[1:], start=1):
-                assert isinstance(stage, EarlyExit)
-                checked = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
-                own = self._drafter_of(index), drafter, self._asked[index], self._most[index]
-                drafter, alone = Allowed(checked, *own[1:]), Allowed(*own)
-            return self._gated(drafter, len(self._stages) - 1, alone=alone)
+            return self._verified()
         if policy == "auto" and self._gate is not None:
             return self._by_gate(self._gate)
-        drafters: list[Drafter] = [
-            Allowed(self._drafter_of(index), None, self._asked[index], self._most[index])
-            for index in range(len(self._stages))
-        ]
-        return reduce(First, drafters)
+        return reduce(First, map(self._allowed, range(len(self._stages))))
+
+    def _allowed(self, index: int) -> Drafter:
+        return Allowed(self._drafter_of(index), None, self._asked[index], self._most[index])
+
+    def _verified(self) -> Drafter:
+        drafter, alone = self._allowed(0), None
+        for index, stage in enumerate(self._stages[1:], start=1):
+            assert isinstance(stage, EarlyExit)
+            checked = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
+            own = self._drafter_of(index), drafter, self._asked[index], self._most[index]
+            drafter, alone = Allowed(checked, *own[1:]), Allowed(*own)
+        if self._gate is None or alone is None:
+            return drafter
+        return self._auto(self._gate, index, second=alone, checked=drafter, most=self._width)
 
     def _by_gate(self, gate: Gate) -> Drafter:
-        drafter = self._drafter_of(0)
-        if len(self._stages) == 1 or isinstance(self._stages[0], RUN_TARGET):
-            drafter = self._gated(drafter, 0)
-        drafter = Allowed(drafter, None, self._asked[0], self._most[0])
-        lookup = drafter if self._names[0] in LOOKUPS else None
+        drafter, is_lookup = self._allowed(0), self._names[0] in LOOKUPS
+        lookup = drafter if is_lookup else None
+        if isinstance(self._stages[0], RUN_TARGET):
+            limits = {"name": self._asked[0], "most": self._most[0]}
+            drafter = self._auto(gate, 0, second=self._drafter_of(0), **limits)
+        elif len(self._stages) == 1:
+            drafter = self._auto(gate, 0, first=drafter)
         for index, stage in enumerate(self._stages[1:], start=1):
             checked = None
             if lookup is not None and isinstance(stage, EarlyExit):
                 checked = Verified(lookup, stage, index, self._counters[index], self._counters[0])
-            drafters = drafter, self._drafter_of(index), checked, lookup
-            kinds = not isinstance(stage, RUN_TARGET), isinstance(stage, EarlyExit)
-            limits = self._asked[index], self._most[index]
-            drafter = Auto(*drafters, gate, self._rows, self._accounts, index, *kinds, *limits)
-            self._gated_stages.append(drafter)
+            drafter = self._auto(
+                gate,
+                index,
+                first=drafter,
+                second=self._drafter_of(index),
+                checked=checked,
+                lookup=lookup,
+                is_free=not isinstance(stage, RUN_TARGET),
+                continues=isinstance(stage, EarlyExit),
+                name=self._asked[index],
+                most=self._most[index],
+            )
         return drafter
+
+    def _auto(self, gate: Gate, index: int, **drafters: Any) -> Auto:
+        self._gated_stages.append(Auto(gate, self._rows, self._ledger, index, self._width, **drafters))
+        return self._gated_stages[-1]
 
     def _drafter_of(self, index: int) -> Drafter:
         stage, counters = self._stages[index], self._counters[index]
@@ -238,11 +240,3 @@ class Cascade:
             ends_process=on_all_ranks,
             clock=clock,
         )
-
-    def _gated(self, drafter: Drafter, index: int, alone: Drafter | None = None) -> Drafter:
-        is_free = not isinstance(self._stages[index], RUN_TARGET)
-        if self._gate is None:
-            return drafter
-        gated = Gated(drafter, self._gate, self._rows, index, is_free, self._accounts, self._width, alone)
-        self._gated_stages.append(gated)
-        return gated

@@ -15,6 +15,14 @@ class Nonsense(Exception):
     """What was returned is no valid draft; says why."""
 
 
+class NotFinite(Nonsense):
+    """Tokens were drawn from logits that are no distribution: so many."""
+
+    def __init__(self, num_tokens: int):
+        super().__init__("logits with NaN or infinity, or none that a token could be drawn from")
+        self.num_tokens = num_tokens
+
+
 def checked_draft(
     draft: Any,
     max_num_draft: Int32Array,  # [num_reqs], what the draft was wanted for
@@ -64,9 +72,11 @@ def checked_draft(
             raise Nonsense("logits, which only a proposer that runs the target may return")
         shape = (num_reqs, token_ids.shape[1], vocab_size)
         _check_tensor("logits", logits, device, ("float32", "bfloat16", "float16"), shape)
-        # On another device nobody waits to look: verification rejects what was drawn from no distribution.
-        if not (logits.is_cuda or logits.amax(-1).isfinite().numpy()[_used(num_draft, logits.shape[1])].all()):
-            raise Nonsense("logits with NaN or infinity, or none that a token could be drawn from")
+        # On another device nobody waits to look: verification rejects them, and the device counts (engine/v2/tally.py).
+        if not logits.is_cuda:
+            is_broken = ~logits.amax(-1).isfinite().numpy() & _used(num_draft, logits.shape[1])
+            if is_broken.any():
+                raise NotFinite(int(is_broken.sum()))
     return Draft(token_ids, num_draft, confidence, logits, stage)
 
 

@@ -1,15 +1,17 @@
 """How a model proposer turns logits into draft tokens: the three values of `draft_sample_method`.
 
-"greedy" takes the likeliest token. "probabilistic" draws with noise of its own, at the request's temperature: its
-logits are q. "coupled" draws with the noise of verification, under the request's temperature, top-k, top-p and min-p:
-q is one-hot (kernels/rejection/coupled.py). N: rows, num_reqs of them times T.
+"greedy" takes the likeliest token. The others draw under the request's temperature, top-k, top-p and min-p
+(kernels/rejection/drafts.py): "coupled" with the noise of verification, so that q is one-hot, or as "greedy" where that
+is not known; "probabilistic" with noise of its own, from logits that are q. N: rows, num_reqs of them times T.
 """
+
+from dataclasses import replace
 
 import torch
 
-from vllm_specplugins.draft import Target
-from vllm_specplugins.kernels.gumbel import gumbel_sample
-from vllm_specplugins.kernels.rejection.coupled import coupled_sample
+from vllm_specplugins.kernels.rejection import Sampling
+from vllm_specplugins.kernels.rejection.drafts import coupled_sample, sample_with_q
+from vllm_specplugins.target import Target
 
 SUREST = 16.0  # as of a match of so many tokens
 
@@ -46,10 +48,14 @@ class DraftSampler:
         """Token ids [N] and, if they are drawn with noise of their own, the logits [N, V] that they are drawn from."""
         if target.edit is not None and drafts is not None:
             logits = target.edit(logits, drafts, positions).to(logits.dtype)
-        if self.is_greedy:
-            return logits.argmax(dim=-1), None
         sampling, num_reqs = target.sampling, len(target.num_tokens)
+        if self.is_greedy or (self._is_coupled and sampling.verified is None):
+            return logits.argmax(dim=-1), None
         rows = torch.arange(num_reqs, device=logits.device).repeat_interleave(len(logits) // num_reqs)
         if self._is_coupled:
             return coupled_sample(logits, positions, sampling.verified.at(rows)), None
-        return gumbel_sample(logits, sampling.temperature[rows], sampling.seeds[rows], positions), logits
+        own = Sampling(sampling.temperature, sampling.seeds)
+        if sampling.verified is not None:
+            own = replace(sampling.verified, seeds=sampling.seeds)
+        token_ids, kept = sample_with_q(logits, positions, own.at(rows))
+        return token_ids, kept

@@ -25,10 +25,9 @@ class Drafter(Protocol):
 
 @dataclass(slots=True)
 class Lookup:
-    """A stage that can continue drafts, with this index. Its confidence is the length of the match; of recycled tokens
-    it is how often in a row the target found the first of them likeliest."""
+    """A stage that can continue drafts, with this index. Its confidence is the length of the match."""
 
-    stage: Any  # PromptLookup, SuffixLookup or TokenRecycling
+    stage: Any  # PromptLookup or SuffixLookup
     index: int
 
     def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from vllm_specplugins.config import EarlyExitConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, Target
-from vllm_specplugins.proposers.chosen_layer import ChosenLayer
+from vllm_specplugins.config import ConfigError, EarlyExitConfig
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import DraftSampler
-from vllm_specplugins.proposers.exit_head import ExitHead
-from vllm_specplugins.proposers.look_ahead import load_look_ahead
+from vllm_specplugins.proposers.exit_head import ExitHead, check_exit_head
+from vllm_specplugins.proposers.look_ahead import check_look_ahead, load_look_ahead
+from vllm_specplugins.target import Target, TargetSizes
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Steps:
 
 
 class EarlyExit:
-    """Stateless, but for the choice of a layer: whatever it knows of a request stands in the target's KV cache.
+    """Stateless: whatever it knows of a request stands in the target's KV cache.
 
     `propose` waits for nothing and branches on nothing that is on the device, so an adapter may record it in a
     CUDA graph.
@@ -56,26 +56,13 @@ class EarlyExit:
         self.max_num_draft = context.max_num_draft
         self._sampler = DraftSampler(config.draft_sample_method)
         self.fit(context.max_model_len)
-        self._heads: dict[int, ExitHead] = {}  # by layer
         self._ahead = None
         if config.look_ahead is not None:
             self._ahead = load_look_ahead(config.look_ahead, context.device, context.dtype or torch.float32)
+        self._head = None
         if config.exit_head is not None:
-            head = ExitHead.load(config.exit_head, context.device, context.dtype)
-            self._heads[head.config.exit_layer] = head
-        self.exit_layer = config.candidates[0]
-        self.chosen = None
-        if config.is_chosen:
-            self.chosen = ChosenLayer(config.candidates, self._heads, self._sampler, context)
-
-    @property
-    def _head(self) -> ExitHead | None:
-        return self._heads.get(self.exit_layer)
-
-    def begin_step(self, batch: DraftBatch) -> None:
-        """Chooses the layer, if that is done while serving; once a step, where waiting for the device is no matter."""
-        if self.chosen is not None and batch.target is not None:
-            self.exit_layer = self.chosen.of(batch.request_ids, batch.target)
+            self._head = ExitHead.load(config.exit_head, context.device, context.dtype)
+        self.exit_layer = config.exit_layer
 
     @property
     def is_one_hot(self) -> bool:
@@ -89,7 +76,6 @@ class EarlyExit:
     def propose(self, batch: DraftBatch) -> Draft:
         """K tokens of the exit, one step each; a request near the end of its context gets fewer."""
         assert batch.target is not None
-        self.begin_step(batch)
         token_ids, logits = self.go_on(batch.target, int(batch.max_num_draft.max(initial=0)))
         return Draft(token_ids, batch.max_num_draft, logits=logits)
 
@@ -231,6 +217,18 @@ class EarlyExit:
         """Nothing to learn."""
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Nothing to forget, but for the choice of a layer."""
-        if self.chosen is not None:
-            self.chosen.forget(request_ids)
+        """Nothing to forget."""
+
+
+def check(config: EarlyExitConfig, sizes: TargetSizes) -> None:
+    """Raises ConfigError unless the target has that layer, and the parts are made for it."""
+    if config.exit_layer > sizes.num_layers:
+        raise ConfigError(
+            f"early_exit: exit_layer must be an integer from 1 to {sizes.num_layers}, the layers of this model, "
+            f"not {config.exit_layer}."
+        )
+    made_for = {"exit_layer": config.exit_layer, "hidden_size": sizes.hidden_size}
+    if config.exit_head is not None:
+        check_exit_head(config.exit_head, **made_for, vocab_size=sizes.vocab_size)
+    if config.look_ahead is not None:
+        check_look_ahead(config.look_ahead, **made_for, num_draft=sizes.num_draft)

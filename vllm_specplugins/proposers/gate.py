@@ -1,65 +1,28 @@
 """The gate: how many tokens a request gets drafted, and by whom, so that speculation does not lose.
 
-A token more is worth its chance of being accepted, and costs the time in which the engine could have emitted others:
+A token more brings its probability of being accepted, and costs the time in which the engine could have emitted others:
 draft the k-th token while a_1 ... a_k >= rate * (cost of verifying one more token + its share of the cost of drafting
-it), where a_i is the chance that token i is accepted after the ones before it were, and rate the tokens per ms that the
-engine emits now (Dinkelbach's method for a ratio, one iteration a step), or more among several requests. The a_i are
-averaged exponentially by request, stage and grade of confidence (records.py), the costs by batch size and context
-(costs.py); a batch size that is new starts without drafts, then with short ones. Of two stages the one with the larger
-gain drafts.
+it), where a_i is the probability that token i is accepted after the ones before it were, and rate the tokens per ms
+that the engine emits now (Dinkelbach's method for a ratio, one iteration a step), or more among several requests. The
+a_i are from the ledger (ledger.py), the costs by batch size and context (costs.py); a batch size that is new starts
+without drafts, then with short ones. Of two stages the one with the larger gain drafts.
 Pure arithmetic: times come in, nothing is measured here.
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_specplugins.proposers.costs import HICCUP, LoadCosts, StepCosts, worth_of_a_ms
 from vllm_specplugins.proposers.drafted import Drafted
 from vllm_specplugins.proposers.host import gate as host
-from vllm_specplugins.proposers.records import Floats, Ints, Records
+from vllm_specplugins.proposers.ledger import Ledger
+from vllm_specplugins.proposers.rows import Floats, Ints
 
-GOOD_ACCEPTANCE = 0.75  # what text that suits a stage may be expected to have, whatever the record of other text
 FIRST_CONFIDENCE = 1.0  # of a stage that says none, or has not drafted yet
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
 FEW_CALLS = 10  # of a stage, after which its time is known
 UNSURE_CALLS = 3  # of a stage, before which its time may be that of a hiccup, and trials may cost anything
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
-ALL = np.empty(0, np.bool_)
 FOUND, CHECKED = 1 << 8, 1 << 9  # trials of what there is in front of a stage, and of its other way, by stage
-
-
-def worths(chances: Floats, most: Ints, price: float) -> tuple[Floats, Ints]:
-    """What the tokens of each draft are worth, and how many of them are worth their price.
-
-    Args:
-        chances: [R, K], that a token is accepted, the ones before it being right.
-        most: [R], of tokens that there can be.
-        price: of a token, in tokens.
-
-    Returns:
-        [R, K], a token's chance to be accepted less its price, 0 where that does not pay; [R], how many tokens pay.
-
-    >>> worths(np.array([[0.5, 0.5, 0.5], [0.125, 1.0, 1.0]]), np.array([1, 3]), 0.25)
-    (array([[0.25, 0.  , 0.  ],
-           [0.  , 0.  , 0.  ]]), array([1, 0]))
-    """
-    survival = chances.cumprod(axis=1)
-    pays = (survival >= price) & (np.arange(chances.shape[1]) < most[:, None])
-    return np.where(pays, survival - price, 0.0), pays.sum(axis=1)
-
-
-def depth_that_pays(gains: Floats, price: float) -> int:
-    """How many tokens deep to draft, where one more costs the same for one request as for all.
-
-    Args:
-        gains: [num_tokens], what the first, second ... token of all drafts of a batch are worth together.
-        price: of drafting one token more, in tokens.
-
-    >>> depth_that_pays(np.array([3.0, 2.0, 1.0]), 1.5)
-    2
-    """
-    too_dear = gains < price
-    return int(too_dear.argmax()) if too_dear.any() else len(gains)
 
 
 class Gate:
@@ -68,10 +31,9 @@ class Gate:
     R: requests of a step, K: most tokens of a draft.
     """
 
-    def __init__(self, num_stages: int, width: int):
-        self.records = Records(num_stages)
+    def __init__(self, ledger: Ledger, width: int):
+        self._ledger = ledger
         self._width = width
-        self._unsaid = FIRST_CONFIDENCE + np.arange(width)
         self.num_context = 0  # tokens of all requests of this step, together
         self._costs = LoadCosts()
         self._sizes: set[int] = set()  # of batches that there have been
@@ -107,110 +69,38 @@ class Gate:
         calls = self._draft_calls[stage] = 1 if is_quicker else self._draft_calls.get(stage, 0) + 1
         self._draft_ms[stage] = old + max(1 / FEW_CALLS, 1 / calls) * (min(token_ms, HICCUP * old) - old)
 
-    def lengths(
-        self,
-        rows: Ints,
-        stage: int,
-        confidence: Floats,
-        most: Ints,
-        rival: int | None = None,
-        has_rival: npt.NDArray[np.bool_] | None = None,
-    ) -> Ints:
-        """[R]: how many tokens, at most `most`, to draft for each request from a stage that is so confident.
-
-        None where another stage, the rival, is expected to gain more.
-
-        Args:
-            rows: [R], of the requests.
-            confidence: [R, K], of each draft's tokens, or [R], of the first of them.
-            has_rival: [R], which of the requests the rival may draft for; None: all.
-        """
-        num_reqs = len(rows)
-        costs = self._costs.of(num_reqs, self.num_context)
-        if costs is None:
-            return np.zeros(num_reqs, np.int64)
-        rate = worth_of_a_ms(costs, num_reqs)
-        price, draft_price = rate * costs.slope_ms, rate * self._draft_ms.get(stage, 0.0)
-        rival_price = price + (0.0 if rival is None else rate * self._draft_ms.get(rival, 0.0) / num_reqs)
-        # A draft that was accepted whole is followed by one twice as long, whatever the record says: text changes.
-        follows = price + draft_price / num_reqs < GOOD_ACCEPTANCE
-        lengths = np.empty(num_reqs, np.int64)
-        without = host.choose(
-            lengths,
-            rows,
-            stage,
-            self._of_each(confidence),
-            most,
-            -1 if rival is None else rival,
-            ALL if has_rival is None else has_rival,
-            self._unsaid,
-            price,
-            rival_price,
-            draft_price,
-            costs.longest,
-            self._width,
-            follows,
-            self.records.on_host,
-            self.records.whole,
-        )
-        return self._explored(lengths, stage, most, costs, without)
-
     def shares(
         self, rows: Ints, found: Drafted, stage: int, confidence: Floats, most: Ints, wanted: Ints, continues: bool
     ) -> tuple[Ints, Ints]:
-        """[R] each: how many tokens of the drafts that there are to keep, and how many to draft behind them from
-        another stage, which may continue such drafts or only begin some.
+        """[R] each: how many tokens of the drafts that there are to keep, and how many to draft after them from another
+        stage, which may continue such drafts or only begin some.
 
-        Of none, some, or all of a draft that pays, and as many of the stage's tokens as pay, what is worth most; the
+        Of none, some, or all of a draft that pays, and as many of the stage's tokens as pay, what gains most; the
         stage's tokens are as many for one request as for all that want them.
 
         Args:
             rows: [R], of the requests.
-            confidence: the stage's; see `lengths`.
+            confidence: the stage's, [R, K], of each draft's tokens, or [R], of the first of them.
             most, wanted: [R], of the stage's tokens, and of all.
         """
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None:
             return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-        kept, own = self._shares(costs, rows, found, stage, confidence, most, wanted, continues)
-        nobody = np.where(kept + own == 0, found.num_draft, 0)
-        kept = self._explored(kept, stage + FOUND, nobody, costs, int(np.count_nonzero(nobody)))
-        room = np.minimum(most, wanted - kept) if continues else np.where(kept == 0, most, 0)
-        return kept, self._explored(own, stage, room, costs, int(np.count_nonzero(room[own == 0])))
+        room = wanted if continues else np.zeros(len(rows), np.int64)
+        kept, own = self._shares(costs, rows, found, stage, confidence, most, room)
+        kept = self._explored(kept, stage + FOUND, np.where(kept + own == 0, found.num_draft, 0), costs)
+        rest = np.where(kept == 0, wanted, np.maximum(0, room - kept))
+        return kept, self._explored(own, stage, np.minimum(most, rest), costs)
 
     def _shares(
-        self,
-        costs: StepCosts,
-        rows: Ints,
-        found: Drafted,
-        stage: int,
-        confidence: Floats,
-        most: Ints,
-        wanted: Ints,
-        continues: bool,
+        self, costs: StepCosts, rows: Ints, found: Drafted, stage: int, confidence: Floats, most: Ints, room: Ints
     ) -> tuple[Ints, Ints]:
-        num_reqs = len(rows)
-        kept, own = np.empty(num_reqs, np.int64), np.empty(num_reqs, np.int64)
-        rate = worth_of_a_ms(costs, num_reqs)
-        price, draft_price = rate * costs.slope_ms, rate * self._draft_ms.get(stage, 0.0)
-        drafts = np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence), found.num_draft
-        host.share(
-            kept,
-            own,
-            rows,
-            *drafts,
-            stage,
-            self._of_each(confidence),
-            most,
-            wanted,
-            continues,
-            price,
-            draft_price,
-            costs.longest,
-            GOOD_ACCEPTANCE,
-            self.records.on_host,
-            self.records.whole,
-        )
+        kept, own = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+        rate = worth_of_a_ms(costs, len(rows))
+        prices = rate * costs.slope_ms, rate * self._draft_ms.get(stage, 0.0)
+        drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
+        limits = self._of_each(confidence), most, room
+        host.share(kept, own, rows, drafts, stage, *limits, prices, costs.longest, self._ledger.records)
         return kept, own
 
     def paying(self, rows: Ints, drafts: Drafted) -> Ints:
@@ -218,7 +108,7 @@ class Gate:
         costs, none = self._costs.of(len(rows), self.num_context), np.zeros(len(rows), np.int64)
         if costs is None:
             return none
-        return self._shares(costs, rows, drafts, 0, np.ones(len(rows)), none, none, False)[0]
+        return self._shares(costs, rows, drafts, 0, np.ones(len(rows)), none, none)[0]
 
     def checks(self, stage: int) -> bool:
         """Whether a stage is quicker where it checks what another has found; now and then the other way."""
@@ -240,8 +130,9 @@ class Gate:
             return np.ascontiguousarray(confidence)
         return confidence[:, None] + np.arange(self._width)
 
-    def _explored(self, lengths: Ints, stage: int, most: Ints, costs: StepCosts, without: int) -> Ints:
-        """Now and then one token for those, so many, who would get none, as often as EXPLORE_SHARE allows."""
+    def _explored(self, lengths: Ints, stage: int, most: Ints, costs: StepCosts) -> Ints:
+        """Now and then one token for those who may have some and would get none, as often as EXPLORE_SHARE allows."""
+        without = int(np.count_nonzero(most[lengths == 0] > 0))
         if not without:
             return lengths
         quiet = self._quiet[stage] = self._quiet.get(stage, 0) + 1

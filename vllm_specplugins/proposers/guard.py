@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_specplugins.draft import DraftBatch, Feedback, Proposer, RequestFault
 from vllm_specplugins.proposers.call_thread import CallThread
-from vllm_specplugins.proposers.checks import Nonsense
+from vllm_specplugins.proposers.checks import Nonsense, NotFinite
 from vllm_specplugins.proposers.read_only import feedback_for_proposer
 from vllm_specplugins.proposers.switch import Clock, Health, Switch
 
@@ -42,6 +42,7 @@ LONGEST_CAUSE = 300
 
 RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow"
 CHARGED = "charged to a request"
+NOT_FINITE = "drew from logits that are not finite"  # by tokens; the others by steps
 
 NO_REQUESTS = DraftBatch((), (), np.empty(0, np.int32), ())
 
@@ -55,6 +56,7 @@ class Fault:
     kind: str
     cause: str
     request_id: str | None = None  # which is to blame
+    count: int = 1
 
 
 class Guard:
@@ -200,12 +202,13 @@ class Guard:
     def _record(self, fault: Fault, charged_to: Sequence[str]) -> None:
         """Counts a fault, and logs the first of its kind."""
         kind, faults = CHARGED if charged_to else fault.kind, self._health.faults
-        faults[kind] = faults.get(kind, 0) + 1
+        is_first = kind not in faults
+        faults[kind] = faults.get(kind, 0) + fault.count
         if charged_to:
             self._set_aside.update(charged_to)
         else:
             self._switch.add_fault()
-        if faults[kind] == 1:
+        if is_first:
             consequence = f"{len(charged_to)} requests get no more of its drafts" if charged_to else "requests go on"
             logger.warning(
                 "%s %s (%s); its drafts of this step are dropped, %s.", self._name, fault.kind, fault.cause, consequence
@@ -236,6 +239,8 @@ def attempt(
         return work()
     except passes:
         raise
+    except NotFinite as error:
+        return Fault(NOT_FINITE, shown(error), count=error.num_tokens)
     except Nonsense as error:
         return Fault(NONSENSE, shown(error))
     except BaseException as error:

@@ -42,6 +42,6 @@ class Guarded:
         if may_draft is not None:
             wanted = np.where(may_draft, wanted, 0)
         drafts = None
-        if np.count_nonzero(wanted) or self.guard.has_to_forget or batch.likeliest is not None:
+        if np.count_nonzero(wanted) or self.guard.has_to_forget:
             drafts = self.guard.call(batch, lambda: self.drafter.draft(batch, begun, wanted))
         return nothing(len(wanted), self.width) if drafts is None else drafts

@@ -1,10 +1,10 @@
 """Jump: from the newest token straight to the target's head or last layers, on the target's own paged KV cache.
 
 A trained part (jump_head.py) guesses what would stand in front of a late layer from what the target's last step, or the
-last jump, left behind the final norm, and from the newest token after a few early layers, or none. The layers behind
+last jump, left behind the final norm, and from the newest token after a few early layers, or none. The layers after
 run as they are, so one draft token costs their time and the head's. Their keys and values of the text are the
 target's; those of a draft go to the reserved slots, and verification overwrites them. So there is no second cache to
-fill and nothing to run over a prompt. A jump may also end behind the last layer: then the part alone stands between a
+fill and nothing to run over a prompt. A jump may also end after the last layer: then the part alone stands between a
 token and the head (Wertheimer et al. 2024, "Accelerating Production LLMs with Combined Token/Embedding Speculators").
 What the state of the last token brings, EAGLE uses in a layer of its own (Li et al. 2024); that the target's cache can
 be read from a guessed state is how "economize" jumps. K: num_speculative_tokens.
@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from vllm_specplugins.config import JumpConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, Target
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import DraftSampler
-from vllm_specplugins.proposers.jump_head import JumpHead
+from vllm_specplugins.proposers.jump_head import JumpHead, check_jump
+from vllm_specplugins.target import Target, TargetSizes
 
 
 class Jump:
@@ -56,7 +57,7 @@ class Jump:
     def _jump(
         self, target: Target, token_ids: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """States [num_reqs, hidden_size] behind the final norm, from those of the tokens before."""
+        """States [num_reqs, hidden_size] after the final norm, from those of the tokens before."""
         config, forward = self._head.config, target.forward
         if config.early_layers:
             early = forward.hidden_states(config.early_layers, token_ids, positions, normed=False)
@@ -80,3 +81,8 @@ class Jump:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Nothing to forget."""
+
+
+def check(config: JumpConfig, sizes: TargetSizes) -> None:
+    """Raises ConfigError unless the part is made for the target."""
+    check_jump(config.head, num_layers=sizes.num_layers, hidden_size=sizes.hidden_size)

@@ -20,7 +20,7 @@ class JumpHeadConfig:
 
     Args:
         early_layers: how many of the first layers run for a token before the jump; 0: its embedding alone is read.
-        late_layer: how many layers lie before the first one that runs behind the jump; all from there on run. If it is
+        late_layer: how many layers lie before the first one that runs after the jump; all from there on run. If it is
             num_layers, none does.
         num_layers: of the target.
         hidden_size: H.
@@ -70,7 +70,7 @@ class JumpHead:
 
         Args:
             early: [N, H] of the newest token, after `early_layers` layers.
-            last: [N, H] of the token before it, behind the final norm: the target's, or what the last jump left.
+            last: [N, H] of the token before it, after the final norm: the target's, or what the last jump left.
         """
         weights, config = self.weights, self.config
         normed = F.rms_norm(early, (config.hidden_size,), weights["norm.weight"], config.rms_norm_eps)

@@ -2,7 +2,7 @@
 
 Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads". Its chain at
 temperature 0 is blockwise parallel decoding (Stern et al. 2018, "Blockwise Parallel Decoding for Deep Autoregressive
-Models"): head k guesses what stands k + 2 tokens behind the state, whatever the tokens between are. K:
+Models"): head k guesses what stands k + 2 tokens after the state, whatever the tokens between are. K:
 num_speculative_tokens.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from vllm_specplugins.config import MedusaConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext, Target
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import DraftSampler
-from vllm_specplugins.proposers.medusa_heads import MedusaHeads
+from vllm_specplugins.proposers.medusa_heads import MedusaHeads, check_medusa
+from vllm_specplugins.target import Target, TargetSizes
 
 
 class Medusa:
@@ -43,15 +44,6 @@ class Medusa:
                 own.copy_(q_logits)
         return Draft(token_ids, batch.max_num_draft, logits=None if q_logits is None else logits.transpose(0, 1))
 
-    def candidates(self, target: Target, num_draft: int, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest tokens of each head and their log-probabilities, [num_reqs, num_draft, num_candidates] each.
-
-        What a tree of drafts would be made of; a chain takes the first of each.
-        """
-        logprobs = self._logits(target, num_draft).float().log_softmax(-1).transpose(0, 1)
-        scores, token_ids = logprobs.topk(num_candidates)
-        return token_ids, scores
-
     def _logits(self, target: Target, num_draft: int) -> torch.Tensor:
         return self._heads.logits(target.last_hidden_states, num_draft, target.forward.logits)
 
@@ -60,3 +52,9 @@ class Medusa:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Nothing to forget."""
+
+
+def check(config: MedusaConfig, sizes: TargetSizes) -> None:
+    """Raises ConfigError unless there are K heads that are made for the target."""
+    own = {"num_heads": sizes.num_draft, "hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size}
+    check_medusa(config.heads, **own)

@@ -43,7 +43,7 @@ class MedusaHeads:
     def logits(
         self, hidden_states: torch.Tensor, num_draft: int, own_head: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Logits [num_draft, N, V] of the tokens behind the next one, from states [N, H] behind the final norm.
+        """Logits [num_draft, N, V] of the tokens after the next one, from states [N, H] after the final norm.
 
         Args:
             own_head: the target's, for heads without one.

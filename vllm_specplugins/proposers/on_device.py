@@ -7,15 +7,17 @@ The exit goes token by token. Under `auto` it is fed the lookup's tokens first; 
 a draft.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from vllm_specplugins.draft import Target
+from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.proposers.draft_sampler import how_sure
 from vllm_specplugins.proposers.drafted import Drafted, either, of_stage
 from vllm_specplugins.proposers.early_exit import EarlyExit, Steps
+from vllm_specplugins.target import Target
 
 LOOKUP, EXIT = 0, 1  # stages
 
@@ -28,6 +30,34 @@ class Parts:
     looked_up: torch.Tensor
     exited: torch.Tensor
     confirmed: torch.Tensor
+
+
+class Stages:
+    """What stands behind a barrier where a lookup and an exit draft together: who they are, and their counters.
+
+    Args:
+        names: of their methods.
+    """
+
+    def __init__(self, names: Sequence[str], lookup: Any, exit: EarlyExit):
+        self.exit = exit
+        self._names = [f"{index} {name}" for index, name in enumerate(names)]
+        self._stages, self._counters = (lookup, exit), [StageCounters() for _ in names]
+
+    def stage_counters(self) -> dict[str, StageCounters]:
+        """See Cascade.stage_counters."""
+        return dict(zip(self._names, self._counters, strict=True))
+
+    def named_stages(self) -> list[tuple[str, Any]]:
+        """See Cascade.named_stages."""
+        return list(zip(self._names, self._stages, strict=True))
+
+    def fit(self, max_model_len: int) -> None:
+        """See EarlyExit.fit."""
+        self.exit.fit(max_model_len)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Nothing to forget."""
 
 
 @dataclass(frozen=True, slots=True)

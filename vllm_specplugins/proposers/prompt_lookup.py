@@ -17,7 +17,7 @@ from vllm_specplugins.kernels.history_match import NO_MATCH
 from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, OWN, history_match
 from vllm_specplugins.proposers.drafted import NO_COUNTS, NO_TOKENS
 from vllm_specplugins.proposers.read_only import places_of
-from vllm_specplugins.proposers.records import Rows, with_room
+from vllm_specplugins.proposers.rows import Rows, with_room
 
 Ints = npt.NDArray[np.int64]
 

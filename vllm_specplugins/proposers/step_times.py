@@ -6,13 +6,14 @@ brings is kept by place in the draft: a draft of k tokens says what all shorter 
 with the most tokens a ms. Pure arithmetic: times come in, nothing is measured here.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from math import log
+from math import inf, log
+from typing import Any
 
 import numpy as np
+from numba import types
+
+from vllm_specplugins.structures.compiled import compiled, inlined
 
 CLIFF = 512  # tokens of a step; above them vLLM captures no graph
 CLIFF_COST = 1.5  # of a step above it, before it is known
@@ -29,7 +30,7 @@ HICCUP, MAX_HICCUPS = 3.0, 3  # as costs.py has them
 UNSURE = 3  # steps, before which a time may be that of a hiccup
 SHARE = 0.1  # of a time that is known, by step
 
-_Key = tuple[int, int, bool]  # size, length, whether that is above the cliff
+MOST_SIZES = 34  # of batches, see size_of
 
 
 def lengths_up_to(most: int) -> tuple[int, ...]:
@@ -41,68 +42,23 @@ def lengths_up_to(most: int) -> tuple[int, ...]:
     return (0, *(1 << power for power in range(most.bit_length()) if 1 << power < most), most)
 
 
-def size_of(num_reqs: int) -> int:
-    """The number of requests that stands for this one.
+@inlined
+def size_of(num_reqs: int) -> tuple[int, int]:
+    """The number of requests that stands for this one, and its place among such numbers.
 
-    >>> [size_of(count) for count in (1, 2, 3, 4, 5, 6, 7, 13, 16, 17)]
+    >>> [size_of(count)[0] for count in (1, 2, 3, 4, 5, 6, 7, 13, 16, 17)]
     [1, 2, 3, 4, 6, 6, 8, 16, 16, 24]
     """
-    end = 1 << (num_reqs - 1).bit_length()
-    return end * 3 // 4 if num_reqs <= end * 3 // 4 else end
-
-
-@dataclass(slots=True)
-class _Time:
-    """Of steps of one size and length. Times err upwards: of the first few the least counts."""
-
-    ms: float = float("inf")
-    count: int = 0
-    num_hiccups: int = 0  # in a row, so far
-
-    def add(self, ms: float) -> None:
-        if self.count < UNSURE:
-            self.ms, self.count = min(self.ms, ms), self.count + 1
-            return
-        self.num_hiccups = self.num_hiccups + 1 if ms > HICCUP * self.ms else 0
-        if 0 < self.num_hiccups <= MAX_HICCUPS:
-            return
-        self.ms += (1.0 if self.num_hiccups else SHARE) * (ms - self.ms)
-        self.num_hiccups = 0
-
-
-@dataclass(slots=True)
-class _Stretch:
-    """So many places of drafts, from one length to the next: what became of tokens there.
-
-    Args:
-        entered: requests of which all tokens before were accepted.
-        accepted: tokens of theirs.
-        whole: requests of which all tokens here were.
-    """
-
-    places: int
-    entered: float = 0.0
-    accepted: float = 0.0
-    whole: float = 0.0
-
-    def add(self, keep: float, entered: float = 0.0, accepted: float = 0.0, whole: float = 0.0) -> None:
-        self.entered = keep * self.entered + entered
-        self.accepted = keep * self.accepted + accepted
-        self.whole = keep * self.whole + whole
-
-    def expected(self, chance: float) -> tuple[float, float]:
-        """Tokens accepted of a request that enters, and how likely all are.
-
-        Args:
-            chance: of a token, where nothing is known.
-        """
-        scale = 1 / (self.entered + GUESS_WEIGHT)
-        accepted, whole = _run(chance, self.places), chance**self.places
-        return scale * (self.accepted + GUESS_WEIGHT * accepted), scale * (self.whole + GUESS_WEIGHT * whole)
+    size, place = 1, 0
+    while size < num_reqs:
+        size, place = 2 * size, place + 2
+    if num_reqs <= size * 3 // 4:
+        size, place = size * 3 // 4, place - 1
+    return size, place
 
 
 class StepTimes:
-    """See the module.
+    """See the module. L: lengths.
 
     Args:
         most: K.
@@ -111,135 +67,179 @@ class StepTimes:
 
     def __init__(self, most: int, measured: Mapping[int, float] | None = None):
         self.lengths = lengths_up_to(most)
-        self._shape = sorted((measured or {1: ROOM + 1, 2: ROOM + 2}).items())
-        self._times: dict[_Key, _Time] = {}
-        self._guesses: dict[_Key, float] = {}
-        self._stretches = [_Stretch(end - start) for start, end in pairwise(self.lengths)]
-        self._follow: tuple[int, float] | None = None  # up to which length to go on, and what that should bring
+        shape = MOST_SIZES, 2, len(self.lengths)  # by size, whether that is above the cliff, and length
+        self._times = np.zeros((*shape, 3))  # ms, and of how many steps; slow ones in a row, so far
+        self._brought = np.zeros((len(self.lengths) - 1, 3))  # by stretch: entered, accepted, whole
+        self._arrays = (
+            np.array(self.lengths),
+            self._times,
+            np.array(sorted((measured or {1: ROOM + 1, 2: ROOM + 2}).items()), np.float64),
+            self._brought,
+        )
+        self._follows = 0, 0.0  # up to which length to go on, by index, and what that should bring
         self._saved_ms, self._num_steps, self._num_trials = 0.0, 0, 0  # for trials, since the last one, so far
 
     def add(self, num_reqs: int, k: int, ms: float, emitted: Sequence[int]) -> None:
         """A step of nothing but decoding is over.
 
         Args:
-            k: the draft length that it was planned with.
+            k: the draft length that it was planned with, one of `lengths`.
             ms: from the step before to this one.
             emitted: tokens that each request got, 1 to k + 1.
         """
-        time = self._times.setdefault(_key(num_reqs, k), _Time())
-        time.add(ms)
-        if time.count <= UNSURE:
-            self._guesses.clear()
-        if k not in self.lengths:
-            return
-        at, counts = self.lengths.index(k), Counter(emitted)
-        self._follow = self._followed(at, counts[k + 1] / max(1, len(emitted)), len(emitted))
-        for (start, end), stretch in zip(pairwise(self.lengths), self._stretches, strict=True):
-            if end > k:
-                stretch.add(FORGOTTEN)
-                continue
-            entered = [(tokens - 1 - start, count) for tokens, count in counts.items() if tokens > start]
-            accepted = sum(min(more, end - start) * count for more, count in entered)
-            whole = sum(count for more, count in entered if more >= end - start)
-            stretch.add(DECAY, sum(count for _, count in entered), accepted, whole)
+        at = self.lengths.index(k)
+        self._follows = _add(num_reqs, at, ms, np.array(emitted), *self._arrays)
 
     def choose(self, num_reqs: int) -> int:
         """How many tokens to draft for each of so many requests; now and then others, to see what that would bring."""
-        times, tokens = self._expected_ms(num_reqs), self._expected_tokens()
-        rates = [brought / ms for brought, ms in zip(tokens, times, strict=True)]
-        least = TIE * max(rates)
-        best = max(at for at, rate in enumerate(rates) if rate >= least)
-        self._saved_ms = min(self._saved_ms + TRIAL_SHARE * times[best], MOST_SAVED * times[best])
+        best, best_ms, other, lost_ms = _choose(num_reqs, self._num_trials, *self._follows, *self._arrays)
+        self._saved_ms = min(self._saved_ms + TRIAL_SHARE * best_ms, MOST_SAVED * best_ms)
         self._num_steps += 1
-        others = [at for at in (0, best - 1, best + 1) if at < len(rates)] if best else [rates.index(max(rates[1:]))]
-        other = others[self._num_trials % len(others)]
-        lost_ms = max(0.0, times[other] - tokens[other] / rates[best])
         if self._num_steps < TRIAL_EVERY or lost_ms > self._saved_ms:
             return self.lengths[best]
         self._saved_ms, self._num_steps, self._num_trials = self._saved_ms - lost_ms, 0, self._num_trials + 1
         return self.lengths[other]
 
-    def _followed(self, at: int, share: float, num_reqs: int) -> tuple[int, float] | None:
-        """Drafts that were accepted whole far more often than the record says are followed by some twice as long."""
-        survival = self._survival()[1][at]
-        if at == 0 or share <= survival + SURPRISE * (survival * (1 - survival) / num_reqs) ** 0.5:
-            return None
-        up_to = min(at + 1, len(self.lengths) - 1)
-        return up_to, 1 + share * (self.lengths[at] + _run(WHOLE, self.lengths[up_to] - self.lengths[at]))
-
-    def _survival(self) -> tuple[list[float], list[float]]:
-        """By length, tokens of a request, and how likely all drafted ones are accepted."""
-        tokens, survival, chance = [1.0], [1.0], GUESS
-        for stretch in self._stretches:
-            accepted, whole = stretch.expected(chance)
-            tokens.append(tokens[-1] + survival[-1] * accepted)
-            survival.append(survival[-1] * whole)
-            chance = min(WHOLE, whole ** (1 / stretch.places))  # right all along, or not at all
-        return tokens, survival
-
-    def _expected_tokens(self) -> list[float]:
-        """Of a request, by length."""
-        tokens, _ = self._survival()
-        if self._follow is not None:
-            at, expected = self._follow
-            tokens[at] = max(tokens[at], expected)
-        return tokens
-
-    def _expected_ms(self, num_reqs: int) -> list[float]:
+    def expected_ms(self, num_reqs: int) -> list[float]:
         """Of a step, by length: never less than of a shorter one, neighbours that say otherwise have their mean."""
-        pools: list[tuple[float, float, int]] = []  # mean, weight, lengths
-        for k in self.lengths:
-            mean, weight = self._expected(num_reqs, k)
-            count = 1
-            while pools and pools[-1][0] >= mean:
-                other, its, more = pools.pop()
-                mean, weight, count = (mean * weight + other * its) / (weight + its), weight + its, count + more
-            pools.append((mean, weight, count))
-        return [mean for mean, _, count in pools for _ in range(count)]
-
-    def _expected(self, num_reqs: int, k: int) -> tuple[float, float]:
-        """ms of a step, and what that is worth."""
-        own = self._times.get(_key(num_reqs, k))
-        if own is not None and own.count >= UNSURE:
-            return own.ms, 1.0
-        guess = self._guess(num_reqs, k)
-        return (guess, 0.1) if own is None else (min(own.ms, guess), 0.5)
-
-    def _guess(self, num_reqs: int, k: int) -> float:
-        """By what steps took that had about as many tokens, of as many requests if there were some."""
-        key = _key(num_reqs, k)
-        if key not in self._guesses:
-            known = {other: time.ms for other, time in self._times.items() if other != key and time.count >= UNSURE}
-            tokens, size = num_reqs * (1 + k), key[0]
-            own = {other: ms for other, ms in known.items() if other[0] == size} or known
-            if not own:
-                return self._shaped(tokens)
-            nearest = min(own, key=lambda other: abs(log(_tokens(other) / tokens)))
-            self._guesses[key] = own[nearest] * self._shaped(tokens) / self._shaped(_tokens(nearest))
-        return self._guesses[key]
-
-    def _shaped(self, tokens: int) -> float:
-        """ms of a step of so many tokens, but for a factor; behind what was measured it goes on as before."""
-        (first, its_ms), (last, last_ms) = self._shape[-2:]
-        if tokens > last:
-            guess = last_ms + (last_ms - its_ms) * (tokens - last) / (last - first)
-        else:
-            known, ms = zip(*self._shape, strict=True)
-            guess = float(np.interp(tokens, known, ms))
-        is_measured = tokens <= last or last > CLIFF
-        return guess * (CLIFF_COST if tokens > CLIFF and not is_measured else 1.0)
+        found: list[float] = _expected_ms(num_reqs, *self._arrays[:3]).tolist()
+        return found
 
 
-def _key(num_reqs: int, k: int) -> _Key:
-    return size_of(num_reqs), k, num_reqs * (1 + k) > CLIFF
+_lengths, _times, _table = types.int64[::1], types.float64[:, :, :, ::1], types.float64[:, ::1]
+_known = _lengths, _times, _table  # lengths, times and shape: see StepTimes.__init__
 
 
-def _tokens(key: _Key) -> int:
-    size, k, is_above = key
-    tokens = size * (1 + k)
-    return max(tokens, CLIFF + 1) if is_above else min(tokens, CLIFF)
+@inlined
+def _shaped(tokens: int, shape: Any) -> float:
+    """ms of a step of so many tokens, but for a factor; behind what was measured it goes on as before."""
+    last, at = shape[-1, 0], 1
+    while at < len(shape) - 1 and shape[at, 0] < tokens:
+        at += 1
+    start, end = shape[at - 1], shape[at]
+    guess: float = start[1] + (end[1] - start[1]) * (max(tokens, shape[0, 0]) - start[0]) / (end[0] - start[0])
+    return guess * CLIFF_COST if tokens > max(CLIFF, last) and last <= CLIFF else guess
 
 
+@inlined
+def _guess(num_reqs: int, at: int, lengths: Any, times: Any, shape: Any) -> float:
+    """By what steps took that had about as many tokens, of as many requests if there were some."""
+    tokens, (_, own_place) = num_reqs * (1 + lengths[at]), size_of(num_reqs)
+    guess, nearest, has_own = _shaped(tokens, shape), inf, False
+    for place, is_above, other in np.ndindex(times.shape[:3]):
+        is_own = place == own_place
+        if times[place, is_above, other, 1] < UNSURE or (has_own and not is_own):
+            continue
+        size = (4 if place % 2 == 0 else 3) * 2.0 ** ((place + 1) // 2 - 2)
+        its_tokens = size * (1 + lengths[other])
+        its_tokens = max(its_tokens, CLIFF + 1.0) if is_above else min(its_tokens, float(CLIFF))
+        distance = abs(log(its_tokens / tokens))
+        if distance < nearest or (is_own and not has_own):
+            nearest, has_own = distance, is_own
+            guess = times[place, is_above, other, 0] * _shaped(tokens, shape) / _shaped(its_tokens, shape)
+    return guess
+
+
+@compiled(types.float64[::1](types.int64, *_known))
+def _expected_ms(num_reqs: int, lengths: Any, times: Any, shape: Any) -> Any:
+    """See StepTimes.expected_ms."""
+    found = np.empty(len(lengths))
+    weights, starts, num_pools = np.empty(len(lengths)), np.empty(len(lengths), np.int64), 0  # of equal lengths
+    place = size_of(num_reqs)[1]
+    for at, length in enumerate(lengths):
+        ms, count = times[place, int(num_reqs * (1 + length) > CLIFF), at, :2]
+        start, weight = at, 1.0
+        if count < UNSURE:
+            guess, weight = _guess(num_reqs, at, lengths, times, shape), 0.5 if count else 0.1
+            ms = min(ms, guess) if count else guess
+        while num_pools and found[starts[num_pools - 1]] >= ms:
+            num_pools -= 1
+            start, its = starts[num_pools], weights[num_pools]
+            ms, weight = (ms * weight + found[start] * its) / (weight + its), weight + its
+        starts[num_pools], weights[num_pools] = start, weight
+        found[start : at + 1] = ms
+        num_pools += 1
+    return found
+
+
+@inlined
 def _run(chance: float, length: int) -> float:
     """Tokens of a draft that are accepted, where each is with this chance if those before it were."""
     return chance * (1 - chance**length) / (1 - chance)
+
+
+@inlined
+def _survive(tokens: Any, survival: Any, lengths: Any, brought: Any) -> None:
+    """By length, tokens of a request, and how likely all drafted ones are accepted.
+
+    The chance of a token where nothing is known is that of those before it: right all along, or not at all.
+    """
+    tokens[0], survival[0], chance = 1.0, 1.0, GUESS
+    for at in range(len(brought)):
+        places, (entered, accepted, whole) = lengths[at + 1] - lengths[at], brought[at]
+        scale = survival[at] / (entered + GUESS_WEIGHT)
+        tokens[at + 1] = tokens[at] + scale * (accepted + GUESS_WEIGHT * _run(chance, places))
+        survival[at + 1] = scale * (whole + GUESS_WEIGHT * chance**places)
+        chance = min(WHOLE, (survival[at + 1] / survival[at]) ** (1 / places))
+
+
+@compiled(
+    types.Tuple((types.int64, types.float64, types.int64, types.float64))(
+        types.int64, types.int64, types.int64, types.float64, *_known, _table
+    )
+)
+def _choose(
+    num_reqs: int, num_trials: int, up_to: int, follows: float, lengths: Any, times: Any, shape: Any, brought: Any
+) -> tuple[int, float, int, float]:
+    """The best length, by index, and its ms; one to try, and what that costs, in ms."""
+    ms, (tokens, survival) = _expected_ms(num_reqs, lengths, times, shape), np.empty((2, len(lengths)))
+    _survive(tokens, survival, lengths, brought)
+    tokens[up_to] = max(tokens[up_to], follows)
+    rates = tokens / ms
+    best = np.flatnonzero(rates >= TIE * rates.max())[-1]
+    other = (0, best - 1, best + 1)[num_trials % (3 if best + 1 < len(lengths) else 2)]
+    if best == 0:
+        other = 1 + rates[1:].argmax()
+    return best, ms[best], other, max(0.0, ms[other] - tokens[other] / rates[best])
+
+
+@inlined
+def _add_time(known: Any, ms: float) -> None:
+    """Times err upwards: of the first few the least counts."""
+    if known[1] < UNSURE:
+        known[0] = min(known[0], ms) if known[1] else ms
+        known[1] += 1
+        return
+    known[2] = known[2] + 1 if ms > HICCUP * known[0] else 0
+    if 0 < known[2] <= MAX_HICCUPS:
+        return
+    known[0] += (1.0 if known[2] else SHARE) * (ms - known[0])
+    known[2] = 0
+
+
+@compiled(
+    types.Tuple((types.int64, types.float64))(
+        types.int64, types.int64, types.float64, types.int64[::1], *_known, _table
+    )
+)
+def _add(
+    num_reqs: int, at: int, ms: float, emitted: Any, lengths: Any, times: Any, shape: Any, brought: Any
+) -> tuple[int, float]:
+    """Takes a step in. Drafts that were accepted whole far more often than the record says are followed by longer ones:
+    up to which length, by index, and what that should bring."""
+    _add_time(times[size_of(num_reqs)[1], int(num_reqs * (1 + lengths[at]) > CLIFF), at], ms)
+    tokens, survival = np.empty((2, len(lengths)))
+    _survive(tokens, survival, lengths, brought)
+    share, expected, follows = np.mean(emitted == lengths[at] + 1), survival[at], (0, 0.0)
+    if at > 0 and share > expected + SURPRISE * (expected * (1 - expected) / len(emitted)) ** 0.5:
+        up_to = min(at + 1, len(lengths) - 1)
+        follows = up_to, 1 + share * (lengths[at] + _run(WHOLE, lengths[up_to] - lengths[at]))
+    for stretch in range(len(brought)):
+        start, end = lengths[stretch], lengths[stretch + 1]
+        brought[stretch] *= DECAY if stretch < at else FORGOTTEN
+        for count in emitted if stretch < at else emitted[:0]:
+            if count > start:
+                brought[stretch, 0] += 1
+                brought[stretch, 1] += min(count - 1 - start, end - start)
+                brought[stretch, 2] += count > end
+    return follows

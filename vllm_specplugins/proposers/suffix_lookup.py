@@ -170,8 +170,9 @@ class SuffixLookup:
         }
 
     def reset_store(self) -> None:
-        """Forgets all earlier outputs, of all tenants, in the file, too."""
+        """Forgets all earlier outputs, of all tenants, in the file, too, and how often drafts were right."""
         self.store.clear()
+        self._table.forget_chances()
         self.save_store()
         self._table.search_store([request.row for request in self._requests.values()], 0)
 

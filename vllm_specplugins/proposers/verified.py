@@ -3,8 +3,8 @@
 This is staged speculative decoding (Spector and Re 2023; Chen et al. 2023, "Cascade speculative drafting"): a
 cheap drafter's tokens are checked by a model stage in one forward pass, corrected and extended. Its tokens are those
 that the model stage alone would draft. Proof: given the tokens before it, the stage's choice at a position is a
-function of its logits and of noise that depends on (seed, position) alone: the argmax of logits / temperature + Gumbel
-noise, a draw from its q. A cheap token is kept only if it is that choice, and replaced by it otherwise; by induction
+function of its logits and of noise that depends on (seed, position) alone: the likeliest
+token, or a draw from its q. A cheap token is kept only if it is that choice, and replaced by it otherwise; by induction
 over the positions every token is the stage's own, and so is its q. Two model stages that share their noise agree about
 as often as any acceptance rule could make them (Daliri et al. 2025, "Coupling without communication").
 """
@@ -17,14 +17,15 @@ import numpy as np
 import torch
 
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.draft import DraftBatch, Target
+from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.proposers.drafted import Array, Drafted, columns, nothing, of_stage, picked, stacked
 from vllm_specplugins.proposers.drafters import Drafter
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.gate import FIRST_CONFIDENCE
 from vllm_specplugins.proposers.host import verified as host
 from vllm_specplugins.proposers.jump import Jump
-from vllm_specplugins.proposers.records import Ints
+from vllm_specplugins.proposers.rows import Ints
+from vllm_specplugins.target import Target
 
 
 class Known:

@@ -1,7 +1,7 @@
 """Chains of the places at which the same tokens ended, in many texts: what is compiled of entering and removing them.
 
 For each of LEVELS a table maps the n tokens at and before a place of an owner's texts to the place where they stood
-last, and `links` maps that one to the places before it. A place is linked when the token behind it exists: each match
+last, and `links` maps that one to the places before it. A place is linked when the token after it exists: each match
 goes on. Levels are lazy: places are linked in the next longer one once there are two in a chain, or have been. Nothing
 here grows: a token takes at most one slot a level. Places, pages and dimensions: see suffix_pages.py.
 
@@ -147,7 +147,7 @@ def _unlink(place: int, level: int, key: int, links: Int32Array, table: Int64Arr
         if slot == size:
             slot = 0
     table[slot, level] = key << 32 | older if older else 0
-    # Slots behind a free one move up as far as they may (Knuth, TAOCP 6.4, algorithm R).
+    # Slots after a free one move up as far as they may (Knuth, TAOCP 6.4, algorithm R).
     other = slot
     while table[slot, level] == 0:
         other += 1
@@ -166,7 +166,7 @@ def _unlink(place: int, level: int, key: int, links: Int32Array, table: Int64Arr
 
 @inlined
 def enter(text: Int32Array, start: int, first: int, owner: int, work: int, arrays: Arrays) -> tuple[int, int, int]:
-    """Enters text[start:] behind what is there of it, as far as work and free pages go.
+    """Enters text[start:] after what is there of it, as far as work and free pages go.
 
     Of what is there text[:start] must hold the last LONGEST_LEVEL tokens. Returns where the rest begins, the first page
     of the text, and the work that is left: a token is one, and one for each level in which it is linked.

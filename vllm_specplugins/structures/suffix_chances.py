@@ -14,7 +14,6 @@ Float64Array = npt.NDArray[np.float64]
 # Sources: a request's own text, its reference, a tenant's texts. The first two count as one.
 OWN, OTHER, STORE = range(3)
 NUM_GRADES, NUM_SHARES = 7, 5
-NUM_CELLS = 2 * NUM_GRADES * NUM_SHARES
 MEMORY = 1024.0  # how many tokens of a cell are remembered
 FIRST_WEIGHT = 8.0  # tokens that the first guess of a chance counts as
 FIRST_CHANCES = (0.3, 0.5, 0.6, 0.75, 0.85, 0.92, 0.96)  # by grade, where all places agree
@@ -30,7 +29,7 @@ def first_chances() -> Float64Array:
 
 @inlined
 def cell_of(source: int, length: int, votes: int, num_places: int) -> int:
-    """Of a token behind a match of this length, or one that grew to it. 0: one place, 4: several that all agree."""
+    """Of a token after a match of this length, or one that grew to it. 0: one place, 4: several that all agree."""
     grade = (length > 1) + (length > 2) + (length > 3) + (length > 5) + (length > 8) + (length > 16)
     share = 0
     if num_places > 1:

@@ -44,7 +44,7 @@ NUM_ASKED = 5  # numbers of a request in Asked.rows
 class Asked(NamedTuple):
     """What a step is asked for."""
 
-    flat: Int32Array  # the ends of texts, one behind the other, each with what was begun to be drafted
+    flat: Int32Array  # the ends of texts, one after the other, each with what was begun to be drafted
     rows: Int64Array  # [B * NUM_ASKED] row; its tokens in `flat`, new ones, those of all its text; how many to draft
     num_begun: int  # tokens that were begun, of all
     min_confidence: float  # a draft ends before a token that is less sure

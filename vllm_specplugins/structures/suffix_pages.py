@@ -63,7 +63,7 @@ def place_before(pages: Int32Array, place: int) -> int:
 
 @inlined
 def place_behind(pages: Int32Array, place: int) -> int:
-    """The place behind this one in its text; below 0 where it ends."""
+    """The place after this one in its text; below 0 where it ends."""
     page = place // PAGE
     if place % PAGE + 1 < pages[page, FILL]:
         return place + 1

@@ -95,6 +95,10 @@ class SuffixRequests:
         """Has requests search the texts of these tenants, by number; 0 is none."""
         self._kept.requests[rows, TENANT] = tenants
 
+    def forget_chances(self) -> None:
+        """Drops what was learnt of how often drafts are right."""
+        self._kept.chances[:] = first_chances()
+
     def is_whole(self, row: int) -> bool:
         """Whether all of the text that was shown last is there; otherwise it is not searched."""
         return bool(self._kept.requests[row, IS_WHOLE])

@@ -11,7 +11,6 @@ tenants that never asked again have little.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,6 @@ import numpy as np
 from vllm_specplugins.structures.suffix_pages import (
     FIRST,
     KIND,
-    NEWER,
     NONE,
     OLDER,
     OLDEST,
@@ -66,9 +64,6 @@ class SuffixStore:
     >>> store = SuffixStore(1 << 20)
     >>> store.enter(b"me", np.array([1, 2, 3, 4, 5], np.int32))
     True
-    >>> work_left = store.work()
-    >>> [(tenant, text.tolist()) for tenant, text in store.contents()]
-    [(b'me', [1, 2, 3, 4, 5])]
     """
 
     def __init__(self, max_bytes: int):
@@ -150,14 +145,6 @@ class SuffixStore:
             else:
                 break
         return most
-
-    def contents(self) -> Iterator[tuple[bytes, Int32Array]]:
-        """Tenant and tokens of each text that is there, unproven ones first, those used longest ago first."""
-        for kind in (UNPROVEN, PROVEN):
-            first = int(self.texts.state[OLDEST + kind])
-            while first != NONE:
-                yield self._names[int(self.texts.pages[first, OWNER])], self.texts.read(first)
-                first = int(self.texts.pages[first, NEWER])
 
     def contents_of(self, start: int, end: int) -> list[tuple[tuple[int, int], bytes, Int32Array]]:
         """Of each text that begins in these pages: whether it is proven, and when it was used last, its tenant and its

@@ -81,7 +81,7 @@ class Texts:
 
     # text: [num_tokens] int32, contiguous
     def enter(self, text: Int32Array, start: int, first: int, owner: int, work: int) -> tuple[int, int, int]:
-        """Enters text[start:] behind what is there of it, as far as so much work, in looks into a table, and free pages
+        """Enters text[start:] after what is there of it, as far as so much work, in looks into a table, and free pages
         go. Where the rest begins, the first page of the text (in: NONE if there is nothing of it), the work left."""
         start, first, work = enter_text(text, start, first, owner, work, tuple(self.arrays))
         return start, first, work

@@ -36,8 +36,7 @@ def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
     >>> list(pick_methods(["ngram:31,prompt_lookup", '{"method": "ngram", "num_speculative_tokens": 2}']))
     ['none', 'ngram:31', 'prompt_lookup', 'ngram:2']
     """
-    known = dict.fromkeys([*NAMED, *METHODS, *registered_methods()])
-    found = pick(wanted, "--methods", {name: [(name, NAMED.get(name, {"method": name}) or {})] for name in known})
+    found = pick(wanted, "--methods", usual())
     picked = {NONE: None, **{name: config for name, config in found.items() if config}}
     if len(picked) == 1:
         raise ConfigError(f"--methods must name a method beside {NONE}.")
@@ -45,6 +44,12 @@ def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
         if config["method"] in (*METHODS, *registered_methods()):
             parse_config(config)
     return picked
+
+
+def usual() -> Named:
+    """What stands for itself: our methods, registered ones, and those in NAMED."""
+    known = dict.fromkeys([*NAMED, *METHODS, *registered_methods()])
+    return {name: [(name, NAMED.get(name, {"method": name}) or {})] for name in known}
 
 
 def pick(wanted: Sequence[str], option: str, named: Named) -> dict[str, Config]:

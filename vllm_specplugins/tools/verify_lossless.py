@@ -8,13 +8,15 @@ nothing of vLLM; at temperature 0, outputs are held against those without specul
 import argparse
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from vllm_specplugins.engine.measure.samples import Drawn, Request, SamplingEngine
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.measure.samples import SETTINGS, Drawn, Request, SamplingEngine
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.exact import ExactModel
@@ -107,6 +109,40 @@ def _count(outputs: Sequence[list[int]], counts: Counts) -> None:
         counts[(*output, *output[-1:] * (grid.NUM_TOKENS - len(output)))] += 1
 
 
+class Engines:
+    """Engines of one method, one after the other: where one dies, the next request goes to another.
+
+    Args:
+        folder: of the model, and for the engines' output.
+        running: closes what is started here.
+    """
+
+    def __init__(self, method: str, config: Mapping[str, Any] | None, seed: int, folder: Path, running: ExitStack):
+        self._method, self._config, self._seed, self._folder, self._running = method, config, seed, folder, running
+        self._engine: SamplingEngine | None = None
+
+    def draw(self, requests: Sequence[Request]) -> Drawn:
+        """See Samples; what an engine died of is a failure.
+
+        Raises:
+            ConfigError: an engine does not start.
+        """
+        engine = self._engine = self._engine or self._started()
+        try:
+            return engine.draw(requests)
+        except ConfigError as error:
+            self._running.close()
+            self._engine = None
+            return Drawn(failure=str(error))
+
+    def _started(self) -> SamplingEngine:
+        log = self._folder / f"engine-{len(list(self._folder.glob('engine-*.log')))}.log"
+        settings = {**SETTINGS, "seed": self._seed}
+        blame = f"{self._method} could not be verified"
+        engine = SamplingEngine(blame, log, self._folder / "model", self._config, settings)
+        return self._running.enter_context(engine)
+
+
 def run(args: argparse.Namespace) -> int:
     """The command; prints its report, and returns 0 if nothing is wrong, else 1."""
     methods = pick_methods(args.method)
@@ -123,8 +159,8 @@ def run(args: argparse.Namespace) -> int:
         for method, config in {NO_SPECULATION: None, **methods}.items():
             bars.update(task, description=f"{method}, {so_far(judged)}")
             placed = None if config is None else grid.placed(config, folder)
-            with SamplingEngine(folder / "model", placed, args.seed, method, folder) as engine:
-                judged += verification.judge(engine, method)
+            with ExitStack() as engines:
+                judged += verification.judge(Engines(method, placed, args.seed, folder, engines), method)
     report = Report(judged, {"samples": args.samples, "grid": args.grid, "seed": args.seed, "methods": methods})
     show(report, stdout())
     if args.json:

@@ -8,11 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ...gumbel.fused import uniform
 from .. import Sampling
 from ..arguments import drafts_of, layout_of, new_result, padded_width, parameters_of, target_of
 from ..dense.fused import weigh, write_accepted
-from ..noise.fused import stream_key
+from ..noise.fused import stream_key, uniform
 from ..noise.reference import BLOCK
 from ..reference import GROUP_SIZE
 from ..result.fused import is_last

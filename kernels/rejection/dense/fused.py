@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...gumbel.fused import uniform
 from ..arguments import Drafts, Layout, Parameters, Result, Target, padded_width
-from ..noise.fused import stream_key
+from ..noise.fused import stream_key, uniform
 from ..noise.reference import ACCEPT
 from ..race.fused import first_of_largest, race
 from ..result.fused import is_last, write_result

@@ -1,17 +1,38 @@
 """Streams of counter-based noise, in PyTorch.
 
 Every random number of verification is a function of (seed, position, stream, counter): of the request's seed, the
-position that the token will stand at, what the number is for, and an index (a token or a group of tokens). Stream 0 is
-the noise of kernels/gumbel, which draws drafts; none of the streams here shares a number with it. N: rows, M: counters.
+position that the token will stand at, what the number is for, and an index (a token or a group of tokens). N: rows, M:
+counters.
 """
 
 import torch
 
-from ...gumbel.reference import _STEP, _signed, splitmix64
-
 # What a number is for. The position is below 2**56, so that a stream changes other bits of the state.
 GROUP, TOKEN, ACCEPT, RECOVERED_GROUP, RECOVERED_TOKEN, BLOCK = range(1, 7)
 STREAM_SHIFT = 56
+_MASK = (1 << 64) - 1
+
+
+def _signed(constant: int) -> int:
+    """An unsigned 64-bit constant as the int64 that has its bits."""
+    constant &= _MASK
+    return constant - (1 << 64) if constant >= 1 << 63 else constant
+
+
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def splitmix64(state: torch.Tensor) -> torch.Tensor:
+    """64 mixed bits of each int64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
+
+    >>> splitmix64(torch.tensor([0])) == _signed(0xE220A8397B1DCDAF)
+    tensor([True])
+    """
+    bits = state + _signed(STEP)
+    # int64 shifts are arithmetic: the mask clears the copies of the sign.
+    bits = (bits ^ (bits >> 30 & (1 << 34) - 1)) * _signed(FIRST)
+    bits = (bits ^ (bits >> 27 & (1 << 37) - 1)) * _signed(SECOND)
+    return bits ^ (bits >> 31 & (1 << 33) - 1)
 
 
 def keys(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
@@ -21,7 +42,7 @@ def keys(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Ten
 
 def uniform(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """Numbers float32 in (0, 1) of int64 states and counters that broadcast, 32 bits each."""
-    bits = splitmix64(keys + counters * _signed(_STEP)) >> 32 & (1 << 32) - 1
+    bits = splitmix64(keys + counters * _signed(STEP)) >> 32 & (1 << 32) - 1
     return ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
 
 

@@ -8,8 +8,7 @@ s wants about 1 / s groups opened; as a draft is rejected with probability s, it
 import triton
 import triton.language as tl
 
-from ...gumbel.fused import exponential
-from ..noise.fused import stream_key
+from ..noise.fused import exponential, stream_key
 from ..noise.reference import GROUP, RECOVERED_GROUP, RECOVERED_TOKEN, TOKEN
 from ..scan.fused import load_logits
 

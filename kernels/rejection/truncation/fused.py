@@ -197,6 +197,8 @@ def _draw_kept_kernel(
     result,
     # [num_reqs, width] int32: what each row draws
     token_ptr,
+    # same, float32: the smallest logit that it keeps
+    limit_ptr,
     # [num_reqs, width, num_groups] int32
     groups_ptr,
     scanned,
@@ -220,6 +222,7 @@ def _draw_kept_kernel(
         if temperature == 0.0:
             maxima, totals, maximum = load_scan(scanned, slot, num_groups, scale, GROUPS)
             token = first_of_largest(row_ptr, maxima, target.vocab_size, GROUP_SIZE)
+            limit = float("-inf")
         else:
             maxima, totals, maximum, total, limit = load_kept(
                 scanned, slot, row_ptr, groups_ptr, parameters, given, state, scale, target.vocab_size, num_groups,
@@ -229,6 +232,7 @@ def _draw_kept_kernel(
             p = row_ptr, target.vocab_size, limit, maximum, total
             token = race(p, None, scale, 1.0, seed, position, maxima, totals, GROUPS, GROUP_SIZE)
         tl.store(token_ptr + slot, token)
+        tl.store(limit_ptr + slot, limit)
     if is_last(scanned.arrivals + request, step, num_rows):
         steps = tl.arange(0, WIDTH)
         tokens = tl.load(token_ptr + request * width + steps, mask=steps < num_rows, other=-1)
@@ -245,12 +249,15 @@ def constants(num_groups: int, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def launch(result: Result, scanned: Scan, target: Target, layout: Layout, parameters: Parameters, given: int) -> None:
-    """One-hot q behind a truncation, in one launch."""
+def launch(
+    result: Result, scanned: Scan, target: Target, layout: Layout, parameters: Parameters, given: int
+) -> torch.Tensor:
+    """One-hot q behind a truncation, in one launch; the smallest logit that each row keeps, [num_reqs, width]."""
     num_reqs, width, num_groups = scanned.maximum.shape
     groups = torch.empty_like(scanned.maximum, dtype=torch.int32)
-    token = torch.empty_like(result.sampled, dtype=torch.int32)
+    token, limit = (torch.empty_like(result.sampled, dtype=dtype) for dtype in (torch.int32, torch.float32))
     _draw_kept_kernel[(width, num_reqs)](
-        result, token, groups, scanned, target, layout, parameters, given, num_groups, WIDTH=padded_width(width),
+        result, token, limit, groups, scanned, target, layout, parameters, given, num_groups, WIDTH=padded_width(width),
         **constants(num_groups, target.logits.dtype), num_warps=8,
     )  # fmt: skip
+    return limit

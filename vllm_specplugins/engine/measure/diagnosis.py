@@ -151,8 +151,8 @@ def _seams() -> Iterator[Finding]:
     for problem in problems:
         yield Finding("seam", f"{problem}; vLLM would serve without speculation", PROBLEM)
     if not problems:
-        yield Finding("seams", f"all {len(compat.SEAMS)} names of vLLM that we touch are there")
-    patches = sorted({seam.name for seam in compat.SEAMS if seam.kind == "patch"})
+        yield Finding("seams", f"all {sum(map(len, compat.names().values()))} names of vLLM that we touch are there")
+    patches = sorted(name for seam in compat.REPLACED if seam.kind == "patch" for name in seam.names)
     yield Finding("patches that stay", ", ".join(patches))
 
 

@@ -1,12 +1,12 @@
-"""Engines that draw many samples and count their drafts; for `verify-lossless`."""
+"""Engines that answer many requests at once and count their drafts; for all but timing."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.measure.process import EngineProcess
 
 # Arguments of `vllm.LLM` beside the model: a tiny one, many requests in a step.
@@ -39,6 +39,7 @@ class Drawn:
         token_ids: of each output of each request; empty if vLLM refused the parameters, or failed.
         num_drafted: draft tokens that were verified.
         num_accepted: how many of them were accepted.
+        faults: of our proposer, by kind.
         refusal: vLLM's sentence.
         failure: of an engine that died.
     """
@@ -46,6 +47,7 @@ class Drawn:
     token_ids: list[list[list[int]]] = field(default_factory=list)
     num_drafted: int = 0
     num_accepted: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
     refusal: str | None = None
     failure: str | None = None
 
@@ -76,7 +78,14 @@ class Samples:
             return Drawn(refusal=str(error).strip().splitlines()[0])
         token_ids = [[list(output.token_ids) for output in result.outputs] for result in results]
         after = self._totals()
-        return Drawn(token_ids, after[0] - before[0], after[1] - before[1])
+        return Drawn(token_ids, after[0] - before[0], after[1] - before[1], self._faults())
+
+    def _faults(self) -> dict[str, int]:
+        """Since the engine began."""
+        if not hasattr(self._llm.llm_engine.vllm_config.speculative_config, "plugin_config"):
+            return {}
+        faults: dict[str, int] = self._llm.collective_rpc("specplugins_stats")[0]["faults"]
+        return faults
 
     def _totals(self) -> tuple[int, int]:
         """vLLM's running totals of drafted and accepted tokens."""
@@ -85,54 +94,58 @@ class Samples:
 
 
 class SamplingEngine:
-    """`Samples` in a process of its own, for as long as a `with` block lasts; another one where it dies.
+    """`Samples` in a process of its own, for as long as a `with` block lasts.
 
     Args:
-        name: of the method, for the sentence if the engine does not start.
-        logs: folder for the engines' output.
+        blame: what must be otherwise if the engine fails, as the beginning of a sentence.
+        log: file for its output.
+        model: folder of a checkpoint, or its Hugging Face name.
+        settings: arguments of `vllm.LLM` beside the model.
+        runner: "v1" or "v2", if it has to be that model runner.
 
     Raises:
-        ConfigError: it does not start.
+        ConfigError: from every method, if the engine failed.
     """
 
-    def __init__(self, model: Path, speculative_config: Mapping[str, Any] | None, seed: int, name: str, logs: Path):
-        self._logs = logs
-        self._work = (f"{name} could not be verified", _draw_all, model, speculative_config, seed)
-        self._process: EngineProcess | None = None
+    def __init__(
+        self,
+        blame: str,
+        log: Path,
+        model: Path | str,
+        speculative_config: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] = SETTINGS,
+        runner: str | None = None,
+    ):
+        config = dict(speculative_config) if speculative_config else None
+        arguments = {"model": str(model), "speculative_config": config, **settings}
+        self._process = EngineProcess(log, blame, _draw_all, arguments, runner)
 
     def __enter__(self) -> Self:
-        self._start()
+        self._process.start()
+        self._process.receive()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process:
-            self._process.stop()
-
-    def _start(self) -> EngineProcess:
-        log = self._logs / f"engine-{len(list(self._logs.glob('engine-*.log')))}.log"
-        process = self._process = EngineProcess(log, *self._work)
-        process.start()
-        process.receive()
-        return process
+        self._process.stop()
 
     def draw(self, requests: Sequence[Request]) -> Drawn:
         """See Samples."""
-        process = self._process or self._start()
-        process.send(requests)
-        try:
-            drawn: Drawn = process.receive()
-        except ConfigError as error:
-            process.stop()
-            self._process = None
-            return Drawn(failure=str(error))
+        self._process.send(requests)
+        drawn: Drawn = self._process.receive()
         return drawn
 
 
-def _draw_all(pipe: Connection, model: Path, speculative_config: Mapping[str, Any] | None, seed: int) -> None:
+def _draw_all(pipe: Connection, arguments: dict[str, Any], runner: str | None) -> None:
+    if runner is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
     from vllm import LLM
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
 
-    config = dict(speculative_config) if speculative_config else None
-    samples = Samples(LLM(model=str(model), seed=seed, speculative_config=config, **SETTINGS))
+    if runner == "v2" and not HAS_TRITON:
+        raise RuntimeError("Triton has no backend for this device")
+    on_cpu = {"dtype": "float32", "enforce_eager": True} if current_platform.is_cpu() else {}
+    samples = Samples(LLM(**on_cpu | arguments))
     pipe.send(None)
     while (requests := pipe.recv()) is not None:
         pipe.send(samples.draw(requests))

@@ -33,7 +33,7 @@ class Traffic:
         max_tokens: most output tokens of a request.
         at_a_time: how many are served together; one that is done makes room for the next.
         ignore_eos: whether a request that has ended its text goes on to max_tokens.
-        salt: `cache_salt` of all: what earlier requests of another salt said is not known to them.
+        salt: `cache_salt` of all: nothing is known to them of earlier requests of another salt.
         learns: whether later requests of the same salt may know what they say.
     """
 
@@ -151,9 +151,13 @@ def _serve_all(pipe: Connection, arguments: Mapping[str, Any], speculative_confi
     ours = hasattr(vllm_config.speculative_config, "plugin_config")
     # A GPU would work on behind the back of a clock that stands still.
     clock = _Clock(pipe, SLICE_S if on_cpu else math.inf, llm.collective_rpc if ours else None)
+    salt = None
     while (traffic := pipe.recv()) is not None:
         if "store_path" in repr(config):  # what was stored before is asked for, and stays as it is
             traffic = replace(traffic, salt=None, learns=False)
+        if ours and traffic.salt != salt:  # of how often drafts were right, too, nothing is known
+            llm.collective_rpc("specplugins_store", args=("reset",))
+        salt = traffic.salt
         pipe.send(_serve(llm, traffic, clock, ours))
 
 

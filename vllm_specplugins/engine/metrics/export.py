@@ -16,7 +16,7 @@ from vllm_specplugins.engine.metrics.names import BY_NAME, LABELS, PREFIX, REPOR
 
 logger = logging.getLogger("vllm.specplugins")
 
-_OF_SOME = ("exit_layer", "store_bytes", "stored_outputs", "stored_tokens")  # stages
+_OF_SOME = ("store_bytes", "stored_outputs", "stored_tokens")  # stages
 _PER_STAGE = [metric.name for metric in TABLE if metric.labels == ("stage",) and metric.name not in _OF_SOME]
 _PER_LENGTH = {"accepted_tokens_by_position": 0, "gate_lengths": 1}  # how many more lengths than draft tokens there are
 
@@ -83,7 +83,7 @@ def _made(metric: Metric, theirs: PrometheusStatLogger) -> Any:
 
 def _known_series(config: Any) -> list[str]:
     """Those that are shown from the start, as zeros."""
-    stages = getattr(config.own, "stages", ()) or (config,)
+    stages = config.stages or (config,)
     names = [f"{index} {stage.method}" for index, stage in enumerate(stages)]
     max_num_draft = config.common.num_speculative_tokens
     known = [metric.name for metric in TABLE if not metric.labels]
@@ -93,7 +93,7 @@ def _known_series(config: Any) -> list[str]:
     for stage in names:
         known += [key(name, stage) for name in _PER_STAGE]
         for name, more in _PER_LENGTH.items():
-            if name != "gate_lengths" or (hasattr(config.own, "stages") and config.common.gate != "off"):
+            if name != "gate_lengths" or (config.stages and config.common.gate != "off"):
                 known += [key(name, stage, index) for index in range(max_num_draft + more)]
     return known
 

@@ -18,7 +18,7 @@ class Metric:
     Args:
         kind: "counter", "gauge" or "histogram".
         name: without PREFIX, and without the "_total" that a counter gets.
-        labels: its own, behind LABELS.
+        labels: its own, after LABELS.
         words: what it counts.
         buckets: upper bounds of a histogram.
     """
@@ -31,7 +31,7 @@ class Metric:
 
     @property
     def exported_name(self) -> str:
-        """As Prometheus shows it; a histogram's series have _bucket, _sum and _count behind that."""
+        """As Prometheus shows it; a histogram's series have _bucket, _sum and _count after that."""
         return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
 
 
@@ -61,7 +61,6 @@ TABLE: tuple[Metric, ...] = (
     Metric("counter", "faults", ("stage", "cause"), "Faults of a stage that the barrier stopped."),
     Metric("counter", "times_switched_off", ("stage",), "How often a stage was switched off after repeated faults."),
     Metric("gauge", "switched_off", ("stage",), "Whether a stage is switched off now."),
-    Metric("gauge", "exit_layer", ("stage",), "How many layers draft now, where that is chosen while serving."),
     Metric("gauge", "store_bytes", ("stage",), "Memory of what a stage keeps of requests, in bytes."),
     Metric("gauge", "stored_outputs", ("stage",), "Outputs of earlier requests that suffix_lookup drafts from."),
     Metric("gauge", "stored_tokens", ("stage",), "Their tokens."),

@@ -160,8 +160,6 @@ class Reporter:
                     held["texts"],
                     held["tokens"],
                 )
-            if getattr(proposer, "chosen", None) is not None and is_ours(proposer, "exit_layer"):
-                gauges[key("exit_layer", stage)] = float(proposer.exit_layer)
         for stage, state in health.items():
             for cause, count in state.faults.items():
                 totals[key("faults", stage, cause)] = count

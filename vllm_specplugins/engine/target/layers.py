@@ -3,18 +3,16 @@
 import copy
 import logging
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from vllm.model_executor.models.interfaces import supports_eagle3
 
-from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, SpecConfig, layers_to_hand_out, parts
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig, parts
 from vllm_specplugins.engine.plugin import sentence_instead_of_traceback
 from vllm_specplugins.engine.target.compiled import compile_cut, compiles
-from vllm_specplugins.engine.target.model_source import PARTS, hands_out_no_states, takes_no_states, uncuttable
-from vllm_specplugins.proposers.exit_head import read_head_config
+from vllm_specplugins.engine.target.model_source import PARTS, takes_no_states, uncuttable
+from vllm_specplugins.methods import drafters, enters_states
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -33,17 +31,11 @@ class FirstLayers:
         self._body = body
         self._run: dict[tuple[int, int, bool], Callable[..., torch.Tensor]] = {}
         self._compiled: set[tuple[int, bool]] = set()
-        model, exits = type(target).__name__, parts(config, EarlyExitConfig)
-        enters = bool(parts(config, JumpConfig)) or any(part.look_ahead for part in exits)
-        if (exits or enters) and not all(hasattr(body, name) for name in PARTS):
+        model, enters = type(target).__name__, enters_states(config)
+        if any(row.cuts_layers for row, _ in drafters(config)) and not all(hasattr(body, name) for name in PARTS):
             _refuse(uncuttable(config.method, model))
         if enters and not self._takes_states():
             _refuse(takes_no_states(config.method, model))
-        self.early = layers_to_hand_out(config)
-        if self.early:
-            if not supports_eagle3(target):
-                _refuse(hands_out_no_states(config.method, model))
-            self._target.set_aux_hidden_state_layers(self.early)
 
     def __call__(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
@@ -90,11 +82,7 @@ class FirstLayers:
 
     def compile(self, config: SpecConfig) -> None:
         """Compiles what the exits of a method run, if vLLM compiles the target; before the first request."""
-        exits = {
-            (layer, part.exit_head is None or layer != read_head_config(part.exit_head).exit_layer)
-            for part in parts(config, EarlyExitConfig)
-            for layer in part.candidates
-        }
+        exits = {(part.exit_layer, part.exit_head is None) for part in parts(config, EarlyExitConfig)}
         if not exits or not compiles(self._body):
             return
         for end_layer, normed in sorted(exits - self._compiled):
@@ -109,24 +97,6 @@ class FirstLayers:
         if not normed:
             cut._modules = {**cut._modules, "norm": _Sum()}
         return cut
-
-    def share(self, end_layer: int) -> float:
-        """See draft.PagedForward."""
-        layers, head = self._num_weights
-        return (sum(layers[:end_layer]) + head) / (sum(layers) + head)
-
-    @cached_property
-    def _num_weights(self) -> tuple[list[int], int]:
-        """Of each layer, and of the head."""
-        head = getattr(self._target, "lm_head", None)
-        modules = [*self._body.layers, *([] if head is None else [head])]
-        counts = [sum(weights.numel() for weights in module.parameters()) for module in modules]
-        return counts[: len(self._body.layers)], sum(counts[len(self._body.layers) :])
-
-    def normed(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The final norm of hidden states [num_tokens, hidden_size]."""
-        normed: torch.Tensor = self._body.norm(hidden_states)
-        return normed
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's logits [num_tokens, vocab_size] of normed hidden states."""

@@ -27,12 +27,6 @@ def takes_no_states(method: str, model: str) -> ConfigError:
     return ConfigError(f"{method}: model must be {wanted}, not {model}.")
 
 
-def hands_out_no_states(method: str, model: str) -> ConfigError:
-    """The refusal of a model that says nothing of its early layers."""
-    wanted = "one that vLLM takes states of several layers from, as for EAGLE 3"
-    return ConfigError(f"{method}: model must be {wanted}, where exit_layer is not an integer, not {model}.")
-
-
 def may_be_cut(module: str) -> bool:
     """False if no class of this module, or of those that its classes extend, is such a body.
 

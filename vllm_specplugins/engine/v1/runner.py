@@ -12,22 +12,23 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer, Target
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
 from vllm_specplugins.engine.v1.target import TargetV1
 from vllm_specplugins.engine.v1.verify import Verifier
+from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens, probs_of
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.read_only import Views, frozen, view
 from vllm_specplugins.request_options import draft_limit
+from vllm_specplugins.target import Target
 
 
 class _Drafter:
@@ -82,26 +83,6 @@ def draft_to_the_end(runner: Any) -> None:
     """V1 drafts zeros for the whole batch when one request nears this length, which sinks where memory is short
     (`--max-model-len auto`); we shorten that request's draft instead."""
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
-
-
-def expand_batch_to_tokens(
-    x: torch.Tensor,  # [num_reqs]
-    cu_num_tokens: torch.Tensor,  # [num_reqs]
-    num_tokens: int,
-    replace_from: int = 0,
-    replace_to: int = 0,
-) -> torch.Tensor:
-    """A sampling parameter of each request, [num_reqs], repeated for its draft tokens, [num_tokens].
-
-    In place of vLLM's, whose CPU kernel writes into a copy of its output: temperature, top-k and top-p of drafted
-    positions are uninitialised memory there, and samples come from the wrong distribution.
-
-    >>> expand_batch_to_tokens(torch.tensor([0.5, 0.0]), torch.tensor([2, 3]), 3, 0, 1)
-    tensor([0.5000, 0.5000, 1.0000])
-    """
-    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-    replaced = torch.where(x == replace_from, replace_to, x).to(x.dtype)
-    return replaced.repeat_interleave(counts, output_size=num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +178,7 @@ class _Adapter:
         num_tokens = input_batch.num_tokens_no_spec[rows]
         requests = [self._request(request_id) for request_id in request_ids]
         seeds = [request.seed for request in requests]
-        num_new = np.array([len(sampled_token_ids[row]) for row in rows])
-        states = hidden_states, aux_hidden_states
-        target = self._target_of(rows, num_tokens, num_new, seeds, states, sampling_metadata, common_attn_metadata)
+        target = self._target_of(rows, num_tokens, seeds, hidden_states, sampling_metadata, common_attn_metadata)
         step = (
             sampling_metadata,
             hidden_states,
@@ -245,16 +224,15 @@ class _Adapter:
         self,
         rows: list[int],
         num_tokens: Any,
-        num_new: Any,
         seeds: list[int],
-        states: tuple[Any, Any],  # of the step's tokens, and behind early layers
+        hidden_states: Any,
         sampling: Any,
         attention: Any,
     ) -> Target | None:
         """What a model proposer sees of these rows; None where the method reads histories alone."""
         if self._target is None or not rows:
             return None
-        target = self._target.of(rows, num_tokens, num_new, seeds, *states, attention)
+        target = self._target.of(rows, num_tokens, seeds, hidden_states, attention)
         if self.verifier is None:
             return target
         verified = self.verifier.sampling(sampling).at(rows)
@@ -294,11 +272,5 @@ class _Adapter:
         if self.verifier is not None:
             self.verifier.keep_draft(batch.request_ids, draft.logits)
         elif draft.logits is not None and batch.target is not None:
-            self._runner._draft_probs = _probs(draft.logits, batch.target.sampling.temperature)
+            self._runner._draft_probs = probs_of(draft.logits, batch.target.sampling.temperature)
             self._runner._draft_prob_req_ids = batch.request_ids
-
-
-def _probs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """q of drafted tokens, [num_reqs, K, vocab_size] float32. At temperature 0 nobody reads it."""
-    scale = torch.where(temperature == 0, 1.0, temperature)[:, None, None]
-    return torch.softmax(logits.float() / scale, dim=-1)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,11 @@ import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_specplugins.draft import Early, Sampling, Target
 from vllm_specplugins.engine.target.adapters import Adapters
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.metadata import updates_in_place
 from vllm_specplugins.engine.verify import draft_seeds
+from vllm_specplugins.target import Sampling, Target
 
 
 class TargetV1:
@@ -29,17 +28,13 @@ class TargetV1:
         self,
         rows: list[int],
         num_tokens: Any,
-        num_new: Any,
         seeds: Sequence[int],
         hidden_states: torch.Tensor,
-        aux_hidden_states: Any,
         common: Any,
     ) -> Target:
-        """The target for the requests in these rows of the runner's batch, [num_reqs] tokens long each, of which so
-        many are new.
+        """The target for the requests in these rows of the runner's batch, [num_reqs] tokens long each.
 
-        `common` is the step's CommonAttentionMetadata, `hidden_states` [num_tokens_of_the_step, hidden_size], and
-        alike the others, of FirstLayers.early.
+        `common` is the step's CommonAttentionMetadata, `hidden_states` [num_tokens_of_the_step, hidden_size].
         """
         input_batch, device = self._runner.input_batch, hidden_states.device
         lengths = torch.from_numpy(num_tokens.astype(np.int64))
@@ -48,9 +43,6 @@ class TargetV1:
         computed = torch.from_numpy(input_batch.num_computed_tokens_cpu[rows]).long()
         temperature = torch.from_numpy(input_batch.temperature_cpu[rows].astype(np.float32))
         newest = starts + lengths - 2 - computed
-        early = None
-        if aux_hidden_states is not None and self.first_layers.early:
-            early = partial(self._early, rows, lengths, torch.from_numpy(num_new), newest, aux_hidden_states)
         return Target(
             forward=_PagedForward(self._runner, self.first_layers, rows, lengths),
             last_token_ids=torch.from_numpy(input_batch.token_ids_cpu[rows, num_tokens - 1]).to(device),
@@ -59,26 +51,6 @@ class TargetV1:
             sampling=Sampling(
                 temperature.to(device), draft_seeds(torch.tensor(seeds), lengths, self._rejection).to(device)
             ),
-            early=early,
-        )
-
-    def _early(
-        self,
-        rows: list[int],
-        lengths: torch.Tensor,
-        num_new: torch.Tensor,
-        newest: torch.Tensor,  # [num_reqs] from which of the step's places the newest token was said
-        states: Sequence[torch.Tensor],
-    ) -> Early:
-        device, token_ids = states[0].device, self._runner.input_batch.token_ids_cpu
-        steps = torch.arange(self._runner.num_spec_tokens + 1)
-        back = (num_new[:, None] - 1 - steps).clamp_(min=0)
-        came_out = token_ids[np.array(rows)[:, None], (lengths[:, None] - 1 - back).numpy()]
-        return Early(
-            states=dict(zip(self.first_layers.early, states, strict=True)),
-            places=(newest[:, None] - back).to(device),
-            token_ids=torch.from_numpy(came_out).long().to(device),
-            num_tokens=num_new.to(device),
         )
 
 
@@ -89,7 +61,6 @@ class _PagedForward:
         self._runner = runner
         self._first_layers = first_layers
         self.logits, self.argmax = first_layers.logits, first_layers.argmax
-        self.share, self.normed = first_layers.share, first_layers.normed
         # Upper bounds of the lengths while drafting, on the host.
         self._longest = (lengths.int() + runner.num_spec_tokens - 1).clamp_(max=runner.max_model_len)
         num_rows, tables = runner.input_batch.num_reqs, runner.input_batch.block_table

@@ -6,7 +6,6 @@ words count those drafts. N: rows, B: requests, V: vocab_size.
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,7 @@ from vllm_specplugins.engine.v1.edits import custom, edit, edit_of_drafts
 from vllm_specplugins.engine.v1.rows import Rows
 from vllm_specplugins.engine.verify import OPERATIONS, Seen
 from vllm_specplugins.kernels.rejection import Sampling, load
-from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
+from vllm_specplugins.kernels.rejection.reference import truncated
 
 
 @contextmanager
@@ -161,7 +160,8 @@ class Verifier:
         """[B, >= max_num_draft, V] logits of the drafts, or None where all are certain.
 
         A request that sat out a step has lost them: its drafts count as certain, which is as exact. So do those that a
-        grammar has cut short, which is no matter of the tokens before, where a whole draft decides.
+        grammar has cut short, which is no matter of the tokens before, where a whole draft decides. The scheduler pads
+        a request that begins with one token to compute to 1 + K, with ids of -1: rows of -inf, which are no drafts.
         """
         if self._draft_logits is None or max_num_draft == 0:
             return None
@@ -180,7 +180,9 @@ class Verifier:
                 result[index, :num_draft] = logits[place[request_id], :num_draft]
             else:
                 first = rows.starts[index] + 1
-                result[index, range(num_draft), rows.fed[first : first + num_draft]] = 0.0
+                fed = rows.fed[first : first + num_draft]
+                [drafted] = np.nonzero(fed >= 0)
+                result[index, drafted, fed[drafted]] = 0.0
         return result
 
     def _logprobs(
@@ -250,10 +252,4 @@ def _scale(logits: torch.Tensor, metadata: Any, sampling: Sampling) -> tuple[tor
 def _processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """[N, V] logits after temperature and truncation; at temperature 0 as they are."""
     temperature = torch.where(sampling.temperature == 0, 1.0, sampling.temperature)
-    scaled = logits / temperature[:, None]
-    if sampling.truncates:
-        scale = math.log2(math.e) / temperature
-        weights = torch.exp2((logits - logits.amax(-1, keepdim=True)) * scale[:, None])
-        limit = thresholds(logits, scale, weights, sampling.top_k, sampling.top_p, sampling.min_p)
-        scaled.masked_fill_(logits < limit[:, None], -torch.inf)
-    return scaled
+    return truncated(logits, sampling) / temperature[:, None]

@@ -30,16 +30,12 @@ class Lengths:
     """How many tokens were drafted for each request, on their way: a dictionary to whoever iterates it or has it
     sent to another process."""
 
-    def __init__(self, arriving: Arriving, column: int):
-        self._arriving, self._column = arriving, column
-
-    def as_dict(self) -> dict[str, int]:
-        """By request; waits for the numbers."""
-        lengths = self._arriving.values()[:, self._column].tolist()
-        return dict(zip(self._arriving.request_ids, lengths, strict=True))
+    def __init__(self, arriving: Arriving):
+        self._arriving = arriving
 
     def items(self) -> list[tuple[str, int]]:
-        return list(self.as_dict().items())
+        """By request; waits for the numbers."""
+        return list(zip(self._arriving.request_ids, self._arriving.values().tolist(), strict=True))
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, int]]]:
-        return dict, (self.as_dict(),)
+        return dict, (dict(self.items()),)

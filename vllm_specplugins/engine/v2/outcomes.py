@@ -86,13 +86,11 @@ class Outcomes:
         """What became of the last drafts; once a step, before new ones are rated."""
         calibration.learn(self._known, *self._told(num_rows), self.implementation)
 
-    def num_worth(self, drafts: Drafted, than: int, depth: int, in_part: bool) -> torch.Tensor:
-        """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage may draft so
-        many; with `in_part` behind those that are kept, else in their stead."""
+    def num_worth(self, drafts: Drafted, than: int, depth: int) -> torch.Tensor:
+        """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage goes on behind
+        them until there are so many."""
         slots = self._slots[: len(drafts.num_draft)]
-        kept: torch.Tensor = calibration.num_worth(
-            self._known, slots, _rated(drafts), than, depth, in_part, self.implementation
-        )
+        kept: torch.Tensor = calibration.num_worth(self._known, slots, _rated(drafts), than, depth, self.implementation)
         return kept
 
     def keep(self, drafts: Drafted, wanted: torch.Tensor, rates: bool, parts: Parts | None = None) -> None:
@@ -122,7 +120,7 @@ class Outcomes:
 
     def lengths(self, request_ids: Sequence[str]) -> Lengths:
         """Begins to copy the lengths of this step's drafts; whoever asks for them waits."""
-        return Lengths(Arriving(request_ids, self._num_draft[: len(request_ids), None]), 0)
+        return Lengths(Arriving(request_ids, self._num_draft[: len(request_ids)]))
 
 
 def _rated(drafts: Drafted) -> calibration.Drafts:

@@ -20,7 +20,7 @@ class PagedForward:
 
     def __init__(
         self,
-        speculator: Any,  # TargetSpeculator
+        speculator: Any,  # Speculator
         num_reqs: int,
         num_tokens: int,
         metadata: dict[str, Any] | None = None,
@@ -34,7 +34,6 @@ class PagedForward:
         self._exists = speculator.idx_mapping[:num_reqs] >= 0  # not so in a graph's padding rows
         layers = speculator.first_layers
         self.logits, self.argmax = layers.logits, layers.argmax
-        self.share, self.normed = layers.share, layers.normed
 
     def embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._speculator.adapters is not None:

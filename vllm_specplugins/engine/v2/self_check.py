@@ -1,8 +1,8 @@
 """Model Runner V2: our kernels are checked on a device before they serve (kernels/self_check.py), and warmed.
 
 What differs from its reference, or does not compile, is left to vLLM: verification is then its own, which knows all
-parameters here, too; without our noise there are no drafts. Either way the server serves. VLLM_SPECPLUGINS_SELF_CHECK:
-"0" checks nothing, "only" prints what was found and ends the program before the engine starts.
+parameters here, too, and drafts that need a q are none. Either way the server serves. VLLM_SPECPLUGINS_SELF_CHECK: "0"
+checks nothing, "only" prints what was found and ends the program before the engine starts.
 """
 
 import os
@@ -70,7 +70,9 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
     failed = _agreed({_reported(finding) for finding in findings if finding.problem})
     if failed & {"verification", "edits"}:
         verify_as_vllm(runner)
-    if "noise" in failed:
+    if "verification" in failed:
+        speculator.verified = None  # "coupled" drafts are greedy then
+    if "noise" in failed or ("verification" in failed and speculator.draft_logits is not None):
         stop_drafting(speculator)
     if "lookup" in failed:
         speculator.texts.implementation = "reference"

@@ -16,6 +16,7 @@ from vllm_specplugins.counters import Counters, StageCounters, count
 from vllm_specplugins.draft import Feedback
 from vllm_specplugins.engine.v2.arriving import Arriving
 from vllm_specplugins.proposers.drafted import Drafted, columns
+from vllm_specplugins.proposers.guard import NOT_FINITE
 
 _VERIFIED, _ACCEPTED, _KEPT = range(3)  # tokens of a stage, by place
 _ASKED, _DRAFTED, _DRAFTS, _CONFIRMED = range(4)  # of a stage
@@ -32,7 +33,8 @@ class Tally:
     def __init__(self, num_slots: int, max_num_draft: int, num_stages: int, device: torch.device):
         width = max_num_draft + 2
         # Requests by (1 + tokens verified, tokens that came out); by (whether any was wanted, tokens drafted).
-        self._shapes = (width, width), (2, width), (num_stages, 3, max_num_draft), (num_stages, 4)
+        # Then of stages, and tokens that were drawn from logits that are not finite.
+        self._shapes = (width, width), (2, width), (num_stages, 3, max_num_draft), (num_stages, 4), (1,)
         sizes = [int(np.prod(shape)) for shape in self._shapes]
         self._totals = torch.zeros(sum(sizes) + 1, dtype=torch.int64, device=device)  # the last is of nothing
         self._starts, self._width, self._nothing = np.cumsum([0, *sizes]).tolist(), width, sum(sizes)
@@ -114,6 +116,19 @@ class Tally:
             start = self._starts[3] + 4 * stage
             self._totals[start : start + 4] += own.sum(dim=1)
 
+    def add_q(
+        self,
+        q_logits: torch.Tensor,  # [R, T, vocab_size]
+        slots: torch.Tensor,  # [R], -1: padding
+        is_drawn: torch.Tensor | None = None,  # [R, T] bool, which of them count; None: all
+    ) -> None:
+        """What tokens were drawn from, of which rows that are no distribution are faults."""
+        is_broken = ~q_logits.amax(dim=-1).isfinite() & (slots >= 0)[:, None]
+        if is_drawn is not None:
+            is_broken &= is_drawn
+        start = self._starts[4]
+        self._totals[start : start + 1] += (is_broken.sum(dim=1) * self._once[: len(slots)]).sum()
+
     def _add(self, part: int, cells: torch.Tensor) -> None:
         """Counts rows, or their tokens, in these cells of a part."""
         once = self._once[: len(cells)].view(-1, *[1] * (cells.dim() - 1)).expand_as(cells)
@@ -130,13 +145,15 @@ class Tally:
             return
         totals = arriving.values()
         more, self._told = totals - self._told, totals.copy()
-        fates, drafts, by_place, by_stage = (
+        fates, drafts, by_place, by_stage, broken = (
             more[start:end].reshape(shape)
             for start, end, shape in zip(self._starts, self._starts[1:], self._shapes, strict=False)
         )
         _add_fates(counters, fates[1:, 1:])
         drafts[0, 0] += fates[1:].sum() - drafts.sum()  # rows in the middle of their prompt are none, nor is padding
         _add_drafts(counters, drafts)
+        if num_broken := int(broken[0]):
+            counters.faults[NOT_FINITE] = counters.faults.get(NOT_FINITE, 0) + num_broken
         for own, (verified, accepted, kept), sums in zip(stages, by_place, by_stage, strict=False):
             own.verified += int(verified.sum())
             own.accepted += int(accepted.sum())

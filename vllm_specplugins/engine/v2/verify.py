@@ -128,6 +128,10 @@ class FusedRejectionSampler(RejectionSampler):
         asks = self.editor.edits_any(idx_mapping_np) or self.sampler.get_logprobs_dims(idx_mapping_np) is not None
         return self._sampling(idx_mapping_np) if self._is_ever_plain and not asks else None
 
+    def was_plain(self, input_batch: Any) -> bool:
+        """Whether this step's batch has needed nothing but the operation, as far as is known without asking anew."""
+        return self._plain is not None and self._batch == (self.editor.num_added, input_batch.req_ids)
+
     def likeliest(self, input_batch: Any, places: Mapping[int, int]) -> Likeliest | None:
         """`draft.DraftBatch.likeliest`, see Seen.take; waits for the device."""
         return None if self._seen is None else self._seen.take(np.diff(input_batch.cu_num_logits_np), places)

@@ -13,11 +13,10 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 
 from vllm_specplugins.engine.v2.verify import FusedRejectionSampler
 from vllm_specplugins.engine.verify import edit_drafted
-from vllm_specplugins.kernels.gumbel import gumbel_sample
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import adjust
 from vllm_specplugins.kernels.rejection.arguments import Layout
-from vllm_specplugins.kernels.rejection.coupled import coupled_sample
+from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 from vllm_specplugins.kernels.rejection.step import sample_step
 
 
@@ -32,11 +31,13 @@ def warm_up(runner: Any, speculator: Any, max_num_reqs: int | None = None) -> No
     if isinstance(runner.rejection_sampler, FusedRejectionSampler):
         _verify(runner.rejection_sampler, logits, speculator.draft_logits, num_reqs, num_draft)
         if runner.speculative_config.runs_target:
-            _draft(runner.rejection_sampler, logits[:num_reqs], runner.speculative_config.is_coupled)
-    if speculator.draft_logits is not None and not speculator.barrier.counters.switched_off:
-        rows = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+            _edit(runner.rejection_sampler, logits[:num_reqs])
+    if runner.speculative_config.draws and not speculator.barrier.counters.switched_off:
+        first = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+        whole, limited = (sampling.at(first) for sampling in _samplings(runner.sampler.sampling_states))
+        sampling = limited if runner.speculative_config.draws_as_verified else whole
         for drafted in (logits[:num_reqs], logits[:num_reqs].contiguous()):  # a trained head's have no padding
-            gumbel_sample(drafted, torch.ones(num_reqs, device=device), rows, rows)
+            coupled_sample(drafted, first, sampling)
 
 
 def _verify(
@@ -61,16 +62,11 @@ def _verify(
             sample_step(rows, step, sampling, num_tokens)
 
 
-def _draft(sampler: FusedRejectionSampler, logits: torch.Tensor, is_coupled: bool) -> None:
-    """What a model proposer does to its logits: edits, and the race of verification."""
-    num_reqs = len(logits)
-    states, positions = sampler.sampler.sampling_states, torch.zeros(num_reqs, dtype=torch.int64, device=logits.device)
-    limited = list(_samplings(states))[-1].at(positions)
-    drafts = positions[:, None].int()
-    for own in (logits, logits.contiguous()):  # a trained head's have no padding, nor have edited ones
-        edit_drafted(positions, sampler.editor.edits(), own, drafts, positions)
-        if is_coupled:
-            coupled_sample(own, positions, limited)
+def _edit(sampler: FusedRejectionSampler, logits: torch.Tensor) -> None:
+    """What a model proposer does to its logits where a request asks for edits."""
+    first = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    for own in (logits, logits.contiguous()):  # as above
+        edit_drafted(first, sampler.editor.edits(), own, first[:, None].int(), first)
 
 
 def _samplings(states: Any) -> Iterator[Sampling]:

@@ -1,31 +1,34 @@
-"""The version contract: every name of vLLM that we replace, override or read, in lists that can be checked.
+"""The version contract: every name of vLLM that we replace, override or read, checked before a method of ours runs.
 
-The lists stand in seams.py (functions, and all that we replace) and members.py (of objects), in versions/, v1/ and v2/;
-a test holds them against all that our sources use. The check reads vLLM's source and imports nothing of
-it, so it serves an installed vLLM as well as an unpacked wheel of another version.
+What is replaced stands in replaced.py, with its reasons. All names, those too that are merely read, stand in
+vllm_names.json with the parameters of functions; tests/engine/vllm_names.py writes it from our sources and vLLM's, and
+a test compares. The check reads vLLM's source and imports nothing of it, so it serves an installed vLLM as well as an
+unpacked wheel of another version.
 """
 
 import ast
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_specplugins.engine.v1.members import V1_MEMBERS
-from vllm_specplugins.engine.v1.seams import V1
-from vllm_specplugins.engine.v2.members import V2_MEMBERS
-from vllm_specplugins.engine.v2.seams import V2
-from vllm_specplugins.engine.versions.members import COMMON_MEMBERS
-from vllm_specplugins.engine.versions.seam import Seam
-from vllm_specplugins.engine.versions.seams import COMMON
+from vllm_specplugins.engine.versions.replaced import REPLACED as REPLACED
 
 SUPPORTED = ">=0.32,<0.34"
-SEAMS: tuple[Seam, ...] = (*COMMON, *COMMON_MEMBERS, *V1, *V1_MEMBERS, *V2, *V2_MEMBERS)
+NAMES_FILE = Path(__file__).with_name("vllm_names.json")
+
+
+@cache
+def names() -> Mapping[str, Mapping[str, str | None]]:
+    """File below vLLM's folder -> "function", "Class.member" or a module's global name -> its parameters, if told."""
+    found: dict[str, dict[str, str | None]] = json.loads(NAMES_FILE.read_text())
+    return found
 
 
 @cache
 def probe_installed() -> tuple[str, ...]:
-    """What the installed vLLM lacks of SEAMS, one sentence each; empty if we can run on it."""
+    """What the installed vLLM lacks of `names`, one sentence each; empty if we can run on it."""
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return ("vLLM is not installed",)
@@ -33,24 +36,20 @@ def probe_installed() -> tuple[str, ...]:
 
 
 def probe(package: Path) -> Iterator[str]:
-    """Checks SEAMS against the source of vLLM in the folder `package`; yields a sentence for each that fails."""
-    modules: dict[str, ast.Module | None] = {}
-    for seam in SEAMS:
-        if seam.file not in modules:
-            path = package / seam.file
-            modules[seam.file] = ast.parse(path.read_text()) if path.is_file() else None
-        module = modules[seam.file]
-        where = f"vllm/{seam.file}: {seam.name}"
-        if module is None or (found := _find(module, seam.name)) is None:
-            yield f"{where} is missing; supported is vLLM {SUPPORTED}"
-        elif seam.parameters is not None:
-            parameters = _parameters(found)
-            if parameters != seam.parameters:
-                wanted = ", ".join(seam.parameters)
-                yield f"{where} does not take ({wanted}); supported is vLLM {SUPPORTED}"
+    """Checks `names` against the source of vLLM in the folder `package`; yields a sentence for each that fails."""
+    for file, wanted in names().items():
+        path = package / file
+        module = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
+        for name, parameters in wanted.items():
+            found = find(module, name)
+            if found is None:
+                yield f"vllm/{file}: {name} is missing; supported is vLLM {SUPPORTED}"
+            elif parameters is not None and parameters_of(found) != parameters:
+                listed = parameters.replace(" ", ", ")
+                yield f"vllm/{file}: {name} does not take ({listed}); supported is vLLM {SUPPORTED}"
 
 
-def _find(module: ast.Module, name: str) -> ast.AST | None:
+def find(module: ast.Module, name: str) -> ast.AST | None:
     """The node that binds `name` in a module, or a method or attribute in one of its classes."""
     owner, _, member = name.rpartition(".")
     if not owner:
@@ -73,8 +72,9 @@ def _binding(nodes: Iterator[ast.AST], name: str) -> ast.AST | None:
     return None
 
 
-def _parameters(node: ast.AST) -> tuple[str, ...] | None:
+def parameters_of(node: ast.AST) -> str | None:
+    """The names of a function's parameters; None of all else."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     arguments = node.args
-    return tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+    return " ".join(argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))

@@ -15,9 +15,7 @@ MIN_ROUNDS, MIN_REQUESTS = 3, 8  # of a workload: fewer say nothing
 
 def advice(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> str:
     """The fastest method, by the mean of all cells, and where it wins and loses; no value where that is not certain."""
-    by_method = {name: [row for row in rows if row.method == name] for name in configs if name != NONE}
-    gains = {name: _mean_ratio(own) for name, own in by_method.items()}
-    best = max(gains, key=lambda name: gains[name].median)
+    by_method, gains, best = _ranked(rows)
     words = f"{best}: {gains[best]}"
     if len(by_method[best]) > 1:
         ordered = sorted(by_method[best], key=lambda row: row.ratio.median)
@@ -30,6 +28,22 @@ def advice(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> str:
     if gains[best].median < PAYS:
         return f"Serve without speculation. The best method here is {words}."
     return f"Serve with {words}.\n{serve_with(configs[best] or {})}"
+
+
+def chosen(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> Config | None:
+    """What `advice` would serve with; None if it would not speculate, or does not know."""
+    _, gains, best = _ranked(rows)
+    return configs[best] if gains[best].median >= PAYS and not any(_doubts(rows, gains, best)) else None
+
+
+def _ranked(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], dict[str, Spread], str]:
+    """The rows of each method, its gain, and the best method."""
+    by_method: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.method != NONE:
+            by_method.setdefault(row.method, []).append(row)
+    gains = {name: _mean_ratio(own) for name, own in by_method.items()}
+    return by_method, gains, max(gains, key=lambda name: gains[name].median)
 
 
 def _mean_ratio(rows: Sequence[Row]) -> Spread:

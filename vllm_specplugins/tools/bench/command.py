@@ -5,12 +5,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.progress import Progress
+
 from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError
-from vllm_specplugins.engine.measure.serving import Machine, ServingEngine, Traffic
+from vllm_specplugins.engine.measure.serving import Machine, ServingEngine, Traffic, Turn
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
 from vllm_specplugins.tools.bench.advice import advice
 from vllm_specplugins.tools.bench.data import read_workloads
@@ -19,7 +21,7 @@ from vllm_specplugins.tools.bench.plot import plot
 from vllm_specplugins.tools.bench.report import Report, facts, show
 from vllm_specplugins.tools.bench.rounds import serve_rounds
 from vllm_specplugins.tools.bench.workloads import Workload, make_workload
-from vllm_specplugins.tools.picker import Config, pick_methods
+from vllm_specplugins.tools.picker import NONE, Config, pick_methods
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_files, stdout, write_json
 
@@ -27,34 +29,62 @@ DEFAULT_WORKLOADS = ("code", "copy", "chat", "random")
 MEMORY_SHARE = 0.9  # of a GPU, for all engines together
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What engines did: by cell and method, their turns; the machine, and the arguments that they shared."""
+
+    turns: dict[Cell, dict[str, list[Turn]]]
+    machine: Machine
+    arguments: Mapping[str, Any]
+
+    def rows(self) -> list[Row]:
+        return [row for cell, turns in self.turns.items() for row in rows_of(cell, turns)]
+
+
 def run(args: argparse.Namespace) -> int:
     """The command; prints its report, and returns 0, or 1 if speculation changed an output."""
     configs = pick_methods(args.methods)
     check_files(args)
     workloads = pick_workloads(args)
-    arguments = engine_arguments(args, configs, workloads)
     with progress() as bars:
-        cells = [
-            (workload, Cell(workload.name, batch, temperature))
-            for temperature in args.temperature for workload in workloads for batch in args.batch
-        ]  # fmt: skip
-        task = bars.add_task("", total=len(configs) + len(cells) * (1 + args.rounds))
+        served = serve(args, configs, workloads, bars)
+    return report(args, report_of(args, configs, workloads, served))
 
-        def advance(words: str | None = None) -> None:
-            bars.update(task, advance=words is None, description=words)
 
-        with engines_up(configs, arguments, advance) as (engines, machine):
-            rows: list[Row] = []
-            for workload, cell in cells:
-                advance(f"{cell}{so_far(rows)}")
-                rows += rows_of(cell, serve_rounds(engines, rounds_of(args, workload, cell), advance))
+def serve(
+    args: argparse.Namespace, configs: Mapping[str, Config | None], workloads: Sequence[Workload], bars: Progress
+) -> Served:
+    """All cells, with engines that take turns."""
+    arguments = engine_arguments(args, configs, workloads)
+    cells = [
+        (workload, Cell(workload.name, batch, temperature))
+        for temperature in args.temperature for workload in workloads for batch in args.batch
+    ]  # fmt: skip
+    task = bars.add_task("", total=len(configs) + len(cells) * (1 + args.rounds))
+
+    def advance(words: str | None = None) -> None:
+        bars.update(task, advance=words is None, description=words)
+
+    with engines_up(configs, arguments, advance) as (engines, machine):
+        served = Served({}, machine, arguments)
+        for workload, cell in cells:
+            advance(f"{cell}{so_far(served.rows()) if NONE in configs else ''}")
+            served.turns[cell] = serve_rounds(engines, rounds_of(args, workload, cell), advance)
+    return served
+
+
+def report_of(
+    args: argparse.Namespace, configs: Mapping[str, Config | None], workloads: Sequence[Workload], served: Served
+) -> Report:
+    """The report on what was served."""
     conditions = {"model": args.model, "rounds": args.rounds, "prompts": args.prompts, "tokens": args.tokens}
     conditions |= {
-        "arguments": arguments,
+        "together": getattr(args, "together", True),
+        "arguments": served.arguments,
         "keeps": [workload.name for workload in workloads if workload.keeps],
         "short": [workload.name for workload in workloads if workload.is_short(num_prompts(args))],
     }
-    return report(args, Report(rows, configs, machine, conditions))
+    return Report(served.rows(), configs, served.machine, conditions)
 
 
 def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell) -> list[Traffic]:
@@ -79,11 +109,11 @@ def so_far(rows: Sequence[Row]) -> str:
     return f" (after {rows[-1].cell}: {words})" if rows else ""
 
 
-def report(args: argparse.Namespace, found: Report) -> int:
-    """Prints and writes what was found; the exit status."""
+def report(args: argparse.Namespace, found: Report, more: Mapping[str, Any] | None = None) -> int:
+    """Prints and writes what was found, and in the file `more`; the exit status."""
     show(found, stdout(), args.wide)
     if args.json:
-        write_json(facts(found), args.json)
+        write_json(facts(found) | dict(more or {}), args.json)
     if args.plot:
         title = f"{Path(args.model).name}, {found.machine.dtype}, {found.machine.device}"
         words = advice(found.rows, found.configs).partition(". ")[0]

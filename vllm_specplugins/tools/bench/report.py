@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from vllm_specplugins.engine.measure.serving import Machine
-from vllm_specplugins.tools.bench.advice import advice, notes
+from vllm_specplugins.tools.bench.advice import advice, chosen, notes
 from vllm_specplugins.tools.bench.figures import Row
 from vllm_specplugins.tools.picker import NONE, Config
 from vllm_specplugins.tools.report import say, show_table, table_of, versions
@@ -27,8 +27,8 @@ MORE_LEGEND = (
 )
 FRESH = (
     "Each round asks prompts of its own, as a tenant of its own, without a prefix cache: nothing is drafted from what "
-    "earlier rounds said. What an engine learns of itself (the times of its steps, how often drafts are accepted, an "
-    "exit's layer) is kept, as in a server that has been up for a minute."
+    "earlier rounds said. What an engine learns of itself (the times of its steps, how often drafts are accepted) is "
+    "kept, as in a server that has been up for a minute."
 )
 
 
@@ -109,8 +109,9 @@ def _more_figures(row: Row) -> list[str]:
 def _conditions(report: Report) -> str:
     machine, done = report.machine, report.conditions
     made = ", ".join(f"{name} {number}" for name, number in versions("vllm", "torch").items())
+    turns = " in which the engines took turns" if done["together"] else ", one engine after the other"
     return (
-        f"{done['model']}; {done['rounds']} rounds in which the engines took turns, each of {done['prompts']} requests "
+        f"{done['model']}; {done['rounds']} rounds{turns}, each of {done['prompts']} requests "
         f"or more, with up to {done['tokens']} tokens; {machine.device}; {machine.dtype}; Model Runner "
         f"{machine.runner}; {made}."
     )
@@ -127,4 +128,5 @@ def facts(report: Report) -> dict[str, Any]:
         "rows": [asdict(row) | {"loops": row.loops, "beats_its_steps": row.beats_its_steps} for row in report.rows],
         "notes": list(report.notes()),
         "advice": advice(report.rows, report.configs),
+        "chosen": chosen(report.rows, report.configs) if report.is_lossless else None,
     }

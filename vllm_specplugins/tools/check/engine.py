@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.engine.measure.trial import Trial, tried
+from vllm_specplugins.engine.measure.samples import Drawn, Request, SamplingEngine
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint
 
@@ -26,23 +26,25 @@ def in_engine(config: Mapping[str, Any], runner: str, advance: Callable[[], None
     """
     folder = Path(tempfile.mkdtemp(prefix="specplugins-"))
     write_checkpoint(folder / "model", SEED)
-    prompts = grid.make_prompts(SEED, grid.NUM_GREEDY_PROMPTS)
-    trials: list[Trial] = []
+    params = {"temperature": 0, "max_tokens": grid.NUM_GREEDY_TOKENS}
+    requests = [Request(prompt, params) for prompt in grid.make_prompts(SEED, grid.NUM_GREEDY_PROMPTS)]
+    drawn: list[Drawn] = []
+    blame = f"check: PROPOSER failed in an engine on Model Runner {runner.upper()}"
     for number, value in enumerate((None, config)):
         log = folder / f"engine-{number}.log"
-        trials.append(tried(folder / "model", value, runner, prompts, grid.NUM_GREEDY_TOKENS, log))
+        with SamplingEngine(blame, log, folder / "model", value, runner=runner) as engine:
+            drawn.append(engine.draw(requests))
         advance()
     shutil.rmtree(folder)
-    return judged(trials[0], trials[1], runner.upper())
+    return judged(drawn[0], drawn[1], runner.upper())
 
 
-def judged(plain: Trial, drafted: Trial, runner: str) -> tuple[str, list[str]]:
-    """What two trials say of the second one's proposer; see in_engine."""
-    stats = drafted.stats
+def judged(plain: Drawn, drafted: Drawn, runner: str) -> tuple[str, list[str]]:
+    """What two engines say of the second one's proposer; see in_engine."""
     where = f"In an engine on Model Runner {runner}"
-    words = f"{where}: {stats['drafted_tokens']} tokens drafted, {stats['accepted_tokens']} accepted."
+    words = f"{where}: {drafted.num_drafted} tokens drafted, {drafted.num_accepted} accepted."
     different = sum(a != b for a, b in zip(plain.token_ids, drafted.token_ids, strict=True))
-    wrong = [f"{where} it {kind} ({count} times)." for kind, count in stats["faults"].items()]
+    wrong = [f"{where} it {kind} ({count} times)." for kind, count in drafted.faults.items()]
     if different:
         wrong.append(f"{different} of {len(plain.token_ids)} outputs are not those without it: that is our bug.")
     return words, wrong

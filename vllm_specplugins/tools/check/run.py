@@ -13,8 +13,9 @@ import numpy as np
 from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.custom import import_object
 from vllm_specplugins.draft import PROTOCOL_VERSION, Draft, DraftBatch, Feedback, Proposer, ProposerContext
-from vllm_specplugins.methods import build_proposer, import_object, parse_config, registered_methods
+from vllm_specplugins.methods import build_proposer, parse_config, registered_methods
 from vllm_specplugins.proposers.barrier import FaultBarrier
 from vllm_specplugins.proposers.guard import CHARGED
 from vllm_specplugins.proposers.switch import MAX_FAULTS

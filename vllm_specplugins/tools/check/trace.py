@@ -1,6 +1,6 @@
 """A recorded engine: what it served, and how a proposer's drafts would have fared.
 
-Requests arrive, are preempted, come back and end as they did when engine/measure/record.py looked on. How far each
+Requests arrive, are preempted, come back and end as they did when tests/tools/record_trace.py looked on. How far each
 gets in a step is up to the drafts: what the target said next is known, and a draft is accepted as far as it says so.
 """
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm_specplugins.config import CommonConfig, ConfigError, built_in_stage
+from vllm_specplugins.custom import reads_likeliest
 from vllm_specplugins.methods import (
     METHODS,
     drafts_on_device,
     parse_config,
-    reads_likeliest,
     registered_methods,
     runs_target,
 )
@@ -73,8 +73,7 @@ def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candida
 def _default() -> Iterator[str]:
     """Names of every history proposer."""
     for name, method in METHODS.items():
-        needs_model = method.runs_target or method.reads_likeliest
-        if method.reads_history and not needs_model and name not in ("cascade", "custom"):
+        if method.reads_history and not method.runs_target and name not in ("cascade", "custom"):
             yield name
     yield from registered_methods()
 

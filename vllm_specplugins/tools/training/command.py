@@ -25,7 +25,6 @@ from vllm_specplugins.tools.training.core import Settings, train
 from vllm_specplugins.tools.training.exit_head import ExitHeadSettings
 from vllm_specplugins.tools.training.jump import JumpSettings
 from vllm_specplugins.tools.training.look_ahead import LookAheadSettings
-from vllm_specplugins.tools.training.medusa import MedusaSettings
 from vllm_specplugins.tools.training.own_text import own_rows
 from vllm_specplugins.tools.training.parts import Part
 from vllm_specplugins.tools.training.report import Trained, about_data, card, show
@@ -35,7 +34,6 @@ PARTS: dict[str, type[Settings]] = {
     "train-exit-head": ExitHeadSettings,
     "train-jump": JumpSettings,
     "train-look-ahead": LookAheadSettings,
-    "train-medusa": MedusaSettings,
 }
 MAX_SCORED_ROWS = 64
 NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration, where the part does not fix it

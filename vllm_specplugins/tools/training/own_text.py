@@ -2,17 +2,18 @@
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, shown
-from vllm_specplugins.engine.measure.texts import continued
+from vllm_specplugins.engine.measure.samples import Request, SamplingEngine
 from vllm_specplugins.tools.files import save_whole
 
 FILE = "own_text.json"
 LOG = "own_text.log"
+AT_A_TIME = 64  # requests
 PROMPT_SHARE = 4  # one token of so many is the prompt's
 
 
@@ -42,6 +43,31 @@ def own_rows(
     found = list(continued(model, prompts, row_tokens, temperature, seed, out / LOG, advance))
     save_whole(out, lambda folder: _write(folder / FILE, {"made_of": made_of, "rows": found}))
     return found
+
+
+def continued(
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+    log: Path,
+    advance: Callable[[int], None],
+) -> Iterator[list[int]]:
+    """Each prompt and what the model says after it, up to its end or to `num_tokens` together; `advance` is called with
+    the number of prompts that are done."""
+    settings = {
+        "max_model_len": num_tokens + 1, "max_num_seqs": AT_A_TIME, "seed": seed, "disable_log_stats": False
+    }  # fmt: skip
+    with SamplingEngine("MODEL must be one that vLLM can serve", log, model, settings=settings) as engine:
+        for start in range(0, len(prompts), AT_A_TIME):
+            some = [list(prompt) for prompt in prompts[start : start + AT_A_TIME]]
+            asked = [
+                Request(prompt, {"temperature": temperature, "max_tokens": num_tokens - len(prompt)}) for prompt in some
+            ]
+            for prompt, [output] in zip(some, engine.draw(asked).token_ids, strict=True):
+                yield prompt + output
+            advance(start + len(some))
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specplugins.kernels.rejection import Sampling
-from vllm_specplugins.kernels.rejection.coupled import coupled_sample
+from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 from vllm_specplugins.tools.base_model import BaseModel, overlap
 from vllm_specplugins.tools.training.parts import Guess, Part
 

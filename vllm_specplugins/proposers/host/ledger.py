@@ -1,0 +1,122 @@
+"""What `Ledger` does. Of a stage are counted, in this order: tokens that go to the target, drafts that have any of
+them, tokens that the target looked at."""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from vllm_specplugins.kernels.calibration import DECAY, PRIOR_WEIGHT
+from vllm_specplugins.structures.compiled import compiled, inlined
+
+KEPT, DRAFTS, VERIFIED = range(3)
+NUM_TOTALS = 3
+GRADES = 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 31.0  # each grade's largest, but for the last one's
+NUM_GRADES = len(GRADES) + 1
+SHARED_DECAY = 0.99
+MOST_OF_A_STEP = 8.0
+
+_ids, ints, reals, _counts = types.int32[::1], types.int64[::1], types.float64[:, ::1], types.float64[:, :, ::1]
+_table = types.int64[:, ::1]
+drafts_type = types.Tuple((ints, _table, reals))  # tokens of each; of each token its stage and confidence
+_totals_type = types.Tuple((_table, _table))
+records_type = types.Tuple((_counts, _counts, reals, reals, reals))
+
+
+@inlined
+def grade_of(confidence: float) -> int:
+    """Of ten, in few steps: a match of 2 tokens is right every other time, one of 32 hardly ever wrong."""
+    grade = 0
+    for above in GRADES:
+        grade += int(confidence > above)
+    return grade
+
+
+@inlined
+def chance(records: Any, row: int, stage: int, confidence: float) -> float:
+    """Of one token to be accepted, those before it being right."""
+    tried, accepted, _, shared_tried, shared_accepted = records
+    grade = grade_of(confidence)
+    prior = shared_accepted[stage, grade] / shared_tried[stage, grade]
+    found: float = (accepted[row, stage, grade] + PRIOR_WEIGHT * prior) / (tried[row, stage, grade] + PRIOR_WEIGHT)
+    return found
+
+
+@compiled(types.void(reals, records_type, ints, types.int64, reals))
+def acceptance(out: Any, records: Any, rows: Any, stage: int, confidence: Any) -> None:
+    """See Ledger.acceptance."""
+    for index in range(len(rows)):
+        for place in range(confidence.shape[1]):
+            out[index, place] = chance(records, rows[index], stage, confidence[index, place])
+
+
+@compiled(types.int64(ints, drafts_type, drafts_type, _totals_type, _ids, types.float32[::1], _ids))
+def put(rows: Any, made: Any, sent: Any, totals: Any, lengths: Any, first_confidence: Any, last_stage: Any) -> int:
+    """Keeps drafts, counts them, and fills the last three with what draft.Draft says of each; the longest's length."""
+    num_draft, stages, confidence = made
+    num_sent, sent_stages, sent_confidence = sent
+    counts, longest = totals[0], 0
+    for index in range(len(rows)):
+        row, length = rows[index], num_draft[index]
+        num_sent[row] = lengths[index] = length
+        longest = max(longest, length)
+        first_confidence[index] = confidence[index, 0] if length else 0.0
+        last_stage[index] = stages[index, length - 1] if length else -1
+        for place in range(length):
+            stage = stages[index, place]
+            sent_stages[row, place], sent_confidence[row, place] = stage, confidence[index, place]
+            counts[stage, KEPT] += 1
+            is_first = True
+            for before in range(place):
+                is_first &= stages[index, before] != stage
+            counts[stage, DRAFTS] += is_first
+    return longest
+
+
+@compiled(types.void(ints, ints, ints, drafts_type, _totals_type, records_type))
+def settle(rows: Any, num_draft: Any, num_accepted: Any, sent: Any, totals: Any, records: Any) -> None:
+    """See Ledger.settle; tokens after the first rejected one were not tried."""
+    num_sent, stages, confidence = sent
+    counts, accepted_at = totals
+    tried, accepted, whole, shared_tried, shared_accepted = records
+    step_tried, step_accepted = np.zeros_like(shared_tried), np.zeros_like(shared_tried)
+    for index in range(len(rows)):
+        row, num_right = rows[index], num_accepted[index]
+        length = min(num_sent[row], num_draft[index])
+        num_sent[row] = 0
+        last_cell, start = -1, 0
+        for place in range(length):
+            stage, is_right = stages[row, place], place < num_right
+            counts[stage, VERIFIED] += 1
+            accepted_at[stage, place] += is_right
+            if place <= num_right:
+                grade = grade_of(confidence[row, place])
+                if stage * NUM_GRADES + grade != last_cell:
+                    last_cell = stage * NUM_GRADES + grade
+                    tried[row, stage, grade] *= DECAY
+                    accepted[row, stage, grade] *= DECAY
+                tried[row, stage, grade] += 1.0
+                accepted[row, stage, grade] += is_right
+                step_tried[stage, grade] += 1.0
+                step_accepted[stage, grade] += is_right
+            end = place + 1
+            if end == length or stages[row, end] != stage:  # a stage's stretch
+                if num_right >= start:
+                    whole[row, stage] = end - start if num_right >= end else 0
+                start = end
+    for stage in range(shared_tried.shape[0]):
+        for grade in range(NUM_GRADES):
+            new = step_tried[stage, grade]
+            if new > 0:
+                share = min(1.0, MOST_OF_A_STEP / new)
+                shared_tried[stage, grade] = SHARED_DECAY * shared_tried[stage, grade] + share * new
+                right = share * step_accepted[stage, grade]
+                shared_accepted[stage, grade] = SHARED_DECAY * shared_accepted[stage, grade] + right
+
+
+@compiled(types.void(ints, ints, ints))
+def add_lengths(lengths: Any, most: Any, totals: Any) -> None:
+    """How often each length was chosen for requests that may have any."""
+    for index in range(len(lengths)):
+        if most[index] > 0:
+            totals[lengths[index]] += 1

@@ -1,0 +1,109 @@
+"""Which exits of a model are worth an engine, for `calibrate`: from the model's own outputs, one pass for each.
+
+An exit is asked, token by token, whether it would have drafted what the model said. Drafts are only verified where all
+earlier ones of the same step were right, so these bits say exactly how many are accepted. What they cost is guessed: a
+draft token takes its share of the layers of a step, and verification takes nothing. K: num_draft.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_specplugins.tools.base_model import BaseModel, Exit, overlap
+
+Bits = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class ExitRow:
+    """How an exit does on the model's own outputs.
+
+    Args:
+        exit_head: the folder of its head, if it has one of its own.
+        match_rate: share of the tokens that it would have drafted at temperature 0.
+        overlap: mean sum of min(p, q): share of its samples that is accepted at temperature 1.
+        num_draft: K with which it is guessed to be fastest.
+        tokens_per_step: that K emits.
+        guess: how many times as fast as no speculation.
+    """
+
+    exit_layer: int
+    exit_head: str | None
+    match_rate: float
+    overlap: float
+    num_draft: int
+    tokens_per_step: float
+    guess: float
+
+    @property
+    def name(self) -> str:
+        return f"exit {self.exit_layer}{' + head' if self.exit_head else ''}"
+
+    def speculative_config(self) -> dict[str, Any]:
+        """The value for vLLM's `--speculative-config`."""
+        head = {"exit_head": self.exit_head} if self.exit_head else {}
+        return {
+            "method": "early_exit", "exit_layer": self.exit_layer, **head, "num_speculative_tokens": self.num_draft
+        }  # fmt: skip
+
+
+def exit_rows(
+    base: BaseModel,
+    exits: Sequence[tuple[Exit, Path | None]],
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    max_draft: int,
+) -> Iterator[ExitRow]:
+    """A row for each exit and the folder of its head, with the best K up to max_draft."""
+    found = agreements(base, [place for place, _ in exits], prompts, outputs)
+    for (place, folder), (match, shared) in zip(exits, found, strict=True):
+        tokens = {k: tokens_per_step(match, k) for k in range(1, max_draft + 1)}
+        gains = {k: emitted / (1 + k * place.layer / base.num_layers) for k, emitted in tokens.items()}
+        best = max(gains, key=lambda k: gains[k])
+        rate = sum(int(bits.sum()) for bits in match) / sum(map(len, match))
+        head = str(folder.resolve()) if folder else None
+        yield ExitRow(place.layer, head, rate, shared, best, tokens[best], gains[best])
+
+
+def agreements(
+    base: BaseModel, exits: Sequence[Exit], prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> list[tuple[list[Bits], float]]:
+    """Of each exit: for each output, [num_tokens - 1] whether its greedy token is the output's; and the mean overlap.
+
+    The first token of an output comes from the prompt and is never drafted.
+    """
+    match: list[list[Bits]] = [[] for _ in exits]
+    overlaps: list[list[torch.Tensor]] = [[] for _ in exits]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        wanted = torch.tensor(output[1:], device=base.model.device)
+        [states] = base.hidden_states([[*prompt, *output[:-1]]])
+        states = [state[len(prompt) :] for state in states]
+        full = base.logits(states[-1])
+        for place, bits, shares in zip(exits, match, overlaps, strict=True):
+            logits = place.logits(base, states)
+            bits.append((logits.argmax(-1) == wanted).cpu().numpy())
+            shares.append(overlap(full, logits).cpu())
+    return [(bits, torch.cat(shares).mean().item()) for bits, shares in zip(match, overlaps, strict=True)]
+
+
+def tokens_per_step(match: Sequence[Bits], num_draft: int) -> float:
+    """Mean tokens that a step emits, replayed over outputs; nan if no output is longer than K.
+
+    A step whose draft would pass the end of what is known is not counted.
+
+    >>> tokens_per_step([np.array([True, True, False, True, False, True])], 2)
+    2.5
+    """
+    num_tokens = num_steps = 0
+    for bits in match:
+        place = 0
+        while place + num_draft <= len(bits):
+            drafted = bits[place : place + num_draft]
+            emitted = 1 + (num_draft if drafted.all() else int(drafted.argmin()))
+            num_tokens, num_steps, place = num_tokens + emitted, num_steps + 1, place + emitted
+    return num_tokens / num_steps if num_steps else float("nan")
