@@ -148,7 +148,8 @@ def _calibrate(subparsers: Any) -> None:
     )
     add("--medusa", type=Path, metavar="DIR", help="Medusa heads to serve as well")
     also = "prompt_lookup,suffix_lookup,cascade"
-    add("--also", default=also, metavar="NAMES", help=f"other methods to serve, or none (default: {also})")
+    words = f"other methods to serve, by name or as values of --speculative-config, or none (default: {also})"
+    add("--also", nargs="+", default=[also], metavar="METHOD", help=words)
     add(
         "--max-draft",
         type=whole(1, 64),

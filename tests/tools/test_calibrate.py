@@ -184,7 +184,7 @@ def test_look_ahead_with_its_head(tmp_path: Path) -> None:
     for layer in (1, 2):
         config = ExitHeadConfig(exit_layer=layer, hidden_size=8, vocab_size=16, rank=0, rms_norm_eps=1e-5)
         ExitHead(config, weights).save(tmp_path / f"head{layer}")
-    given = {"max_draft": 8, "also": "none", "jump": None, "look_ahead": tmp_path / "ahead", "medusa": None}
+    given = {"max_draft": 8, "also": ["none"], "jump": None, "look_ahead": tmp_path / "ahead", "medusa": None}
     for layer, heads in ((1, None), (2, str(tmp_path / "head2"))):
         found = methods_to_serve(argparse.Namespace(**given, exit_head=tmp_path / f"head{layer}"))
         config = found["look_ahead"]

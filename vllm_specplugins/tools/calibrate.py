@@ -124,7 +124,7 @@ def methods_to_serve(args: argparse.Namespace) -> dict[str, Config]:
     Raises:
         ConfigError: a name, or a part that is not one.
     """
-    found = pick([args.also], "--also", usual())
+    found = pick(args.also, "--also", usual())
     found = {name: config for name, config in found.items() if config}
     if args.jump:
         head = str(args.jump.resolve())
