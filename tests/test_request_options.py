@@ -5,14 +5,15 @@ import doctest
 import json
 import time
 import tracemalloc
-from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vllm_specplugins import request_options
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.methods import parse_config
+from vllm_specplugins.options_text import Text
 from vllm_specplugins.request_options import Limits, draft_limit, read_options, received, resolved, understood
 
 LOOKUP = {"method": "prompt_lookup"}
@@ -147,9 +148,29 @@ def test_text() -> None:
 def test_a_reference_is_read_by_itself(text: str, options: Any) -> None:
     """Kills: a reference that gets lost, is read where it is another's, or counts towards the bound of the rest."""
     found = dict(read_options(text, max_model_len=1000))
-    if isinstance(found.get("reference"), array):  # of token ids
-        found["reference"] = list(found["reference"])
+    if isinstance(found.get("reference"), bytearray):  # of token ids
+        found["reference"] = np.frombuffer(found["reference"], np.int32).tolist()
+    if isinstance(found.get("reference"), Text):
+        found["reference"] = "".join(found["reference"])
     assert found == options == json.loads(text)
+
+
+@pytest.mark.parametrize("unit", ["x", "\u4f60", "\U0001f600", "\n", '"', "\\", "a\u00e9", "\ud83d", "\ude00\ud83d"])
+@pytest.mark.parametrize("before", range(3))
+def test_a_text_is_decoded_by_pieces(unit: str, before: int) -> None:
+    """Kills: an escape, or a character of two, that is cut where pieces meet."""
+    text = "x" * (4095 + before) + unit * 3000
+    for is_ascii in (True, False):
+        raw = json.dumps({"reference": text}, ensure_ascii=is_ascii)
+        pieces = list(read_options(raw, max_model_len=10_000)["reference"])
+        assert "".join(pieces) == json.loads(raw)["reference"] and max(map(len, pieces)) <= 4096
+
+
+@pytest.mark.parametrize("string", ['"\\x"', '"\\u12g4"', '"\n"', '"a', '"\\"', '"\\u123"'])
+def test_a_text_that_is_no_json(string: str) -> None:
+    """Kills: a string that is decoded where it is tokenised, and not refused where it is read."""
+    with pytest.raises(ConfigError, match="must be a dictionary or its JSON text"):
+        read_options(f'{{"reference": {string}}}', max_model_len=100)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ A reference may hold as many tokens as the context, and is read by itself; the r
 
 import json
 import re
-from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any
@@ -22,9 +22,35 @@ MAX_DIGITS = 100
 # Of a custom proposer's own options, characters and values together: what a walk through them may cost.
 MAX_OWN_SIZE = 1 << 14
 _REFERENCE_KEY = re.compile(r'"reference"\s*:\s*')
+_STRING = re.compile(r'"[^"\\\x00-\x1f]*+(?:\\(?:u[0-9a-fA-F]{4}|["\\/bfnrt])[^"\\\x00-\x1f]*+)*+"')
+# Of what stands in a string: what is decoded together, both halves of a character too.
+_CHUNK = re.compile(r"(?:[^\\]{1,64}+|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.){1,64}+", re.DOTALL)
 _NUMBER = r"\s*+(?:0|[1-9]\d{0,8}+)\s*+"  # of 32 bits; what else there may be is no token id
 _IDS = re.compile(rf"\[{_NUMBER}(?:,{_NUMBER})*+\]")
 PIECE = 1 << 14  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text that JSON holds, decoded piece by piece whenever it is read: no second one is kept.
+
+    Args:
+        json: a text that holds its string.
+        start: of what is in the string.
+        end: of that.
+    """
+
+    json: str
+    start: int
+    end: int
+
+    def __iter__(self) -> Iterator[str]:
+        for chunk in _CHUNK.finditer(self.json, self.start, self.end):
+            yield scanstring(chunk.group() + '"', 0)[0]
+
+    def __len__(self) -> int:
+        """In characters of JSON."""
+        return self.end - self.start
 
 
 def _integer(digits: str) -> int:
@@ -65,8 +91,9 @@ def _decoded(text: str, max_model_len: int) -> Any:
     """What JSON text holds: a reference is read by itself, which costs little, and the rest must be short."""
     found = [match.end() for match in islice(_REFERENCE_KEY.finditer(text), 2)]
     start = found[0] if len(found) == 1 else len(text)
-    if text.startswith('"', start):
-        reference, end = scanstring(text, start + 1)
+    if string := _STRING.match(text, start):
+        end = string.end()
+        reference: Any = Text(text, start + 1, end - 1)
     elif ids := _IDS.match(text, start):
         end = ids.end()
         check_number(text.count(",", start, end) + 1, max_model_len)
@@ -79,13 +106,13 @@ def _decoded(text: str, max_model_len: int) -> Any:
     return _decoded_short(text)
 
 
-def _numbers(text: str, start: int, end: int) -> "array[int]":
-    """What stands between the brackets, by pieces: a list of Python's numbers would be ten times as large."""
-    numbers = array("i")
+def _numbers(text: str, start: int, end: int) -> bytearray:
+    """What stands between the brackets, int32, by pieces: a list of Python's numbers would be ten times as large."""
+    numbers = bytearray()
     while start < end:
         stop = text.find(",", min(start + PIECE, end), end)
         stop = end if stop < 0 else stop
-        numbers.frombytes(np.fromstring(text[start:stop], np.int32, sep=",").tobytes())
+        numbers += np.fromstring(text[start:stop], np.int32, sep=",").tobytes()
         start = stop + 1
     return numbers
 

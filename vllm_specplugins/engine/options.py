@@ -2,11 +2,11 @@
 
 import asyncio
 import copy
-from array import array
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -19,6 +19,7 @@ from vllm_specplugins.engine.line import Line, Work, finished, pieces
 from vllm_specplugins.engine.own_checks import OwnChecks
 from vllm_specplugins.engine.prediction import Predicted, take_predictions, text_of
 from vllm_specplugins.methods import drafters
+from vllm_specplugins.options_text import Text
 from vllm_specplugins.request_options import (
     REFERENCE,
     TENANT,
@@ -73,7 +74,7 @@ class Intake:
             return params
         options = self._read(params)
         text = options.get(REFERENCE)
-        found = self._resolve(options, finished(self._tokenize(text)) if isinstance(text, str) else None)
+        found = self._resolve(options, finished(self._tokenize(text)) if isinstance(text, str | Text) else None)
         check = self._checks.begin(_shown(found))
         if check is None:
             return _with(params, without_own(found, self._limits))
@@ -90,7 +91,7 @@ class Intake:
             return params
         options = self._read(params)
         text, token_ids = options.get(REFERENCE), None
-        if isinstance(text, str):
+        if isinstance(text, str | Text):
             if self._line is None:
                 self._line = Line()
             token_ids = await asyncio.wrap_future(self._line.submit(len(text), self._tokenize(text)))
@@ -127,22 +128,22 @@ class Intake:
             return options
         return {key: value for key, value in options.items() if key != REFERENCE}
 
-    def _tokenize(self, text: str) -> "Work[array[int]]":
-        """A reference's tokens, piece by piece; no more than one too many pieces."""
+    def _tokenize(self, text: str | Text) -> Work[bytearray]:
+        """A reference's tokens, int32, piece by piece; no more than one too many pieces."""
         if self._tokenizer is None:
             raise VLLMValidationError("specplugins: reference must be token ids where the engine has no tokenizer.")
-        token_ids = array("i")
-        for piece in pieces(text):
+        token_ids = bytearray()
+        for piece in pieces((text,) if isinstance(text, str) else text):
             try:
-                token_ids.extend(self._tokenizer.encode(piece, add_special_tokens=False))
+                token_ids += np.array(self._tokenizer.encode(piece, add_special_tokens=False), np.int32).tobytes()
             except Exception as error:
                 raise VLLMValidationError(f"specplugins: reference cannot be tokenised ({said(error)}).") from None
-            if len(token_ids) > self._limits.max_model_len:
+            if len(token_ids) > 4 * self._limits.max_model_len:
                 break
             yield
         return token_ids
 
-    def _resolve(self, options: Options, token_ids: "array[int] | None") -> dict[str, Any]:
+    def _resolve(self, options: Options, token_ids: bytearray | None) -> dict[str, Any]:
         try:
             return resolved(options, token_ids, self._limits)
         except ConfigError as error:
