@@ -139,24 +139,10 @@ def _calibrate(subparsers: Any) -> None:
     add("--layers", type=layer_list, metavar="1,2,4", help="exit layers to look at (default: all but the last)")
     add("--exits", type=whole(1, 64), default=2, metavar="N", help="how many of them to serve (default: 2)")
     add("--exit-head", type=Path, metavar="DIR", help="a trained head to look at as well")
-    add("--jump", type=Path, metavar="DIR", help="a trained jump to serve as well")
-    add(
-        "--look-ahead",
-        type=Path,
-        metavar="DIR",
-        help="trained look-ahead embeddings to serve as well, with --exit-head if it is of their layer",
-    )
-    add("--medusa", type=Path, metavar="DIR", help="Medusa heads to serve as well")
     also = "prompt_lookup,suffix_lookup,cascade"
     words = f"other methods to serve, by name or as values of --speculative-config, or none (default: {also})"
     add("--also", nargs="+", default=[also], metavar="METHOD", help=words)
-    add(
-        "--max-draft",
-        type=whole(1, 64),
-        default=8,
-        metavar="K",
-        help="most draft tokens of an exit's step, and of a trained part's (default: 8)",
-    )
+    add("--max-draft", type=whole(1, 64), default=8, metavar="K", help="most of an exit's step (default: 8)")
     add("--rounds", type=whole(1, 1000), default=3, metavar="N", help="that are measured, after one (default: 3)")
     add("--prompts", type=whole(1, 10_000), default=8, metavar="N", help="in a round (default: 8)")
     add("--tokens", type=whole(2, 100_000), default=96, metavar="N", help="output tokens of a prompt (default: 96)")

@@ -62,7 +62,7 @@ def test_lossless(engine: Any, device: Any, checkpoint: Any, method: str, more: 
     reallocate = manager.reallocate_drafts
     manager.reallocate_drafts = lambda *args: steps.append(reallocate(*args)) or steps[-1]
     before = replays(targets)
-    judged = verification.judge(Samples(llm), method)
+    judged = verification.judge(Samples(llm).draw, method)
     assert replays(targets) > before
     trimmed = [len(set(cu_num_logits.diff().tolist())) > 1 for cu_num_logits, *_ in steps]
     assert sum(trimmed) > len(trimmed) // 4, "drafts of all lengths are verified"

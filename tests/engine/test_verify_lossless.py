@@ -44,8 +44,8 @@ def judge(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Judge:
         verification = Verification(model, cells, num_samples, 0, lambda: None)
         plain: list[Judged] = []
         if any(cell.is_greedy for cell in cells):
-            plain = verification.judge(Samples(engine(**settings)), NO_SPECULATION)
-        judged = verification.judge(Samples(engine(grid.placed(METHODS[method], folder), **settings)), method)
+            plain = verification.judge(Samples(engine(**settings)).draw, NO_SPECULATION)
+        judged = verification.judge(Samples(engine(grid.placed(METHODS[method], folder), **settings)).draw, method)
         none = plain or [Judged(NO_SPECULATION, "")]
         verdicts = Report([*none, *judged], {}).verdicts
         return list(zip(judged, verdicts[len(none) :], strict=True))

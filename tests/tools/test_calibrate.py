@@ -1,6 +1,5 @@
 """`calibrate` with engines that are made up, and everything else real."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -12,12 +11,9 @@ from transformers import LlamaForCausalLM
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.measure.serving import Answer, Machine, Traffic, Turn
-from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig
-from vllm_specplugins.proposers.look_ahead import LookAheadConfig, save_look_ahead
 from vllm_specplugins.tools.base_model import BaseModel, Exit
 from vllm_specplugins.tools.bench import command
 from vllm_specplugins.tools.bench.figures import Row
-from vllm_specplugins.tools.calibrate import methods_to_serve
 from vllm_specplugins.tools.exits import agreements, tokens_per_step
 
 pytest.importorskip("vllm")
@@ -165,30 +161,16 @@ def test_other_methods(tiny_model: Path, text_files: list[Path], engines: Any, t
     (tmp_path / "jump").mkdir()
     file = tmp_path / "calibration.json"
     head = str((tmp_path / "jump").resolve())
-    for jump, last in ((["--jump", head], {"method": "jump", "head": head}), ([], {"method": "early_exit"})):
+    trained = {"method": "jump", "head": head, "num_speculative_tokens": 3}
+    for jump, last in (([json.dumps(trained)], {"method": "jump", "head": head}), ([], {"method": "early_exit"})):
         options = ["--also", "prompt_lookup:3,cascade", *jump, "--exits", "1", "--json", str(file)]
         assert run(tiny_model, text_files, *options) == 0
         methods = json.loads(file.read_text())["methods"]
-        names = ["prompt_lookup:3", "cascade", *(["jump"] if jump else [])]
+        names = ["prompt_lookup:3", "cascade", *(["jump:3"] if jump else [])]
         assert list(methods)[2:] == names and next(iter(methods)) == "none"
         lookup, stage = methods["cascade"]["stages"]
         assert lookup == {"method": "prompt_lookup"} and last.items() <= stage.items()
         assert "num_speculative_tokens" not in stage
-
-
-def test_look_ahead_with_its_head(tmp_path: Path) -> None:
-    """Fails if a head of another layer is served with them, or their own is not."""
-    made = LookAheadConfig(exit_layer=2, hidden_size=8, num_embeddings=3)
-    save_look_ahead(tmp_path / "ahead", made, torch.zeros(3, 8))
-    weights = {"norm.weight": torch.ones(8), "head.weight": torch.zeros(16, 8)}
-    for layer in (1, 2):
-        config = ExitHeadConfig(exit_layer=layer, hidden_size=8, vocab_size=16, rank=0, rms_norm_eps=1e-5)
-        ExitHead(config, weights).save(tmp_path / f"head{layer}")
-    given = {"max_draft": 8, "also": ["none"], "jump": None, "look_ahead": tmp_path / "ahead", "medusa": None}
-    for layer, heads in ((1, None), (2, str(tmp_path / "head2"))):
-        found = methods_to_serve(argparse.Namespace(**given, exit_head=tmp_path / f"head{layer}"))
-        config = found["look_ahead"]
-        assert config.get("exit_head") == heads and config["num_speculative_tokens"] == 4
 
 
 def test_a_name_that_is_no_method(tiny_model: Path, text_files: list[Path], capsys: Any) -> None:

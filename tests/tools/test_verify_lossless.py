@@ -5,14 +5,14 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine.measure.samples import Drawn, Request
+from vllm_specplugins.engine.measure.samples import Draw, Drawn, Request
 from vllm_specplugins.tools import progress, verify_lossless
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, make_model
@@ -35,7 +35,7 @@ def cumulative(prompt: list[int], params: dict[str, Any]) -> np.ndarray:
 
 
 class MadeUpEngine:
-    """In place of SamplingEngine: samples from the exact distribution; a parameter may be made wrong, or refused."""
+    """In place of sampling_engine: samples from the exact distribution; a parameter may be made wrong, or refused."""
 
     num_drafted = 100
     wrong: ClassVar[dict[str, Any]] = {}
@@ -48,8 +48,8 @@ class MadeUpEngine:
         self._is_plain, self._rng = config is None, np.random.default_rng(settings["seed"])
         self._is_alive = True
 
-    def __enter__(self) -> Self:
-        return self
+    def __enter__(self) -> Draw:
+        return self.draw
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -82,7 +82,7 @@ def cut(outcome: list[int], stop: list[int]) -> list[int]:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """set(attribute=value, ...) of the made-up engine."""
-    monkeypatch.setattr(verify_lossless, "SamplingEngine", MadeUpEngine)
+    monkeypatch.setattr(verify_lossless, "sampling_engine", MadeUpEngine)
     return lambda **values: [monkeypatch.setattr(MadeUpEngine, name, value) for name, value in values.items()]
 
 

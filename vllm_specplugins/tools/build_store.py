@@ -14,13 +14,13 @@ from vllm_specplugins.structures.store_file import (
     DamagedError,
     StoredText,
     StoreFile,
-    StoreFileError,
     fingerprint,
     record,
     tenant_of,
 )
 from vllm_specplugins.tools.data import answered
 from vllm_specplugins.tools.progress import progress
+from vllm_specplugins.tools.report import writing
 
 TOKENS_AT_ONCE = 4096  # of a text: as long as an output may be
 
@@ -56,15 +56,11 @@ def write(file: StoreFile, records: list[bytes]) -> None:
     Raises:
         ConfigError: it cannot be written, is no store, or is one that an engine saves to.
     """
-    try:
+    with writing("--out", "file", file.path):
         with suppress(DamagedError):  # or of another model
             file.open()
         file.write(records)
         file.close()
-    except StoreFileError as error:
-        raise ConfigError(f"--out must be a file that may be replaced: {error}.") from None
-    except OSError as error:
-        raise ConfigError(f"--out must be a file that can be written, not {file.path} ({error.strerror}).") from None
 
 
 def load(name: str) -> tuple[Any, int]:

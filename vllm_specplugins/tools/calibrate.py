@@ -1,7 +1,7 @@
 """`calibrate`: `bench`, on the user's own text, over the methods that a model can be served with.
 
 The model continues the text greedily; each layer is asked how often it would have drafted what came out (exits.py), and
-the best exits are served, beside the methods that the user names and those whose trained parts are given.
+the best exits are served, beside the methods that the user names, trained parts among them.
 """
 
 import argparse
@@ -119,20 +119,8 @@ def compare(
 
 
 def methods_to_serve(args: argparse.Namespace) -> dict[str, Config]:
-    """Those that the user names, and those whose trained parts are given.
-
-    Raises:
-        ConfigError: a name, or a part that is not one.
-    """
-    found = pick(args.also, "--also", usual())
-    found = {name: config for name, config in found.items() if config}
-    if args.jump:
-        head = str(args.jump.resolve())
-        found["jump"] = {"method": "jump", "head": head, "num_speculative_tokens": args.max_draft}
-    if args.look_ahead:
-        found["look_ahead"] = _look_ahead(args.look_ahead, args.exit_head, args.max_draft)
-    if args.medusa:
-        found["medusa"] = _medusa(args.medusa, args.max_draft)
+    """Those that the user names; ConfigError for one that is none."""
+    found = {name: config for name, config in pick(args.also, "--also", usual()).items() if config}
     for config in found.values():
         if config["method"] in METHODS:
             parse_config(config)
@@ -140,32 +128,16 @@ def methods_to_serve(args: argparse.Namespace) -> dict[str, Config]:
 
 
 def candidates(best: Sequence[ExitRow], methods: Mapping[str, Config]) -> dict[str, Config]:
-    """What is served: exits and methods; a cascade ends with the jump that is given, or with the best exit."""
+    """What is served: exits and methods; `cascade` ends with a jump among them, or with the best exit."""
     found = {row.name: row.speculative_config() for row in best}
-    last = methods.get("jump", next(iter(found.values()), None))
+    jumps = [config for config in methods.values() if config["method"] == "jump"]
+    last = next(iter([*jumps, *found.values()]), None)
     for name, config in methods.items():
         if name == CASCADE and last:
             stage = {key: value for key, value in last.items() if key != "num_speculative_tokens"}
             config = {**config, "stages": [*config["stages"][:-1], stage]}
         found[name] = config
     return found
-
-
-def _look_ahead(folder: Path, exit_head: Path | None, most: int) -> Config:
-    """With the head, if it is of their layer: they were trained through it."""
-    from vllm_specplugins.proposers.look_ahead import KIND
-
-    made = KIND.read_config(folder)
-    own = {"exit_layer": made.exit_layer, "look_ahead": str(folder.resolve())}
-    if exit_head is not None and read_head_config(exit_head).exit_layer == made.exit_layer:
-        own["exit_head"] = str(exit_head.resolve())
-    return {"method": "early_exit", **own, "num_speculative_tokens": min(most, made.num_embeddings + 1)}
-
-
-def _medusa(folder: Path, most: int) -> Config:
-    from vllm_specplugins.proposers.medusa_heads import num_heads
-
-    return {"method": "medusa", "heads": str(folder.resolve()), "num_speculative_tokens": min(most, num_heads(folder))}
 
 
 def show(rows: Sequence[ExitRow], served: Sequence[ExitRow], console: Console) -> None:

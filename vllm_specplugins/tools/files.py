@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.tools.report import writing
 
 
 def every_nth(count: int, wanted: int) -> list[int]:
@@ -20,10 +21,8 @@ def every_nth(count: int, wanted: int) -> list[int]:
 
 def make_folder(path: Path) -> Path:
     """The folder at `path`, made if need be."""
-    try:
+    with writing("--out", "folder", path):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out must be a folder that can be written, not {path} ({error.strerror}).") from error
     return path
 
 

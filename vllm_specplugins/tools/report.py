@@ -4,9 +4,11 @@ import argparse
 import json
 import shlex
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rich.table import Table
 from vllm_specplugins.config import ConfigError
 
 WIDTH = 100
+Point = tuple[str, float, float, float]  # what it is of, a speed-up, and the ends of its range
 
 
 def stdout() -> Console:
@@ -69,17 +72,45 @@ def check_files(args: argparse.Namespace) -> None:
             raise ConfigError("--plot needs matplotlib, which is not there (pip install 'vllm-specplugins[tools]').")
 
 
-def write_json(facts: Mapping[str, Any], path: Path, option: str = "--json") -> None:
-    """Writes a report; ConfigError where that cannot be."""
+@contextmanager
+def writing(option: str, kind: str, path: Path) -> Iterator[None]:
+    """Raises ConfigError where what it holds cannot write to the path."""
     try:
-        path.write_text(json.dumps(facts, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{option} must be a file that can be written, not {path} ({error.strerror}).") from error
-
-
-def save_picture(figure: Any, path: Path) -> None:
-    """Writes a figure of matplotlib as PNG; ConfigError where that cannot be."""
-    try:
-        figure.savefig(path, dpi=100)
+        yield
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot must be a PNG file that can be written, not {path} ({error}).") from error
+        cause = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{option} must be a {kind} that can be written, not {path} ({cause}).") from error
+
+
+def write_json(facts: Mapping[str, Any], path: Path) -> None:
+    """Writes a report; ConfigError where that cannot be."""
+    with writing("--json", "file", path):
+        path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def plot(path: Path, title: str, panels: Mapping[str, Mapping[str, Sequence[Point]]], color: str = "black") -> None:
+    """A PNG of speed-ups and their ranges: a panel for each title, and in it a colour for each name.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    places = list(dict.fromkeys(point[0] for named in panels.values() for points in named.values() for point in points))
+    figure = Figure(figsize=(2 + (2 + 0.6 * len(places)) * len(panels), 5), layout="constrained")
+    figure.suptitle(title, fontsize=11, color=color, wrap=True)
+    drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (panel, named) in zip(drawn, panels.items(), strict=True):
+        for number, (name, points) in enumerate(named.items()):
+            of, middle, low, high = map(list, zip(*points, strict=True))
+            errors = [list(map(sub, middle, low)), list(map(sub, high, middle))]
+            aside = [places.index(place) + (number - len(named) / 2) * 0.5 / len(named) for place in of]
+            axes.errorbar(aside, middle, errors, fmt="o", capsize=3, label=name)
+        axes.axhline(1, color="0.4", lw=1, ls="--")
+        axes.set_xticks(range(len(places)), places)
+        axes.set_title(panel, fontsize=11)
+        axes.grid(axis="y", alpha=0.3)
+    drawn[0].set_ylabel("speed-up over no speculation")
+    figure.legend(*drawn[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+    with writing("--plot", "PNG file", path):
+        figure.savefig(path, dpi=100)

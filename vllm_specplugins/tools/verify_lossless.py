@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine.measure.samples import SETTINGS, Drawn, Request, SamplingEngine
+from vllm_specplugins.engine.measure.samples import SETTINGS, Draw, Drawn, Request, sampling_engine
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.exact import ExactModel
@@ -30,14 +30,6 @@ NUM_PROMPTS = 4
 # Engines compute in another order, some with TF32: a token this close to where a cut falls may be in or out.
 ROUNDING = 2e-3
 NO_SPECULATION = "no speculation"
-
-
-class Engine(Protocol):
-    """What serves requests (engine/measure/samples.py)."""
-
-    def draw(self, requests: Sequence[Request]) -> Drawn:
-        """Serves all of them at once."""
-        ...
 
 
 class Verification:
@@ -60,26 +52,26 @@ class Verification:
         self._greedy_prompts = grid.make_prompts(seed + 1, grid.NUM_GREEDY_PROMPTS)
         self._greedy: dict[str, list[list[int]]] = {}  # outputs without speculation
 
-    def judge(self, engine: Engine, method: str) -> list[Judged]:
+    def judge(self, draw: Draw, method: str) -> list[Judged]:
         """All cells of a method; NO_SPECULATION comes first of all methods."""
         judged, served = [], []
         for cell in self._cells:
-            judged.append(self._judge_cell(engine, method, cell))
+            judged.append(self._judge_cell(draw, method, cell))
             if judged[-1].was_served:
                 served.append(cell)
         if sum(not cell.is_greedy for cell in served) > 1:
-            judged.append(self._judge_cell(engine, method, grid.mixed(served)))
+            judged.append(self._judge_cell(draw, method, grid.mixed(served)))
         return judged
 
-    def _judge_cell(self, engine: Engine, method: str, cell: grid.Cell) -> Judged:
+    def _judge_cell(self, draw: Draw, method: str, cell: grid.Cell) -> Judged:
         judge = self._judge_greedy if cell.is_greedy else self._judge_sampled
-        judged = judge(engine, method, cell)
+        judged = judge(draw, method, cell)
         self._advance()
         return judged
 
-    def _judge_greedy(self, engine: Engine, method: str, cell: grid.Cell) -> Judged:
+    def _judge_greedy(self, draw: Draw, method: str, cell: grid.Cell) -> Judged:
         params = {**cell.params[0], "max_tokens": grid.NUM_GREEDY_TOKENS}
-        drawn = engine.draw([Request(prompt, params) for prompt in self._greedy_prompts])
+        drawn = draw([Request(prompt, params) for prompt in self._greedy_prompts])
         if not drawn.token_ids:
             return Judged(method, cell.name, refusal=drawn.refusal, failure=drawn.failure)
         outputs = [output for request in drawn.token_ids for output in request]
@@ -87,10 +79,10 @@ class Verification:
         num_different = sum(output != other for output, other in zip(outputs, expected, strict=True))
         return Judged(method, cell.name, drawn.num_drafted, drawn.num_accepted, num_different=num_different)
 
-    def _judge_sampled(self, engine: Engine, method: str, cell: grid.Cell) -> Judged:
+    def _judge_sampled(self, draw: Draw, method: str, cell: grid.Cell) -> Judged:
         groups = grid.groups(cell, self._prompts)
         indices, requests = zip(*grid.requests(groups, self._num_samples), strict=True)
-        drawn = engine.draw(requests)
+        drawn = draw(requests)
         if not drawn.token_ids:
             return Judged(method, cell.name, refusal=drawn.refusal, failure=drawn.failure)
         counts = [np.zeros([VOCAB_SIZE] * grid.NUM_TOKENS, np.int64) for _ in groups]
@@ -109,38 +101,29 @@ def _count(outputs: Sequence[list[int]], counts: Counts) -> None:
         counts[(*output, *output[-1:] * (grid.NUM_TOKENS - len(output)))] += 1
 
 
-class Engines:
-    """Engines of one method, one after the other: where one dies, the next request goes to another.
+def restarting(method: str, config: Mapping[str, Any] | None, seed: int, folder: Path, running: ExitStack) -> Draw:
+    """Draws with engines of one method, one after the other: where one dies, the next request goes to another.
 
     Args:
         folder: of the model, and for the engines' output.
         running: closes what is started here.
     """
+    up: list[Draw] = []
 
-    def __init__(self, method: str, config: Mapping[str, Any] | None, seed: int, folder: Path, running: ExitStack):
-        self._method, self._config, self._seed, self._folder, self._running = method, config, seed, folder, running
-        self._engine: SamplingEngine | None = None
-
-    def draw(self, requests: Sequence[Request]) -> Drawn:
-        """See Samples; what an engine died of is a failure.
-
-        Raises:
-            ConfigError: an engine does not start.
-        """
-        engine = self._engine = self._engine or self._started()
+    def draw(requests: Sequence[Request]) -> Drawn:
+        """What an engine died of is a failure; ConfigError where one does not start."""
+        if not up:
+            log = folder / f"engine-{len(list(folder.glob('engine-*.log')))}.log"
+            blame, settings = f"{method} could not be verified", {**SETTINGS, "seed": seed}
+            up.append(running.enter_context(sampling_engine(blame, log, folder / "model", config, settings)))
         try:
-            return engine.draw(requests)
+            return up[0](requests)
         except ConfigError as error:
-            self._running.close()
-            self._engine = None
+            running.close()
+            up.clear()
             return Drawn(failure=str(error))
 
-    def _started(self) -> SamplingEngine:
-        log = self._folder / f"engine-{len(list(self._folder.glob('engine-*.log')))}.log"
-        settings = {**SETTINGS, "seed": self._seed}
-        blame = f"{self._method} could not be verified"
-        engine = SamplingEngine(blame, log, self._folder / "model", self._config, settings)
-        return self._running.enter_context(engine)
+    return draw
 
 
 def run(args: argparse.Namespace) -> int:
@@ -160,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
             bars.update(task, description=f"{method}, {so_far(judged)}")
             placed = None if config is None else grid.placed(config, folder)
             with ExitStack() as engines:
-                judged += verification.judge(Engines(method, placed, args.seed, folder, engines), method)
+                judged += verification.judge(restarting(method, placed, args.seed, folder, engines), method)
     report = Report(judged, {"samples": args.samples, "grid": args.grid, "seed": args.seed, "methods": methods})
     show(report, stdout())
     if args.json:

@@ -1,13 +1,13 @@
-"""Engines in processes of their own, for the tools. The calling process never imports vLLM."""
+"""One engine in a process of its own, for all tools. The calling process never imports vLLM."""
 
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from vllm_specplugins.config import ConfigError
 
@@ -15,10 +15,11 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process that measures
     "VLLM_NO_USAGE_STATS": "1",
 }
+METRICS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
 class EngineProcess:
-    """A process and a pipe to it; what it prints goes to `log`.
+    """A process and a pipe to it for as long as a `with` block lasts; what it prints goes to `log`.
 
     Args:
         blame: what must be otherwise if the engine fails, as the beginning of a sentence.
@@ -32,12 +33,12 @@ class EngineProcess:
         self._pipe, self._theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(self._theirs, log, work, arguments))
 
-    def start(self) -> None:
-        """Begins; the engine is up when it says so."""
+    def __enter__(self) -> Self:
         self._process.start()
         self._theirs.close()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the process, gently if it listens."""
         with suppress(OSError):  # it may have ended
             self._pipe.send(None)
@@ -48,6 +49,11 @@ class EngineProcess:
         """Hands the process something to do."""
         with suppress(OSError):  # receive says why
             self._pipe.send(message)
+
+    def ask(self, message: Any) -> Any:
+        """Sends, and waits for the answer; see receive."""
+        self.send(message)
+        return self.receive()
 
     def receive(self) -> Any:
         """The next thing that it sends.
@@ -62,6 +68,30 @@ class EngineProcess:
         if isinstance(message, str):
             raise ConfigError(f"{self._blame}; its log is {self._log} ({message}).")
         return message
+
+
+def build_llm(arguments: Mapping[str, Any], speculative_config: Mapping[str, Any] | None) -> Any:
+    """A `vllm.LLM`; where the arguments do not say otherwise, a CPU computes eagerly and in float32."""
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    on_cpu = {"dtype": "float32", "enforce_eager": True} if current_platform.is_cpu() else {}
+    config = dict(speculative_config) if speculative_config else None
+    return LLM(**{**on_cpu, "disable_log_stats": False, **arguments}, speculative_config=config)
+
+
+def totals(llm: Any) -> list[int]:
+    """vLLM's running totals of METRICS."""
+    found = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
+    return [int(found[name].value) if name in found else 0 for name in METRICS]
+
+
+def faults(llm: Any) -> dict[str, int]:
+    """Of our proposer since the engine began, by kind; none of another's."""
+    if not hasattr(llm.llm_engine.vllm_config.speculative_config, "plugin_config"):
+        return {}
+    found: dict[str, int] = llm.collective_rpc("specplugins_stats")[0]["faults"]
+    return found
 
 
 def _run(pipe: Connection, log: Path, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -1,13 +1,14 @@
 """Engines that answer many requests at once and count their drafts; for all but timing."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from vllm_specplugins.engine.measure.process import EngineProcess
+from vllm_specplugins.engine.measure.process import EngineProcess, build_llm, faults, totals
 
 # Arguments of `vllm.LLM` beside the model: a tiny one, many requests in a step.
 SETTINGS: dict[str, Any] = {
@@ -15,12 +16,10 @@ SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,
     "enable_prefix_caching": False,
-    "disable_log_stats": False,
     "max_model_len": 64,
     "max_num_seqs": 256,
     "block_size": 32,
 }
-METRICS = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,9 @@ class Drawn:
     failure: str | None = None
 
 
+Draw = Callable[[Sequence[Request]], Drawn]
+
+
 class Samples:
     """Draws with an engine of this process."""
 
@@ -67,7 +69,7 @@ class Samples:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
 
-        before = self._totals()
+        before = totals(self._llm)
         params = [SamplingParams(**request.params, detokenize=False) for request in requests]
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         try:
@@ -77,24 +79,20 @@ class Samples:
                 raise
             return Drawn(refusal=str(error).strip().splitlines()[0])
         token_ids = [[list(output.token_ids) for output in result.outputs] for result in results]
-        after = self._totals()
-        return Drawn(token_ids, after[0] - before[0], after[1] - before[1], self._faults())
-
-    def _faults(self) -> dict[str, int]:
-        """Since the engine began."""
-        if not hasattr(self._llm.llm_engine.vllm_config.speculative_config, "plugin_config"):
-            return {}
-        faults: dict[str, int] = self._llm.collective_rpc("specplugins_stats")[0]["faults"]
-        return faults
-
-    def _totals(self) -> tuple[int, int]:
-        """vLLM's running totals of drafted and accepted tokens."""
-        values = {metric.name: int(metric.value) for metric in self._llm.get_metrics() if metric.name in METRICS}
-        return values.get(METRICS[0], 0), values.get(METRICS[1], 0)
+        _, drafted, accepted = (after - earlier for after, earlier in zip(totals(self._llm), before, strict=True))
+        return Drawn(token_ids, drafted, accepted, faults(self._llm))
 
 
-class SamplingEngine:
-    """`Samples` in a process of its own, for as long as a `with` block lasts.
+@contextmanager
+def sampling_engine(
+    blame: str,
+    log: Path,
+    model: Path | str,
+    speculative_config: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] = SETTINGS,
+    runner: str | None = None,
+) -> Iterator[Draw]:
+    """`Samples.draw` of an engine in a process of its own.
 
     Args:
         blame: what must be otherwise if the engine fails, as the beginning of a sentence.
@@ -104,48 +102,21 @@ class SamplingEngine:
         runner: "v1" or "v2", if it has to be that model runner.
 
     Raises:
-        ConfigError: from every method, if the engine failed.
+        ConfigError: here or from `draw`, if the engine failed.
     """
-
-    def __init__(
-        self,
-        blame: str,
-        log: Path,
-        model: Path | str,
-        speculative_config: Mapping[str, Any] | None = None,
-        settings: Mapping[str, Any] = SETTINGS,
-        runner: str | None = None,
-    ):
-        config = dict(speculative_config) if speculative_config else None
-        arguments = {"model": str(model), "speculative_config": config, **settings}
-        self._process = EngineProcess(log, blame, _draw_all, arguments, runner)
-
-    def __enter__(self) -> Self:
-        self._process.start()
-        self._process.receive()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.stop()
-
-    def draw(self, requests: Sequence[Request]) -> Drawn:
-        """See Samples."""
-        self._process.send(requests)
-        drawn: Drawn = self._process.receive()
-        return drawn
+    with EngineProcess(log, blame, _draw_all, {"model": str(model), **settings}, speculative_config, runner) as process:
+        process.receive()
+        yield process.ask
 
 
-def _draw_all(pipe: Connection, arguments: dict[str, Any], runner: str | None) -> None:
+def _draw_all(pipe: Connection, arguments: dict[str, Any], config: dict[str, Any] | None, runner: str | None) -> None:
     if runner is not None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
-    from vllm import LLM
-    from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
     if runner == "v2" and not HAS_TRITON:
         raise RuntimeError("Triton has no backend for this device")
-    on_cpu = {"dtype": "float32", "enforce_eager": True} if current_platform.is_cpu() else {}
-    samples = Samples(LLM(**on_cpu | arguments))
+    samples = Samples(build_llm(arguments, config))
     pipe.send(None)
     while (requests := pipe.recv()) is not None:
         pipe.send(samples.draw(requests))

@@ -12,15 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from vllm_specplugins.engine.measure.process import EngineProcess
+from vllm_specplugins.engine.measure.process import EngineProcess, build_llm, faults, totals
 
 SLICE_S = 0.3
 GO_ON = True  # the message
-METRICS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 # Arguments of `vllm.LLM` that would make a round differ from the one before, or its times say less.
-SETTINGS: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": False}
+SETTINGS: dict[str, Any] = {"enable_prefix_caching": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +94,12 @@ class Machine:
     runner: str
 
 
-class ServingEngine:
+class ServingEngine(EngineProcess):
     """One engine for as long as a `with` block lasts; its output goes to `log`.
 
     Args:
         name: of the method, for the sentence if the engine fails.
-        arguments: of `vllm.LLM`. Where they do not say otherwise, a CPU computes eagerly and in float32.
+        arguments: of `vllm.LLM`.
         speculative_config: None for no speculation.
 
     Raises:
@@ -111,39 +110,27 @@ class ServingEngine:
         self, name: str, arguments: Mapping[str, Any], speculative_config: Mapping[str, Any] | None, log: Path
     ):
         blame = f"{name} must be a method that vLLM can serve this model with"
-        self._process = EngineProcess(log, blame, _serve_all, dict(arguments), speculative_config)
-
-    def __enter__(self) -> Self:
-        self._process.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.stop()
+        super().__init__(log, blame, _serve_all, dict(arguments), speculative_config)
 
     def wait(self) -> Machine:
         """Returns when the engine is up."""
-        machine: Machine = self._process.receive()
+        machine: Machine = self.receive()
         return machine
 
     def begin(self, traffic: Traffic) -> None:
         """Hands over traffic, of which nothing is served yet."""
-        self._process.send(traffic)
+        self.send(traffic)
 
     def go_on(self) -> Turn | int:
         """Serves for a slice of time: all of it, or how many tokens were made so far."""
-        self._process.send(GO_ON)
-        answer: Turn | int = self._process.receive()
+        answer: Turn | int = self.ask(GO_ON)
         return answer
 
 
-def _serve_all(pipe: Connection, arguments: Mapping[str, Any], speculative_config: Mapping[str, Any] | None) -> None:
-    from vllm import LLM
+def _serve_all(pipe: Connection, arguments: Mapping[str, Any], config: Mapping[str, Any] | None) -> None:
     from vllm.platforms import current_platform
 
-    on_cpu = current_platform.is_cpu()
-    defaults: dict[str, Any] = {"dtype": "float32", "enforce_eager": True} if on_cpu else {}
-    config = dict(speculative_config) if speculative_config else None
-    llm = LLM(**{**SETTINGS, **defaults, **arguments}, speculative_config=config)
+    llm, on_cpu = build_llm({**SETTINGS, **arguments}, config), current_platform.is_cpu()
     vllm_config = llm.llm_engine.vllm_config
     device = _processor_name() if on_cpu else current_platform.get_device_name()
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
@@ -158,7 +145,7 @@ def _serve_all(pipe: Connection, arguments: Mapping[str, Any], speculative_confi
         if ours and traffic.salt != salt:  # of how often drafts were right, too, nothing is known
             llm.collective_rpc("specplugins_store", args=("reset",))
         salt = traffic.salt
-        pipe.send(_serve(llm, traffic, clock, ours))
+        pipe.send(_serve(llm, traffic, clock))
 
 
 def _processor_name() -> str:
@@ -197,7 +184,7 @@ class _Clock:
             self.wait()
 
 
-def _serve(llm: Any, traffic: Traffic, clock: _Clock, ours: bool) -> Turn:
+def _serve(llm: Any, traffic: Traffic, clock: _Clock) -> Turn:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -210,13 +197,17 @@ def _serve(llm: Any, traffic: Traffic, clock: _Clock, ours: bool) -> Turn:
         output_kind=RequestOutputKind.DELTA,
         extra_args=None if traffic.learns else {"specplugins": {"learn": False}},
     )
-    before = _totals(llm, ours)
+    before = _counts(llm)
     clock.wait()
     start, cpu_start = clock.now(), time.process_time()
     answers = _answer(llm.llm_engine, traffic, params, clock)
     seconds, cpu_seconds = clock.now() - start, time.process_time() - cpu_start
-    totals = (after - earlier for after, earlier in zip(_totals(llm, ours), before, strict=True))
-    return Turn(seconds, answers, cpu_seconds, *totals)
+    counts = (after - earlier for after, earlier in zip(_counts(llm), before, strict=True))
+    return Turn(seconds, answers, cpu_seconds, *counts)
+
+
+def _counts(llm: Any) -> list[int]:
+    return [*totals(llm), sum(faults(llm).values())]
 
 
 def _answer(engine: Any, traffic: Traffic, params: Any, clock: _Clock) -> list[Answer]:
@@ -250,11 +241,3 @@ def _record(answer: Answer, token_ids: Sequence[int], elapsed_ms: float) -> None
     else:
         answer.first_ms, answer.num_first = elapsed_ms, len(token_ids)
     answer.token_ids.extend(token_ids)
-
-
-def _totals(llm: Any, ours: bool) -> list[int]:
-    """vLLM's running totals of METRICS, and our faults."""
-    found = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
-    counts = [int(found[name].value) if name in found else 0 for name in METRICS]
-    faults = llm.collective_rpc("specplugins_stats")[0]["faults"] if ours else {}
-    return [*counts, sum(faults.values())]

@@ -17,13 +17,12 @@ from vllm_specplugins.tools.base_model import load_config, load_tokenizer
 from vllm_specplugins.tools.bench.advice import advice
 from vllm_specplugins.tools.bench.data import read_workloads
 from vllm_specplugins.tools.bench.figures import Cell, Row, rows_of
-from vllm_specplugins.tools.bench.plot import plot
 from vllm_specplugins.tools.bench.report import Report, facts, show
 from vllm_specplugins.tools.bench.rounds import serve_rounds
 from vllm_specplugins.tools.bench.workloads import Workload, make_workload
 from vllm_specplugins.tools.picker import NONE, Config, pick_methods
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.report import check_files, stdout, write_json
+from vllm_specplugins.tools.report import Point, check_files, plot, stdout, write_json
 
 DEFAULT_WORKLOADS = ("code", "copy", "chat", "random")
 MEMORY_SHARE = 0.9  # of a GPU, for all engines together
@@ -116,9 +115,21 @@ def report(args: argparse.Namespace, found: Report, more: Mapping[str, Any] | No
         write_json(facts(found) | dict(more or {}), args.json)
     if args.plot:
         title = f"{Path(args.model).name}, {found.machine.dtype}, {found.machine.device}"
-        words = advice(found.rows, found.configs).partition(". ")[0]
-        plot(found.rows, title, args.plot, words if words.startswith("No advice") else None)
+        doubt, color = advice(found.rows, found.configs).partition(". ")[0], "C3"
+        if not doubt.startswith("No advice"):
+            doubt, color = "", "black"
+        plot(args.plot, f"{title}\n{doubt}", panels(found.rows), color)
     return 0 if found.is_lossless else 1
+
+
+def panels(rows: Sequence[Row]) -> dict[str, dict[str, list[Point]]]:
+    """The ratios by temperature and method."""
+    drawn: dict[str, dict[str, list[Point]]] = {}
+    for cell, method, ratio in ((row.cell, row.method, row.ratio) for row in rows if row.method != NONE):
+        of = f"{cell.workload}\n{cell.batch} at a time"
+        points = drawn.setdefault(f"temperature {cell.temperature:g}", {}).setdefault(method, [])
+        points.append((of, ratio.median, ratio.low, ratio.high))
+    return drawn
 
 
 def pick_workloads(args: argparse.Namespace) -> list[Workload]:

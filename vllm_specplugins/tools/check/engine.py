@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.engine.measure.samples import Drawn, Request, SamplingEngine
+from vllm_specplugins.engine.measure.samples import Drawn, Request, sampling_engine
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint
 
@@ -32,8 +32,8 @@ def in_engine(config: Mapping[str, Any], runner: str, advance: Callable[[], None
     blame = f"check: PROPOSER failed in an engine on Model Runner {runner.upper()}"
     for number, value in enumerate((None, config)):
         log = folder / f"engine-{number}.log"
-        with SamplingEngine(blame, log, folder / "model", value, runner=runner) as engine:
-            drawn.append(engine.draw(requests))
+        with sampling_engine(blame, log, folder / "model", value, runner=runner) as draw:
+            drawn.append(draw(requests))
         advance()
     shutil.rmtree(folder)
     return judged(drawn[0], drawn[1], runner.upper())

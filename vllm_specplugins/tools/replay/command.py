@@ -16,9 +16,9 @@ from vllm_specplugins.tools.replay.candidates import LADDER, Candidate, candidat
 from vllm_specplugins.tools.replay.costs import HOST_SOURCE, NO_SPECULATION_US, TABLES, CostTable, HostCost
 from vllm_specplugins.tools.replay.data import Traffic, read_traffic
 from vllm_specplugins.tools.replay.figures import Row, row_of
-from vllm_specplugins.tools.replay.report import Report, facts, plot, show
+from vllm_specplugins.tools.replay.report import Report, facts, panels, show
 from vllm_specplugins.tools.replay.simulate import Load, simulate
-from vllm_specplugins.tools.report import check_files, stdout, write_json
+from vllm_specplugins.tools.report import check_files, plot, stdout, write_json
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(facts(report), args.json)
     if args.plot:
-        plot(rows, f"{len(traffic.histories)} recorded requests, predicted", args.plot)
+        plot(args.plot, f"{len(traffic.histories)} recorded requests, predicted", panels(rows))
     return 0
 
 

@@ -1,8 +1,7 @@
-"""What a replay found: a table for the terminal, JSON, and a picture of speed by K."""
+"""What a replay found: a table for the terminal, JSON, and points of speed by K for a picture."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,7 +9,7 @@ from rich.console import Console
 from vllm_specplugins.tools.picker import NONE
 from vllm_specplugins.tools.replay.candidates import ALWAYS, Candidate
 from vllm_specplugins.tools.replay.figures import Row, advice, best_rows, choose, range_of
-from vllm_specplugins.tools.report import save_picture, say, show_table, table_of, versions
+from vllm_specplugins.tools.report import Point, say, show_table, table_of, versions
 
 COLUMNS = ("K", "tok/step", "drafted", "accepted", "draft, us", "ms/token", "predicted")
 LEGEND = (
@@ -84,32 +83,11 @@ def facts(report: Report) -> dict[str, Any]:
     }
 
 
-def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """A PNG: speed by K, a line for each method and policy, a panel for each batch size.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    batches = list(dict.fromkeys(row.batch for row in rows))
-    figure = Figure(figsize=(1.5 + 4 * len(batches), 4.2), layout="constrained")
-    figure.suptitle(title, fontsize=12)
-    panels = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]
-    for axes, batch in zip(panels, batches, strict=True):
-        own = [row for row in rows if row.batch == batch and row.method != NONE]
-        colors = {method: f"C{number}" for number, method in enumerate(dict.fromkeys(row.method for row in own))}
-        for method, policy in dict.fromkeys((row.method, row.policy) for row in own):
-            line = [row for row in own if (row.method, row.policy) == (method, policy)]
-            sizes, style = [row.num_draft for row in line], "--" if policy == ALWAYS else "-"
-            label = f"{method}, {policy}"
-            axes.plot(sizes, [row.speed_up for row in line], style, marker="o", color=colors[method], label=label)
-            axes.fill_between(
-                sizes, [row.low for row in line], [row.high for row in line], color=colors[method], alpha=0.1
-            )
-        axes.axhline(1, color="0.4", lw=1, ls=":")
-        axes.set(title=f"{batch} at a time", xlabel="K, draft tokens of a step")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("predicted speed-up over no speculation")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
-    save_picture(figure, path)
+def panels(rows: Sequence[Row]) -> dict[str, dict[str, list[Point]]]:
+    """The speed by K: by batch size, method and policy."""
+    drawn: dict[str, dict[str, list[Point]]] = {}
+    for row in rows:
+        if row.method != NONE:
+            points = drawn.setdefault(f"{row.batch} at a time", {}).setdefault(f"{row.method}, {row.policy}", [])
+            points.append((f"K {row.num_draft}", row.speed_up, row.low, row.high))
+    return drawn

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, shown
-from vllm_specplugins.engine.measure.samples import Request, SamplingEngine
+from vllm_specplugins.engine.measure.samples import Request, sampling_engine
 from vllm_specplugins.tools.files import save_whole
 
 FILE = "own_text.json"
@@ -56,16 +56,14 @@ def continued(
 ) -> Iterator[list[int]]:
     """Each prompt and what the model says after it, up to its end or to `num_tokens` together; `advance` is called with
     the number of prompts that are done."""
-    settings = {
-        "max_model_len": num_tokens + 1, "max_num_seqs": AT_A_TIME, "seed": seed, "disable_log_stats": False
-    }  # fmt: skip
-    with SamplingEngine("MODEL must be one that vLLM can serve", log, model, settings=settings) as engine:
+    settings = {"max_model_len": num_tokens + 1, "max_num_seqs": AT_A_TIME, "seed": seed}
+    with sampling_engine("MODEL must be one that vLLM can serve", log, model, settings=settings) as draw:
         for start in range(0, len(prompts), AT_A_TIME):
             some = [list(prompt) for prompt in prompts[start : start + AT_A_TIME]]
             asked = [
                 Request(prompt, {"temperature": temperature, "max_tokens": num_tokens - len(prompt)}) for prompt in some
             ]
-            for prompt, [output] in zip(some, engine.draw(asked).token_ids, strict=True):
+            for prompt, [output] in zip(some, draw(asked).token_ids, strict=True):
                 yield prompt + output
             advance(start + len(some))
 
