@@ -117,9 +117,6 @@ def _training(add: Add) -> None:
         help="train on what the model itself writes at this temperature (0: greedily) after the beginnings of the rows "
         "of --data, or of Python's standard library; it is sampled with vLLM, and kept in --out")  # fmt: skip
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the part; an interrupted run goes on there")
-    add("--loss", choices=("cross-entropy", "acceptance", "both"), default="cross-entropy",
-        help="what training lowers: the cross-entropy with the model's own distribution, the negative log of the "
-        "chance to be accepted at temperature 1, or their sum (default: cross-entropy)")  # fmt: skip
     add("--steps", type=whole(1, 10_000_000), default=1000, metavar="N", help="default: 1000")
     add("--batch-tokens", type=whole(16, 10_000_000), default=4096, metavar="N", help="tokens a step (default: 4096)")
     add("--row-tokens", type=whole(16, 1_000_000), default=512, metavar="N", help="tokens a row (default: 512)")

@@ -88,7 +88,7 @@ def written(path: Path, text: str | bytes) -> str:
 @pytest.mark.parametrize("name", BAD)
 def test_one_sentence(name: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: a traceback, memory that fills up, a command with a reader of its own; another exit status."""
-    monkeypatch.setattr(data, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(data, "MAX_LINE", 1 << 20)
     make, words = BAD[name]
     for command in commands(make(tmp_path / "bad.jsonl"), tmp_path):
         assert main(command) == 2
@@ -98,7 +98,7 @@ def test_one_sentence(name: str, tmp_path: Path, capsys: Any, monkeypatch: pytes
 
 def test_a_text_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Short lines without end. Kills: a limit of lines alone."""
-    monkeypatch.setattr(data, "MAX_TEXT_BYTES", 1 << 10)
+    monkeypatch.setattr(data, "MAX_TEXT", 1 << 10)
     file = written(tmp_path / "long.txt", "word\n" * 1000)
     assert main(["replay", "--data", file, "--tokenizer", str(DEMO_MODEL)]) == 2
     assert "--data must be texts of at most" in capsys.readouterr().err

@@ -7,11 +7,12 @@ lines, of bounded length: what never ends is refused.
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
+from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from vllm_specplugins.config import ConfigError, said, shown
 
@@ -21,7 +22,7 @@ FORMATS = (
 )
 STDIN = Path("-")
 JSON_SUFFIXES = (".jsonl", ".ndjson")
-MAX_LINE_BYTES, MAX_TEXT_BYTES = 1 << 26, 1 << 30
+MAX_LINE, MAX_TEXT = 1 << 26, 1 << 30  # letters
 MIN_ROW_TOKENS = 8  # what is left of a text after its last whole row counts from here on
 Tokenizer = Callable[[], Any]  # loads one of transformers; called at the first text
 
@@ -154,17 +155,15 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _lines(file: Path, name: str) -> Iterator[str]:
     """The lines of a UTF-8 file, each with its end; a byte order mark is no part of them."""
-    too_long = f"--data must be files whose lines have at most {MAX_LINE_BYTES >> 20} MiB, not {name}."
     try:
-        opened: AbstractContextManager[BinaryIO]
-        opened = nullcontext(sys.stdin.buffer) if file == STDIN else file.open("rb")
-        with opened as stream:
-            encoding = "utf-8-sig"
-            while line := stream.readline(MAX_LINE_BYTES + 1):
-                if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError(too_long)
-                yield line.decode(encoding).replace("\r\n", "\n")
-                encoding = "utf-8"
+        with nullcontext(sys.stdin.buffer) if file == STDIN else file.open("rb") as stream:
+            lines = TextIOWrapper(stream, "utf-8-sig")
+            while line := lines.readline(MAX_LINE + 1):
+                if len(line) > MAX_LINE:
+                    raise ConfigError(
+                        f"--data must be files whose lines have at most {MAX_LINE:,} letters, not {name}."
+                    )
+                yield line
     except UnicodeDecodeError:
         raise ConfigError(f"--data must be UTF-8 text files, not {name}.") from None
     except OSError as error:
@@ -177,8 +176,8 @@ def _whole(lines: Iterator[str], name: str) -> str:
     for line in lines:
         found.append(line)
         size += len(line)
-        if size > MAX_TEXT_BYTES:
-            raise ConfigError(f"--data must be texts of at most {MAX_TEXT_BYTES >> 20} MiB, not {name}.")
+        if size > MAX_TEXT:
+            raise ConfigError(f"--data must be texts of at most {MAX_TEXT:,} letters, not {name}.")
     return "".join(found)
 
 

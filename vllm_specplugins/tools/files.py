@@ -4,8 +4,9 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.tools.report import writing
 
 
@@ -24,6 +25,13 @@ def make_folder(path: Path) -> Path:
     with writing("--out", "folder", path):
         path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def other_run(name: str, stored: Any, value: Any, folder: Path) -> ConfigError:
+    """That a folder holds what was made with another value of a setting."""
+    flag = {"model": "MODEL", "own_text": "--self"}.get(name, "--" + name.replace("_", "-"))
+    was, found = ("the text", "other text") if name == "data" else (shown(stored), shown(value))
+    return ConfigError(f"{flag} must be {was}, as in the run in {folder}, or --out new, not {found}.")
 
 
 def save_whole(folder: Path, save: Callable[[Path], None]) -> None:

@@ -1,25 +1,12 @@
 """Engines that take turns: in each round every one serves the same traffic, and all get through it side by side."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
-from vllm_specplugins.engine.measure.serving import Traffic, Turn
-
-
-class Engine(Protocol):
-    """What serves traffic (engine/measure/serving.py)."""
-
-    def begin(self, traffic: Traffic) -> None:
-        """Hands over traffic, of which nothing is served yet."""
-        ...
-
-    def go_on(self) -> Turn | int:
-        """Serves for a slice of time: all of it, or how many tokens were made so far."""
-        ...
+from vllm_specplugins.engine.measure.serving import ServingEngine, Traffic, Turn
 
 
 def serve_rounds(
-    engines: Mapping[str, Engine], rounds: Sequence[Traffic], advance: Callable[[], None]
+    engines: Mapping[str, ServingEngine], rounds: Sequence[Traffic], advance: Callable[[], None]
 ) -> dict[str, list[Turn]]:
     """The turns of each engine.
 
@@ -39,7 +26,7 @@ def serve_rounds(
     return turns
 
 
-def serve_round(engines: Mapping[str, Engine], traffic: Traffic) -> dict[str, Turn]:
+def serve_round(engines: Mapping[str, ServingEngine], traffic: Traffic) -> dict[str, Turn]:
     """One turn of each engine; whoever has made the fewest tokens goes on."""
     turns: dict[str, Turn] = {}
     num_tokens = dict.fromkeys(engines, 0)

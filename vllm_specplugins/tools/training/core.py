@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import cross_entropy
 
-from vllm_specplugins.config import ConfigError, shown
-from vllm_specplugins.tools.base_model import BaseModel, overlap
-from vllm_specplugins.tools.files import save_whole
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.tools.base_model import BaseModel
+from vllm_specplugins.tools.files import other_run, save_whole
 from vllm_specplugins.tools.training.parts import Part
 
 STATE_FILE = "training_state.pt"
 SAVE_SECONDS = 60.0
 WARM_UP = 0.05  # of the steps
-LEAST_OVERLAP = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,6 @@ class Settings:
         heldout: share of the rows that is not trained on.
         data: checksum of the token ids.
         own_text: temperature at which the model wrote the text; None: others did.
-        loss: one of LOSSES.
         num_draft: how many draft tokens it learns to say one behind the other.
     """
 
@@ -53,7 +51,6 @@ class Settings:
     heldout: float
     data: int
     own_text: float | None = None
-    loss: str = "cross-entropy"
     num_draft: int = 1
 
     @property
@@ -74,24 +71,6 @@ class Settings:
             if not low <= (value := getattr(self, name)) <= high:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} must be an integer from {low} to {high} for this model, not {value}.")
-
-
-def cross_entropy(logits: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """[T] against the model's own distribution, whose logits [T, V] are `full`."""
-    return F.cross_entropy(logits, full.softmax(-1), reduction="none")
-
-
-def lost_acceptance(logits: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """[T] the negative log of the chance that a drafted token is accepted at temperature 1."""
-    return -overlap(full, logits).clamp_min(LEAST_OVERLAP).log()
-
-
-def both(logits: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """[T] their sum: acceptance has hardly a gradient where p and q share nothing yet."""
-    return cross_entropy(logits, full) + lost_acceptance(logits, full)
-
-
-LOSSES = {"cross-entropy": cross_entropy, "acceptance": lost_acceptance, "both": both}
 
 
 def train(
@@ -144,7 +123,6 @@ def train(
 
 def distil(base: BaseModel, part: Part, rows: Sequence[Sequence[int]], settings: Settings) -> float:
     """Adds the gradient of the mean loss of some rows to the part's; returns it, in nats a draft token."""
-    loss_of = LOSSES[settings.loss]
     num_tokens = sum(map(len, rows)) * settings.num_draft
     total = 0.0
     with torch.autocast("cuda", torch.bfloat16, enabled=base.model.device.type == "cuda"):
@@ -152,7 +130,9 @@ def distil(base: BaseModel, part: Part, rows: Sequence[Sequence[int]], settings:
         for states in base.hidden_states(rows):
             full = base.logits(states[-1])
             guesses = part.guesses(base, states, settings.num_draft)
-            loss = torch.stack([loss_of(guess.logits.float(), guess.of(full)).sum() for guess in guesses]).sum()
+            loss = sum(
+                cross_entropy(guess.logits.float(), guess.of(full).softmax(-1), reduction="sum") for guess in guesses
+            )
             (loss / num_tokens).backward()
             total += loss.item() / num_tokens
     return total
@@ -190,11 +170,7 @@ def _resume(path: Path, settings: Settings, parameters: dict[str, Any], optimize
     except Exception as error:
         raise whole from error
     if differing:
-        name = differing[0]
-        flag = {"model": "MODEL", "own_text": "--self"}.get(name, "--" + name.replace("_", "-"))
-        found = "other text" if name == "data" else shown(getattr(settings, name))
-        was = "the text" if name == "data" else shown(stored.get(name))
-        raise ConfigError(f"{flag} must be {was}, as in the run in {path.parent}, or --out new, not {found}.")
+        raise other_run(differing[0], stored.get(differing[0]), getattr(settings, differing[0]), path.parent)
     try:
         if not 0 <= step <= settings.steps or type(step) is not int:
             raise whole

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.measure.samples import Request, sampling_engine
-from vllm_specplugins.tools.files import save_whole
+from vllm_specplugins.tools.files import other_run, save_whole
 
 FILE = "own_text.json"
 LOG = "own_text.log"
@@ -80,8 +80,5 @@ def _read(out: Path, made_of: dict[str, Any]) -> list[list[int]]:
         raise ConfigError(f"--out must be a folder whose {FILE} is whole, not {out}.") from error
     for name, value in made_of.items():
         if stored.get(name) != value:
-            flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
-            was = "the text" if name == "data" else shown(stored.get(name))
-            found = "other text" if name == "data" else shown(value)
-            raise ConfigError(f"{flag} must be {was}, as {FILE} in {out} was made with, or --out new, not {found}.")
+            raise other_run(name, stored.get(name), value, out)
     return rows
