@@ -115,7 +115,7 @@ def _training(add: Add) -> None:
     _common(add, needs_data=False)
     add("--self", type=temperature, dest="own_text", metavar="T",
         help="train on what the model itself writes at this temperature (0: greedily) after the beginnings of the rows "
-        "of --data, or of Python's standard library; it is sampled with vLLM, and kept in --out")  # fmt: skip
+        "of --data; it is sampled with vLLM, and kept in --out")  # fmt: skip
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the part; an interrupted run goes on there")
     add("--steps", type=whole(1, 10_000_000), default=1000, metavar="N", help="default: 1000")
     add("--batch-tokens", type=whole(16, 10_000_000), default=4096, metavar="N", help="tokens a step (default: 4096)")
@@ -157,7 +157,6 @@ def _verify_lossless(subparsers: Any) -> None:
     add = _command(subparsers, "verify-lossless", words, example)
     add("--method", nargs="+", metavar="METHOD", help="names, or values of --speculative-config (default: all of ours)")
     add("--samples", type=whole(100, 10_000_000), default=4000, metavar="N", help="of each cell (default: 4000)")
-    add("--grid", choices=("quick", "full"), default="quick", help="of sampling parameters (default: quick)")
     add("--seed", type=whole(0, 2**31), default=0, metavar="S", help="of model, prompts and engines (default: 0)")
     add("--json", type=Path, metavar="FILE", help="where to write the report, too")
 
@@ -259,7 +258,8 @@ def _replay(subparsers: Any) -> None:
 
 def _common(add: Add, needs_data: bool = True) -> None:
     add("model", metavar="MODEL", help="folder of a checkpoint, or its Hugging Face name")
-    add("--data", type=Path, nargs="+", default=[], required=needs_data, metavar="FILE", help=DATA)
+    words = DATA if needs_data else f"{DATA} (default: Python's standard library)"
+    add("--data", type=Path, nargs="+", default=[], required=needs_data, metavar="FILE", help=words)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

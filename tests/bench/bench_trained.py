@@ -1,12 +1,16 @@
 """Which trained part drafts fastest? Parts of one model side by side, and what needs no training beside them.
 
-    python tests/bench/train_parts.py --parts .cache/plain
+    python examples/demo/train.py --plain --minutes 40 --out .cache/plain/target --state .cache/plain/plain.pt
+    python -m vllm_specplugins train-jump .cache/plain/target --inner-size 1024 --steps 250 --row-tokens 256 \\
+        --batch-tokens 2048 --learning-rate 0.002 --out .cache/plain/jump
+    python -m vllm_specplugins train-exit-head .cache/plain/target --exit-layer 1 --steps 700 --row-tokens 256 \\
+        --batch-tokens 2048 --learning-rate 0.002 --out .cache/plain/exit1
     python tests/bench/bench_trained.py --parts .cache/plain --temperature 0.8 \\
         --methods exit1=2 jump=3 medusa=2 lookup=3 lookup+jump=4
 
 The model and its parts are widened (examples/demo/widen.py) into --parts/wide, and an engine for each method serves the
 same requests, one at a time, in rounds in which the engines take turns. A method is a folder of --parts, `layerN` (an
-exit with the model's own head), `lookup`, or `lookup+` a jump (a cascade `first` without a gate), each with its K.
+exit with the model's own head), `lookup`, or `lookup+` a jump (a cascade without a gate), each with its K.
 Prompts are held-out code; they stay in the prefix cache, so that decoding alone is timed. At temperature 0 each output
 is cut where the model begins to say 8 tokens for the second time, and more prompts are asked, for as many tokens
 together: text that does not loop. A round that is in --results is not measured again.

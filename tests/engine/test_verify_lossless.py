@@ -28,7 +28,7 @@ NUM_SAMPLES = 300 if INTERPRETED else 1500
 PASSING = ["cascade-verify"] if INTERPRETED else ["prompt_lookup", "cascade-verify", "jump-probabilistic"]
 if os.environ.get("SPECPLUGINS_METHODS") == "all":
     PASSING = list(METHODS)
-PASSING_CELLS = [cell(1.0, CUTS, PENALTIES, BIAS)] if INTERPRETED else [cell(0.0, PENALTIES), *grid.quick()[-6:]]
+PASSING_CELLS = [cell(1.0, CUTS, PENALTIES, BIAS)] if INTERPRETED else [cell(0.0, PENALTIES), *grid.cells()[-6:]]
 Judge = Callable[..., list[tuple[Judged, str]]]
 
 

@@ -126,15 +126,16 @@ def test_oracle() -> None:
     """
     findings = checked("Oracle")
     assert findings.violations == []
-    assert 0 < findings.accepted == findings.drafted
+    assert 0 < findings.counters.accepted_tokens == findings.counters.drafted_tokens
     worse = checked("Oracle", exact=False)
     assert worse.violations == []
-    assert 0 < worse.accepted < worse.drafted and worse.request_steps > findings.request_steps
+    assert 0 < worse.counters.accepted_tokens < worse.counters.drafted_tokens
+    assert worse.counters.request_steps > findings.counters.request_steps
     # Every request ends with its recorded text: what is accepted and what is said makes up the outputs.
     trace = load()
     said = sum(len(history) for history in trace.histories) - sum(trace.prompt_lengths)
-    for found in (findings, worse):
-        assert 0 <= found.request_steps + found.accepted - said <= 2 * len(trace.histories)
+    for found in (findings.counters, worse.counters):
+        assert 0 <= found.request_steps + found.accepted_tokens - said <= 2 * len(trace.histories)
 
 
 FAULTS = {
@@ -152,7 +153,7 @@ def test_faults(fault: str) -> None:
     assert findings.violations[0].startswith(FAULTS[fault])
     assert len(findings.violations) == (1 if fault in ("keeps", "blames") else 2), "three faults switch it off"
     assert all(sentence.endswith(".") and "\n" not in sentence for sentence in findings.violations)
-    assert findings.accepted > 0, "the other steps count"
+    assert findings.counters.accepted_tokens > 0, "the other steps count"
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

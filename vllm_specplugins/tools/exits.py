@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_specplugins.tools.base_model import BaseModel, Exit, overlap
+from vllm_specplugins.tools.training.scores import walk
 
 Bits = npt.NDArray[np.bool_]
 
@@ -99,11 +100,6 @@ def tokens_per_step(match: Sequence[Bits], num_draft: int) -> float:
     >>> tokens_per_step([np.array([True, True, False, True, False, True])], 2)
     2.5
     """
-    num_tokens = num_steps = 0
-    for bits in match:
-        place = 0
-        while place + num_draft <= len(bits):
-            drafted = bits[place : place + num_draft]
-            emitted = 1 + (num_draft if drafted.all() else int(drafted.argmin()))
-            num_tokens, num_steps, place = num_tokens + emitted, num_steps + 1, place + emitted
-    return num_tokens / num_steps if num_steps else float("nan")
+    drafts = [np.lib.stride_tricks.sliding_window_view(bits, num_draft) for bits in match if len(bits) >= num_draft]
+    walks = [walk(torch.from_numpy(own.T.astype(float))) for own in drafts]
+    return sum(tokens for tokens, _ in walks) / sum(steps for _, steps in walks) if walks else float("nan")

@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     """The command; prints its report, and returns 0 if nothing is wrong, else 1."""
     methods = pick_methods(args.method)
     check_files(args)
-    cells = grid.GRIDS[args.grid]()
+    cells = grid.cells()
     folder = Path(tempfile.mkdtemp(prefix="specplugins-"))
     model = write_checkpoint(folder / "model", args.seed)
     write_parts(folder, args.seed)
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
             placed = None if config is None else grid.placed(config, folder)
             with ExitStack() as engines:
                 judged += verification.judge(restarting(method, placed, args.seed, folder, engines), method)
-    report = Report(judged, {"samples": args.samples, "grid": args.grid, "seed": args.seed, "methods": methods})
+    report = Report(judged, {"samples": args.samples, "seed": args.seed, "methods": methods})
     show(report, stdout())
     if args.json:
         write_json(facts(report), args.json)

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.counters import Counters
 from vllm_specplugins.custom import import_object
 from vllm_specplugins.draft import PROTOCOL_VERSION, Draft, DraftBatch, Feedback, Proposer, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config, registered_methods
@@ -30,19 +31,13 @@ class Findings:
 
     Args:
         violations: of the protocol, a sentence each.
-        request_steps: steps of single requests.
-        drafts: how many of them verified a draft.
-        drafted: tokens verified.
-        accepted: how many of them the target said, too.
+        counters: of what was drafted and accepted.
         cost_us: [num_steps] of `propose`, by request.
     """
 
-    violations: list[str] = field(default_factory=list)
-    request_steps: int = 0
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    cost_us: list[float] = field(default_factory=list)
+    violations: list[str]
+    counters: Counters
+    cost_us: list[float]
 
 
 @dataclass(slots=True)
@@ -116,16 +111,13 @@ def check(config: SpecConfig, trace: Trace, advance: Callable[[], None] = lambda
     Raises:
         ConfigError: it cannot be made.
     """
-    findings = Findings()
     proposer = _built(config, trace)
-    timed = Timed(proposer, findings.cost_us)
+    timed = Timed(proposer, [])
     barrier = FaultBarrier(timed, trace.vocab_size, trace.max_num_draft, config.common.time_budget_ms)
     with _warnings() as words:
         Replay(trace, barrier.propose, barrier.forget).run(advance)
     counters = barrier.counters
-    findings.request_steps, findings.drafts = counters.request_steps, counters.drafts
-    findings.drafted, findings.accepted = counters.drafted_tokens, counters.accepted_tokens
-    findings.violations = list(_faults(counters.faults, words))
+    findings = Findings(list(_faults(counters.faults, words)), counters, timed.cost_us)
     if counters.times_switched_off:  # what is switched off is not told to forget, either
         findings.violations.append(
             f"It was switched off after {MAX_FAULTS} faults: an engine would have gone on without its drafts."
@@ -192,7 +184,7 @@ def _print(name: str, findings: Findings, words: str) -> None:
     table = Table(title=f"{name}, protocol {PROTOCOL_VERSION}", show_header=False)
     for label, value in _rows(findings):
         table.add_row(label, value)
-    if findings.request_steps:
+    if findings.counters.request_steps:
         console.print(table)
     if words:
         console.print(words)
@@ -203,13 +195,13 @@ def _print(name: str, findings: Findings, words: str) -> None:
 
 
 def _rows(findings: Findings) -> list[tuple[str, str]]:
-    steps, share = max(1, findings.request_steps), _percent
-    cost = findings.cost_us or [0.0]
+    found, cost = findings.counters, findings.cost_us or [0.0]
+    accepted = _percent(found.accepted_tokens, found.drafted_tokens)
     return [
-        ("steps of single requests", f"{findings.request_steps}"),
-        ("with a draft", share(findings.drafts, findings.request_steps)),
-        ("draft tokens accepted", f"{share(findings.accepted, findings.drafted)} of {findings.drafted}"),
-        ("tokens a step", f"{1 + findings.accepted / steps:.2f}"),
+        ("steps of single requests", f"{found.request_steps}"),
+        ("with a draft", _percent(found.drafts, found.request_steps)),
+        ("draft tokens accepted", f"{accepted} of {found.drafted_tokens}"),
+        ("tokens a step", f"{1 + found.accepted_tokens / max(1, found.request_steps):.2f}"),
         (
             "us a request and step",
             f"{np.median(cost):.1f} (median), {np.percentile(cost, 90):.1f} (90 % of steps are below)",

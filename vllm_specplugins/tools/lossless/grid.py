@@ -105,7 +105,7 @@ def cell(temperature: float, *edits: dict[str, Any]) -> Cell:
     return Cell(", ".join(words), (params,))
 
 
-def quick() -> list[Cell]:
+def cells() -> list[Cell]:
     """Every parameter alone, and with others."""
     return [
         cell(0.0),
@@ -125,18 +125,6 @@ def quick() -> list[Cell]:
         cell(1.5, TOP_K, SEEDED),
         cell(1.0, CUTS, PENALTIES, BIAS, SEEDED),
     ]
-
-
-def full() -> list[Cell]:
-    """All of `quick`, and temperatures x cuts x edits of the logits."""
-    edits: list[dict[str, Any]] = [{}, PENALTIES, BIAS, {**PENALTIES, **BIAS}]
-    cuts: list[dict[str, Any]] = [{}, TOP_K, TOP_P, MIN_P, CUTS]
-    product = [cell(*parts) for parts in itertools.product((0.7, 1.0, 1.5), cuts, edits)]  # 60
-    cells = [*quick(), cell(0.0, PENALTIES, BIAS), cell(0.0, CUTS, ALLOWED), *product]
-    return list({cell.name: cell for cell in cells}.values())
-
-
-GRIDS = {"quick": quick, "full": full}
 
 
 def mixed(cells: list[Cell]) -> Cell:

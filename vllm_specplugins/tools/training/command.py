@@ -91,8 +91,6 @@ def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
         ConfigError: there is no text, or too little; see own_rows.
     """
     tokenizer = load_tokenizer(args.model)
-    if not args.data and args.own_text is None:
-        raise ConfigError("--data must name files where there is no --self, not missing.")
     reading = bars.add_task("reading text", total=None)
     rows = token_rows(args.data, tokenizer, args.row_tokens) if args.data else _built_in(tokenizer, args.row_tokens)
     bars.remove_task(reading)
