@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,32 +16,77 @@ PACKAGE = ROOT / "vllm_specplugins"
 MAY_IMPORT = {
     "config": set(),
     "target": set(),
+    "registered": set(),
+    "kernels": set(),
     "draft": {"target"},
     "counters": {"draft"},
-    "structures": {"config", "draft"},
-    "proposers": {"config", "counters", "draft", "structures", "kernels", "target"},
+    "structures": {"draft"},
+    "isolation": {"counters", "draft", "structures"},
+    "proposers": {"config", "draft", "kernels", "structures", "target"},
+    "gate": {"counters", "draft", "kernels", "structures"},
+    "cascade": {"config", "counters", "draft", "gate", "isolation", "proposers", "structures", "target"},
     "options_text": {"config"},
     "request_options": {"config", "options_text"},
-    "registered": set(),
-    "custom": {"config", "draft", "proposers"},
+    "custom": {"config", "draft", "isolation"},
     "methods": {"config", "custom", "draft", "registered"},
-    "kernels": set(),
+    "engine": {
+        "cascade",
+        "config",
+        "counters",
+        "custom",
+        "draft",
+        "gate",
+        "isolation",
+        "kernels",
+        "methods",
+        "options_text",
+        "proposers",
+        "registered",
+        "request_options",
+        "structures",
+        "target",
+    },
     "tools": {
         "config",
-        "draft",
-        "target",
-        "structures",
-        "request_options",
         "custom",
-        "methods",
-        "registered",
-        "proposers",
-        "kernels",
+        "draft",
         "engine",
+        "isolation",
+        "kernels",
+        "methods",
+        "proposers",
+        "request_options",
+        "structures",
     },
     "arguments": {"config"},
-    "__main__": {"arguments", "config", "methods", "tools"},
+    "__main__": {"arguments", "config", "methods"},
     "__init__": {"config", "engine"},
+}
+# Likewise the rooms of the engine.
+IN_ENGINE_MAY_IMPORT = {
+    "hooks": set(),
+    "excepthook": set(),
+    "self_check": set(),
+    "vllm_api": set(),
+    "metrics": set(),
+    "adaptive": set(),
+    "verify": set(),
+    "target": {"excepthook"},
+    "frontend": {"adaptive", "excepthook", "hooks", "metrics", "self_check", "target", "vllm_api"},
+    "v1": {"frontend", "hooks", "target", "verify"},
+    "v2": {"adaptive", "frontend", "hooks", "self_check", "target", "verify"},
+    "worker": {"metrics", "v1", "v2"},
+    "harness": {"frontend", "vllm_api"},
+    "__init__": set(),
+}
+IN_V2_MAY_IMPORT = {
+    "adapters": set(),
+    "feedback": set(),
+    "verification": set(),
+    "speculators": {"feedback", "verification"},
+    "runner": {"adapters", "feedback", "speculators", "verification"},
+    "scheduler": {"feedback"},
+    "__init__": set(),
 }
 HEAVY = {"vllm", "torch", "triton", "transformers"}
 
@@ -58,10 +104,10 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def part_of(path: Path) -> str:
+def part_of(path: Path, of: Path = PACKAGE) -> str:
     if path.is_relative_to(ROOT / "kernels"):
         return "kernels"
-    relative = path.relative_to(PACKAGE)
+    relative = path.relative_to(of)
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
@@ -79,11 +125,28 @@ def test_arrows(path: Path) -> None:
         assert ours <= MAY_IMPORT[part] | {part}
     if part == "tools":  # vLLM is timed from outside
         engines = {name for name in names if name.startswith("vllm_specplugins.engine")}
-        assert all(name.startswith("vllm_specplugins.engine.measure") for name in engines)
+        assert all(name.startswith("vllm_specplugins.engine.harness") for name in engines)
     if path.name != "fused.py" and part != "engine":
         assert "triton" not in {name.split(".")[0] for name in names}
     if path.name == "__init__.py":
         assert not {name.split(".")[0] for name in names} & HEAVY
+
+
+@pytest.mark.parametrize(
+    ("folder", "may_import"),
+    [("vllm_specplugins", MAY_IMPORT), ("engine", IN_ENGINE_MAY_IMPORT), ("engine/v2", IN_V2_MAY_IMPORT)],
+)
+def test_no_circles(folder: str, may_import: dict[str, set[str]]) -> None:
+    """Kills: an arrow in a table that leads back; a room of the engine that imports upwards, also in a function."""
+    place = PACKAGE if folder == "vllm_specplugins" else PACKAGE / folder
+    prefix = ".".join(place.relative_to(ROOT).parts) + "."
+    arrows: dict[str, set[str]] = {part: set() for part in may_import}
+    for path in place.rglob("*.py"):
+        part = part_of(path, place)
+        named = {name.removeprefix(prefix).split(".")[0] for name in imports(path) if name.startswith(prefix)}
+        arrows[part] |= {name for name in named if name in may_import or (place / name).exists()} - {part}
+    assert all(arrows[part] <= may_import[part] for part in arrows), arrows
+    assert tuple(TopologicalSorter(may_import).static_order())
 
 
 def test_import_is_light() -> None:
@@ -91,11 +154,11 @@ def test_import_is_light() -> None:
     modules = [
         "vllm_specplugins",
         "vllm_specplugins.methods",
-        "vllm_specplugins.proposers.barrier",
+        "vllm_specplugins.isolation.barrier",
         "vllm_specplugins.proposers.prompt_lookup",
         "vllm_specplugins.kernels",
         "vllm_specplugins.engine",
-        "vllm_specplugins.engine.measure.serving",
+        "vllm_specplugins.engine.harness.serving",
         "vllm_specplugins.tools",
         "vllm_specplugins.__main__",
     ]

@@ -8,6 +8,6 @@ __all__ = ["ConfigError", "__version__", "register"]
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: adds our methods to vLLM's; safe to call twice."""
-    from vllm_specplugins.engine.plugin import install
+    from vllm_specplugins.engine.frontend.plugin import install
 
     install()

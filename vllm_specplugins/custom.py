@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_specplugins.config import ConfigError, CustomConfig, SpecConfig, parts, said, shown
 from vllm_specplugins.draft import PROTOCOL_VERSION, Proposer, ProposerContext
-from vllm_specplugins.proposers.guard import shown as shown_error
+from vllm_specplugins.isolation.guard import shown as shown_error
 
 
 def build_custom(method: str, config: CustomConfig, context: ProposerContext) -> Proposer:

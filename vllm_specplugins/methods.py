@@ -49,7 +49,7 @@ class Method:
         reads_history: gets `DraftBatch.token_ids`.
         is_lookup: copies what stands in texts, the option `reference` among them, and continues drafts.
         has_tenants: keeps what requests said for later ones of the same tenant.
-        on_device: drafts there on Model Runner V2, without the host (engine/v2/on_device.py); the class of one that
+        on_device: drafts there on Model Runner V2, without the host (v2/speculators/device.py); the class of one that
             reads histories is then V1's.
         is_gated: a gate on the host holds it back where it is alone, too.
         cuts_layers: runs some of the target's layers, or enters them (see `enters_states`).
@@ -120,14 +120,14 @@ METHODS: Mapping[str, Method] = {
         own_field="heads",
         check="vllm_specplugins.proposers.medusa:check",
     ),
-    "cascade": Method(CascadeConfig, "vllm_specplugins.proposers.cascade:Cascade"),
+    "cascade": Method(CascadeConfig, "vllm_specplugins.cascade.cascade:Cascade"),
     "custom": Method(CustomConfig, None),
 }
 
 # Proposers built into vLLM that can be a stage of a cascade; alone, vLLM serves them itself.
 BUILT_IN: Mapping[str, Method] = dict.fromkeys(
     ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"),
-    Method(BuiltInConfig, "vllm_specplugins.proposers.built_in:BuiltIn", reads_history=False),
+    Method(BuiltInConfig, "vllm_specplugins.cascade.built_in:BuiltIn", reads_history=False),
 )
 
 LOOKUPS = tuple(name for name, row in METHODS.items() if row.is_lookup)

@@ -62,7 +62,7 @@ class Engine:
         null_device.put_in_place()
         from vllm import LLM
 
-        from vllm_specplugins.engine.v2.tally import Tally
+        from vllm_specplugins.engine.v2.feedback.tally import Tally
 
         for name in ("add_drafts", "add_stages"):  # in graphs, of numbers that no kernel has computed
             setattr(Tally, name, lambda *arguments: None)

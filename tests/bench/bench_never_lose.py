@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from vllm_specplugins.engine.measure.serving import ServingEngine, Traffic
+from vllm_specplugins.engine.harness.serving import ServingEngine, Traffic
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.rounds import serve_rounds
 from vllm_specplugins.tools.bench.workloads import make_workload

@@ -32,8 +32,8 @@ from vllm_specplugins.config import SuffixLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.suffix_lookup import SuffixLookup
-from vllm_specplugins.structures.suffix_requests import SuffixRequests
-from vllm_specplugins.structures.suffix_texts import BYTES_PER_TOKEN
+from vllm_specplugins.structures.suffix.requests import SuffixRequests
+from vllm_specplugins.structures.suffix.texts import BYTES_PER_TOKEN
 from vllm_specplugins.tools.replay.costs import TABLES
 from vllm_specplugins.tools.replay.data import Traffic
 from vllm_specplugins.tools.replay.simulate import Load, Totals, simulate

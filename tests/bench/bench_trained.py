@@ -33,7 +33,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specplugins.engine.measure.serving import ServingEngine, Traffic, Turn
+from vllm_specplugins.engine.harness.serving import ServingEngine, Traffic, Turn
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.bench.figures import repeated_share
 from vllm_specplugins.tools.bench.rounds import serve_round

@@ -16,11 +16,11 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 
 from vllm_specplugins.config import CascadeConfig, PromptLookupConfig, parts
 from vllm_specplugins.draft import DraftBatch, ProposerContext
-from vllm_specplugins.engine.v2 import outcomes
-from vllm_specplugins.engine.v2.budget import Budget, Confidences
-from vllm_specplugins.engine.v2.limits import Limits
-from vllm_specplugins.engine.v2.on_device import DeviceSpeculator
-from vllm_specplugins.engine.v2.texts import DeviceTexts
+from vllm_specplugins.engine.adaptive.budget import Budget, Confidences
+from vllm_specplugins.engine.v2.feedback import outcomes
+from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
+from vllm_specplugins.engine.v2.speculators.limits import Limits
+from vllm_specplugins.engine.v2.speculators.texts import DeviceTexts
 from vllm_specplugins.methods import build, parse_config
 from vllm_specplugins.target import Sampling, Target
 

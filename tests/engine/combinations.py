@@ -16,7 +16,7 @@ from families import EXIT_LAYER, NUM_LAYERS, SHAPE, checkpoint
 from parts import write_head
 from safetensors.torch import save_file
 
-from vllm_specplugins.proposers.look_ahead import LookAheadConfig, save_look_ahead
+from vllm_specplugins.proposers.heads.look_ahead import LookAheadConfig, save_look_ahead
 
 HERE = Path(__file__).parent
 HIDDEN = SHAPE["hidden_size"]

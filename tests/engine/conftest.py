@@ -56,7 +56,7 @@ elif RUNNER == "v2":
 os.environ.update(ENGINE_ENVIRONMENT)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for the engines of this process alone
 sys.path.insert(0, str(EXAMPLES / "demo"))
-sys.path.insert(0, str(HERE.parent / "proposers"))
+sys.path.insert(0, str(HERE.parent / "isolation"))
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
@@ -72,7 +72,7 @@ def v2_on_a_cpu() -> Iterator[None]:
 def whole_drafts() -> Iterator[None]:
     """Schedulers ask for K tokens: what a step takes says nothing in an interpreter."""
     from vllm_specplugins.engine.v2 import scheduler
-    from vllm_specplugins.proposers.step_times import StepTimes
+    from vllm_specplugins.gate.step_times import StepTimes
 
     class Whole(StepTimes):
         def choose(self, num_reqs: int) -> int:

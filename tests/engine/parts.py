@@ -8,8 +8,8 @@ from cases import early_exit
 from conftest import DEMO_MODEL, NUM_LAYERS
 from safetensors.torch import load_file
 
-from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig
-from vllm_specplugins.proposers.look_ahead import LookAheadConfig, save_look_ahead
+from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
+from vllm_specplugins.proposers.heads.look_ahead import LookAheadConfig, save_look_ahead
 
 HIDDEN, K = 256, 4
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import DEMO_MODEL, RUNNER
 
-from vllm_specplugins.engine.measure.serving import ServingEngine, Traffic, Turn
+from vllm_specplugins.engine.harness.serving import ServingEngine, Traffic, Turn
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.command import rounds_of
 from vllm_specplugins.tools.bench.figures import Cell, tokens_per_step

@@ -8,7 +8,7 @@ from conftest import INTERPRETED, RUNNER, spec_metrics
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="draft by draft without an engine in tests/proposers/test_drafters.py")
+@pytest.mark.skipif(INTERPRETED, reason="draft by draft without an engine in tests/cascade/test_drafters.py")
 def test_verify_drafts_what_its_last_stage_drafts(engine: Any, prompts: Any, expected: Any) -> None:
     """As many tokens drafted and accepted as by early exit alone, in fewer passes of it."""
 

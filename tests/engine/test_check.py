@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import RUNNER
 
-from vllm_specplugins.engine.measure.samples import Drawn
+from vllm_specplugins.engine.harness.samples import Drawn
 from vllm_specplugins.tools.check.engine import judged
 
 PAGE = Path(__file__).parents[2] / "docs" / "write-a-proposer.md"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import RUNNER
 
-from vllm_specplugins.engine.versions import compat
+from vllm_specplugins.engine.vllm_api import compat
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")

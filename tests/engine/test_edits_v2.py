@@ -21,7 +21,7 @@ def make_sampler(params: list[Any]) -> tuple[Any, Any]:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
-    from vllm_specplugins.engine.v2.edits import LogitsEditor
+    from vllm_specplugins.engine.v2.verification.edits import LogitsEditor
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     states = RequestState(8, 64, 64, max(NUM_DRAFT), VOCAB_SIZE, device)
@@ -73,7 +73,7 @@ def of_vllm(sampler: Any, logits: torch.Tensor, context: Any) -> torch.Tensor:
 @pytest.mark.parametrize("implementation", ["reference", "fused"])
 def test_equals_processors(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit. Kills: an array that means something else; positions off by one; another order of edits."""
-    from vllm_specplugins.engine.v2 import edits
+    from vllm_specplugins.engine.v2.verification import edits
 
     monkeypatch.setattr(edits, "adjust", partial(edits.adjust, implementation=implementation))
     for seed in range(3):

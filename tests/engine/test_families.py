@@ -86,7 +86,7 @@ def test_entered_in_the_middle(
     """The same exit, from embeddings through half of the layers and from the states there through the rest: what jumps
     and look-ahead tokens do. Fails if states are scaled like tokens' on their way in, or lose their residual."""
     from vllm_specplugins.engine.v1.target import _PagedForward
-    from vllm_specplugins.engine.v2.paged import PagedForward
+    from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 
     def in_halves(self: Any, end_layer: int, token_ids: Any, positions: Any, normed: bool = True) -> Any:
         half = end_layer // 2

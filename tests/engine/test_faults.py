@@ -1,6 +1,6 @@
 """Hostile proposers in a running engine: they cost drafts, never a request, nor a token of its output.
 
-tests/proposers/test_barrier.py has each of them alone, and what is kept of them.
+tests/isolation/test_barrier.py has each of them alone, and what is kept of them.
 """
 
 import sys
@@ -15,8 +15,8 @@ from hostile import HANGS, HOSTILE, HostileProposer, K
 
 from vllm_specplugins.counters import Counters
 from vllm_specplugins.engine.worker import _process_as_it_was
-from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.switch import MAX_FAULTS
+from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.isolation.circuit_breaker import MAX_FAULTS
 
 PROMPTS = [[5, 6, 7, 8] * 5, list(range(30, 70)), [9] * 20]
 BUDGET_MS = 300

@@ -13,7 +13,7 @@ if RUNNER != "v2":
 
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
-from vllm_specplugins.engine.v2.budget import Budget, Confidences, best_budget
+from vllm_specplugins.engine.adaptive.budget import Budget, Confidences, best_budget
 
 S, K = 12, 3
 NOTHING, FOUND = [0.0, 0.0, 0.0], [0.9, 0.8, 0.0]

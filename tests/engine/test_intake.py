@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_specplugins.engine.line import PIECE, Line, Work, finished, pieces
-from vllm_specplugins.engine.options import Intake, request_options
-from vllm_specplugins.engine.own_checks import MOST_LEFT_BEHIND
-from vllm_specplugins.engine.prediction import Predicted
+from vllm_specplugins.engine.frontend.line import PIECE, Line, Work, finished, pieces
+from vllm_specplugins.engine.frontend.options import Intake, request_options
+from vllm_specplugins.engine.frontend.own_checks import MOST_LEFT_BEHIND
+from vllm_specplugins.engine.frontend.prediction import Predicted
 from vllm_specplugins.methods import parse_config
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")

@@ -11,7 +11,7 @@ from parts import K, write_head
 from test_early_exit import engine_config
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.proposers.jump_head import JumpHead
+from vllm_specplugins.proposers.heads.jump_head import JumpHead
 
 
 @pytest.mark.slow

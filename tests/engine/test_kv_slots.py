@@ -151,7 +151,7 @@ def test_full_cache(engine: Any, monkeypatch: pytest.MonkeyPatch, model: str) ->
 
 def test_without_lookahead_slots(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: no slots reserved for drafts, planted, and drafts write into foreign blocks."""
-    from vllm_specplugins.engine.spec_config import PluginVllmConfig
+    from vllm_specplugins.engine.frontend.spec_config import PluginVllmConfig
 
     monkeypatch.setattr(PluginVllmConfig, "num_lookahead_tokens", 0)
     config, arguments = MODELS["demo"]

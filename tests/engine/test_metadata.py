@@ -28,7 +28,7 @@ def test_virtual_batches() -> None:
 
 def test_trimmed_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device trims drafts, it alone knows where a request's rows end. Kills: the scheduled ends."""
-    verify = pytest.importorskip("vllm_specplugins.engine.v2.verify")
+    verify = pytest.importorskip("vllm_specplugins.engine.v2.verification.verify")
     scheduled, real = torch.tensor([0, 3, 6]), torch.tensor([0, 1, 3], dtype=torch.int32)
     seen: list[Any] = []
     monkeypatch.setattr(verify, "compute_topk_scores", lambda *args, **_: seen.append(args[3]))

@@ -11,8 +11,8 @@ from cases import generate, mixed_prompts
 from conftest import DEMO_MODEL, RUNNER, TAPES, spec_metrics
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.frontend.plugin import requested
 from vllm_specplugins.engine.metrics.names import PREFIX, TABLE
-from vllm_specplugins.engine.plugin import requested
 from vllm_specplugins.methods import METHODS as OURS
 
 STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}]

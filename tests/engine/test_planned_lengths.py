@@ -18,7 +18,7 @@ K = 3
 
 def keep(draft: Draft, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where verification finds a draft: tokens [num_reqs, K] and logits [max_num_reqs, K, vocab_size]."""
-    from vllm_specplugins.engine.v2.on_host import HostSpeculator
+    from vllm_specplugins.engine.v2.speculators.host import HostSpeculator
 
     num_reqs = len(draft.num_draft)
     kept = torch.full((num_reqs + 1, K, vocab_size), 7.0)  # of an earlier step

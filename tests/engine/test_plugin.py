@@ -15,9 +15,9 @@ from cases import PROMPT_LOOKUP, generate
 from conftest import DEMO_MODEL, EXAMPLES, RUNNER
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine import scheduling
-from vllm_specplugins.engine.spec_config import take_over
-from vllm_specplugins.engine.versions import compat
+from vllm_specplugins.engine.frontend import scheduling
+from vllm_specplugins.engine.frontend.spec_config import take_over
+from vllm_specplugins.engine.vllm_api import compat
 
 ONCE = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -65,7 +65,7 @@ def changes(before: dict[tuple[str, ...], int], after: dict[tuple[str, ...], int
 IMPORT_EVERYTHING = f"""
 import importlib, sys
 sys.path[:0] = {[os.path.dirname(__file__), str(EXAMPLES / "demo")]!r}
-from vllm_specplugins.engine.versions import compat
+from vllm_specplugins.engine.vllm_api import compat
 for file in compat.names():
     name = "vllm." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     try:
@@ -358,7 +358,7 @@ def test_stats_over_rpc(engine: Any) -> None:
 def test_default_length_of_a_target_with_state() -> None:
     """Fails if a hybrid target, which keeps a state for each token, has long drafts that nobody asked for, or loses
     those that somebody did."""
-    from vllm_specplugins.engine.spec_config import _with_length_for
+    from vllm_specplugins.engine.frontend.spec_config import _with_length_for
     from vllm_specplugins.methods import parse_config
 
     plain = SimpleNamespace(is_hybrid=False, has_inner_state=False, is_attention_free=False)

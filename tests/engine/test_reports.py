@@ -13,7 +13,7 @@ from conftest import EXAMPLES, RUNNER
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.metrics.names import TABLE
 from vllm_specplugins.engine.metrics.report import Reporter
-from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.isolation.barrier import FaultBarrier
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
 STAGE = "0 custom"

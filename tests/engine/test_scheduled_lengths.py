@@ -15,7 +15,7 @@ from recorded import runner
 
 from vllm_specplugins.engine.v2 import scheduler as module
 from vllm_specplugins.engine.v2.scheduler import DraftLengths
-from vllm_specplugins.proposers.step_times import StepTimes
+from vllm_specplugins.gate.step_times import StepTimes
 
 K, NUM_TOKENS = 5, 24
 

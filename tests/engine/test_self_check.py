@@ -27,7 +27,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_specplugins.kernels import rejection
     from vllm_specplugins.kernels.rejection import adjust, block, drafts
 
-    from vllm_specplugins.engine.v2 import self_check
+    from vllm_specplugins.engine.v2.verification import self_check
 
     monkeypatch.setattr(CPUWorker, "_should_warm_up_model", lambda self: True)
     monkeypatch.setattr(self_check, "_device", lambda: torch.device("cpu"))
@@ -57,7 +57,7 @@ def test_only(on_a_device: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     from vllm_specplugins.kernels.self_check import Finding, Shapes
 
     from vllm_specplugins.config import ConfigError
-    from vllm_specplugins.engine.v2 import self_check
+    from vllm_specplugins.engine.v2.verification import self_check
 
     monkeypatch.setattr(self_check, "shapes_of", lambda _: Shapes(300, torch.float32, 1, samples=False, block=False))
     monkeypatch.setenv(self_check.VARIABLE, "1")
@@ -105,7 +105,7 @@ def test_falls_back(engine: Any, on_a_device: None, failing: str, monkeypatch: p
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
     from vllm_specplugins.kernels.self_check import Finding
 
-    from vllm_specplugins.engine.v2 import self_check
+    from vllm_specplugins.engine.v2.verification import self_check
 
     found = [Finding(failing, "differs from its reference")]
     monkeypatch.setattr(self_check, "check_device", lambda *_: iter(found))

@@ -19,7 +19,7 @@ from simulated_device.guard import DeviceError
 from simulated_device.tape import CaptureError
 
 from vllm_specplugins.engine.metrics import report
-from vllm_specplugins.engine.v2.arriving import Arriving
+from vllm_specplugins.engine.v2.feedback.arriving import Arriving
 
 NUM_TOKENS = 13  # one from the prompt and three whole steps of K + 1
 K = 3

@@ -14,7 +14,7 @@ if not INTERPRETED or os.environ.get("SPECPLUGINS_SIMULATED") != "all":
 from recorded import drafts_pay, replays, runner
 from simulated_device.device import simulated_device
 
-from vllm_specplugins.engine.measure.samples import SETTINGS, Samples
+from vllm_specplugins.engine.harness.samples import SETTINGS, Samples
 from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint
 from vllm_specplugins.tools.lossless.grid import METHODS, cell
 from vllm_specplugins.tools.lossless.report import PASSED, Judged, Report

@@ -23,7 +23,7 @@ import psutil
 import pytest
 from conftest import DEMO_MODEL, HERE, RUNNER
 
-from vllm_specplugins.structures.store_file import HEADER, StoreFile
+from vllm_specplugins.structures.suffix.store_file import HEADER, StoreFile
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(RUNNER == "v2", reason="files are the same on both runners")]
 NUM_ENDS = int(os.environ.get("SPECPLUGINS_ENDS", "4"))

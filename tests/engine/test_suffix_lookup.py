@@ -7,7 +7,7 @@ import pytest
 from cases import STRESS, SUFFIX_LOOKUP, generate, mixed_prompts
 from conftest import DEMO_MODEL, spec_metrics
 
-from vllm_specplugins.structures.store_file import StoreFile, StoreFileError
+from vllm_specplugins.structures.suffix.store_file import StoreFile, StoreFileError
 
 SIZES = [1, 4, 3]
 

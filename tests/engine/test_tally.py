@@ -7,7 +7,7 @@ from conftest import RUNNER
 
 from vllm_specplugins.counters import Counters, StageCounters, count
 from vllm_specplugins.draft import Feedback
-from vllm_specplugins.proposers.drafted import Drafted
+from vllm_specplugins.structures.draft_arrays import Drafted
 
 pytestmark = pytest.mark.skipif(RUNNER != "v2", reason="V1 counts on the host")
 K, SLOTS, STAGES = 3, 8, 2
@@ -38,7 +38,7 @@ def test_counts_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Fails if a row is counted that sampled nothing, a rehearsal is, a stage's token is another's, or a total twice.
     """
-    from vllm_specplugins.engine.v2 import tally as module
+    from vllm_specplugins.engine.v2.feedback import tally as module
 
     monkeypatch.setattr(module, "Arriving", Late)
     rng, tally = np.random.default_rng(0), module.Tally(SLOTS, K, STAGES, torch.device("cpu"))

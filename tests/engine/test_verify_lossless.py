@@ -15,7 +15,7 @@ from vllm_specplugins.kernels import rejection
 from vllm_specplugins.kernels.rejection import reference
 
 from vllm_specplugins.engine import verify
-from vllm_specplugins.engine.measure.samples import SETTINGS, Samples
+from vllm_specplugins.engine.harness.samples import SETTINGS, Samples
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.grid import BIAS, CUTS, METHODS, PENALTIES, REWARDS, TOP_K, Cell, cell

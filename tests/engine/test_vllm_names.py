@@ -7,7 +7,7 @@ import pytest
 import vllm_names
 from conftest import RUNNER
 
-from vllm_specplugins.engine.versions import compat
+from vllm_specplugins.engine.vllm_api import compat
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
 WRITTEN = {(file, name): parameters for file, names in compat.names().items() for name, parameters in names.items()}

@@ -63,7 +63,7 @@ def make_server(kind: str, dtype: torch.dtype, vocab_size: int) -> tuple[Any, An
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
-    from vllm_specplugins.engine.v2.verify import FusedRejectionSampler
+    from vllm_specplugins.engine.v2.verification.verify import FusedRejectionSampler
 
     device = torch.device("cpu")
     states = RequestState(MAX_NUM_REQS, 64, 64, NUM_DRAFT, vocab_size, device)
@@ -157,7 +157,7 @@ def test_nothing_new(kind: str) -> None:
     from launch_keys import recorded
     from vllm_specplugins.kernels.self_check import Shapes, check_device
 
-    from vllm_specplugins.engine.v2.warm_up import warm_up
+    from vllm_specplugins.engine.v2.verification.warm_up import warm_up
 
     for dtype, vocab_size in itertools.product(DTYPES, VOCAB_SIZES):
         runner, speculator = make_server(kind, dtype, vocab_size)

@@ -2,7 +2,7 @@
 
     python tests/engine/vllm_names.py [FOLDER]...
 
-writes `engine/versions/vllm_names.json` from the installed vLLM. A FOLDER is the package of another version that is
+writes `engine/vllm_api/vllm_names.json` from the installed vLLM. A FOLDER is the package of another version that is
 looked at, too: what one lacks is refused, and so are parameters that differ, but for VARIED.
 
 It sees imports, names in strings, attributes of what RECEIVERS knows by its name, and what our subclasses take from
@@ -37,7 +37,7 @@ import torch
 from pydantic import ValidationError
 from torch import distributed
 
-from vllm_specplugins.engine.versions import compat
+from vllm_specplugins.engine.vllm_api import compat
 
 NO_MODULES = ("vllm.specplugins", "vllm.general_plugins")  # a logger, a group of entry points
 PACKAGE = Path(__file__).parents[2] / "vllm_specplugins"

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as arrays_of
 from rubbish import JSON
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
-from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.isolation.barrier import FaultBarrier
 
 K, VOCAB_SIZE = 3, 10
 IDS = st.integers(0, VOCAB_SIZE - 1)

@@ -14,7 +14,13 @@ from safetensors.torch import save
 from spoil import spoilt
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.proposers.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, ExitHeadConfig, check_exit_head
+from vllm_specplugins.proposers.heads.exit_head import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    ExitHead,
+    ExitHeadConfig,
+    check_exit_head,
+)
 
 SIZES = {"exit_layer": 2, "hidden_size": 4, "vocab_size": 6}
 CONFIG: dict[str, Any] = {**SIZES, "rank": 0, "rms_norm_eps": 1e-5}

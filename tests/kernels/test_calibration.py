@@ -1,7 +1,7 @@
 """Calibration in Triton beside its reference: the same numbers, whatever the batch; few variants; the device's check.
 
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
-The reference itself: tests/proposers/test_confidence.py.
+The reference itself: tests/gate/test_confidence.py.
 """
 
 import sys

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.proposers.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, ExitHeadConfig, check_exit_head
+from vllm_specplugins.proposers.heads.exit_head import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    ExitHead,
+    ExitHeadConfig,
+    check_exit_head,
+)
 
 SIZES = {"exit_layer": 2, "hidden_size": 8, "vocab_size": 11}
 

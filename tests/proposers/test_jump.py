@@ -14,7 +14,7 @@ from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
-from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig, check_jump
+from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig, check_jump
 from vllm_specplugins.target import Sampling, Target
 
 HIDDEN, VOCAB, NUM_LAYERS, NUM_REQS = 8, 11, 6, 4

@@ -15,9 +15,9 @@ from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
+from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import build_proposer, parse_config
-from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.medusa_heads import MedusaHeads, check_medusa
+from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads, check_medusa
 from vllm_specplugins.target import Sampling, Target
 
 NUM_HEADS, NUM_LAYERS, HIDDEN, VOCAB = 3, 2, 8, 11

@@ -13,8 +13,8 @@ from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.methods import parse_config
 from vllm_specplugins.proposers.suffix_lookup import MAX_NEW, SuffixLookup
 from vllm_specplugins.structures import whole_file
-from vllm_specplugins.structures.store_file import StoreFile, fingerprint
-from vllm_specplugins.structures.suffix_chances import first_chances
+from vllm_specplugins.structures.suffix.acceptance import first_chances
+from vllm_specplugins.structures.suffix.store_file import StoreFile, fingerprint
 
 K = 5
 SIZES = {"max_index_bytes": 1 << 24, "store_bytes": 1 << 22}

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig, check_exit_head
-from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig, check_jump
-from vllm_specplugins.proposers.look_ahead import LookAheadConfig, check_look_ahead, save_look_ahead
-from vllm_specplugins.proposers.medusa_heads import check_medusa
+from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig, check_exit_head
+from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig, check_jump
+from vllm_specplugins.proposers.heads.look_ahead import LookAheadConfig, check_look_ahead, save_look_ahead
+from vllm_specplugins.proposers.heads.medusa_heads import check_medusa
 
 HIDDEN, VOCAB, NUM_LAYERS, K = 8, 11, 6, 3
 

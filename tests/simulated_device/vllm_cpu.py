@@ -148,12 +148,12 @@ def patch_worker(patches: Patches, guard: Guard, warm_up: bool) -> None:
     from vllm.v1.worker.gpu.warmup import warmup_kernels
     from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
 
-    from vllm_specplugins.engine.v2 import self_check
+    from vllm_specplugins.engine import self_check
     from vllm_specplugins.engine.worker import _WithProposer
 
     if warm_up:  # ours, too
         patches.set(CPUWorker, "_should_warm_up_model", lambda self: True)
-        patches.set(self_check, "_device", lambda: torch.device("cpu"))
+        patches.set(self_check, "device", lambda: torch.device("cpu"))
     methods = {name: getattr(CPUWorker, name) for name in (*_STARTS, *_STEPS)}
 
     def starting(method: Any) -> Any:

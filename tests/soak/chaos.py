@@ -1,6 +1,6 @@
 """A proposer to be named by `--speculative-config`, which runs in the server's engine and turns on it at random steps.
 
-Its misdeeds are those of tests/proposers/hostile.py, and some of its own. Each is noted in a journal before it is done;
+Its misdeeds are those of tests/isolation/hostile.py, and some of its own. Each is noted in a journal before it is done;
 by seed they are dealt like cards, so that all have their turn, over restarts, too. While the file `calm` is there, it
 behaves, and drafts what followed the last token before.
 """

@@ -3,4 +3,4 @@
 import sys
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "proposers")]
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "isolation")]

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_specplugins.structures import store_file
-from vllm_specplugins.structures.store_file import (
+from vllm_specplugins.structures.suffix import store_file
+from vllm_specplugins.structures.suffix.store_file import (
     HEADER,
     DamagedError,
     StoredText,
@@ -208,7 +208,7 @@ def test_fingerprint() -> None:
 KILLED = """
 import sys, numpy as np
 from pathlib import Path
-from vllm_specplugins.structures.store_file import StoredText, StoreFile, record
+from vllm_specplugins.structures.suffix.store_file import StoredText, StoreFile, record
 file = StoreFile(Path(sys.argv[1]), b"m" * 16, 1000, 1 << 40)
 text = lambda index: StoredText(False, b"", np.full(1000, index % 1000, np.int32))
 number = len(file.open())

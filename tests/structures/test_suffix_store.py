@@ -9,13 +9,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from vllm_specplugins.structures import suffix_requests, suffix_store
-from vllm_specplugins.structures.suffix_chains import LEVELS
-from vllm_specplugins.structures.suffix_drafts import Asked
-from vllm_specplugins.structures.suffix_pages import NEWER, NONE, OLDEST, OWNER, PAGE, PROVEN, UNPROVEN
-from vllm_specplugins.structures.suffix_requests import SuffixRequests
-from vllm_specplugins.structures.suffix_search import LONGEST_MATCH, MOST_PLACES
-from vllm_specplugins.structures.suffix_store import SuffixStore
+from vllm_specplugins.structures.suffix import requests as suffix_requests
+from vllm_specplugins.structures.suffix import store as suffix_store
+from vllm_specplugins.structures.suffix.chains import LEVELS
+from vllm_specplugins.structures.suffix.drafts import Asked
+from vllm_specplugins.structures.suffix.pages import NEWER, NONE, OLDEST, OWNER, PAGE, PROVEN, UNPROVEN
+from vllm_specplugins.structures.suffix.requests import SuffixRequests
+from vllm_specplugins.structures.suffix.search import LONGEST_MATCH, MOST_PLACES
+from vllm_specplugins.structures.suffix.store import SuffixStore
 
 NUM_OPERATIONS = 100_000 if os.environ.get("SPECPLUGINS_FUZZ") else 6_000
 K = 6

@@ -6,9 +6,9 @@ import time
 import numpy as np
 from scipy.stats import mannwhitneyu
 
-from vllm_specplugins.structures.suffix_drafts import Asked
-from vllm_specplugins.structures.suffix_requests import SuffixRequests
-from vllm_specplugins.structures.suffix_store import SuffixStore
+from vllm_specplugins.structures.suffix.drafts import Asked
+from vllm_specplugins.structures.suffix.requests import SuffixRequests
+from vllm_specplugins.structures.suffix.store import SuffixStore
 
 NUM_TRIALS = 1000
 NUM_STEPS = 15  # of a trial, whose median counts

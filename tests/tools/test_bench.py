@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import pytest
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.engine.measure.serving import Answer, Machine, Traffic, Turn, _Clock
+from vllm_specplugins.engine.harness.serving import Answer, Machine, Traffic, Turn, _Clock
 from vllm_specplugins.tools.bench import command
 
 pytest.importorskip("vllm")

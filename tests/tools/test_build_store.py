@@ -11,7 +11,7 @@ from vllm_specplugins.__main__ import main
 from vllm_specplugins.config import SuffixLookupConfig
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.proposers.suffix_lookup import SuffixLookup
-from vllm_specplugins.structures.suffix_pages import OLDEST, OWNER, PROVEN
+from vllm_specplugins.structures.suffix.pages import OLDEST, OWNER, PROVEN
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
 K = 5

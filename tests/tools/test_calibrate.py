@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.engine.measure.serving import Answer, Machine, Traffic, Turn
+from vllm_specplugins.engine.harness.serving import Answer, Machine, Traffic, Turn
 from vllm_specplugins.tools.base_model import BaseModel, Exit
 from vllm_specplugins.tools.bench import command
 from vllm_specplugins.tools.bench.figures import Row

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.engine.measure.diagnosis import OK, PROBLEM, diagnose
+from vllm_specplugins.engine.harness.diagnosis import OK, PROBLEM, diagnose
 from vllm_specplugins.methods import METHODS
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"

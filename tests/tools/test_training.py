@@ -16,9 +16,9 @@ import torch
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.methods import parse_config
-from vllm_specplugins.proposers.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, check_exit_head
-from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig, check_jump
-from vllm_specplugins.proposers.look_ahead import LookAheadConfig, check_look_ahead
+from vllm_specplugins.proposers.heads.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, check_exit_head
+from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig, check_jump
+from vllm_specplugins.proposers.heads.look_ahead import LookAheadConfig, check_look_ahead
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_tokenizer
 from vllm_specplugins.tools.data import token_rows
 from vllm_specplugins.tools.files import save_whole

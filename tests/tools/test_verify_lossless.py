@@ -12,7 +12,7 @@ import pytest
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine.measure.samples import Draw, Drawn, Request
+from vllm_specplugins.engine.harness.samples import Draw, Drawn, Request
 from vllm_specplugins.tools import progress, verify_lossless
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, make_model

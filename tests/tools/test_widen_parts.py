@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
 from widen import widen, widened_config
 from widen_parts import widen_part
 
-from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig
-from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig
-from vllm_specplugins.proposers.look_ahead import LookAheadConfig, load_look_ahead
-from vllm_specplugins.proposers.trained import CONFIG_FILE
+from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
+from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
+from vllm_specplugins.proposers.heads.look_ahead import LookAheadConfig, load_look_ahead
+from vllm_specplugins.proposers.heads.trained import CONFIG_FILE
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.training.exit_head import TrainedExitHead
 from vllm_specplugins.tools.training.jump import TrainedJump

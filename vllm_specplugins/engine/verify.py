@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from vllm_specplugins.draft import Likeliest
+from vllm_specplugins.isolation.read_only import likeliest_at
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
 from vllm_specplugins.kernels.rejection.block import block_rejection_sample
-from vllm_specplugins.proposers.read_only import likeliest_at
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"token": rejection_sample, "block": block_rejection_sample}
 _STEP, _DRAFTS = 0x9E3779B97F4A7C15 - (1 << 64), 0x3C6EF372FE94F82B

@@ -1,7 +1,7 @@
 """vLLM's workers with our proposer in their model runner: the classes that `worker_cls` names.
 
 What has to be replaced in vLLM while a runner is built is put back, and everything else is set on that one runner;
-the patches that stay (kind "patch" in versions/replaced.py) check the options of requests and, where verification is
+the patches that stay (kind "patch" in vllm_api/replaced.py) check the options of requests and, where verification is
 vLLM's, mend its sampling on CPUs.
 """
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, time_verification
+from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import behind_gate, build_proposer
-from vllm_specplugins.proposers.barrier import FaultBarrier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,8 +14,8 @@ import torch
 from vllm_specplugins.config import ConfigError, EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import DraftSampler
-from vllm_specplugins.proposers.exit_head import ExitHead, check_exit_head
-from vllm_specplugins.proposers.look_ahead import check_look_ahead, load_look_ahead
+from vllm_specplugins.proposers.heads.exit_head import ExitHead, check_exit_head
+from vllm_specplugins.proposers.heads.look_ahead import check_look_ahead, load_look_ahead
 from vllm_specplugins.target import Target, TargetSizes
 
 

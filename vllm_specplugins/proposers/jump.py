@@ -1,6 +1,6 @@
 """Jump: from the newest token straight to the target's head or last layers, on the target's own paged KV cache.
 
-A trained part (jump_head.py) guesses what would stand in front of a late layer from what the target's last step, or the
+A trained part (heads/) guesses what would stand in front of a late layer from what the target's last step, or the
 last jump, left behind the final norm, and from the newest token after a few early layers, or none. The layers after
 run as they are, so one draft token costs their time and the head's. Their keys and values of the text are the
 target's; those of a draft go to the reserved slots, and verification overwrites them. So there is no second cache to
@@ -17,7 +17,7 @@ import torch
 from vllm_specplugins.config import JumpConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import DraftSampler
-from vllm_specplugins.proposers.jump_head import JumpHead, check_jump
+from vllm_specplugins.proposers.heads.jump_head import JumpHead, check_jump
 from vllm_specplugins.target import Target, TargetSizes
 
 

@@ -13,7 +13,7 @@ import torch
 from vllm_specplugins.config import MedusaConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import DraftSampler
-from vllm_specplugins.proposers.medusa_heads import MedusaHeads, check_medusa
+from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads, check_medusa
 from vllm_specplugins.target import Target, TargetSizes
 
 

@@ -15,9 +15,9 @@ from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.kernels.history_match import NO_MATCH
 from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, OWN, history_match
-from vllm_specplugins.proposers.drafted import NO_COUNTS, NO_TOKENS
-from vllm_specplugins.proposers.read_only import places_of
-from vllm_specplugins.proposers.rows import Rows, with_room
+from vllm_specplugins.structures.draft_arrays import NO_COUNTS, NO_TOKENS
+from vllm_specplugins.structures.slots import Rows, with_room
+from vllm_specplugins.structures.views import places_of
 
 Ints = npt.NDArray[np.int64]
 

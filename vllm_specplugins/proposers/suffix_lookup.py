@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from vllm_specplugins.config import SuffixLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
-from vllm_specplugins.proposers.store_saver import StoreSaver
-from vllm_specplugins.structures.store_file import StoredText, StoreFile, fingerprint
-from vllm_specplugins.structures.suffix_drafts import Asked, Drafts
-from vllm_specplugins.structures.suffix_pages import PAGE
-from vllm_specplugins.structures.suffix_requests import SuffixRequests
-from vllm_specplugins.structures.suffix_search import LONGEST_MATCH
-from vllm_specplugins.structures.suffix_store import SuffixStore
+from vllm_specplugins.structures.suffix.drafts import Asked, Drafts
+from vllm_specplugins.structures.suffix.pages import PAGE
+from vllm_specplugins.structures.suffix.requests import SuffixRequests
+from vllm_specplugins.structures.suffix.search import LONGEST_MATCH
+from vllm_specplugins.structures.suffix.store import SuffixStore
+from vllm_specplugins.structures.suffix.store_file import StoredText, StoreFile, fingerprint
+from vllm_specplugins.structures.suffix.store_saver import StoreSaver
 
 logger = logging.getLogger("vllm.specplugins")
 

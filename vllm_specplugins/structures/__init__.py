@@ -1,12 +1,6 @@
-"""Plain data structures that proposers search: they know tokens, and nothing of engines, devices or models.
+"""Plain arrays and the code that works on them, below all rooms: they know tokens, and nothing of engines or policies.
 
-The suffix store keeps texts in pages. For 1, 2, 4 and 8 tokens a table gives the place where they stood last, and
-links lead from there to earlier places; a place enters the next longer chain once there are two in the shorter one.
-Counts are taken when asked, not kept: the last 16 places of the longest chain vote, token by token, so that a removed
-text takes its counts with it. The acceptance probability of a token is learned by source, length of match and share of
-votes. A request's own text has tables of its own, small enough for the caches. In the store the tenant is part of what
-is hashed and compared, and a tenant over its share evicts itself. Memory is taken at the start, 80 bytes a token.
-
-Import from the module that holds the structure (`structures.suffix_store`): this front door stays empty, so
-that importing one structure does not pay for another's compiler.
+Drafts of a step as arrays (`draft_arrays.py`), rows of arrays for requests (`slots.py`), views of texts (`views.py`),
+free memory (`spans.py`), compiled code (`compiled.py`), files (`whole_file.py`), and the suffix store (`suffix/`).
+Import from the module: this door stays empty, so that importing one structure does not pay for another's compiler.
 """

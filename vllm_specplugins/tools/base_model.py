@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
 from vllm_specplugins.config import ConfigError, shown
-from vllm_specplugins.proposers.exit_head import ExitHead
+from vllm_specplugins.proposers.heads.exit_head import ExitHead
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from vllm_specplugins.config import ConfigError, shown
-from vllm_specplugins.structures.store_file import (
+from vllm_specplugins.structures.suffix.store_file import (
     DamagedError,
     StoredText,
     StoreFile,

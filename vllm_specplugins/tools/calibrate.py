@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.methods import METHODS, parse_config
-from vllm_specplugins.proposers.exit_head import ExitHead, check_exit_head, read_head_config
+from vllm_specplugins.proposers.heads.exit_head import ExitHead, check_exit_head, read_head_config
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer
 from vllm_specplugins.tools.bench.command import Served, report, report_of, serve
 from vllm_specplugins.tools.bench.workloads import Workload

@@ -12,7 +12,7 @@ from io import StringIO
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, shown
-from vllm_specplugins.engine.measure.diagnosis import ADVICE, OK, PROBLEM, READY, Finding, diagnose
+from vllm_specplugins.engine.harness.diagnosis import ADVICE, OK, PROBLEM, READY, Finding, diagnose
 
 STYLES = {OK: "green", ADVICE: "yellow", PROBLEM: "bold red"}
 

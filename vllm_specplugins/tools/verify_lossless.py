@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine.measure.samples import SETTINGS, Draw, Drawn, Request, sampling_engine
+from vllm_specplugins.engine.harness.samples import SETTINGS, Draw, Drawn, Request, sampling_engine
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.exact import ExactModel

@@ -18,7 +18,7 @@ from vllm.v1.outputs import ECConnectorOutput
 from vllm_specplugins.counters import Counters, StageCounters
 from vllm_specplugins.engine.metrics.clock import LONGEST_LIST, DeviceClock
 from vllm_specplugins.engine.metrics.names import REPORT, key
-from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.isolation.barrier import FaultBarrier
 
 logger = logging.getLogger("vllm.specplugins")
 

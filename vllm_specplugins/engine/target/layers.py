@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig, parts
-from vllm_specplugins.engine.plugin import sentence_instead_of_traceback
+from vllm_specplugins.engine.excepthook import sentence_instead_of_traceback
 from vllm_specplugins.engine.target.compiled import compile_cut, compiles
 from vllm_specplugins.engine.target.model_source import PARTS, takes_no_states, uncuttable
 from vllm_specplugins.methods import drafters, enters_states

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import Offer
-from vllm_specplugins.engine.spec_config import for_built_in
+from vllm_specplugins.engine.frontend.spec_config import for_built_in
 
 DRAFTERS = ("DFlashProposer", "DraftModelProposer", "EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer")
 BY_TOKEN = ("DraftModelProposer", "EagleProposer")  # which take in tokens and draft none where none are wanted

@@ -18,16 +18,17 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer
+from vllm_specplugins.engine.frontend.options import request_options
 from vllm_specplugins.engine.hooks import both
-from vllm_specplugins.engine.options import request_options
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
 from vllm_specplugins.engine.v1.target import TargetV1
 from vllm_specplugins.engine.v1.verify import Verifier
 from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens, probs_of
-from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.read_only import Views, frozen, view
+from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.isolation.read_only import frozen
 from vllm_specplugins.request_options import draft_limit
+from vllm_specplugins.structures.views import Views, view
 from vllm_specplugins.target import Target
 
 

@@ -11,17 +11,17 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_specplugins.engine.adaptive import or_planned
+from vllm_specplugins.engine.adaptive.conditions import or_planned
+from vllm_specplugins.engine.frontend.spec_config import without_built_in
 from vllm_specplugins.engine.hooks import both
-from vllm_specplugins.engine.spec_config import without_built_in
-from vllm_specplugins.engine.v2 import verify
 from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
-from vllm_specplugins.engine.v2.built_in import not_trimmed, rating, run_before
-from vllm_specplugins.engine.v2.on_device import DeviceSpeculator
-from vllm_specplugins.engine.v2.on_host import HostSpeculator
-from vllm_specplugins.engine.v2.report import REPORT
-from vllm_specplugins.engine.v2.self_check import prepare
-from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.engine.v2.feedback.report import REPORT
+from vllm_specplugins.engine.v2.speculators.built_in import not_trimmed, rating, run_before
+from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
+from vllm_specplugins.engine.v2.speculators.host import HostSpeculator
+from vllm_specplugins.engine.v2.verification import verify
+from vllm_specplugins.engine.v2.verification.self_check import prepare
+from vllm_specplugins.isolation.barrier import FaultBarrier
 
 
 @contextmanager

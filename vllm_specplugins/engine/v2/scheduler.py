@@ -1,6 +1,6 @@
 """Schedulers of Model Runner V2: how many tokens a step drafts for each request, and how many of them are planned.
 
-One number for all requests, by what steps have taken and brought (proposers/step_times.py). It is chosen here, in one
+One number for all requests, by what steps have taken and brought (gate/step_times.py). It is chosen here, in one
 process, so that ranks cannot differ, and reaches them with the step. vLLM asks where it has a schedule of its own.
 
 Scheduled asynchronously, a step is planned before the drafts exist that it will verify. Where they are trimmed on the
@@ -15,9 +15,9 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_specplugins.engine.options import request_options
-from vllm_specplugins.engine.v2.report import REPORT
-from vllm_specplugins.proposers.step_times import StepTimes
+from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.engine.v2.feedback.report import REPORT
+from vllm_specplugins.gate.step_times import StepTimes
 from vllm_specplugins.request_options import draft_limit
 
 _VERIFIES = "specplugins_num_draft"  # attribute of SchedulerOutput: tokens that the step before had drafted

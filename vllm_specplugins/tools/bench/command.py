@@ -12,7 +12,7 @@ from typing import Any
 from rich.progress import Progress
 
 from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError
-from vllm_specplugins.engine.measure.serving import Machine, ServingEngine, Traffic, Turn
+from vllm_specplugins.engine.harness.serving import Machine, ServingEngine, Traffic, Turn
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
 from vllm_specplugins.tools.bench.advice import advice
 from vllm_specplugins.tools.bench.data import read_workloads

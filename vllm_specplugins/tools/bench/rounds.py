@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from vllm_specplugins.engine.measure.serving import ServingEngine, Traffic, Turn
+from vllm_specplugins.engine.harness.serving import ServingEngine, Traffic, Turn
 
 
 def serve_rounds(

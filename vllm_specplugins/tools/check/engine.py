@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.engine.measure.samples import Drawn, Request, sampling_engine
+from vllm_specplugins.engine.harness.samples import Drawn, Request, sampling_engine
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint
 

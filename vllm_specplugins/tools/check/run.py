@@ -16,10 +16,10 @@ from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.counters import Counters
 from vllm_specplugins.custom import import_object
 from vllm_specplugins.draft import PROTOCOL_VERSION, Draft, DraftBatch, Feedback, Proposer, ProposerContext
+from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.isolation.circuit_breaker import MAX_FAULTS
+from vllm_specplugins.isolation.guard import CHARGED
 from vllm_specplugins.methods import build_proposer, parse_config, registered_methods
-from vllm_specplugins.proposers.barrier import FaultBarrier
-from vllm_specplugins.proposers.guard import CHARGED
-from vllm_specplugins.proposers.switch import MAX_FAULTS
 from vllm_specplugins.tools.check.trace import Replay, Trace, load
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.replay.player import name_of

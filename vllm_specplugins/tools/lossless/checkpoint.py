@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig
-from vllm_specplugins.proposers.look_ahead import LookAheadConfig, save_look_ahead
+from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
+from vllm_specplugins.proposers.heads.look_ahead import LookAheadConfig, save_look_ahead
 
 VOCAB_SIZE = 10
 MAX_MODEL_LEN = 64

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.engine.measure.samples import Request
+from vllm_specplugins.engine.harness.samples import Request
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE
 
 NUM_TOKENS = 4  # of an outcome: the first is never drafted; with K = 2 the last may be drafted, recovered or a bonus

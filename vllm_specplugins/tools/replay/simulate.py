@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext
-from vllm_specplugins.proposers.barrier import FaultBarrier
+from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.tools.replay.costs import CostTable, HostCost
 from vllm_specplugins.tools.replay.data import Traffic
 from vllm_specplugins.tools.replay.player import Fate, Player

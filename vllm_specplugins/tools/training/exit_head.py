@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_specplugins.proposers.exit_head import ExitHead, ExitHeadConfig
+from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.training.core import Settings
 from vllm_specplugins.tools.training.parts import Guess, States

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_specplugins.proposers.jump_head import JumpHead, JumpHeadConfig
+from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.files import every_nth
 from vllm_specplugins.tools.training.core import Settings

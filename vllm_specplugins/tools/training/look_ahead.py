@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from vllm_specplugins.proposers.exit_head import ExitHead, check_exit_head
-from vllm_specplugins.proposers.look_ahead import LookAheadConfig, save_look_ahead
+from vllm_specplugins.proposers.heads.exit_head import ExitHead, check_exit_head
+from vllm_specplugins.proposers.heads.look_ahead import LookAheadConfig, save_look_ahead
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.files import every_nth
 from vllm_specplugins.tools.training.core import Settings

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine.measure.samples import Request, sampling_engine
+from vllm_specplugins.engine.harness.samples import Request, sampling_engine
 from vllm_specplugins.tools.files import other_run, save_whole
 
 FILE = "own_text.json"

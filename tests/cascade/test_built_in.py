@@ -1,0 +1,163 @@
+"""A stage built into the engine: what it makes of the tokens that the engine offers, without an engine."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_specplugins.cascade.built_in import Offered
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer, ProposerContext
+from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.structures.draft_arrays import of_stage
+
+K = 3
+CONTEXT = ProposerContext(100, 64, 8, K, lambda text: [])
+MODEL = {"method": "draft_model", "model": "m"}
+LOOKUP = {"method": "prompt_lookup"}
+
+
+def batch_of(histories: list[list[int]], offered: list[list[int]] | None, room: int = K) -> DraftBatch:
+    return DraftBatch(
+        request_ids=[str(row) for row in range(len(histories))],
+        token_ids=[np.array(history, np.int32) for history in histories],
+        max_num_draft=np.full(len(histories), room, np.int32),
+        options=[{}] * len(histories),
+        offer=None if offered is None else Offer(np.array(offered, np.int32), ms=2.5),
+    )
+
+
+def drafts_of(draft: Draft) -> list[list[int]]:
+    return [tokens[:count].tolist() for tokens, count in zip(draft.token_ids, draft.num_draft, strict=True)]
+
+
+def cascade(*stages: Any) -> Any:
+    return build_proposer(parse_config({"method": "cascade", "gate": "off", "stages": list(stages)}), CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("begun", "limit", "drafted"),
+    [
+        ([], 3, [7, 8, 9]),
+        ([], 2, [7, 8]),
+        ([], 0, []),
+        ([7], 2, [8, 9]),
+        ([7, 8, 9], 0, []),
+        ([7, 8, 4], 0, []),
+        ([8], 2, []),
+        ([7, 9], 1, []),
+    ],
+)
+def test_continues_only_its_own_beginning(begun: list[int], limit: int, drafted: list[int]) -> None:
+    """Kills: tokens put behind something that they were not meant to follow."""
+    counters, ones = StageCounters(), np.ones(1)
+    tokens = of_stage(0, np.array([(begun + [8] * K)[:K]], np.int32), np.array([len(begun)]), ones)
+    drafts = Offered(1, counters, K).draft(batch_of([[1]], [[7, 8, 9]]), tokens if begun else None, np.array([limit]))
+    assert drafts.token_ids[0, : drafts.num_draft[0]].tolist() == drafted and (drafts.stage == 1).all()
+    assert counters.drafted == len(drafted)
+
+
+def test_policies() -> None:
+    """One request with something to copy, one without."""
+    batch = batch_of([[1, 2, 3, 4, 1, 2], [5, 6]], [[3, 8, 9], [7, 8, 9]])
+    assert drafts_of(cascade(LOOKUP, MODEL).propose(batch)) == [[3, 4, 1], [7, 8, 9]]
+    assert drafts_of(cascade(MODEL, LOOKUP).propose(batch)) == [[3, 8, 9], [7, 8, 9]]
+
+
+def test_step_without_its_draft() -> None:
+    """Kills: an engine that could not run it, and a cascade that fails."""
+    proposer = cascade(LOOKUP, MODEL)
+    assert drafts_of(proposer.propose(batch_of([[1, 2, 3, 1, 2], [5, 6]], None))) == [[3, 1, 2], []]
+
+
+@pytest.mark.parametrize("num_offered", [0, 1])
+def test_a_short_offer(num_offered: int) -> None:
+    """Steps for which the engine wants fewer than K. Kills: an offer that is taken to be of K tokens."""
+    batch = batch_of([[1, 2, 3, 4, 1, 2], [5, 6]], [[3, 8, 9][:num_offered], [7, 8, 9][:num_offered]])
+    drafts = drafts_of(cascade(LOOKUP, MODEL).propose(batch))
+    assert drafts == [[3, 4, 1], [7][:num_offered]]
+    drafts = drafts_of(cascade(MODEL, LOOKUP).propose(batch))
+    first = {0: [3, 4, 1], 1: [3]}[num_offered]
+    assert drafts == [first, [7][:num_offered]]
+
+
+def test_time_is_counted_at_every_step() -> None:
+    proposer = cascade(LOOKUP, MODEL)
+    for _ in range(2):
+        proposer.propose(batch_of([[1, 2, 3, 1, 2]], [[7, 8, 9]]))
+    model = proposer.stage_counters()["1 draft_model"]
+    assert (model.ms, model.drafted) == (5.0, 0)
+
+
+def test_as_a_proposer() -> None:
+    config = parse_config({"method": "cascade", "stages": [MODEL, LOOKUP]})
+    stage = build_proposer(config, CONTEXT)._stages[0]  # type: ignore[attr-defined]
+    assert drafts_of(stage.propose(batch_of([[1], [2]], [[7, 8, 9]] * 2, room=2))) == [[7, 8], [7, 8]]
+    assert stage.propose(batch_of([[1]], None)).num_draft.tolist() == [0]
+
+
+def test_its_own_chances_reach_the_gate() -> None:
+    """Of every second request it is sure, and right; of the others neither. Fails if the gate goes by the place in the
+    draft alone, or by another token's chance."""
+    config = {"method": "cascade", "stages": [{**LOOKUP, "min_ngram": 5}, MODEL]}
+    proposer = build_proposer(parse_config(config), CONTEXT)
+    lengths: list[int] = []
+    for step in range(80):
+        is_sure = step % 2 == 0
+        batch = batch_of([[1, 2, 3, 4]], [[7, 8, 9]])
+        assert batch.offer is not None
+        chances = np.array([[0.995, 0.995, 0.2] if is_sure else [0.2, 0.995, 0.995]], np.float32)
+        batch = replace(batch, request_ids=[str(step)], offer=replace(batch.offer, chances=chances))
+        num_draft = proposer.propose(batch).num_draft
+        lengths.append(int(num_draft[0]))
+        num_right = np.minimum(num_draft, 2 if is_sure else 0)
+        proposer.observe(Feedback([str(step)], num_draft, num_right, step_ms=10.0 + 3.0 * lengths[-1]))
+    assert np.median(lengths[40::2]) == 2 and np.median(lengths[41::2]) == 0
+
+
+def test_chances_of_what_is_continued() -> None:
+    """Fails if tokens behind another stage's have the chances of those in front of them."""
+    batch = batch_of([[1]], [[7, 8, 9]])
+    assert batch.offer is not None
+    sure = replace(batch.offer, chances=np.array([[0.0, 0.75, 0.9375]], np.float32))
+    begun = of_stage(0, np.array([[7, 0, 0]], np.int32), np.array([1]), np.ones(1))
+    drafts = Offered(1, StageCounters(), K).draft(replace(batch, offer=sure), begun, np.array([2]))
+    assert drafts.confidence[0, : drafts.num_draft[0]].tolist() == [2.0, 4.0]
+
+
+def test_spared_while_text_is_copied() -> None:
+    """Lookup drafts 6 tokens, the model 3. Fails if the model is spared where a draft was shorter, its own, cut short
+    or of one request alone; if it is left out for good; or if its time counts only where it ran."""
+    context = replace(CONTEXT, max_num_draft=6)
+    stages = [LOOKUP, {**MODEL, "num_speculative_tokens": 3}]
+    config = {"method": "cascade", "num_speculative_tokens": 6, "stages": stages}
+    proposer: Any = build_proposer(parse_config(config), context)
+    copied, new = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3], [5, 6]
+    told: list[float] = []
+    proposer._add_times = lambda gate, feedback, step_ms: told.append(step_ms)
+    proposer._gate.shares = lambda rows, found, stage, sure, most, *rest: (
+        found.num_draft,
+        most * (found.num_draft == 0),
+    )
+
+    def step(*histories: list[int], room: int = 6, offered: int = 3, ms: float = 8.0) -> list[int]:
+        batch = batch_of(list(histories), [[7, 8, 9][:offered]] * len(histories), room)
+        assert batch.offer is not None
+        num_draft: list[int] = proposer.propose(replace(batch, offer=replace(batch.offer, ms=ms))).num_draft.tolist()
+        return num_draft
+
+    def needs(*accepted: int) -> bool:
+        ids, counts = [str(row) for row in range(len(accepted))], np.array(accepted, np.int32)
+        needed: bool = proposer.needs_built_in(ids, counts)
+        proposer.observe(Feedback(ids, counts, counts, step_ms=20.0))
+        return needed
+
+    assert needs(0), "nothing was drafted yet"
+    assert step(copied) == [6] and not needs(6)
+    assert step(copied, offered=0, ms=1.0) == [6] and needs(5), "cut short"
+    assert step(copied, room=5) == [5] and needs(5), "short"
+    assert step(new) == [3] and needs(3), "its own"
+    assert step(copied, new) == [6, 3] and needs(6, 3), "of one alone"
+    assert step(copied) == [6] and not needs(6)
+    assert told == [20.0, 20.0 + 8.0, 20.0, 20.0, 20.0, 20.0, 20.0 + 7.0]

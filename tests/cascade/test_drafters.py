@@ -1,0 +1,342 @@
+"""Cascades on the host alone: staged verification gives the last stage's own tokens, whatever was offered to it."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specplugins.cascade.cascade import Cascade
+from vllm_specplugins.cascade.drafters import First
+from vllm_specplugins.cascade.staged import Alone, Verified
+from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, StageConfig
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
+from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.proposers.early_exit import EarlyExit
+from vllm_specplugins.structures.draft_arrays import Drafted, dense_logits, of_stage
+from vllm_specplugins.target import Sampling, Target
+
+VOCAB_SIZE, K = 7, 6
+CONTEXT = ProposerContext(VOCAB_SIZE, 64, 8, K, lambda text: [])
+
+
+class FakeForward:
+    """Layers whose logits depend on all tokens so far. A KV cache that must never be read where nothing was written."""
+
+    def __init__(self, histories: Sequence[np.ndarray], sharpness: dict[int, float]):
+        self.histories, self.sharpness = histories, sharpness
+        self.cache = [dict(enumerate(history[:-1].tolist())) for history in histories]
+        self.num_passes = 0
+
+    def hidden_states(self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool) -> Any:
+        self.num_passes += 1
+        shape = token_ids.shape
+        states = []
+        for row, (tokens, places) in enumerate(
+            zip(token_ids.view(shape[0], -1), positions.view(shape[0], -1), strict=True)
+        ):
+            for token, place in zip(tokens.tolist(), places.tolist(), strict=True):
+                assert place < len(self.histories[row]) - 1 + K, "a slot that is not reserved"
+                self.cache[row][place] = token
+            for place in places.tolist():
+                text = tuple(self.cache[row][i] for i in range(place + 1))
+                noise = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(hash(text) % 2**60))
+                exit_noise = torch.randn(
+                    VOCAB_SIZE, generator=torch.Generator().manual_seed(hash((end_layer, text)) % 2**60)
+                )
+                states.append(noise * 2 + exit_noise * self.sharpness[end_layer])
+        return torch.stack(states).view(*shape, -1)
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+    def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states.argmax(dim=-1)
+
+
+def drafted(rows: Sequence[Sequence[int]], stage: int = 0) -> Drafted:
+    """Drafts of these tokens. What stands behind a draft's end is a token that nobody may go by."""
+    token_ids = np.full((len(rows), K), VOCAB_SIZE - 1, np.int32)
+    for row, tokens in enumerate(rows):
+        token_ids[row, : len(tokens)] = tokens
+    return of_stage(stage, token_ids, np.array([len(tokens) for tokens in rows]), np.full(len(rows), 2.0))
+
+
+class Nothing:
+    """Offers nothing."""
+
+    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: np.ndarray) -> Drafted:
+        return drafted([()] * len(wanted))
+
+
+class Offers:
+    """A cheap drafter: random lengths, and each token right with some probability (if `right` is given)."""
+
+    def __init__(self, rng: np.random.Generator, right: list[list[int]] | None = None):
+        self.rng, self.right = rng, right
+
+    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: np.ndarray) -> Drafted:
+        rows = []
+        for row, limit in enumerate(wanted.tolist()):
+            length = int(self.rng.integers(0, limit + 1))
+            offered = [int(token) for token in self.rng.integers(0, VOCAB_SIZE, length)]
+            if self.right is not None:
+                start = 0 if begun is None else int(begun.num_draft[row])
+                known = self.right[row][start : start + length]
+                offered = [a if self.rng.random() < 0.8 else b for a, b in zip(known, offered, strict=False)]
+            rows.append(offered)
+        return drafted(rows)
+
+
+def make_batch(rng: np.random.Generator, num_reqs: int) -> DraftBatch:
+    histories = [rng.integers(0, VOCAB_SIZE, rng.integers(1, 12)).astype(np.int32) for _ in range(num_reqs)]
+    target = Target(
+        forward=FakeForward(histories, {1: 1.5, 2: 0.7}),
+        last_token_ids=torch.tensor([int(history[-1]) for history in histories], dtype=torch.int32),
+        num_tokens=torch.tensor([len(history) for history in histories]),
+        last_hidden_states=None,
+        sampling=Sampling(torch.tensor(rng.choice([0.0, 0.7, 1.3], num_reqs)).float(), torch.arange(num_reqs) * 99),
+    )
+    wanted = rng.integers(0, K + 1, num_reqs).astype(np.int32)
+    return DraftBatch([str(i) for i in range(num_reqs)], histories, wanted, [{}] * num_reqs, target)
+
+
+def exit_stage(layer: int, method: str) -> EarlyExit:
+    return EarlyExit(EarlyExitConfig(exit_layer=layer, draft_sample_method=method), CONTEXT)
+
+
+def ids(drafts: Drafted) -> list[list[int]]:
+    return [tokens[:count].tolist() for tokens, count in zip(drafts.token_ids, drafts.num_draft, strict=True)]
+
+
+def alone(batch: DraftBatch, stage: EarlyExit) -> tuple[list[list[int]], Any]:
+    """What the stage drafts by itself, token by token."""
+    draft = stage.propose(batch)
+    tokens = [row[:count].tolist() for row, count in zip(draft.token_ids, draft.num_draft, strict=True)]
+    return tokens, draft.logits
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("seed", range(30))
+def test_verified_tokens_are_the_stages_own(method: str, seed: int) -> None:
+    """Draft by draft, for ragged batches, and with q.
+
+    Kills: an off-by-one in columns or positions, a token kept unseen, noise of another position, a slot that is not
+    reserved, a pass that spoils the KV of a row that is done.
+    """
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng, int(rng.integers(1, 6)))
+    stage = exit_stage(2, method)
+    expected, logits = alone(batch, stage)
+    checked = [Verified(cheap, stage, 1, StageCounters()) for cheap in (Nothing(), Offers(rng), Offers(rng, expected))]
+    for drafter in (*checked, Alone(stage, 1, StageCounters())):
+        drafts = drafter.draft(batch, None, batch.max_num_draft)
+        assert ids(drafts) == expected
+        q = dense_logits(drafts, K)
+        assert (q is None) == (method == "greedy" or not any(expected))
+        for row, tokens in enumerate(expected):
+            assert (drafts.stage[row] == 1).all() and drafts.confidence[row].tolist() == list(range(1, K + 1))
+            if q is not None:
+                assert torch.equal(q[row, : len(tokens)], logits[row, : len(tokens)])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_three_stages(seed: int) -> None:
+    """A verified cascade as the cheap drafter of another: still the last stage's tokens."""
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng, 4)
+    first, last = exit_stage(1, "probabilistic"), exit_stage(2, "probabilistic")
+    expected, _ = alone(batch, last)
+    nested = Verified(Verified(Offers(rng), first, 1, StageCounters()), last, 2, StageCounters())
+    assert ids(nested.draft(batch, None, batch.max_num_draft)) == expected
+
+
+class TableForward:
+    """Layers whose logits depend on the layer and the token fed: a bigram model for as many requests as one likes."""
+
+    def __init__(self, tables: dict[int, torch.Tensor]):
+        self.tables = tables
+
+    def hidden_states(self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool) -> Any:
+        return self.tables[end_layer][token_ids.long()]
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+def test_verified_tokens_are_distributed_as_q() -> None:
+    """Chi-squared of pairs of tokens over 200 k drafts, against the last stage's q; the offers are chosen to mislead.
+
+    In turn they come from another q by the same noise, or are the stage's own likeliest or unlikeliest token. Kills: an
+    offer that is kept because it is likely; noise that says more about a token that was offered.
+    """
+    num_draws, batch_size, temperature = 200_000, 20_000, 0.8
+    generator = torch.Generator().manual_seed(1)
+    tables = {layer: torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator) for layer in (1, 2)}
+    stage = exit_stage(2, "probabilistic")
+    coupled = Alone(exit_stage(1, "probabilistic"), 0, StageCounters())
+    q = torch.softmax(tables[2].double() / temperature, dim=-1)
+    likeliest, unlikeliest = q.argmax(-1).numpy(), q.argmin(-1).numpy()
+
+    class Misleading:
+        def draft(self, batch: DraftBatch, begun: Drafted, wanted: np.ndarray) -> Drafted:
+            drafts = coupled.draft(batch, begun, wanted)
+            rows = np.arange(len(wanted))
+            last = np.where(begun.num_draft > 0, begun.token_ids[rows, begun.num_draft - 1], 0)
+            chosen = [drafts.token_ids[:, 0], likeliest[last], unlikeliest[last]]
+            drafts.token_ids[:, 0] = np.choose(rows % 3, chosen)
+            return drafts
+
+    drafter = Verified(Misleading(), stage, 1, StageCounters())
+    counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.float64)
+    for start in range(0, num_draws, batch_size):
+        seeds = torch.arange(start, start + batch_size) * 7919
+        history = np.zeros(1, np.int32)
+        target = Target(
+            forward=TableForward(tables),  # type: ignore[arg-type]
+            last_token_ids=torch.zeros(batch_size, dtype=torch.int32),
+            num_tokens=torch.ones(batch_size, dtype=torch.int64),
+            last_hidden_states=None,
+            sampling=Sampling(torch.full((batch_size,), temperature), seeds),
+        )
+        wanted = np.full(batch_size, 2, np.int32)
+        batch = DraftBatch([""] * batch_size, [history] * batch_size, wanted, [{}] * batch_size, target)
+        drafts = drafter.draft(batch, None, wanted)
+        assert (drafts.num_draft == 2).all()
+        pairs = torch.from_numpy(drafts.token_ids[:, :2]).long()
+        counts.index_put_((pairs[:, 0], pairs[:, 1]), torch.ones((), dtype=torch.float64), accumulate=True)
+    expected = q[0][:, None] * q * num_draws
+    assert expected.min() > 5
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = VOCAB_SIZE**2 - 1
+    p_value = float(torch.special.gammaincc(torch.tensor(freedom / 2), statistic.float() / 2))
+    assert p_value > 1e-4, f"chi-squared {statistic:.1f} at {freedom} degrees of freedom"
+
+
+def test_good_offers_save_passes() -> None:
+    """One pass for a whole draft that is right. Kills: checking token by token."""
+    rng = np.random.default_rng(0)
+    batch = make_batch(rng, 1)
+    batch = DraftBatch(batch.request_ids, batch.token_ids, np.array([K], np.int32), batch.options, batch.target)
+    stage = exit_stage(2, "greedy")
+    expected, _ = alone(batch, stage)
+
+    class Right:
+        def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: np.ndarray) -> Drafted:
+            return drafted([expected[0][: wanted[0]]])
+
+    before = batch.target.forward.num_passes
+    counters, cheap = StageCounters(), StageCounters()
+    drafts = Verified(Right(), stage, 1, counters, cheap).draft(batch, None, np.array([K]))
+    assert ids(drafts) == expected and batch.target.forward.num_passes == before + 1
+    assert (counters.drafted, cheap.kept) == (K, K - 1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_behind_drafts_and_in_their_stead(seed: int) -> None:
+    """Kills: a model stage that continues from another place than the end of what was begun."""
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng, 4)
+    stage = exit_stage(2, "greedy")
+    wanted = batch.max_num_draft
+    model = Alone(stage, 1, StageCounters())
+    fixed_offers = Offers(rng).draft(batch, None, wanted)
+    offers = ids(fixed_offers)
+    fixed = SimpleNamespace(draft=lambda batch, begun, wanted: fixed_offers)
+    extended = ids(fixed_offers.followed_by(model.draft(batch, fixed_offers, wanted - fixed_offers.num_draft)))
+    firsts = ids(First(fixed, model).draft(batch, None, wanted))
+    own, _ = alone(batch, stage)
+    for row, offer in enumerate(offers):
+        assert extended[row][: len(offer)] == offer
+        assert len(extended[row]) == wanted[row]
+        assert firsts[row] == (offer or own[row])
+        text = list(batch.token_ids[row]) + extended[row]
+        forward = FakeForward([np.array(text[: len(batch.token_ids[row])])], {2: 0.7})
+        for place in range(len(batch.token_ids[row]) + len(offer), len(text)):
+            forward.cache[0] = dict(enumerate(map(int, text[: place - 1])))
+            state = forward.hidden_states(2, torch.tensor([int(text[place - 1])]), torch.tensor([place - 1]), True)
+            assert int(state.argmax()) == text[place]
+
+
+def cascade(policy: str, gate: str = "off") -> Cascade:
+    config = parse_config(
+        {"method": "cascade", "policy": policy, "gate": gate, "num_speculative_tokens": CONTEXT.max_num_draft,
+         "stages": [{"method": "prompt_lookup", "min_ngram": 1}, {"method": "early_exit", "exit_layer": 2}]}
+    )  # fmt: skip
+    proposer = build_proposer(config, CONTEXT)
+    assert isinstance(proposer, Cascade)
+    return proposer
+
+
+@pytest.mark.parametrize("policy", ["verify", "auto"])
+def test_cascade(policy: str) -> None:
+    """The whole proposer: shapes, accounts, and nothing kept of a request that is gone."""
+    rng = np.random.default_rng(5)
+    proposer = cascade(policy)
+    batch = make_batch(rng, 5)
+    draft = proposer.propose(batch)
+    assert (draft.num_draft <= batch.max_num_draft).all() and draft.token_ids.shape[0] == 5
+    if policy == "verify":
+        expected, _ = alone(batch, exit_stage(2, "greedy"))
+        assert [row[:n].tolist() for row, n in zip(draft.token_ids, draft.num_draft, strict=True)] == expected
+    accepted = np.minimum(draft.num_draft, 1)
+    proposer.observe(Feedback(batch.request_ids, draft.num_draft, accepted))
+    counters = proposer.stage_counters()
+    assert list(counters) == ["0 prompt_lookup", "1 early_exit"]
+    assert sum(stage.accepted for stage in counters.values()) == accepted.sum()
+    assert sum(stage.kept for stage in counters.values()) >= draft.num_draft.sum()
+    proposer.propose(batch)
+    proposer.forget(batch.request_ids)
+    assert not proposer._rows.known(batch.request_ids).any()
+    proposer.propose(replace(make_batch(rng, 1), request_ids=["new"], max_num_draft=np.array([3], np.int32)))
+    assert list(proposer._stages[0]._rows._rows) == ["new"], "a stage forgets before it next drafts"
+
+
+def test_config_is_nested() -> None:
+    config = parse_config({"method": "cascade", "stages": [{"method": "prompt_lookup"}, {"method": "early_exit"}]})
+    assert isinstance(config.own, CascadeConfig)
+    assert config.own.stages[1] == StageConfig(method="early_exit", own=EarlyExitConfig(), num_speculative_tokens=5)
+    assert (config.own.policy, config.common.gate) == ("auto", "auto")
+
+
+def test_ranks_agree_on_times() -> None:
+    """The gate hears the agreed times, one exchange a step. Kills: a gate that goes by its own rank's clock."""
+    exchanged: list[list[float]] = []
+
+    def agreed(times: Any) -> Any:
+        if isinstance(times, Drafted):  # a stage's
+            return times
+        exchanged.append(times)
+        return [1000 + index for index in range(len(times))]
+
+    stages = [{"method": "prompt_lookup", "min_ngram": 1}, {"method": "early_exit", "exit_layer": 2}]
+    config = parse_config({"method": "cascade", "stages": stages})
+    proposer = build_proposer(config, replace(CONTEXT, agreed=agreed))
+    assert isinstance(proposer, Cascade) and proposer._gate is not None
+    batch = make_batch(np.random.default_rng(1), 3)
+    for _ in range(3):
+        draft = proposer.propose(batch)
+        proposer.observe(Feedback(batch.request_ids, draft.num_draft, draft.num_draft, step_ms=5.0))
+    assert len(exchanged) == 3 and all(len(times) == 4 for times in exchanged)
+    [costs] = proposer._gate._costs.by_load.values()
+    assert costs.mean_ms == 1000.0 and costs.mean_drafting_ms == 1001.0
+
+
+def test_log_line() -> None:
+    """What a cascade did so far, by stage."""
+    proposer = cascade("verify")
+    batch = make_batch(np.random.default_rng(5), 5)
+    draft = proposer.propose(batch)
+    feedback = Feedback(batch.request_ids, draft.num_draft, np.minimum(draft.num_draft, 1))
+    proposer.observe(feedback)
+    barrier = FaultBarrier(proposer, VOCAB_SIZE, K, None)
+    barrier.count(feedback)
+    words = barrier.totals().summary()
+    assert f"drafted {draft.num_draft.sum()}, accepted {np.minimum(draft.num_draft, 1).sum()}; " in words
+    assert re.search(r"stage 0 prompt_lookup: drafted \d+, kept \d+, accepted \d+, \d+ ms; stage 1 early_exit: ", words)

@@ -1,0 +1,186 @@
+"""Guards of a cascade's stages: what one stage does wrong is its own loss."""
+
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_specplugins.cascade.cascade import Cascade
+from vllm_specplugins.config import CascadeConfig, ConfigError, CustomConfig
+from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
+from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.isolation.circuit_breaker import FIRST_PAUSE_S, MAX_FAULTS
+from vllm_specplugins.isolation.guard import HANGS, RAISED, SLOW
+from vllm_specplugins.methods import build_proposer, parse_config
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "isolation"))
+from hostile import HOSTILE, VOCAB_SIZE, HostileProposer, K
+
+BUDGET_MS = 400.0
+CONTEXT = ProposerContext(VOCAB_SIZE, 64, 8, K, lambda text: [], time_budget_ms=BUDGET_MS)
+LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}
+NOTHING = {"method": "prompt_lookup", "min_ngram": 5, "max_ngram": 5}
+CUSTOM = {"method": "custom", "proposer": "hostile:custom", "options": {"act": "sleeps"}}
+BUILT_IN = {"method": "draft_model", "model": "m"}
+# Prompt lookup drafts for the first request alone.
+HISTORIES = [[7, 8, 9, 7], [1, 2, 3, 4]]
+
+
+def cascade(*stages: Any, act: str = "sleeps", context: ProposerContext = CONTEXT) -> Cascade:
+    """One of a single stage is given a second one that finds nothing."""
+    stages = (*stages, NOTHING) if len(stages) == 1 else stages
+    config = {"method": "cascade", "gate": "off", "stages": list(stages)}
+    proposer = build_proposer(parse_config(config), context)
+    assert isinstance(proposer, Cascade)
+    for stage in proposer._stages:
+        if isinstance(stage, HostileProposer):
+            stage.act, stage.start = HOSTILE[act][0], 0
+    return proposer
+
+
+def barrier_of(proposer: Cascade, **more: Any) -> FaultBarrier:
+    return FaultBarrier(proposer, VOCAB_SIZE, K, None, **more)
+
+
+def step(barrier: FaultBarrier, options: Any = ({}, {})) -> list[int]:
+    histories = [np.array(history, np.int32) for history in HISTORIES]
+    batch = DraftBatch(["a", "b"], histories, np.full(2, 3, np.int32), options)
+    counts = np.zeros(2, np.int32)
+    lengths: list[int] = barrier.propose(batch, Feedback(["a", "b"], counts, counts)).num_draft.tolist()
+    return lengths
+
+
+@pytest.mark.parametrize("act", [name for name, (_, kind) in HOSTILE.items() if kind not in (None, HANGS)])
+def test_a_hostile_stage(act: str) -> None:
+    """Kills: a stage's fault that costs another stage's draft, is counted as the cascade's, or passes unchecked."""
+    barrier = barrier_of(cascade(LOOKUP, CUSTOM, act=act, context=replace(CONTEXT, time_budget_ms=10_000)))
+    assert step(barrier) == [3, 0]
+    stages = barrier.totals().stages
+    assert stages["1 custom"].faults == {HOSTILE[act][1]: 1}
+    assert barrier.counters.faults == stages["0 prompt_lookup"].faults == {}
+
+
+def test_stages_forget_when_nothing_follows() -> None:
+    """Requests that ended are forgotten in the engine's idle step, once, in the stage's own thread. Kills: a stage that
+    is told when it is next asked, as an engine without requests never does."""
+    proposer = cascade({"method": "suffix_lookup", "store_bytes": 1 << 20, "max_index_bytes": 1 << 20}, CUSTOM)
+    barrier, own = barrier_of(proposer), proposer._stages[0]
+    step(barrier)
+    barrier.forget(["a", "b"])
+    assert own.store_stats()["texts"] == 0  # type: ignore[attr-defined]
+    for _ in range(2):
+        barrier.settle()
+        assert own.store_stats()["texts"] == 2  # type: ignore[attr-defined]
+    assert barrier.totals().stages["0 suffix_lookup"].faults == {}
+
+
+@pytest.mark.parametrize("act", ["sleeps", "counts for ever"])
+def test_a_sleeper_costs_one_budget(act: str) -> None:
+    """Kills: a cascade in the engine's thread without a budget; a budget that each step waits for again."""
+    barrier = barrier_of(cascade(CUSTOM, LOOKUP, act=act))
+    step(barrier_of(cascade(LOOKUP)))
+    start = time.perf_counter()
+    assert [step(barrier) for _ in range(4)] == [[3, 0]] * 4
+    assert time.perf_counter() - start < 3.9 * BUDGET_MS / 1000, "not at each of four steps"
+    assert barrier.totals().stages["0 custom"].faults == {HANGS: 1}
+
+
+def test_a_stage_is_switched_off_and_on_alone(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    config = parse_config({"method": "cascade", "gate": "off", "stages": [CUSTOM, LOOKUP]})
+    assert isinstance(config.own, CascadeConfig)
+    hostile = HostileProposer(HOSTILE["raises sys.exit"][0])
+    proposer = Cascade(config, CONTEXT, [hostile, cascade(LOOKUP)._stages[0]], clock=lambda: now[0])
+    barrier = barrier_of(proposer)
+    for _ in range(MAX_FAULTS + 2):
+        assert step(barrier) == [3, 0]
+    counters = barrier.totals().stages["0 custom"]
+    assert counters.faults == {RAISED: MAX_FAULTS} and counters.switched_off and not barrier.counters.switched_off
+    assert hostile.step == MAX_FAULTS
+    now[0], hostile.act = FIRST_PAUSE_S, lambda batch, good: good
+    assert step(barrier) == [2, 2]
+    assert not counters.switched_off and counters.times_switched_off == 1
+    assert any("Stage 0 (custom) is tried again" in record.getMessage() for record in caplog.records)
+
+
+def test_a_clients_reference_is_its_own_fault() -> None:
+    """Kills: a reference that lookup fails at and that costs another request its draft, or counts as the stage's."""
+    barrier = barrier_of(cascade(LOOKUP))
+    for _ in range(2 * MAX_FAULTS):
+        assert step(barrier, ({}, {"reference": object()})) == [3, 0]
+    counters = barrier.totals().stages["0 prompt_lookup"]
+    assert counters.faults == {} and not counters.switched_off
+
+
+def test_other_ranks_are_told() -> None:
+    """Rank 1 asks no stage that runs on the host: a proposer of the user's own need not say the same there."""
+    told: list[Any] = []
+    rank_0 = replace(CONTEXT, num_ranks=2, agreed=lambda rows: told.append(rows) or rows)
+    rank_1 = replace(CONTEXT, num_ranks=2, rank=1, agreed=lambda rows: told.pop(0))
+    ranks = [cascade(CUSTOM, act="returns the batch's own arrays", context=context) for context in (rank_0, rank_1)]
+    drafts = [step(barrier_of(rank)) for rank in ranks]
+    assert drafts[0] == drafts[1] == [2, 2] and not told
+    assert [rank._stages[0].step for rank in ranks] == [1, 0]  # type: ignore[attr-defined]
+    assert [rank.stage_counters()["0 custom"].drafted for rank in ranks] == [4, 4]
+
+
+def test_a_built_in_stage() -> None:
+    """Its exceptions stop, its slowness counts, and it is switched off and not run. Kills: each of these."""
+    barrier = barrier_of(cascade(BUILT_IN, LOOKUP))
+
+    def fails() -> Any:
+        raise RuntimeError("out of memory")
+
+    assert barrier.call_built_in(lambda: 5, is_timed=True) == 5
+    assert barrier.call_built_in(fails, is_timed=True) is None
+    counters = barrier.totals().stages["0 draft_model"]
+    assert counters.faults == {RAISED: 1}
+    assert barrier.call_built_in(lambda: time.sleep(0.5) or 5, is_timed=False) == 5, "taking in prompts may last"
+    assert barrier.call_built_in(lambda: time.sleep(0.5) or 5, is_timed=True) == 5, "late, but a draft"
+    assert counters.faults == {RAISED: 1, SLOW: 1}
+    for _ in range(MAX_FAULTS - 2):
+        assert barrier.call_built_in(fails, is_timed=True) is None
+    assert counters.switched_off
+    assert barrier.call_built_in(lambda: 5, is_timed=True) is None
+    assert step(barrier) == [3, 0], "the others draft"
+
+
+def test_a_built_in_stage_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for this one. Kills: a fault that is swallowed; a switching-off that one rank decides."""
+    barrier = barrier_of(cascade(BUILT_IN, LOOKUP, context=replace(CONTEXT, num_ranks=2)))
+    for _ in range(MAX_FAULTS):
+        assert barrier.call_built_in(lambda: time.sleep(0.45) or 5, is_timed=True) == 5
+    assert barrier.totals().stages["0 draft_model"].faults == {}
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        barrier.call_built_in(lambda: 1 / 0, is_timed=True)
+
+
+class Unbuildable:
+    def __init__(self, options: Any, context: Any):
+        raise options["error"]
+
+
+def no_proposer(options: Any, context: Any) -> Any:
+    return threading.Lock()
+
+
+def test_construction_fails_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["hostile"]
+    monkeypatch.setattr(module, "Unbuildable", Unbuildable, raising=False)
+    monkeypatch.setattr(module, "no_proposer", no_proposer, raising=False)
+    config = parse_config({"method": "custom", "proposer": "hostile:Unbuildable"})
+    for error in (SystemExit(3), RuntimeError("no file"), BaseException()):
+        own = CustomConfig(proposer="hostile:Unbuildable", options={"error": error})
+        with pytest.raises(ConfigError, match="custom: proposer 'hostile:Unbuildable' cannot be built") as caught:
+            build_proposer(replace(config, own=own), CONTEXT)
+        assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+    config = parse_config({"method": "custom", "proposer": "hostile:no_proposer"})
+    with pytest.raises(ConfigError, match=r"has no method propose, observe, forget\."):
+        build_proposer(config, CONTEXT)

@@ -1,0 +1,206 @@
+"""The compiled loops of the host against the operations on arrays that they stand for, and against plain counting."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm_specplugins.kernels.calibration import DECAY, PRIOR_WEIGHT
+
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.gate.costs import StepCosts, worth_of_a_ms
+from vllm_specplugins.gate.gate import Gate
+from vllm_specplugins.gate.gate_numba import GOOD_ACCEPTANCE
+from vllm_specplugins.gate.ledger import FIRST_GUESSES, Ledger
+from vllm_specplugins.gate.ledger_numba import GRADES, MOST_OF_A_STEP, SHARED_DECAY
+from vllm_specplugins.structures.draft_arrays import Drafted, of_stage
+
+K, NUM_STAGES, NUM_ROWS = 5, 3, 9
+
+
+def random_drafts(rng: np.random.Generator, num_reqs: int) -> Drafted:
+    """Of two stages, one behind the other."""
+    parts = [
+        of_stage(
+            int(rng.integers(NUM_STAGES)),
+            rng.integers(0, 99, (num_reqs, K)).astype(np.int32),
+            rng.integers(0, K // 2 + 1, num_reqs),
+            rng.integers(1, 9, num_reqs).astype(float),
+        )
+        for _ in range(2)
+    ]
+    return parts[0].followed_by(parts[1])
+
+
+def plain_counts(drafts: Drafted, most: Sequence[int], stage: int) -> tuple[int, int]:
+    """Tokens and drafts of a stage among the first tokens of each draft."""
+    counts = [row[:length].tolist().count(stage) for row, length in zip(drafts.stage, most, strict=True)]
+    return sum(counts), sum(map(bool, counts))
+
+
+def test_ledger() -> None:
+    """Beside plain loops and dictionaries. Fails if a row is mixed up, if a fate counts twice, if a token that was not
+    verified counts, or a draft once for each token; if a grade, a prior or a decay is another, or if one step adds more
+    to the record of all requests than it may."""
+    rng = np.random.default_rng(1)
+    ledger, records = Ledger(NUM_STAGES, K), PlainRecords()
+    ledger.make_room(NUM_ROWS)
+    counters, plain = ([StageCounters() for _ in range(NUM_STAGES)] for _ in range(2))
+    for _ in range(60):
+        num_reqs = int(rng.integers(1, NUM_ROWS))
+        rows, drafts = rng.permutation(NUM_ROWS)[:num_reqs], random_drafts(rng, num_reqs)
+        lengths = drafts.num_draft.tolist()
+        draft = ledger.put(rows, drafts)
+        assert draft.num_draft.tolist() == lengths and draft.token_ids.shape[1] == max(lengths)
+        assert draft.stage is not None and draft.confidence is not None
+        for row, length in enumerate(lengths):
+            assert draft.stage[row] == (drafts.stage[row, length - 1] if length else -1)
+            assert draft.confidence[row] == (drafts.confidence[row, 0] if length else 0)
+        verified = rng.integers(0, K + 1, num_reqs).astype(np.int32)
+        accepted = rng.integers(0, verified + 1).astype(np.int32)
+        for _ in range(2):  # a step may be told twice
+            ledger.settle(rows, verified, accepted)
+        known = np.minimum(verified, drafts.num_draft)
+        records.add(rows.tolist(), drafts, known.tolist(), accepted.tolist())
+        for stage, own in enumerate(plain):
+            kept, num_drafts = plain_counts(drafts, lengths, stage)
+            own.kept, own.drafts = own.kept + kept, own.drafts + num_drafts
+            own.verified += plain_counts(drafts, known.tolist(), stage)[0]
+            own.accepted += plain_counts(drafts, np.minimum(known, accepted).tolist(), stage)[0]
+        if rng.random() < 0.5:
+            ledger.move_to(counters)
+    ledger.move_to(counters)
+    for found_stage, own in zip(counters, plain, strict=True):
+        assert sum(found_stage.accepted_at) == found_stage.accepted
+        for name in ("kept", "drafts", "verified", "accepted"):
+            assert getattr(found_stage, name) == getattr(own, name) > 0
+    records.check(ledger)
+
+
+class PlainRecords:
+    """What the ledger learns."""
+
+    def __init__(self) -> None:
+        self.own: dict[tuple[int, ...], list[float]] = {}
+        self.shared: dict[tuple[int, int], list[float]] = {}
+
+    def add(self, rows: list[int], drafts: Drafted, verified: list[int], accepted: list[int]) -> None:
+        step: dict[tuple[int, int], list[float]] = {}
+        for index, row in enumerate(rows):
+            places = range(min(verified[index], accepted[index] + 1))
+            cells = [
+                (int(drafts.stage[index, place]), grade_of(float(drafts.confidence[index, place]))) for place in places
+            ]
+            for at, cell in enumerate(cells):
+                own = self.own.setdefault((row, *cell), [0.0, 0.0])
+                if at == 0 or cells[at - 1] != cell:
+                    own[:] = [DECAY * count for count in own]
+                for counts in (own, step.setdefault(cell, [0.0, 0.0])):
+                    counts[:] = counts[0] + 1, counts[1] + (at < accepted[index])
+        for cell, (tried, right) in step.items():
+            before = self.shared.get(cell, [PRIOR_WEIGHT, PRIOR_WEIGHT * FIRST_GUESSES[cell[1]]])
+            share = min(1.0, MOST_OF_A_STEP / tried)
+            self.shared[cell] = [
+                SHARED_DECAY * old + share * new for old, new in zip(before, (tried, right), strict=True)
+            ]
+
+    def check(self, ledger: Ledger) -> None:
+        assert len(self.own) > NUM_STAGES * NUM_ROWS
+        for (row, stage, grade), (tried, right) in self.own.items():
+            prior = self.shared[stage, grade][1] / self.shared[stage, grade][0]
+            confidence = np.full((1, K), [*GRADES, 99.0][grade])
+            expected = (right + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
+            np.testing.assert_allclose(ledger.acceptance(np.array([row]), stage, confidence), expected, atol=1e-9)
+
+
+def grade_of(confidence: float) -> int:
+    return sum(confidence > above for above in GRADES)
+
+
+def learned(rng: np.random.Generator) -> Ledger:
+    """Of random drafts of two stages."""
+    ledger = Ledger(2, K)
+    ledger.make_room(NUM_ROWS)
+    for _ in range(30):
+        stage, lengths = np.tile(rng.integers(0, 2, (NUM_ROWS, 1)), K), rng.integers(0, K + 1, NUM_ROWS)
+        right = np.minimum(rng.integers(0, 2 * K, NUM_ROWS), lengths)
+        drafts = of_stage(0, np.zeros((NUM_ROWS, K), np.int32), lengths, rng.integers(1, 9, NUM_ROWS) * 1.0)
+        ledger.put(np.arange(NUM_ROWS), drafts._replace(stage=stage))
+        ledger.settle(np.arange(NUM_ROWS), lengths, right)
+    return ledger
+
+
+def worth_of(chances: list[float], price: float) -> float:
+    """Of tokens behind each other."""
+    return sum(survival - price for survival in np.cumprod(chances).tolist())
+
+
+def expected_shares(
+    gate: Gate, costs: StepCosts, rows: Any, found: Drafted, sure: Any, most: Any, wanted: Any, continues: bool
+) -> tuple[list[int], list[int]]:
+    """By trying every depth, and for each request every draft that it allows."""
+    rate = worth_of_a_ms(costs, len(rows))
+    price, draft_price = rate * costs.slope_ms, rate * gate._draft_ms[1]
+    own = [
+        gate._ledger.acceptance(rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))
+    ]
+    plans = []
+    for depth in range(min(K, costs.longest) + 1):
+        total, plan = -depth * draft_price, []
+        for index in range(len(rows)):
+            had = [
+                float(gate._ledger.acceptance(rows[index : index + 1], int(stage), np.full((1, 1), at))[0, 0])
+                for stage, at in zip(found.stage[index], found.confidence[index], strict=True)
+            ][: found.num_draft[index]]
+            pays = sum(survival >= price for survival in np.cumprod(had))
+            room = int(min(most[index], depth))
+            drafts = [(0, count) for count in range(room + 1)]
+            drafts += [(pays, count) for count in range(min(room, wanted[index] - pays) + 1 if continues else 1)]
+            values = [worth_of(had[:kept] + own[index][:count], price) for kept, count in drafts]
+            best = max(values)
+            total += best
+            # Of those as good the shortest of the exit's, and rather behind the lookup's than alone.
+            kept, count = max(
+                (draft for draft, value in zip(drafts, values, strict=True) if value > best - 1e-12),
+                key=lambda draft: (draft[0] > 0, -draft[1]),
+            )
+            plan.append((kept, count))
+        plans.append((total, plan))
+    best_total = max(total for total, _ in plans)
+    _, plan = next((total, plan) for total, plan in plans if total > best_total - 1e-12)
+    whole, followed = gate._ledger.records[2][rows].astype(int), [kept for kept, _ in plan]
+    nobody = [kept + count == 0 for kept, count in plan]
+    if price < GOOD_ACCEPTANCE:
+        again = [2 * whole[index, found.stage[index, 0]] for index in range(len(rows))]
+        followed = [min(more, num) if none else kept for none, kept, more, num
+                    in zip(nobody, followed, again, found.num_draft, strict=True)]  # fmt: skip
+    follow = [none and not kept and whole[index, 1] > 0 and most[index] > 0
+              for index, (none, kept) in enumerate(zip(nobody, followed, strict=True))]  # fmt: skip
+    pays = sum(follow) * (GOOD_ACCEPTANCE - price) > draft_price
+    counts = [min(2 * whole[index, 1], most[index]) if follow[index] and pays else count
+              for index, (_, count) in enumerate(plan)]  # fmt: skip
+    return followed, counts
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random records, costs and drafts. Fails if a depth's price is left out, if what is drafted behind a draft does
+    not wait for that one to be right, if a stage that only begins drafts continues one, or if those who follow a draft
+    that was right do not pay for that together."""
+    rng = np.random.default_rng(seed)
+    ledger, num_reqs = learned(rng), int(rng.integers(1, NUM_ROWS))
+    gate = Gate(ledger, K)
+    monkeypatch.setattr(Gate, "_explored", lambda self, lengths, *rest: lengths)
+    for _ in range(9):
+        count = int(rng.integers(0, 9))
+        gate.add_step(num_reqs, 20 + 0.4 * count, 0.5, count, num_reqs + count // 2)
+        gate.add_drafting(1, 4 * float(rng.random()), 1)
+    [costs] = gate._costs.by_load.values()
+    rows, wanted = rng.permutation(NUM_ROWS)[:num_reqs], rng.integers(0, K + 1, num_reqs)
+    token_ids = rng.integers(0, 9, (num_reqs, K)).astype(np.int32)
+    found = of_stage(0, token_ids, rng.integers(0, wanted + 1), rng.integers(1, 9, num_reqs) * 1.0)
+    most, sure = np.minimum(wanted, rng.integers(0, K + 1)), rng.integers(1, 9, num_reqs) * 1.0
+    continues = bool(seed % 2)
+    kept, own = gate.shares(rows, found, 1, sure, most, wanted, continues)
+    expected = expected_shares(gate, costs, rows, found, sure, most, wanted, continues)
+    assert (kept.tolist(), own.tolist()) == expected

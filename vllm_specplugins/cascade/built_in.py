@@ -1,0 +1,76 @@
+"""A proposer built into the engine, as a stage of a cascade.
+
+The engine runs it at every step, before the cascade is asked: it must see every token, so that its KV cache stays in
+step, and its cost is paid whether its draft is used or not. Its draft tokens arrive with the batch, and with them how
+sure it is of each, where it says so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specplugins.config import BuiltInConfig
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
+from vllm_specplugins.gate.gate import FIRST_CONFIDENCE
+from vllm_specplugins.structures.draft_arrays import Array, Drafted, columns, nothing, of_stage, picked
+
+
+class BuiltIn:
+    """The engine keeps all that it knows of requests."""
+
+    def __init__(self, config: BuiltInConfig, context: ProposerContext):
+        pass
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """The engine's own draft, in the lengths that are wanted."""
+        if batch.offer is None:
+            return Draft.empty(batch.num_reqs)
+        return Draft(batch.offer.token_ids, np.minimum(batch.max_num_draft, batch.offer.token_ids.shape[1]))
+
+    def observe(self, feedback: Feedback) -> None:
+        """Nothing to learn: the engine tells its own proposer."""
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Nothing to forget."""
+
+
+@dataclass(slots=True)
+class Offered:
+    """The drafter of a `BuiltIn`, the stage with this index."""
+
+    index: int
+    counters: StageCounters
+    width: int  # K
+
+    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
+        """Begins a draft, or continues one that begins as its own does; anything else it has not thought about."""
+        if batch.offer is None:
+            return nothing(len(wanted), self.width)
+        self.counters.asked += int(np.count_nonzero(wanted))
+        offered = batch.offer.token_ids.shape[1]  # fewer than K in a step for which the engine wants fewer
+        rest = (0, 0), (0, self.width - offered)
+        own, sure = np.pad(batch.offer.token_ids, rest), None
+        if batch.offer.chances is not None:
+            sure = np.pad(confidence_of(batch.offer.chances), rest)
+        num_draft = np.minimum(wanted, offered)
+        if begun is not None:
+            places, starts = columns(own), begun.num_draft[:, None]
+            agrees = ((own == begun.token_ids) | (places >= starts)).all(axis=1)
+            own, num_draft = picked(own, places + starts), np.where(agrees, wanted, 0)
+            sure = None if sure is None else picked(sure, places + starts)
+            num_draft = np.minimum(num_draft, np.maximum(offered - begun.num_draft, 0))
+        self.counters.drafted += int(num_draft.sum())
+        drafts = of_stage(self.index, own, num_draft, np.full(len(wanted), FIRST_CONFIDENCE))
+        return drafts if sure is None else drafts._replace(confidence=sure)
+
+
+def confidence_of(chances: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """A drafter's own chances, in the unit in which the exit says how sure it is.
+
+    >>> confidence_of(np.array([0.0, 0.75, 1.0], np.float32)).round().tolist()
+    [1.0, 2.0, 1000.0]
+    """
+    return (1 - chances.clip(0, 1 - 1e-6).astype(np.float64)) ** -0.5

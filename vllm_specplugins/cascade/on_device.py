@@ -1,0 +1,183 @@
+"""A lookup and an exit of a cascade, by a policy, on tensors.
+
+Nothing here waits, or goes by what a tensor holds, so that an adapter may record it in a CUDA graph.
+
+The exit goes token by token. Under `auto` it is fed the lookup's tokens first; under `verify` all tokens are its own
+(see staged.py: they are so on the host, too), and the lookup's say how sure they are. R: requests, K: most tokens of
+a draft.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.proposers.draft_sampler import how_sure
+from vllm_specplugins.proposers.early_exit import EarlyExit, Steps
+from vllm_specplugins.structures.draft_arrays import Drafted, either, of_stage
+from vllm_specplugins.target import Target
+
+LOOKUP, EXIT = 0, 1  # stages
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What each stage did, [R] int each: tokens that it drafted, -1 where it was not asked; of the lookup's, how many
+    the exit would have drafted itself, where it is there to check them."""
+
+    looked_up: torch.Tensor
+    exited: torch.Tensor
+    confirmed: torch.Tensor
+
+
+class Stages:
+    """What stands behind a barrier where a lookup and an exit draft together: who they are, and their counters.
+
+    Args:
+        names: of their methods.
+    """
+
+    def __init__(self, names: Sequence[str], lookup: Any, exit: EarlyExit):
+        self.exit = exit
+        self._names = [f"{index} {name}" for index, name in enumerate(names)]
+        self._stages, self._counters = (lookup, exit), [StageCounters() for _ in names]
+
+    def stage_counters(self) -> dict[str, StageCounters]:
+        """See Cascade.stage_counters."""
+        return dict(zip(self._names, self._counters, strict=True))
+
+    def named_stages(self) -> list[tuple[str, Any]]:
+        """See Cascade.named_stages."""
+        return list(zip(self._names, self._stages, strict=True))
+
+    def fit(self, max_model_len: int) -> None:
+        """See EarlyExit.fit."""
+        self.exit.fit(max_model_len)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Nothing to forget."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """See the module.
+
+    Args:
+        policy: that a cascade carries out ("first" is `auto` without a gate); None: the exit is alone.
+        rates: whether to say how sure each token is.
+        most: tokens that the exit drafts for one request.
+        sees: of an exit that is alone, who is shown the logits of its steps.
+    """
+
+    stage: EarlyExit
+    policy: str | None
+    rates: bool
+    most: int
+    sees: Callable[[int, torch.Tensor], None] | None = None
+
+    def draft(
+        self,
+        target: Target,
+        found: Drafted | None,  # of the lookup; under `verify` shorter than is wanted of the exit; None without one
+        wanted: torch.Tensor,  # [R], of the exit
+        num_steps: int,
+    ) -> tuple[Drafted, Steps | None, Parts]:
+        """The drafts; what the exit said, if it was asked for any token; and what each stage did."""
+        own = torch.clamp(wanted, max=num_steps)  # the end of its tokens
+        if found is None:
+            steps, drafts = self._alone(target, own, num_steps)
+            return drafts, steps, Parts(own * 0 - 1, own, own * 0)
+        none = found.num_draft * 0
+        if num_steps == 0:
+            nobody = none - 1
+            return found, None, Parts(found.num_draft, nobody, none)
+        if self.policy == "auto":
+            return self._extended(target, found, own, num_steps)
+        steps, drafts = self._alone(target, own, num_steps)
+        if self.policy == "first":
+            is_first = found.num_draft > 0
+            asked = torch.where(is_first, -1, own)
+            return either(is_first, found, drafts), steps, Parts(found.num_draft, asked, none)
+        return self._verified(drafts, found, own, steps)
+
+    def _alone(self, target: Target, own: torch.Tensor, num_steps: int) -> tuple[Steps | None, Drafted]:
+        width, index = self.stage.max_num_draft, EXIT if self.policy else 0
+        drafts = of_stage(index, own.new_zeros((len(own), width), dtype=torch.int32), own, own * 0.0 + 1)
+        steps = self._follow(target, num_steps, drafts) if num_steps else None
+        return steps, self._said(drafts, steps)
+
+    def _follow(self, target: Target, num_steps: int, drafts: Drafted, found: Drafted | None = None) -> Steps:
+        """The exit's steps, which say how sure they are of a draft's tokens."""
+
+        def rate(step: int, logits: torch.Tensor) -> None:
+            drafts.confidence[:, step] = how_sure(logits, target.sampling.temperature).to(drafts.confidence.dtype)
+
+        token_ids, num_tokens = (None, None) if found is None else (found.token_ids, found.num_draft)
+        sees = self.sees or (rate if self.rates else None)
+        return self.stage.follow(target, num_steps, token_ids, num_tokens, sees)
+
+    def _extended(
+        self, target: Target, found: Drafted, own: torch.Tensor, num_steps: int
+    ) -> tuple[Drafted, Steps | None, Parts]:
+        is_found = found.is_drafted
+        own = torch.minimum(own, found.num_draft + self.most)
+        num_draft = torch.maximum(found.num_draft, own)
+        said = of_stage(EXIT, torch.zeros_like(found.token_ids), num_draft, own * 0.0 + 1)
+        steps = self._follow(target, num_steps, said, found)
+        said = self._said(said, steps)
+        parts = ((getattr(found, name), getattr(said, name)) for name in ("token_ids", "stage", "confidence"))
+        token_ids, stage, confidence = (torch.where(is_found, one, other) for one, other in parts)
+        more = num_draft - found.num_draft
+        exited = torch.where(own > found.num_draft, more, -1)
+        return Drafted(token_ids, num_draft, stage, confidence), steps, Parts(found.num_draft, exited, more * 0)
+
+    def _verified(
+        self, drafts: Drafted, found: Drafted, own: torch.Tensor, steps: Steps | None
+    ) -> tuple[Drafted, Steps | None, Parts]:
+        is_asked = own > 0  # the lookup drafts alone for requests that do not allow the exit
+        is_right = (drafts.token_ids == found.token_ids) & found.is_drafted & drafts.is_drafted
+        is_right = is_right.int().cumprod(dim=1)
+        if self.rates and self.stage.is_one_hot:  # a drawn token must not say how likely it is to be verified
+            drafts = drafts._replace(confidence=drafts.confidence + is_right * found.confidence)
+        told = Parts(found.num_draft, torch.where(is_asked, own, -1), torch.where(is_asked, is_right.sum(dim=1), 0))
+        return either(is_asked, drafts, found), steps, told
+
+    def _said(self, drafts: Drafted, steps: Steps | None) -> Drafted:
+        """The first columns of a draft as the exit has said them."""
+        if steps is not None:
+            drafts.token_ids[:, : steps.token_ids.shape[1]] = steps.token_ids
+        return drafts
+
+
+def with_certain(
+    logits: torch.Tensor,  # [R, num_steps, vocab_size], changed
+    drafts: Drafted,
+    is_certain: torch.Tensor,  # [R, K] bool
+) -> torch.Tensor:
+    """What tokens were drawn from: of those that are certain, one-hot."""
+    num_steps = logits.shape[1]
+    token_ids, is_certain = drafts.token_ids[:, :num_steps, None].long(), is_certain[:, :num_steps, None]
+    logits.masked_fill_(is_certain, -torch.inf)
+    return logits.scatter_(2, token_ids, logits.gather(2, token_ids).masked_fill_(is_certain, 0.0))
+
+
+def keep_logits(
+    kept: torch.Tensor,  # [max_num_reqs, K, vocab_size], of which rows are overwritten
+    rows: torch.Tensor,  # [R] int64, whose they are
+    drafts: Drafted,
+    logits: torch.Tensor | None,  # [R, num_steps, vocab_size], changed
+    is_certain: torch.Tensor | None,  # [R, K] bool
+) -> None:
+    """Keeps what tokens were drawn from; of those that were not, and all behind the exit's last step, one-hot."""
+    num_steps = 0
+    if logits is not None:
+        num_steps = logits.shape[1]
+        if is_certain is not None:
+            logits = with_certain(logits, drafts, is_certain)
+        kept[rows, :num_steps] = logits.to(kept.dtype)
+    rest = drafts.token_ids[:, num_steps:, None].long()
+    if rest.shape[1]:
+        one_hot = kept.new_full((*rest.shape[:2], kept.shape[-1]), -torch.inf)
+        kept[rows, num_steps:] = one_hot.scatter_(2, rest, 0.0)

@@ -1,0 +1,87 @@
+"""Adaptive verification: vLLM trims drafts on the device, where their true lengths are known, under asynchronous
+scheduling, too. Who drafts there says how likely each token is (0 where nothing was found), and vLLM shares out what is
+worth its cost. Where that cannot be, a draft's length is planned from the last one (v2/scheduler.py).
+"""
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from vllm_specplugins.engine.adaptive.budget import Budget
+
+logger = logging.getLogger("vllm.specplugins")
+
+CAN = "FLASH_ATTN on Hopper, FLASHINFER on Blackwell and TRITON_ATTN"
+
+
+def place(vllm_config: Any) -> None:
+    """Leaves a cascade on the host where nothing would trim its drafts: there it has a gate of its own."""
+    config = vllm_config.speculative_config
+    if config.reads_history and config.runs_target:
+        config.stays_on_host = not vllm_config.use_v2_model_runner or _missing(vllm_config) is not None
+
+
+def settle(vllm_config: Any) -> None:
+    """Switches it on in a finished configuration of a method that drafts on the device, or says why not."""
+    config = vllm_config.speculative_config
+    keeps_all = config.plugin_config.common.gate == "off"
+    if keeps_all or not (config.drafts_on_device and vllm_config.use_v2_model_runner):
+        return
+    why_not = _missing(vllm_config)
+    if why_not is None:
+        config.enable_adaptive_verification = True
+    else:
+        tell(config.plugin_config.method, why_not)
+
+
+def _missing(vllm_config: Any) -> str | None:
+    """What adaptive verification lacks; None if nothing does as far as is known before the engine starts."""
+    parallel, model, config = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
+    if config.plugin_config.common.rejection == "block" and config.draft_sample_method == "probabilistic":
+        return "block verification decides on drafts that are sampled as a whole"
+    if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        return "it needs full CUDA graphs"
+    for name, is_set in (
+        ("LoRA", vllm_config.lora_config is not None),
+        ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
+        ("batch-sharded sampling", parallel.enable_batch_sharded_sampling),
+        ("return_sampling_mask", model.return_sampling_mask),
+        ("auxiliary outputs", vllm_config.aux_output_config.enabled),
+    ):
+        if is_set:
+            return f"vLLM does not combine it with {name}"
+    backend = vllm_config.attention_config.backend
+    if backend is not None and not backend.get_class().supports_device_cpu_query_lens_mismatch():
+        return f"attention backend {backend.name} cannot, {CAN} can"
+    return None
+
+
+def tell(method: str, why_not: str) -> None:
+    """One sentence for the log."""
+    logger.warning("%s: draft lengths are planned a step ahead, not trimmed on the device: %s.", method, why_not)
+
+
+def or_planned(create: Callable[..., Any], runner: Any) -> Callable[..., Any]:
+    """vLLM's factory of what carries it out, called when the attention backends are known; a backend that cannot costs
+    the true lengths, and not the engine."""
+
+    @wraps(create)
+    def created(**arguments: Any) -> Any:
+        try:
+            if (manager := create(**arguments)) is not None:
+                speculator = runner.speculator
+                Budget(manager, speculator.outcomes.confidences, speculator.budget_implementation)
+            return manager
+        except ValueError as error:
+            names = sorted({group.backend.get_name() for groups in arguments["attn_groups"] for group in groups})
+            tell(
+                runner.speculative_config.plugin_config.method,
+                f"attention backend {' or '.join(names)} cannot, {CAN} can ({' '.join(str(error).split())[:80]}...)",
+            )
+        runner.speculator.enable_adaptive_verification = False
+        runner.speculative_config.enable_adaptive_verification = False
+        runner.rejection_sampler.enable_adaptive_verification = False
+        return None
+
+    return created

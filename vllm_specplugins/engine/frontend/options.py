@@ -1,0 +1,213 @@
+"""Per-request options on their way through vLLM: resolved in the front end, read in the worker."""
+
+import asyncio
+import copy
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
+
+from vllm_specplugins.config import ConfigError, said
+from vllm_specplugins.custom import option_checks
+from vllm_specplugins.engine.frontend.line import Line, Work, finished, pieces
+from vllm_specplugins.engine.frontend.own_checks import OwnChecks
+from vllm_specplugins.engine.frontend.prediction import Predicted, take_predictions, text_of
+from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.methods import drafters
+from vllm_specplugins.options_text import Text
+from vllm_specplugins.request_options import (
+    REFERENCE,
+    TENANT,
+    Limits,
+    Options,
+    read_options,
+    received,
+    resolved,
+    understood,
+    without_own,
+)
+from vllm_specplugins.structures.suffix.store_file import tenant_of
+
+
+class Resolved(dict[str, Any]):
+    """Options that have been through an `Intake`."""
+
+
+def request_options(sampling_params: Any) -> Options:
+    """The options of a request, which the front end has resolved; empty where it has none, or came past it."""
+    options = (getattr(sampling_params, "extra_args", None) or {}).get("specplugins")
+    try:
+        return received(options) if isinstance(options, Mapping) else {}
+    except (TypeError, ValueError):  # nothing of a request that came past the front end may stop the engine
+        return {}
+
+
+class Intake:
+    """Resolves the options of requests, in the process in which they come in.
+
+    The tokenizer is a copy of its own: vLLM's threads use the other. It is made before the first request comes, since
+    that may take a while, and nothing else runs in Python meanwhile.
+    """
+
+    def __init__(self, speculative_config: Any, model_config: Any, tokenizer: Any):
+        config = speculative_config.plugin_config
+        self._limits = Limits(config, model_config.get_vocab_size(), model_config.max_model_len)
+        rows = [row for row, _ in drafters(config)]
+        self._wants_reference = any(row.is_lookup for row in rows) or self._limits.passes_own
+        self._has_tenants = any(row.has_tenants for row in rows)
+        self._checks = OwnChecks(option_checks(config), config.common.time_budget_ms)
+        self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
+        self._line: Line | None = None
+
+    def resolved(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with resolved options, the same object where there is nothing to resolve.
+
+        Raises:
+            VLLMValidationError: an option is not allowed; the front end answers 400.
+        """
+        if not _is_raw(params):
+            return params
+        options = self._read(params)
+        text = options.get(REFERENCE)
+        found = self._resolve(options, finished(self._tokenize(text)) if isinstance(text, str | Text) else None)
+        check = self._checks.begin(_shown(found))
+        if check is None:
+            return _with(params, without_own(found, self._limits))
+        try:
+            refusal = check.result(self._checks.budget_s)
+        except TimeoutError:
+            refusal = self._checks.leave_behind(check)
+        return _with(params, found, refusal)
+
+    async def resolved_beside(self, params: SamplingParams) -> SamplingParams:
+        """The same; texts are tokenised, and proposers of the user's own asked, beside the event loop, which streams to
+        other clients, too."""
+        if not _is_raw(params):
+            return params
+        options = self._read(params)
+        text, token_ids = options.get(REFERENCE), None
+        if isinstance(text, str | Text):
+            if self._line is None:
+                self._line = Line()
+            token_ids = await asyncio.wrap_future(self._line.submit(len(text), self._tokenize(text)))
+        found = self._resolve(options, token_ids)
+        check = self._checks.begin(_shown(found))
+        if check is None:
+            return _with(params, without_own(found, self._limits))
+        try:
+            refusal = await asyncio.wait_for(asyncio.wrap_future(check), self._checks.budget_s)
+        except TimeoutError:
+            refusal = self._checks.leave_behind(check)
+        return _with(params, found, refusal)
+
+    def name_tenant(self, core_request: Any) -> Any:
+        """The same request for the engine, which does not tell its workers the `cache_salt`: its options do."""
+        params, salt = core_request.sampling_params, core_request.cache_salt
+        if self._has_tenants and params is not None and salt:
+            extra = params.extra_args or {}
+            options = extra.get("specplugins") or {}
+            params.extra_args = {**extra, "specplugins": Resolved({**options, TENANT: tenant_of(salt)})}
+        return core_request
+
+    def _read(self, params: SamplingParams) -> Options:
+        raw = params.extra_args["specplugins"]
+        try:
+            predicted: Options = {}
+            if isinstance(raw, Predicted):
+                predicted = {REFERENCE: text_of(raw.prediction)} if self._wants_reference else {}
+                raw = {} if raw.options in (None, False) else raw.options
+            options = understood({**predicted, **read_options(raw, self._limits.max_model_len)}, self._limits)
+        except ConfigError as error:
+            raise VLLMValidationError(str(error)) from None
+        if self._wants_reference:
+            return options
+        return {key: value for key, value in options.items() if key != REFERENCE}
+
+    def _tokenize(self, text: str | Text) -> Work[bytearray]:
+        """A reference's tokens, int32, piece by piece; no more than one too many pieces."""
+        if self._tokenizer is None:
+            raise VLLMValidationError("specplugins: reference must be token ids where the engine has no tokenizer.")
+        token_ids = bytearray()
+        for piece in pieces((text,) if isinstance(text, str) else text):
+            try:
+                token_ids += np.array(self._tokenizer.encode(piece, add_special_tokens=False), np.int32).tobytes()
+            except Exception as error:
+                raise VLLMValidationError(f"specplugins: reference cannot be tokenised ({said(error)}).") from None
+            if len(token_ids) > 4 * self._limits.max_model_len:
+                break
+            yield
+        return token_ids
+
+    def _resolve(self, options: Options, token_ids: bytearray | None) -> dict[str, Any]:
+        try:
+            return resolved(options, token_ids, self._limits)
+        except ConfigError as error:
+            raise VLLMValidationError(str(error)) from None
+
+
+def _shown(found: Mapping[str, Any]) -> Options:
+    """Resolved options as a proposer's check sees them."""
+    return MappingProxyType(dict(received(found)))
+
+
+def _with(params: SamplingParams, found: Mapping[str, Any], refusal: str | None = None) -> SamplingParams:
+    """The parameters with resolved options, unless a proposer refuses these."""
+    if refusal is not None:
+        raise VLLMValidationError(f"specplugins: the proposer refuses the options: {refusal}.")
+    mine = copy.copy(params)  # the caller may use them for other requests
+    mine.extra_args = {**params.extra_args, "specplugins": Resolved(found)}
+    return mine
+
+
+def _is_raw(params: Any) -> bool:
+    options = isinstance(params, SamplingParams) and (params.extra_args or {}).get("specplugins")
+    return options not in (None, False) and not isinstance(options, Resolved)
+
+
+def check_requests() -> None:
+    """Has vLLM resolve the options of every request where requests come in; once per process.
+
+    A call that is not about a configuration of ours goes to vLLM unchanged.
+    """
+    if hasattr(SamplingParams._validate_spec_decode, "__wrapped__"):
+        return
+    wrap(SamplingParams, "_validate_spec_decode", _with_every_parameter)
+    wrap(InputProcessor, "__init__", _with_intake)
+    wrap(InputProcessor, "process_inputs", _with_resolved)
+    wrap(AsyncLLM, "add_request", _with_resolved_beside)
+
+
+def _with_every_parameter(original: Any, self: SamplingParams, speculative_config: Any) -> None:
+    """vLLM refuses min_p and logit_bias where there is speculation; our verification honours them."""
+    config = getattr(speculative_config, "plugin_config", None)
+    if config is not None and config.common.verification == "fused":
+        self = copy.copy(self)
+        self.min_p, self.logit_bias = 0.0, None
+    original(self, speculative_config)
+
+
+def _with_intake(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, vllm_config, *args, **kwargs)
+    if getattr(vllm_config.speculative_config, "plugin_config", None) is not None:
+        take_predictions()
+        self.specplugins = Intake(vllm_config.speculative_config, vllm_config.model_config, self.tokenizer)
+
+
+def _with_resolved(original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any) -> Any:
+    intake = getattr(self, "specplugins", None)
+    if intake is None:
+        return original(self, request_id, prompt, params, *args, **kw)
+    return intake.name_tenant(original(self, request_id, prompt, intake.resolved(params), *args, **kw))
+
+
+async def _with_resolved_beside(
+    original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if intake := getattr(self.input_processor, "specplugins", None):
+        params = await intake.resolved_beside(params)
+    return await original(self, request_id, prompt, params, *args, **kwargs)

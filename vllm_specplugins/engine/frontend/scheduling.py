@@ -1,0 +1,87 @@
+"""Which methods of ours are scheduled asynchronously, as vLLM's own are, and which scheduler that takes.
+
+A method that reads tokens on the host waits for them in every step, and there a synchronous scheduler knows the true
+lengths of its drafts. One that reads none leaves the device busy while the next step is scheduled. A pipeline is always
+scheduled asynchronously: vLLM's synchronous scheduler would plan the drafts of a request whose last step is still on
+its way through the stages.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.engine.frontend.method_names import name_in_vllm
+from vllm_specplugins.engine.hooks import replaced
+from vllm_specplugins.methods import drafts_on_device, reads_history
+
+logger = logging.getLogger("vllm.specplugins")
+
+SCHEDULER = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
+SYNCHRONOUS = "vllm_specplugins.engine.v2.scheduler.ChoosingScheduler"
+
+
+def wanted_of_vllm(config: SpecConfig, asked: bool | None, num_stages: int) -> bool | None:
+    """What vLLM is told: what the user said, else False or vLLM's own default (None)."""
+    waits = reads_history(config) and not drafts_on_device(config) and num_stages == 1
+    return False if asked is None and waits else asked
+
+
+@contextmanager
+def may_be_asynchronous(method: str) -> Iterator[None]:
+    """vLLM's check of `async_scheduling` knows methods by name; ours is one more name while it runs."""
+    from vllm.config import vllm as vllm_config_module
+
+    known_names = Literal[(*get_args(vllm_config_module.NgramGPUTypes), name_in_vllm(method))]  # type: ignore[valid-type]
+    with replaced(vllm_config_module, {"NgramGPUTypes": known_names}):
+        yield
+
+
+def settle(vllm_config: Any, asked: bool | None) -> None:
+    """Puts our scheduler, where it is needed, into a finished configuration; says what was chosen, and why.
+
+    Raises:
+        ConfigError: the user asks for what our methods cannot run with.
+    """
+    scheduler, method = vllm_config.scheduler_config, vllm_config.speculative_config.plugin_config.method
+    if asked is None:
+        synchronous_for = _synchronous_for(vllm_config)
+        scheduler.async_scheduling = synchronous_for is None
+        logger.info(
+            "%s is scheduled %s.",
+            method,
+            f"synchronously, for {synchronous_for}" if synchronous_for else "asynchronously, as vLLM's own methods are",
+        )
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    if not scheduler.async_scheduling:
+        if num_stages > 1:
+            raise ConfigError(
+                f"{method}: pipeline_parallel_size must be 1 without async_scheduling, where vLLM plans drafts for a "
+                f"request whose last step is still under way, not {num_stages}."
+            )
+        chooses = vllm_config.use_v2_model_runner and vllm_config.speculative_config.chooses_length
+        if chooses and scheduler.scheduler_cls is None:
+            scheduler.scheduler_cls = SYNCHRONOUS
+        return
+    if not vllm_config.use_v2_model_runner:
+        raise ConfigError(f"{method}: async_scheduling must be false on Model Runner V1, not True.")
+    if scheduler.scheduler_cls is not None:
+        raise ConfigError(
+            f"{method}: scheduler_cls must be left alone with async_scheduling, not {scheduler.scheduler_cls!r}."
+        )
+    scheduler.scheduler_cls = SCHEDULER
+
+
+def _synchronous_for(vllm_config: Any) -> str | None:
+    """Why scheduling has to wait for the drafts; None if it need not."""
+    config = vllm_config.speculative_config
+    if config.reads_on_host and vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return "it reads tokens on the host (--async-scheduling plans each draft's length from the last one)"
+    if not vllm_config.use_v2_model_runner:
+        return "Model Runner V1 plans with the drafts at hand"
+    if vllm_config.scheduler_config.scheduler_cls is not None:
+        return "scheduler_cls is set"
+    if not vllm_config.scheduler_config.async_scheduling:
+        return "vLLM does so with this configuration"
+    return None

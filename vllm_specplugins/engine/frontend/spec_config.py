@@ -1,0 +1,264 @@
+"""Our `SpeculativeConfig`: carries a checked configuration of ours into every process of the engine."""
+
+import copy
+import logging
+import textwrap
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from pydantic import SkipValidation, ValidationError
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config as vllm_dataclass
+from vllm.platforms import current_platform
+
+from vllm_specplugins.config import (
+    SHORT,
+    ConfigError,
+    MedusaConfig,
+    SpecConfig,
+    StageConfig,
+    built_in_stage,
+    parts,
+    sample_methods,
+    with_stage,
+)
+from vllm_specplugins.custom import reads_likeliest
+from vllm_specplugins.engine.adaptive import conditions
+from vllm_specplugins.engine.frontend import scheduling
+from vllm_specplugins.engine.frontend.kernel_overrides import look_into_plain_modules_alone
+from vllm_specplugins.engine.frontend.method_names import name_in_vllm
+from vllm_specplugins.engine.frontend.options import check_requests
+from vllm_specplugins.engine.metrics.export import export_metrics
+from vllm_specplugins.engine.target.admission import check_target, has_state
+from vllm_specplugins.methods import drafts_on_device, reads_history, runs_target
+
+logger = logging.getLogger("vllm.specplugins")
+
+# Every process that receives a configuration of ours imports this module, the front ends' among them.
+check_requests()
+export_metrics()
+look_into_plain_modules_alone()
+
+# vLLM's workers that ours extend; see engine/worker.py.
+WORKERS = {
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_specplugins.engine.worker.GPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_specplugins.engine.worker.CPUWorker",
+}
+
+
+@vllm_dataclass
+class PluginSpeculativeConfig(SpeculativeConfig):
+    """What vLLM sees of a method of ours: a speculative method that has no model of its own.
+
+    A cascade with a proposer built into vLLM looks like that proposer alone, so that all of vLLM (memory, KV cache,
+    lookahead slots, hidden states of the target) prepares for it.
+    """
+
+    method: str | None = None
+    plugin_config: SkipValidation[Any] = None
+    stays_on_host: bool = False  # though it could draft on the device; see adaptive.py
+
+    def __post_init__(self) -> None:
+        if self.built_in is not None:
+            SpeculativeConfig.__post_init__(self)
+            return
+        self.model = self.method
+        self.prompt_lookup_min = self.prompt_lookup_max = 0
+        self.draft_model_config = self.target_model_config
+        self.draft_parallel_config = self.target_parallel_config
+
+    @property
+    def built_in(self) -> StageConfig | None:
+        """The stage that is built into vLLM."""
+        return built_in_stage(self.plugin_config)
+
+    @property
+    def built_in_tokens(self) -> int:
+        """The most tokens that this stage drafts."""
+        own = self.built_in and self.built_in.num_speculative_tokens
+        return own or self.num_speculative_tokens
+
+    @property
+    def runs_target(self) -> bool:
+        """Whether the method runs layers of the target, and so writes to its KV cache."""
+        return runs_target(self.plugin_config)
+
+    @property
+    def draws(self) -> bool:
+        """Whether any draft is drawn with noise: that of verification, or its own."""
+        return bool(sample_methods(self.plugin_config) - {"greedy"})
+
+    @property
+    def draws_as_verified(self) -> bool:
+        """Whether that is done under all parameters of a request, which our verification knows."""
+        return self.draws and self.plugin_config.common.verification == "fused"
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether the method reads tokens: on the host, if it does not draft on the device."""
+        return reads_history(self.plugin_config)
+
+    @property
+    def reads_likeliest(self) -> bool:
+        """Whether a proposer is told what the target found likeliest."""
+        return reads_likeliest(self.plugin_config)
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether the method, on Model Runner V2, drafts without the host."""
+        return drafts_on_device(self.plugin_config) and not self.stays_on_host
+
+    @property
+    def reads_on_host(self) -> bool:
+        """Whether the method, on Model Runner V2, waits for tokens on the host."""
+        return self.reads_history and not self.drafts_on_device
+
+    @property
+    def chooses_length(self) -> bool:
+        """Whether the scheduler chooses how many tokens a step drafts, on Model Runner V2; on the host a gate does."""
+        config = self.plugin_config
+        gates = (getattr(part, "gate", "auto") for part in (config.common, config.own))
+        return not self.reads_on_host and "off" not in gates
+
+    def use_ngram(self) -> bool:
+        """What vLLM asks to know whether all tokens shall be in the device's memory."""
+        return self.drafts_on_device and self.reads_history
+
+
+class PluginVllmConfig(VllmConfig):
+    """vLLM's configuration that may be checked again, as an engine's own process does, and with lookahead slots for a
+    method that writes keys and values past the last token."""
+
+    def __post_init__(self) -> None:
+        config = self.speculative_config
+        with scheduling.may_be_asynchronous(config.plugin_config.method) if config else nullcontext():
+            super().__post_init__()
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        config = self.speculative_config
+        return self.num_speculative_tokens if config and config.runs_target else super().num_lookahead_tokens
+
+
+def build(
+    config: SpecConfig, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
+) -> PluginSpeculativeConfig:
+    """vLLM's view of a configuration of ours.
+
+    Raises:
+        ConfigError: vLLM refuses the stage that is built into it.
+    """
+    if not config.says_length:
+        config = _with_length_for(config, target_model_config)
+    common: dict[str, Any] = {
+        "num_speculative_tokens": config.length,
+        "plugin_config": config,
+        "target_model_config": target_model_config,
+        "target_parallel_config": target_parallel_config,
+    }
+    stage = built_in_stage(config)
+    if stage is not None:
+        return _build_with(stage, common)
+    return PluginSpeculativeConfig(
+        method=name_in_vllm(config.method),
+        draft_sample_method="probabilistic" if "probabilistic" in sample_methods(config) else "greedy",
+        **common,
+    )
+
+
+def _build_with(stage: StageConfig, common: dict[str, Any]) -> PluginSpeculativeConfig:
+    config, num_tokens = common["plugin_config"], common.pop("num_speculative_tokens")
+    is_models_own = stage.method == "mtp" and not (stage.num_speculative_tokens or config.says_length)
+    if not is_models_own:
+        common["num_speculative_tokens"] = stage.num_speculative_tokens or num_tokens  # what vLLM checks for its method
+    try:
+        result = PluginSpeculativeConfig(method=stage.method, model=stage.own.model, **stage.own.settings, **common)
+    except Exception as error:  # whatever vLLM, pydantic and transformers raise
+        raise ConfigError(f"cascade: vLLM refuses {stage.method}: {_first_sentence(error)}") from error
+    if result.method != stage.method:
+        raise ConfigError(f"cascade: method must be {result.method!r} for {stage.own.model}, not {stage.method!r}.")
+    if is_models_own:
+        length = min(num_tokens, result.num_speculative_tokens)
+        result.plugin_config = with_stage(config, stage, replace(stage, num_speculative_tokens=length))
+    result.num_speculative_tokens = num_tokens
+    return result
+
+
+def _with_length_for(config: SpecConfig, model: ModelConfig) -> SpecConfig:
+    """The default K where the target has a say: of heads as many as there are, and few where a state is kept for each
+    token that is verified."""
+    for heads in parts(config, MedusaConfig):
+        from vllm_specplugins.proposers.heads.medusa_heads import num_heads
+
+        return config.with_length(num_heads(heads.heads))
+    return config.with_length(min(config.length, SHORT)) if has_state(model) else config
+
+
+def for_built_in(vllm_config: VllmConfig) -> VllmConfig:
+    """A configuration as the stage that is built into vLLM sees it: with the K of its own."""
+    alone = copy.copy(vllm_config)
+    alone.speculative_config = copy.copy(vllm_config.speculative_config)
+    alone.speculative_config.num_speculative_tokens = vllm_config.speculative_config.built_in_tokens
+    return alone
+
+
+def without_built_in(vllm_config: VllmConfig) -> VllmConfig:
+    """A configuration as it would be if the cascade had no stage that is built into vLLM."""
+    theirs = vllm_config.speculative_config
+    alone = copy.copy(vllm_config)
+    alone.speculative_config = copy.copy(theirs)
+    alone.speculative_config.draft_model_config = theirs.target_model_config
+    alone.speculative_config.draft_parallel_config = theirs.target_parallel_config
+    return alone
+
+
+def _first_sentence(error: Exception) -> str:
+    """What an error says first; pydantic names the field apart from that."""
+    text, field = str(error) or type(error).__name__, ""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        text, field = first["msg"].removeprefix("Value error, "), "".join(f"{part}: " for part in first["loc"][:1])
+    sentence = " ".join(text.split()).split(". ")[0].removesuffix(".")
+    return textwrap.shorten(field + sentence, 200, placeholder=" ...") + "."
+
+
+def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
+    """Puts our worker, and our scheduler where it is needed, into a finished configuration.
+
+    Args:
+        async_scheduling: what the user asks for; None: what suits the method.
+
+    Raises:
+        ConfigError: the configuration holds something that our methods cannot run with.
+    """
+    speculative_config = vllm_config.speculative_config
+    method = speculative_config.plugin_config.method
+    if current_platform.is_cpu() and has_state(vllm_config.model_config):
+        raise ConfigError(
+            f"{method}: model must have attention in every layer on a CPU, not be a hybrid or state-space model, whose "
+            "state vLLM does not wind back there when a draft is rejected."
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and not vllm_config.use_v2_model_runner:
+        raise ConfigError(
+            f"{method}: pipeline_parallel_size must be 1 on Model Runner V1, where vLLM wants a drafter in each stage, "
+            f"not {stages}."
+        )
+    if speculative_config.runs_target:
+        check_target(vllm_config, speculative_config.plugin_config)
+    if speculative_config.built_in is None:  # or else vLLM reserves these slots itself, and knows the name
+        vllm_config.__class__ = PluginVllmConfig
+    if speculative_config.reads_likeliest and vllm_config.parallel_config.enable_batch_sharded_sampling:
+        raise ConfigError(
+            f"{method}: enable_batch_sharded_sampling must be false where DraftBatch.likeliest is read, not True: "
+            "the rank that drafts would see a part of the requests."
+        )
+    worker = vllm_config.parallel_config.worker_cls
+    if worker not in WORKERS:
+        raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")
+    vllm_config.parallel_config.worker_cls = WORKERS[worker]
+    conditions.place(vllm_config)
+    scheduling.settle(vllm_config, async_scheduling)
+    conditions.settle(vllm_config)

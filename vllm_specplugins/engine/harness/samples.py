@@ -1,0 +1,122 @@
+"""Engines that answer many requests at once and count their drafts; for all but timing."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from vllm_specplugins.engine.harness.process import EngineProcess, build_llm, faults, totals
+
+# Arguments of `vllm.LLM` beside the model: a tiny one, many requests in a step.
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "max_model_len": 64,
+    "max_num_seqs": 256,
+    "block_size": 32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt of token ids and keyword arguments of SamplingParams, `n` among them."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What became of some requests that were served together.
+
+    Args:
+        token_ids: of each output of each request; empty if vLLM refused the parameters, or failed.
+        num_drafted: draft tokens that were verified.
+        num_accepted: how many of them were accepted.
+        faults: of our proposer, by kind.
+        refusal: vLLM's sentence.
+        failure: of an engine that died.
+    """
+
+    token_ids: list[list[list[int]]] = field(default_factory=list)
+    num_drafted: int = 0
+    num_accepted: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    refusal: str | None = None
+    failure: str | None = None
+
+
+Draw = Callable[[Sequence[Request]], Drawn]
+
+
+class Samples:
+    """Draws with an engine of this process."""
+
+    def __init__(self, llm: Any):
+        self._llm = llm
+
+    def draw(self, requests: Sequence[Request]) -> Drawn:
+        """Serves all requests at once.
+
+        Raises:
+            Exception: a step of the engine failed; it serves nothing any more.
+        """
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+
+        before = totals(self._llm)
+        params = [SamplingParams(**request.params, detokenize=False) for request in requests]
+        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+        try:
+            results = self._llm.generate(prompts, params, use_tqdm=False)
+        except (ValueError, VLLMValidationError) as error:
+            if self._llm.llm_engine.has_unfinished_requests():  # no refusal: a step has failed
+                raise
+            return Drawn(refusal=str(error).strip().splitlines()[0])
+        token_ids = [[list(output.token_ids) for output in result.outputs] for result in results]
+        _, drafted, accepted = (after - earlier for after, earlier in zip(totals(self._llm), before, strict=True))
+        return Drawn(token_ids, drafted, accepted, faults(self._llm))
+
+
+@contextmanager
+def sampling_engine(
+    blame: str,
+    log: Path,
+    model: Path | str,
+    speculative_config: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] = SETTINGS,
+    runner: str | None = None,
+) -> Iterator[Draw]:
+    """`Samples.draw` of an engine in a process of its own.
+
+    Args:
+        blame: what must be otherwise if the engine fails, as the beginning of a sentence.
+        log: file for its output.
+        model: folder of a checkpoint, or its Hugging Face name.
+        settings: arguments of `vllm.LLM` beside the model.
+        runner: "v1" or "v2", if it has to be that model runner.
+
+    Raises:
+        ConfigError: here or from `draw`, if the engine failed.
+    """
+    with EngineProcess(log, blame, _draw_all, {"model": str(model), **settings}, speculative_config, runner) as process:
+        process.receive()
+        yield process.ask
+
+
+def _draw_all(pipe: Connection, arguments: dict[str, Any], config: dict[str, Any] | None, runner: str | None) -> None:
+    if runner is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
+    from vllm.triton_utils import HAS_TRITON
+
+    if runner == "v2" and not HAS_TRITON:
+        raise RuntimeError("Triton has no backend for this device")
+    samples = Samples(build_llm(arguments, config))
+    pipe.send(None)
+    while (requests := pipe.recv()) is not None:
+        pipe.send(samples.draw(requests))

@@ -1,0 +1,62 @@
+"""The check of our kernels on a device, as the front process knows it: whether it is asked for, and of which shapes.
+
+VLLM_SPECPLUGINS_SELF_CHECK: "0" checks nothing, "only" prints what was found and ends the program before the engine
+starts.
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.kernels.self_check import Shapes, check_device
+
+VARIABLE, _VALUES = "VLLM_SPECPLUGINS_SELF_CHECK", ("0", "1", "only")
+
+
+def stop_if_only(vllm_config: Any) -> None:
+    """Ends the program where nothing but the check is wanted: 0 if all is well, else 1. In the front process.
+
+    Raises:
+        ConfigError: the variable has another value than it may.
+    """
+    if value() != "only":
+        return
+    on = device()
+    if on is None:
+        sys.stdout.write("self-check: a CPU runs the references, nothing to check\n")
+        sys.exit(0)
+    problems = 0
+    for finding in check_device(on, shapes_of(vllm_config)):
+        problems += bool(finding.problem)
+        sys.stdout.write(f"self-check: {finding.name}: {finding.problem or 'as its reference'}\n")
+    sys.exit(1 if problems else 0)
+
+
+def shapes_of(vllm_config: Any) -> Shapes:
+    config, model_config = vllm_config.speculative_config, vllm_config.model_config
+    return Shapes(
+        vocab_size=model_config.get_vocab_size(),
+        dtype=model_config.head_dtype,
+        max_num_draft=vllm_config.num_speculative_tokens,
+        samples=config.draft_sample_method == "probabilistic",
+        block=config.plugin_config.common.rejection == "block",
+        looks_up=config.use_ngram(),
+        trims=config.enable_adaptive_verification,
+    )
+
+
+def value() -> str:
+    value = os.environ.get(VARIABLE, "1")
+    if value not in _VALUES:
+        raise ConfigError(f"{VARIABLE} must be {', '.join(_VALUES[:-1])} or {_VALUES[-1]}, not {value!r}.")
+    return value
+
+
+def device() -> torch.device | None:
+    """What the kernels run on; None for a CPU, which runs the references."""
+    name = current_platform.device_type
+    return None if name == "cpu" else torch.device(name)

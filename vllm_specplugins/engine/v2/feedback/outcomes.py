@@ -1,0 +1,128 @@
+"""Model Runner V2: drafts that are made on the device, and what becomes of them.
+
+How likely each token is to be accepted is known there, and what is counted is counted there. The inputs stand in
+buffers, where a recorded graph finds them. R: rows of the batch or of a graph, K: most tokens of a draft.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_specplugins.cascade.on_device import Parts
+from vllm_specplugins.engine.adaptive.budget import new_confidences
+from vllm_specplugins.engine.v2.feedback.arriving import Arriving, Lengths
+from vllm_specplugins.engine.v2.feedback.tally import Tally
+from vllm_specplugins.kernels import calibration
+from vllm_specplugins.kernels.calibration.state import clear, new_state
+from vllm_specplugins.structures.draft_arrays import Drafted
+
+
+class Outcomes:
+    """Of all slots of requests. A graph's rows of padding have a slot that is nobody's.
+
+    Args:
+        num_stages: of a cascade; 1: a method that is alone.
+        max_num_draft: K.
+    """
+
+    implementation: str | None = None  # of kernels/calibration; the reference where a kernel failed its check
+
+    def __init__(self, num_stages: int, req_states: Any, max_num_draft: int, device: torch.device):
+        num_slots = req_states.max_num_reqs
+        self._req_states, self.device = req_states, device
+        self._slots = torch.full((num_slots,), num_slots, dtype=torch.int64, device=device)
+        self._num_sampled, self._num_rejected = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
+        self._num_rows, self._rests = 0, False  # of the step before: behind its rows all is padding
+        # How likely each token is to be accepted if those before it are; 0 behind a draft's end. By rows.
+        self.probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
+        self.confidences = new_confidences(num_slots, max_num_draft, device)
+        self._known = new_state(num_stages, num_slots + 1, max_num_draft, device)
+        self._num_draft = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.tally = Tally(num_slots, max_num_draft, num_stages if num_stages > 1 else 0, device)
+
+    def add(self, new_requests: Any) -> None:
+        """Takes requests that are new, or back after a preemption."""
+        if new_requests:
+            slots = {new.req_id: self._req_states.req_id_to_index[new.req_id] for new in new_requests}
+            clear(self._known, async_tensor_h2d(np.array(list(slots.values())), self.device))
+            self.tally.start(slots)
+
+    def begin(
+        self, slots: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor, rehearses: bool
+    ) -> None:
+        """Takes what a step has sampled, of [num_reqs] rows; nothing is learned from a rehearsal."""
+        num_reqs, self._rests = len(slots), False
+        nobody = self._req_states.max_num_reqs
+        for buffer, values, padding in (
+            (self._slots, slots, nobody), (self._num_sampled, num_sampled, 0), (self._num_rejected, num_rejected, 0)
+        ):  # fmt: skip
+            buffer[:num_reqs].copy_(values)
+            if num_reqs < self._num_rows:
+                buffer[num_reqs : self._num_rows].fill_(padding)
+        self._num_rows = num_reqs
+        self.tally.begin(not rehearses)
+        if rehearses:
+            self._num_sampled.clamp_(max=1)
+            self._num_rejected.zero_()
+
+    def rest(self) -> None:
+        """Nothing is drafted: of the next drafts all is expected, so that it is seen what they are worth."""
+        if self.confidences is None:
+            self.probs.fill_(1.0)
+        elif not self._rests:
+            self.confidences.newest.fill_(1.0)
+        if self.confidences is not None:
+            self.confidences.host.fill(1.0)  # again and again: what was under way may come after it
+        self._rests = True
+
+    def rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots and tokens sampled, [R] each; of padding, any slot and 0."""
+        return self._slots[:num_rows].clamp(max=self._req_states.max_num_reqs - 1), self._num_sampled[:num_rows]
+
+    def learn(self, num_rows: int) -> None:
+        """What became of the last drafts; once a step, before new ones are rated."""
+        calibration.learn(self._known, *self._told(num_rows), self.implementation)
+
+    def num_worth(self, drafts: Drafted, than: int, depth: int) -> torch.Tensor:
+        """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage goes on behind
+        them until there are so many."""
+        slots = self._slots[: len(drafts.num_draft)]
+        kept: torch.Tensor = calibration.num_worth(self._known, slots, _rated(drafts), than, depth, self.implementation)
+        return kept
+
+    def keep(self, drafts: Drafted, wanted: torch.Tensor, rates: bool, parts: Parts | None = None) -> None:
+        """Takes a step's drafts, [R], counts them and what became of the last ones, and rates them if asked to.
+
+        `parts`: what each stage of a cascade did.
+        """
+        num_rows, known = len(wanted), self._known
+        slots, sampled, rejected = self._told(num_rows)
+        verified = self.tally.add_fates(slots, sampled, rejected)
+        self.tally.add_drafts(wanted, drafts.num_draft)
+        if parts is not None:
+            sent = torch.minimum(known.num_sent[slots], verified - 1)
+            told = parts.looked_up, parts.exited
+            self.tally.add_stages(sampled - 1, sent, known.sent_stage[slots], drafts, told, parts.confirmed)
+            known.num_sent[slots], known.sent_stage[slots] = drafts.num_draft.int(), drafts.stage.int()
+        if rates:
+            calibration.predict(known, slots, _rated(drafts), self.probs[:num_rows], self.implementation)
+        if self.confidences is not None:
+            for table in self.confidences[:2]:
+                table[slots] = self.probs[:num_rows]
+        self._num_draft[:num_rows] = drafts.num_draft
+
+    def _told(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slots of the rows, tokens sampled, tokens rejected."""
+        return self._slots[:num_rows], self._num_sampled[:num_rows], self._num_rejected[:num_rows]
+
+    def lengths(self, request_ids: Sequence[str]) -> Lengths:
+        """Begins to copy the lengths of this step's drafts; whoever asks for them waits."""
+        return Lengths(Arriving(request_ids, self._num_draft[: len(request_ids)]))
+
+
+def _rated(drafts: Drafted) -> calibration.Drafts:
+    """What their chances go by."""
+    return calibration.Drafts(drafts.num_draft, drafts.stage, drafts.confidence)

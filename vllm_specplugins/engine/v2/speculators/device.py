@@ -1,0 +1,261 @@
+"""Model Runner V2: a lookup, a model proposer, or a lookup and an exit behind it, that draft on the device.
+
+Nothing here waits. The match, the steps of what runs the target, who is followed, how likely each token is to be
+accepted, and what is counted are one CUDA graph for each batch size and depth; every rank of a tensor-parallel group
+draws the same, and has the same tokens. R: rows of the batch or of a graph, K: most tokens of a draft.
+"""
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_specplugins.cascade.on_device import EXIT, LOOKUP, OnDevice, Parts, Stages, keep_logits
+from vllm_specplugins.config import PromptLookupConfig, SpecConfig, parts, rule
+from vllm_specplugins.draft import DraftBatch, ProposerContext
+from vllm_specplugins.engine.v2.feedback.outcomes import Outcomes
+from vllm_specplugins.engine.v2.feedback.report import LateReport
+from vllm_specplugins.engine.v2.speculators.base import Speculator
+from vllm_specplugins.engine.v2.speculators.graphs import graphs_of_rows, record, replayed
+from vllm_specplugins.engine.v2.speculators.limits import Limits
+from vllm_specplugins.engine.v2.speculators.paged import PagedForward
+from vllm_specplugins.engine.v2.speculators.texts import DeviceTexts
+from vllm_specplugins.gate.step_times import lengths_up_to
+from vllm_specplugins.methods import build, build_proposer
+from vllm_specplugins.structures.draft_arrays import Drafted, of_stage
+
+
+class DeviceSpeculator(Speculator):
+    """See the module. Drafting by another way than a graph is guarded like any proposer."""
+
+    texts: DeviceTexts | None = None
+    budget_implementation: str | None = None  # of kernels/budget; the reference where the kernel failed its check
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
+        super().__init__(vllm_config, device, req_states)
+        speculative_config, width = vllm_config.speculative_config, self.num_speculative_steps
+        config = speculative_config.plugin_config
+        stages = config.stages
+        self._policy = rule(config)
+        self._limits = Limits(req_states, vllm_config.model_config, width, device, stages)
+        for lookup in parts(config, PromptLookupConfig):
+            self.texts = DeviceTexts(req_states, width, lookup, device)
+        self._steps_alone = speculative_config.drafts_on_device and self.texts is None  # of an exit, each of them seen
+        # vLLM's estimator rates an exit that is alone, in fewer launches; it knows of no lookup.
+        self.use_acceptance_estimator &= self._steps_alone
+        self._steps = torch.arange(width, device=device)
+        self.outcomes = Outcomes(max(1, len(stages)), req_states, width, device)
+        self.draft_token_confidence_probs, self.tally = self.outcomes.probs, self.outcomes.tally
+        self.report = LateReport()
+        self._depth = 0  # how many tokens are drafted by what runs the target
+        self._depths: tuple[int, ...] = (0,)
+        if self.runs_target:
+            self._depths = lengths_up_to(self._limits.of_stages[EXIT] if stages else width)
+        self._graphs_of: dict[int, Any] = {}  # by depth
+
+    def new_proposer(self, config: SpecConfig, context: ProposerContext) -> Any:
+        """What the barrier shall hold."""
+        if self._policy is not None:
+            stages = config.own.stages
+            exits: Any = build(stages[EXIT], context)
+            return Stages([stage.method for stage in stages], self.texts, exits)
+        return self.texts or build_proposer(config, context)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Called after `set_attn`."""
+        if self._records(cudagraph_mode):
+            self._graphs_of = {0: graphs_of_rows(self.vllm_config, self.device)}
+            self._graphs_of |= {depth: self._new_graphs() for depth in self._depths[1:]}
+
+    def capture(self) -> None:
+        """Records one graph for each batch size and depth."""
+        for depth, graphs in self._graphs_of.items():
+            self._depth, self._graphs = depth, graphs
+            if depth:
+                self._record(self._draft)
+            else:
+                record(graphs, lambda num_rows: self._draft_rows(num_rows, None))
+
+    def _draft(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        num_tokens_across_dp: Any,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        num_speculative_steps: int,
+    ) -> None:
+        """What a graph records; vLLM's signature."""
+        self._draft_rows(num_reqs, PagedForward(self, num_reqs, num_tokens, attn_metadata, slot_mappings))
+
+    def _draft_rows(self, num_rows: int, forward: PagedForward | None) -> None:
+        self._draft_on_device(self._batch([""] * num_rows, forward), None, self._depth)
+
+    def add(self, new_requests: Any) -> None:
+        """Takes requests that are new, or back after a preemption."""
+        self._limits.add(new_requests)
+        self.outcomes.add(new_requests)
+        if self.texts is not None:
+            self.texts.add(new_requests)
+
+    def remove(self, request_ids: set[str]) -> None:
+        """Drops requests that finished, were aborted or were preempted."""
+        if self.texts is not None:
+            self.texts.remove(request_ids)
+        if request_ids and self.runs_target:
+            self.barrier.forget(sorted(request_ids))
+
+    def _rests(self, input_batch: Any, most: int) -> bool:
+        """A step in which nothing is drafted, as in the one before."""
+        if rests := self.tally.rests(input_batch, most):
+            self.outcomes.rest()
+        return rests
+
+    def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
+        """Puts drafts of at most so many tokens into `draft_tokens`, and reports their lengths."""
+        num_reqs = input_batch.num_reqs
+        self._begin(input_batch, num_sampled, num_rejected, most, rehearses=False)
+        self._depth = next((depth for depth in self._depths if depth >= most), self._depths[-1])
+        edit = self._edit_of(input_batch) if self._depth else None
+        if edit is not None or not self._replays(num_reqs):
+            self._draft_eagerly(input_batch, edit, min(most, self._depth))
+        self.report.tell(self.outcomes, input_batch, self.draft_tokens[:num_reqs])
+
+    def _draft_eagerly(self, input_batch: Any, edit: Any, num_steps: int) -> None:
+        start, guard = time.perf_counter(), self.barrier.guard
+        longest = 1 + int(input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs].max())
+        batch = self._batch_of(input_batch, edit)
+        if not self.runs_target:  # a lookup's kernels, as in graphs
+            self._draft_on_device(batch, longest, num_steps)
+            return
+        guard.begin_step()
+        if guard.call(batch, partial(self._draft_on_device, batch, longest, num_steps)) is None:
+            self._draft_nothing(input_batch.num_reqs)
+        self.barrier.counters.propose_ms += (time.perf_counter() - start) * 1000
+
+    def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
+        """A dummy run: costs in memory and time what drafting costs, and belongs to no request.
+
+        Without attention there is no KV cache yet.
+        """
+        num_reqs, self._depth = input_batch.num_reqs, self._depths[-1]
+        once = torch.ones(num_reqs, dtype=torch.int32, device=self.device)
+        self._begin(input_batch, once, torch.zeros_like(once), self.num_speculative_steps, rehearses=True)
+        if self.runs_target:
+            for buffer in (self._last_token_ids, self._num_tokens, self._last_hidden_states, self._temperature):
+                buffer.zero_()
+        if not is_profile and self._replays(num_reqs):
+            return
+        longest = 1 + int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+        self._draft_on_device(self._batch_of(input_batch, attends=not skip_attn), longest, self._depth)
+
+    def _begin(
+        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int, rehearses: bool
+    ) -> None:
+        self._limits.most = most
+        rows = slice(input_batch.num_reqs)
+        self.outcomes.begin(input_batch.idx_mapping[rows], num_sampled[rows], num_rejected[rows], rehearses)
+
+    def _replays(self, num_reqs: int) -> bool:
+        self._graphs = self._graphs_of.get(self._depth)
+        return super()._replays(num_reqs) if self._depth else replayed(self._graphs, num_reqs)
+
+    def _draft_on_device(self, batch: DraftBatch, longest: int | None, num_steps: int) -> bool:
+        """Drafts for all rows, so many tokens of what runs the target; see DeviceTexts.match for `longest`."""
+        num_rows = batch.num_reqs
+        if self._rates:
+            self.outcomes.learn(num_rows)
+        slots, num_sampled = self.outcomes.rows(num_rows)
+        wanted = self._limits.wanted(slots, num_sampled)
+        told: Parts | None = None
+        if self._policy is not None:
+            drafts, logits, told = self._cascaded(batch, slots, wanted, longest, num_steps)
+        elif self.texts is not None:
+            drafts, logits = self._found(slots, wanted, longest), None
+        else:
+            drafts, logits = self._drafted(batch, wanted.clamp(max=num_steps), num_steps)
+            self.outcomes.probs[:num_rows].mul_(drafts.is_drafted)
+        self.outcomes.keep(drafts, wanted, self._rates, told)
+        self.draft_tokens[:num_rows] = drafts.token_ids
+        self._keep_logits(drafts, logits)
+        return True
+
+    def _found(self, slots: torch.Tensor, wanted: torch.Tensor, longest: int | None) -> Drafted:
+        """By the lookup."""
+        assert self.texts is not None
+        match = self.texts.match(slots, wanted, longest)
+        return of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length)
+
+    def _drafted(self, batch: DraftBatch, wanted: torch.Tensor, num_steps: int) -> tuple[Drafted, torch.Tensor | None]:
+        """By a model proposer that is alone, and what its tokens were drawn from."""
+        assert batch.target is not None
+        proposer: Any = self.barrier.proposer
+        if self._steps_alone:
+            drafts, steps, _ = OnDevice(proposer, None, False, num_steps, self._sees).draft(
+                batch.target, None, wanted, num_steps
+            )
+            return drafts, None if steps is None else steps.logits
+        token_ids = wanted.new_zeros(len(wanted), self.num_speculative_steps)
+        drafts, logits = of_stage(0, token_ids, wanted, wanted * 0.0 + 1), None
+        if num_steps:
+            most = np.full(batch.num_reqs, num_steps, np.int32)
+            own = proposer.propose(replace(batch, max_num_draft=most))
+            drafts.token_ids[:, :num_steps], logits = own.token_ids, own.logits
+        return drafts, logits
+
+    def _cascaded(
+        self, batch: DraftBatch, slots: torch.Tensor, wanted: torch.Tensor, longest: int | None, num_steps: int
+    ) -> tuple[Drafted, torch.Tensor | None, Parts]:
+        """By a lookup and an exit; what each did."""
+        assert batch.target is not None
+        own = self._limits.of_stage(wanted, slots, EXIT).clamp_(max=num_steps)
+        room = self._limits.of_stage(wanted, slots, LOOKUP).clamp_(max=self._limits.of_stages[LOOKUP])
+        if self._policy == "verify":  # the exit's own choice comes behind it
+            room = (room - (own > 0).int()).clamp_(min=0)
+        kept = found = self._found(slots, room, longest)
+        if self._policy != "verify" and self._rates and num_steps:
+            # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
+            num_worth = self.outcomes.num_worth(found, EXIT, num_steps)
+            kept = found._replace(num_draft=torch.where(own > 0, num_worth, found.num_draft))
+        held: Any = self.barrier.proposer
+        exits = OnDevice(held.exit, self._policy, self._rates, self._limits.of_stages[EXIT])
+        drafts, steps, told = exits.draft(batch.target, kept, own, num_steps)
+        return drafts, None if steps is None else steps.logits, replace(told, looked_up=found.num_draft)
+
+    def _keep_logits(self, drafts: Drafted, logits: torch.Tensor | None) -> None:
+        if self.draft_logits is not None:
+            is_certain = drafts.stage == LOOKUP if self._policy else None
+            requests = self.idx_mapping[: len(drafts.num_draft)].long()
+            if logits is not None:
+                is_drawn = drafts.is_drafted & (drafts.stage == (EXIT if self._policy else 0))
+                self.tally.add_q(logits, requests, is_drawn[:, : logits.shape[1]])
+            keep_logits(self._draft_logits, requests, drafts, logits, is_certain)
+
+    def _draft_nothing(self, num_reqs: int) -> None:
+        """After a fault: tokens that are verified, and certain."""
+        none = torch.zeros(num_reqs, dtype=torch.int32, device=self.device)
+        self.draft_tokens[:num_reqs].zero_()
+        self.outcomes.probs[:num_reqs].zero_()
+        drafts = of_stage(0, self.draft_tokens[:num_reqs].int(), none, none.float())
+        self.outcomes.keep(drafts, none, self._rates, Parts(none - 1, none - 1, none) if self._policy else None)
+        self._keep_logits(drafts, None)
+
+    @property
+    def _rates(self) -> bool:
+        """Whether chances are ours to say, from the stages' records."""
+        return self.enable_adaptive_verification and self.texts is not None
+
+    @property
+    def _sees(self) -> Any:
+        """vLLM's estimator, which it tells itself what became of the last drafts, where anybody asks it."""
+
+        def estimate(step: int, logits: torch.Tensor) -> None:
+            self._maybe_predict_acceptance(logits, self.idx_mapping[: len(logits)], self._steps[step])
+
+        return estimate if self.enable_adaptive_verification else None

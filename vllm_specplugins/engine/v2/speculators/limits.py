@@ -1,0 +1,81 @@
+"""Model Runner V2: how many tokens each request may be drafted, where it is asked on the device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_specplugins.config import StageConfig
+from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.request_options import MAX_CONTEXT
+
+
+class Limits:
+    """Of all slots of requests, in tensors that stay where they are: graphs read them.
+
+    Args:
+        req_states: vLLM's states of requests.
+        model_config: vLLM may fit max_model_len to the memory until graphs are recorded.
+        max_num_draft: K.
+        stages: of a cascade; a request may allow some.
+    """
+
+    def __init__(
+        self,
+        req_states: Any,
+        model_config: Any,
+        max_num_draft: int,
+        device: torch.device,
+        stages: Sequence[StageConfig] = (),
+    ):
+        self._req_states, self._model_config, self._max_num_draft = req_states, model_config, max_num_draft
+        self._stages, self._device = [stage.method for stage in stages], device
+        num_slots = req_states.max_num_reqs
+        self.of_stages = [stage.num_speculative_tokens or max_num_draft for stage in stages]  # most tokens of each
+        self._limits = torch.zeros(num_slots, 2, dtype=torch.int32, device=device)  # tokens of a draft, of a context
+        self._allowed = torch.ones(num_slots, max(1, len(stages)), dtype=torch.int32, device=device)
+        self._most, self._most_there = max_num_draft, torch.full((), max_num_draft, dtype=torch.int32, device=device)
+
+    @property
+    def most(self) -> int:
+        """Tokens of a draft in this step, at most K."""
+        return self._most
+
+    @most.setter
+    def most(self, most: int) -> None:
+        if most != self._most:
+            self._most = most
+            self._most_there.fill_(most)
+
+    def add(self, new_requests: Any) -> None:
+        """Takes what requests that are new, or back after a preemption, allow."""
+        if not new_requests:
+            return
+        rows = []
+        for new in new_requests:
+            options = request_options(new.sampling_params)
+            num_draft = options.get("max_draft", self._max_num_draft) if options.get("enabled", True) else 0
+            own = options.get("stages", self._stages)
+            allowed = [name in own for name in self._stages] or [True]
+            slot = self._req_states.req_id_to_index[new.req_id]
+            rows.append((slot, num_draft, options.get("max_context", MAX_CONTEXT), *allowed))
+        values = async_tensor_h2d(np.array(rows, np.int64), self._device)
+        slots, values = values[:, 0], values[:, 1:].int()
+        self._limits[slots], self._allowed[slots] = values[:, :2], values[:, 2:]
+
+    def wanted(
+        self,
+        slots: torch.Tensor,  # [num_reqs]
+        num_sampled: torch.Tensor,  # [num_reqs]
+    ) -> torch.Tensor:
+        """How many tokens each row wants, [num_reqs] int32: `draft_limit` of them, 0 in the middle of a prompt."""
+        lengths, limits = self._req_states.total_len.gpu[slots], self._limits[slots]
+        room = self._model_config.max_model_len - 1 - lengths
+        wanted = torch.minimum(limits[:, 0], room).minimum(self._most_there).clamp_(min=0)
+        return wanted.mul_((lengths <= limits[:, 1]) & (num_sampled > 0))
+
+    def of_stage(self, wanted: torch.Tensor, slots: torch.Tensor, stage: int) -> torch.Tensor:
+        """The same of a request that allows one stage, [num_reqs] int32: 0 where it does not."""
+        return wanted * self._allowed[slots, stage]

@@ -1,0 +1,137 @@
+"""Model Runner V2: what prompt lookup searches on the device.
+
+A request's own tokens are vLLM's, which keeps all of them on the device where `use_dense_all_token_ids` is set: 4 bytes
+for each place of max_num_seqs x max_model_len. A reference is copied there once, when the first request comes with it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_specplugins.config import PromptLookupConfig
+from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.kernels.history_match import NO_MATCH, Match, References, Texts, history_match
+from vllm_specplugins.request_options import DIGEST, REFERENCE, Options
+from vllm_specplugins.structures.spans import Spans
+
+MAX_REFERENCE_BYTES = 1 << 26  # of all references together, unless there cannot be as many
+_ALIGNED = 16  # tokens, where a reference begins
+
+
+@dataclass(slots=True)
+class _Reference:
+    """A text on the device and how many requests search it."""
+
+    start: int
+    num_tokens: int
+    num_users: int = 0
+
+    @property
+    def room(self) -> int:
+        return -(-self.num_tokens // _ALIGNED) * _ALIGNED
+
+
+class DeviceTexts:
+    """Histories and references of all slots.
+
+    Args:
+        req_states: vLLM's states of requests.
+        max_num_draft: K.
+    """
+
+    implementation: str | None = None  # of the kernel; the reference where the kernel failed its check
+
+    def __init__(self, req_states: Any, max_num_draft: int, config: PromptLookupConfig, device: torch.device):
+        self._req_states, self._max_num_draft, self._config = req_states, max_num_draft, config
+        num_slots, self._max_model_len = req_states.max_num_reqs, req_states.max_model_len
+        distances = torch.full((num_slots, 2), NO_MATCH, dtype=torch.int32, device=device)
+        self.histories = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu, distances)
+        room = min(config.max_index_bytes // 4, MAX_REFERENCE_BYTES // 4, num_slots * (self._max_model_len + _ALIGNED))
+        self._pool = torch.zeros(room // _ALIGNED * _ALIGNED, dtype=torch.int32, device=device)
+        self._spans = Spans(len(self._pool))
+        self._references: dict[bytes, _Reference] = {}
+        self._digests: dict[str, bytes] = {}  # of requests that have a reference
+        # Of all slots; no buffers of vLLM's, which change places where a graph would not find them again.
+        self._starts = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._sizes = torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+    @property
+    def references(self) -> References | None:
+        """Of all slots; None while no request has one."""
+        return self._all_references() if self._digests else None
+
+    def num_bytes(self) -> int:
+        """Memory of all references."""
+        return 4 * (len(self._pool) - self._spans.num_free)
+
+    def add(self, new_requests: Any) -> None:
+        """Takes what requests that are new, or back after a preemption, bring."""
+        rows = []
+        for new in new_requests:
+            self._forget(new.req_id)
+            reference = self._taken(new.req_id, request_options(new.sampling_params))
+            rows.append((self._req_states.req_id_to_index[new.req_id], reference.num_tokens, reference.start))
+        if rows:
+            slots, sizes, starts = async_tensor_h2d(np.array(rows, np.int64), self._pool.device).T
+            self._sizes[slots], self._starts[slots] = sizes.int(), starts
+            self.histories.distances.index_fill_(0, slots, NO_MATCH)
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        """Drops requests that finished, were aborted or were preempted; steps that are under way still find them."""
+        for request_id in request_ids:
+            self._forget(request_id)
+
+    def match(self, slots: torch.Tensor, wanted: torch.Tensor, longest: int | None) -> Match:
+        """What is found for each row; `longest` is the most tokens of a text, None: a graph is recorded, that has to
+        do for any text and reference."""
+        references = self._all_references() if longest is None else self.references
+        if longest is not None:
+            longest = max(longest, *(reference.num_tokens for reference in self._references.values()), 1)
+        return history_match(
+            self.histories,
+            slots,
+            wanted,
+            self._max_num_draft,
+            self._config.min_ngram,
+            self._config.max_ngram,
+            references,
+            longest=longest,
+            implementation=self.implementation,
+        )
+
+    def _all_references(self) -> References:
+        return References(self._pool, self._starts, self._sizes)
+
+    def _taken(self, request_id: str, options: Options) -> _Reference:
+        """The reference of a request, which has one user more; an empty one where there is none, or no room."""
+        nothing = _Reference(0, 0)
+        text = np.array(options.get(REFERENCE, ()), np.int32)[: self._max_model_len]
+        if len(text) == 0:
+            return nothing
+        digest: bytes = options.get(DIGEST) or text.tobytes()
+        reference = self._references.get(digest)
+        if reference is None:
+            reference = _Reference(0, len(text))
+            start = self._spans.take(reference.room)
+            if start is None:
+                return nothing
+            reference.start = start
+            async_tensor_h2d(text, out=self._pool[start : start + len(text)])
+            self._references[digest] = reference
+        reference.num_users += 1
+        self._digests[request_id] = digest
+        return reference
+
+    def _forget(self, request_id: str) -> None:
+        digest = self._digests.pop(request_id, None)
+        if digest is None:
+            return
+        reference = self._references[digest]
+        reference.num_users -= 1
+        if reference.num_users == 0:
+            self._spans.give_back(reference.start, reference.room)
+            del self._references[digest]

@@ -1,0 +1,99 @@
+"""Model Runner V2: our kernels are checked on a device before they serve (kernels/self_check.py), and warmed.
+
+What differs from its reference, or does not compile, is left to vLLM: verification is then its own, which knows all
+parameters here, too, and drafts that need a q are none. Either way the server serves. See engine/self_check.py, too.
+"""
+
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from vllm_specplugins.engine import self_check
+from vllm_specplugins.engine.v2.verification.verify import FusedRejectionSampler
+from vllm_specplugins.engine.v2.verification.warm_up import warm_up
+from vllm_specplugins.kernels.self_check import Finding, check_device, problem_of
+
+logger = init_logger(__name__)
+_REMEDIES = {
+    "noise": "drafting is switched off",
+    "lookup": "its reference looks up, which is slower",
+    "calibration": "its reference rates drafts, which is slower",
+    "budget": "its reference shares out what is verified, which is slower",
+}
+
+
+@torch.inference_mode()
+def prepare(runner: Any, speculator: Any) -> None:
+    """Before vLLM's profile run, which uses the kernels: checks, replaces what fails, and warms the rest."""
+    if self_check.device() is None:
+        return
+    findings = (
+        [] if self_check.value() == "0" else list(check_device(runner.device, self_check.shapes_of(runner.vllm_config)))
+    )
+    _replace(findings, runner, speculator)
+    try:
+        warm_up(runner, speculator)
+        findings = []
+    except Exception as error:  # of a variant that the check did not meet
+        findings = [Finding("verification, warmed", problem_of(error))]
+    _replace(findings, runner, speculator)
+
+
+def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
+    """Does without what failed on any rank."""
+    failed = _agreed({_reported(finding) for finding in findings if finding.problem})
+    if failed & {"verification", "edits"}:
+        verify_as_vllm(runner)
+    if "verification" in failed:
+        speculator.verified = None  # "coupled" drafts are greedy then
+    if "noise" in failed or ("verification" in failed and speculator.draft_logits is not None):
+        stop_drafting(speculator)
+    if "lookup" in failed:
+        speculator.texts.implementation = "reference"
+    if "calibration" in failed:
+        speculator.outcomes.implementation = "reference"
+    if "budget" in failed:
+        speculator.budget_implementation = "reference"
+
+
+def verify_as_vllm(runner: Any) -> None:
+    """Undoes what verify.attach did; bias, penalties and the like are then vLLM's own processors'."""
+    if isinstance(runner.rejection_sampler, FusedRejectionSampler):
+        runner.sampler.__class__ = Sampler
+        runner.rejection_sampler = RejectionSampler(runner.sampler, runner.speculative_config, runner.device)
+
+
+def stop_drafting(speculator: Any) -> None:
+    """No drafts, whatever is asked; what the scheduler planned is token 0, of which its q is certain."""
+    speculator.barrier.counters.switched_off = True
+    speculator.draft_logits.fill_(-torch.inf)
+    speculator.draft_logits[..., 0] = 0.0
+
+    def propose(input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        speculator.report.tell_none(input_batch.req_ids)
+        return speculator.draft_tokens[: input_batch.num_reqs].zero_()  # vLLM 0.33 writes -1 into it
+
+    speculator.propose = propose
+    speculator.init_cudagraph_manager = lambda cudagraph_mode: None
+
+
+def _reported(finding: Finding) -> str:
+    """What a finding is about, after it was logged in one sentence."""
+    kind = finding.name.split(",")[0]
+    remedy = _REMEDIES.get(kind, "verification is vLLM's own")
+    logger.warning("Self-check of %s: it %s; %s.", finding.name, finding.problem, remedy)
+    return kind
+
+
+def _agreed(failed: set[str]) -> set[str]:
+    """What failed on any rank: they must verify alike."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return failed
+    everybodys: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(everybodys, failed, group=group.cpu_group)
+    return set().union(*everybodys)

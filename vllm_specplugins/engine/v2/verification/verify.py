@@ -1,0 +1,273 @@
+"""Model Runner V2: samples and verifies with kernels/rejection, in the place of vLLM's own samplers, or inside them.
+
+Temperature, top-k, top-p and min-p are the operation's; where no request of a batch needs more, it reads logits, tokens
+and positions as the runner has them, in two launches, whether anything was drafted or not: the plain way of a step.
+What comes before the temperature is v2/verification/edits.py's.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _flatten_sampled_kernel
+
+from vllm_specplugins.draft import Likeliest
+from vllm_specplugins.engine.v2.verification.edits import LogitsEditor
+from vllm_specplugins.engine.verify import OPERATIONS, Seen
+from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
+from vllm_specplugins.kernels.rejection.arguments import Layout
+from vllm_specplugins.kernels.rejection.step import sample_step
+
+# Of a step, in the order of vLLM's apply_sampling_params: expanded_idx_mapping, idx_mapping, idx_mapping_np, pos,
+# input_ids, expanded_local_pos, seq_lens_upper_bound_np.
+_Batch = tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]
+
+
+def attach(runner: Any) -> None:
+    """Puts our verification behind `ModelState.custom_sampler`, vLLM's seam, when the runner loads its model."""
+    load_model = runner.load_model
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        original = model_runner.init_model_state
+
+        def init_model_state(*state_args: Any) -> Any:
+            state = original(*state_args)
+            custom_sampler = state.custom_sampler
+
+            def ours(sampler: Any) -> Any:
+                theirs = custom_sampler(sampler)
+                if theirs is not None or runner.vllm_config.watermark_config is not None:
+                    return theirs
+                return sampler, FusedRejectionSampler(sampler, runner.speculative_config, runner.device)
+
+            state.custom_sampler = ours
+            return state
+
+        model_runner.init_model_state = init_model_state
+        try:
+            return load_model(*args, **kwargs)
+        finally:
+            model_runner.init_model_state = original
+
+    runner.load_model = load
+
+
+class FusedSampler(Sampler):
+    """vLLM's sampler, of steps without drafts, with the same operation in it: seeds mean the same in all steps."""
+
+    rejection: "FusedRejectionSampler"
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
+        """vLLM's signature."""
+        return self.rejection.plain(logits, input_batch, 0) or super().__call__(logits, input_batch)
+
+    def sample(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """vLLM's signature."""
+        return self.rejection.sample(*args, **kwargs)
+
+
+class FusedRejectionSampler(RejectionSampler):
+    """vLLM's rejection sampler with our operation in it; the sampler of steps without drafts gets it, too."""
+
+    def __init__(self, sampler: Any, spec_config: Any, device: torch.device):
+        super().__init__(sampler, spec_config, device)
+        self.operation = OPERATIONS[spec_config.plugin_config.common.rejection]
+        self.editor = LogitsEditor(sampler)
+        self._seen = Seen() if spec_config.reads_likeliest else None
+        self._idx_mapping_np = np.zeros(0, np.int32)
+        self._expanded_idx_mapping: torch.Tensor | None = None
+        self._is_ever_plain = not (
+            spec_config.reads_likeliest
+            or sampler.compute_nans
+            or sampler.trace_replay_state
+            or sampler.return_sampling_mask
+        )
+        self._batch: tuple[int, list[str]] = 0, []  # that is known to be plain, or not
+        self._plain: Sampling | None = None  # its parameters, if it is
+        sampler.__class__, sampler.rejection = FusedSampler, self  # it is called as it is, and known by many names
+
+    def __call__(
+        self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
+    ) -> Any:
+        """vLLM's signature; vLLM's own way may verify in several pieces."""
+        if self._seen is not None:
+            self._seen.begin()
+        if draft_logits is None and invalid_drafts is None:
+            output = self.plain(logits, input_batch, self.num_speculative_steps)
+            if output is not None:
+                return output
+        return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+
+    def plain(self, logits: torch.Tensor, input_batch: Any, max_num_draft: int) -> SamplerOutput | None:
+        """A step that needs nothing but the operation; None if it needs more."""
+        batch = self.editor.num_added, input_batch.req_ids
+        if batch != self._batch:
+            self._batch, self._plain = batch, self._plain_sampling(input_batch.idx_mapping_np)
+        if self._plain is None:
+            return None
+        layout = Layout(
+            input_batch.cu_num_logits, input_batch.input_ids, input_batch.positions, input_batch.idx_mapping,
+            input_batch.logits_indices, input_batch.seq_lens, self.sampler.req_states.prefill_len.gpu,
+        )  # fmt: skip
+        sampled, num_sampled, num_rejected = sample_step(logits, layout, self._plain, max_num_draft)
+        return SamplerOutput(
+            sampled_token_ids=sampled, logprobs_tensors=None, num_nans=None, num_sampled=num_sampled,
+            num_rejected=num_rejected, sampling_mask_tensors=None,
+        )  # fmt: skip
+
+    def _plain_sampling(self, idx_mapping_np: np.ndarray) -> Sampling | None:
+        """A function of the requests alone."""
+        asks = self.editor.edits_any(idx_mapping_np) or self.sampler.get_logprobs_dims(idx_mapping_np) is not None
+        return self._sampling(idx_mapping_np) if self._is_ever_plain and not asks else None
+
+    def was_plain(self, input_batch: Any) -> bool:
+        """Whether this step's batch has needed nothing but the operation, as far as is known without asking anew."""
+        return self._plain is not None and self._batch == (self.editor.num_added, input_batch.req_ids)
+
+    def likeliest(self, input_batch: Any, places: Mapping[int, int]) -> Likeliest | None:
+        """`draft.DraftBatch.likeliest`, see Seen.take; waits for the device."""
+        return None if self._seen is None else self._seen.take(np.diff(input_batch.cu_num_logits_np), places)
+
+    def _sampling(self, idx_mapping_np: np.ndarray) -> Sampling:
+        """The parameters of all request states, those without which this batch can do left out."""
+        states = self.sampler.sampling_states
+        top_k, top_p, min_p = (tensor.np[idx_mapping_np] for tensor in (states.top_k, states.top_p, states.min_p))
+        return Sampling(
+            states.temperature.gpu,
+            states.seeds.gpu,
+            states.top_k.gpu if (top_k != states.vocab_size).any() else None,
+            states.top_p.gpu if (top_p != 1.0).any() else None,
+            states.min_p.gpu if (min_p != 0.0).any() else None,
+        )
+
+    def _processed(self, logits: torch.Tensor, edited: torch.Tensor, batch: _Batch) -> torch.Tensor:
+        """What vLLM's samplers hand on beside the tokens, for logprobs: after all parameters if that is asked for."""
+        sampler, idx_mapping_np = self.sampler, batch[2]
+        asked = sampler.get_logprobs_dims(idx_mapping_np) is not None
+        if not sampler.return_sampling_mask and not (asked and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES):
+            return edited
+        processed: torch.Tensor = sampler.apply_sampling_params(logits, *batch)
+        return processed
+
+    def _run(
+        self,
+        operation: Callable[..., Any],
+        logits: torch.Tensor,  # [num_logits, vocab_size]
+        layout: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],  # as for rejection_sample
+        batch: _Batch,
+        max_num_draft: int,
+        draft_logits: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Processed logits, and what the operation makes of the edited ones."""
+        expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens = batch
+        context = LogitsContext(
+            expanded_idx_mapping=expanded_idx_mapping,
+            idx_mapping=idx_mapping,
+            idx_mapping_np=idx_mapping_np,
+            expanded_local_pos=expanded_local_pos,
+            input_ids=input_ids,
+            pos=pos,
+            seq_lens_upper_bound_np=seq_lens,
+        )
+        edited = self.editor.edit(logits, layout, max_num_draft, context)
+        if self._seen is not None:
+            self._seen.add(input_ids, edited.argmax(-1))
+        sampled, num_sampled = operation(edited, *layout, self._sampling(idx_mapping_np), max_num_draft, draft_logits)
+        return self._processed(logits, edited, batch), sampled, num_sampled
+
+    def sample(
+        self,
+        logits: torch.Tensor,  # [num_logits, vocab_size]
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        input_ids: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        return_logprobs: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of vLLM's sampler; every row is a request that nothing was drafted for."""
+        if self._seen is not None:
+            self._seen.begin()
+        batch = (
+            expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )  # fmt: skip
+        rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
+        layout = rows, input_ids, pos + 1, expanded_idx_mapping
+        processed, sampled, _ = self._run(rejection_sample, logits, layout, batch, 0)
+        return sampled[:, 0], processed
+
+    def _verify(
+        self,
+        logits: torch.Tensor,  # [num_logits, vocab_size]
+        draft_logits: torch.Tensor | None,  # [max_num_reqs, K, vocab_size]
+        draft_sampled: torch.Tensor,  # [num_logits]
+        pos: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """vLLM's signature."""
+        self._idx_mapping_np, self._expanded_idx_mapping = idx_mapping_np, expanded_idx_mapping
+        batch = (
+            expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )  # fmt: skip
+        layout = cu_num_logits, verify_draft_sampled, pos + 1, idx_mapping
+        return self._run(self.operation, logits, layout, batch, self.num_speculative_steps, draft_logits)
+
+    def _get_logprobs_tensors(
+        self,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+        logits: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        cu_num_logits_np: np.ndarray,
+        max_num_logprobs: int,
+    ) -> Any:
+        """vLLM's signature; with `logprob_token_ids`, which vLLM forgets where there are drafts."""
+        state = self.sampler.logprob_token_ids_state
+        num_token_ids = state.max_num_token_ids(self._idx_mapping_np)
+        num_reqs, num_logits = len(num_sampled), len(logits)
+        if num_token_ids == 0:
+            return super()._get_logprobs_tensors(
+                sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+            )
+        flat_sampled = torch.zeros(num_logits, dtype=sampled.dtype, device=sampled.device)
+        _flatten_sampled_kernel[(num_reqs,)](flat_sampled, sampled, sampled.stride(0), num_sampled, cu_num_logits)
+        boundaries: list[int] | torch.Tensor | None = None
+        if num_logits != num_reqs:
+            # Where drafts are trimmed on the device, the host knows what was scheduled.
+            trims = self.enable_adaptive_verification
+            boundaries = cu_num_logits.clone() if trims else cu_num_logits_np.tolist()
+        return compute_topk_scores(
+            logits,
+            0 if max_num_logprobs == NO_LOGPROBS else max_num_logprobs,
+            flat_sampled,
+            boundaries,
+            logprob_token_ids_state=state,
+            expanded_idx_mapping=self._expanded_idx_mapping,
+            max_per_req_token_ids=num_token_ids,
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+
+
+def likeliest_of(rejection_sampler: Any, input_batch: Any, places: Mapping[int, int]) -> Likeliest | None:
+    """See FusedRejectionSampler.likeliest; vLLM's own has nothing to tell."""
+    if isinstance(rejection_sampler, FusedRejectionSampler):
+        return rejection_sampler.likeliest(input_batch, places)
+    return None

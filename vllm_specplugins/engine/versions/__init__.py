@@ -1,1 +1,0 @@
-"""Which names of vLLM we touch, and whether a version has them."""

@@ -1,0 +1,80 @@
+"""The version contract: every name of vLLM that we replace, override or read, checked before a method of ours runs.
+
+What is replaced stands in replaced.py, with its reasons. All names, those too that are merely read, stand in
+vllm_names.json with the parameters of functions; tests/engine/vllm_names.py writes it from our sources and vLLM's, and
+a test compares. The check reads vLLM's source and imports nothing of it, so it serves an installed vLLM as well as an
+unpacked wheel of another version.
+"""
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from vllm_specplugins.engine.vllm_api.replaced import REPLACED as REPLACED
+
+SUPPORTED = ">=0.32,<0.34"
+NAMES_FILE = Path(__file__).with_name("vllm_names.json")
+
+
+@cache
+def names() -> Mapping[str, Mapping[str, str | None]]:
+    """File below vLLM's folder -> "function", "Class.member" or a module's global name -> its parameters, if told."""
+    found: dict[str, dict[str, str | None]] = json.loads(NAMES_FILE.read_text())
+    return found
+
+
+@cache
+def probe_installed() -> tuple[str, ...]:
+    """What the installed vLLM lacks of `names`, one sentence each; empty if we can run on it."""
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return ("vLLM is not installed",)
+    return tuple(probe(Path(spec.submodule_search_locations[0])))
+
+
+def probe(package: Path) -> Iterator[str]:
+    """Checks `names` against the source of vLLM in the folder `package`; yields a sentence for each that fails."""
+    for file, wanted in names().items():
+        path = package / file
+        module = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
+        for name, parameters in wanted.items():
+            found = find(module, name)
+            if found is None:
+                yield f"vllm/{file}: {name} is missing; supported is vLLM {SUPPORTED}"
+            elif parameters is not None and parameters_of(found) != parameters:
+                listed = parameters.replace(" ", ", ")
+                yield f"vllm/{file}: {name} does not take ({listed}); supported is vLLM {SUPPORTED}"
+
+
+def find(module: ast.Module, name: str) -> ast.AST | None:
+    """The node that binds `name` in a module, or a method or attribute in one of its classes."""
+    owner, _, member = name.rpartition(".")
+    if not owner:
+        return _binding(ast.walk(module), member)
+    scope = next((node for node in module.body if isinstance(node, ast.ClassDef) and node.name == owner), None)
+    return None if scope is None else _binding(ast.walk(scope), member)
+
+
+def _binding(nodes: Iterator[ast.AST], name: str) -> ast.AST | None:
+    for node in nodes:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if node.name == name:
+                return node
+            case ast.alias() if (node.asname or node.name) == name:
+                return node
+            case ast.Name(ctx=ast.Store()) if node.id == name:
+                return node
+            case ast.Attribute(ctx=ast.Store(), value=ast.Name(id="self")) if node.attr == name:
+                return node
+    return None
+
+
+def parameters_of(node: ast.AST) -> str | None:
+    """The names of a function's parameters; None of all else."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    arguments = node.args
+    return " ".join(argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))

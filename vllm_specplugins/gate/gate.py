@@ -1,0 +1,144 @@
+"""The gate: how many tokens a request gets drafted, and by whom, so that speculation does not lose.
+
+A token more brings its probability of being accepted, and costs the time in which the engine could have emitted others:
+draft the k-th token while a_1 ... a_k >= rate * (cost of verifying one more token + its share of the cost of drafting
+it), where a_i is the probability that token i is accepted after the ones before it were, and rate the tokens per ms
+that the engine emits now (Dinkelbach's method for a ratio, one iteration a step), or more among several requests. The
+a_i are from the ledger (ledger.py), the costs by batch size and context (costs.py); a batch size that is new starts
+without drafts, then with short ones. Of two stages the one with the larger gain drafts.
+Pure arithmetic: times come in, nothing is measured here.
+"""
+
+import numpy as np
+
+from vllm_specplugins.gate import gate_numba as host
+from vllm_specplugins.gate.costs import HICCUP, LoadCosts, StepCosts, worth_of_a_ms
+from vllm_specplugins.gate.ledger import Ledger
+from vllm_specplugins.structures.draft_arrays import Drafted
+from vllm_specplugins.structures.slots import Floats, Ints
+
+FIRST_CONFIDENCE = 1.0  # of a stage that says none, or has not drafted yet
+EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
+FEW_CALLS = 10  # of a stage, after which its time is known
+UNSURE_CALLS = 3  # of a stage, before which its time may be that of a hiccup, and trials may cost anything
+EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
+FOUND, CHECKED = 1 << 8, 1 << 9  # trials of what there is in front of a stage, and of its other way, by stage
+
+
+class Gate:
+    """Chooses draft lengths, and between stages.
+
+    R: requests of a step, K: most tokens of a draft.
+    """
+
+    def __init__(self, ledger: Ledger, width: int):
+        self._ledger = ledger
+        self._width = width
+        self.num_context = 0  # tokens of all requests of this step, together
+        self._costs = LoadCosts()
+        self._sizes: set[int] = set()  # of batches that there have been
+        self._draft_ms: dict[int, float] = {}  # by stage, a token of the whole batch
+        self._draft_calls: dict[int, int] = {}
+        self._check_ms: dict[tuple[int, bool], tuple[float, int]] = {}  # where there was something to check, and calls
+        self._drafted: set[int] = set()  # stages
+        self._quiet: dict[int, int] = {}  # by stage, steps in which somebody went without and nobody was tried
+
+    def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
+        """A step of nothing but decoding is over. See StepCosts.add."""
+        size = num_reqs.bit_length()
+        if size not in self._sizes:  # the first step of a size warms up caches and compilers
+            self._sizes.add(size)
+            return
+        self._costs.add(num_reqs, self.num_context, ms, drafting_ms, num_draft, num_emitted)
+
+    def add_drafting(self, stage: int, ms: float, num_tokens: int, has_checked: bool | None = None) -> None:
+        """What a stage took to draft so many tokens for each request of the batch, all at once; whether it checked what
+        another had found, where there was something."""
+        if num_tokens == 0:
+            return
+        if has_checked is not None:
+            old, calls = self._check_ms.get((stage, has_checked), (0.0, 0))
+            share = max(1 / FEW_CALLS, 1 / (calls + 1))
+            self._check_ms[stage, has_checked] = old + share * (ms / num_tokens - old), calls + 1
+        if stage not in self._drafted:  # the first time warms up caches and compilers
+            self._drafted.add(stage)
+            return
+        token_ms = ms / num_tokens
+        old = self._draft_ms.get(stage, token_ms)
+        is_quicker = token_ms * HICCUP < old  # what was learned was of hiccups
+        calls = self._draft_calls[stage] = 1 if is_quicker else self._draft_calls.get(stage, 0) + 1
+        self._draft_ms[stage] = old + max(1 / FEW_CALLS, 1 / calls) * (min(token_ms, HICCUP * old) - old)
+
+    def shares(
+        self, rows: Ints, found: Drafted, stage: int, confidence: Floats, most: Ints, wanted: Ints, continues: bool
+    ) -> tuple[Ints, Ints]:
+        """[R] each: how many tokens of the drafts that there are to keep, and how many to draft after them from another
+        stage, which may continue such drafts or only begin some.
+
+        Of none, some, or all of a draft that pays, and as many of the stage's tokens as pay, what gains most; the
+        stage's tokens are as many for one request as for all that want them.
+
+        Args:
+            rows: [R], of the requests.
+            confidence: the stage's, [R, K], of each draft's tokens, or [R], of the first of them.
+            most, wanted: [R], of the stage's tokens, and of all.
+        """
+        costs = self._costs.of(len(rows), self.num_context)
+        if costs is None:
+            return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        room = wanted if continues else np.zeros(len(rows), np.int64)
+        kept, own = self._shares(costs, rows, found, stage, confidence, most, room)
+        kept = self._explored(kept, stage + FOUND, np.where(kept + own == 0, found.num_draft, 0), costs)
+        rest = np.where(kept == 0, wanted, np.maximum(0, room - kept))
+        return kept, self._explored(own, stage, np.minimum(most, rest), costs)
+
+    def _shares(
+        self, costs: StepCosts, rows: Ints, found: Drafted, stage: int, confidence: Floats, most: Ints, room: Ints
+    ) -> tuple[Ints, Ints]:
+        kept, own = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+        rate = worth_of_a_ms(costs, len(rows))
+        prices = rate * costs.slope_ms, rate * self._draft_ms.get(stage, 0.0)
+        drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
+        limits = self._of_each(confidence), most, room
+        host.share(kept, own, rows, drafts, stage, *limits, prices, costs.longest, self._ledger.records)
+        return kept, own
+
+    def paying(self, rows: Ints, drafts: Drafted) -> Ints:
+        """[R]: how many tokens of drafts that there are pay."""
+        costs, none = self._costs.of(len(rows), self.num_context), np.zeros(len(rows), np.int64)
+        if costs is None:
+            return none
+        return self._shares(costs, rows, drafts, 0, np.ones(len(rows)), none, none)[0]
+
+    def checks(self, stage: int) -> bool:
+        """Whether a stage is quicker where it checks what another has found; now and then the other way."""
+        (with_ms, num_with), (without_ms, num_without) = (
+            self._check_ms.get((stage, has_checked), (0.0, 0)) for has_checked in (True, False)
+        )
+        if min(num_with, num_without) < FEW_CALLS:
+            return num_with <= num_without
+        is_better = with_ms < without_ms
+        quiet = self._quiet[stage + CHECKED] = self._quiet.get(stage + CHECKED, 0) + 1
+        if quiet < max(EXPLORE_EVERY, abs(with_ms - without_ms) / min(with_ms, without_ms) / EXPLORE_SHARE):
+            return is_better
+        self._quiet[stage + CHECKED] = 0
+        return not is_better
+
+    def _of_each(self, confidence: Floats) -> Floats:
+        """[R, K], of each token; where only the first one's is known, a token is surer by 1 than the one before it."""
+        if confidence.ndim == 2:
+            return np.ascontiguousarray(confidence)
+        return confidence[:, None] + np.arange(self._width)
+
+    def _explored(self, lengths: Ints, stage: int, most: Ints, costs: StepCosts) -> Ints:
+        """Now and then one token for those who may have some and would get none, as often as EXPLORE_SHARE allows."""
+        without = int(np.count_nonzero(most[lengths == 0] > 0))
+        if not without:
+            return lengths
+        quiet = self._quiet[stage] = self._quiet.get(stage, 0) + 1
+        trial_ms = without * costs.slope_ms + self._draft_ms.get(stage, 0.0)
+        is_known = self._draft_calls.get(stage, UNSURE_CALLS) >= UNSURE_CALLS
+        if quiet < max(EXPLORE_EVERY, is_known * trial_ms / costs.step_ms / EXPLORE_SHARE):
+            return lengths
+        self._quiet[stage] = 0
+        return np.where(lengths > 0, lengths, np.minimum(1, most))

@@ -1,0 +1,105 @@
+"""What a cascade on the host sent last for each request, what became of it, and how often drafts were right.
+
+Acceptance is counted by request, stage and grade of confidence. A request's own record fades by draft; that of all
+requests, which a request's begins with, fades by step, and what one step adds to it is limited: requests of one step
+are often of one kind, and would all at once make a grade look hopeless. kernels/calibration, for drafts on the device,
+has coarser grades and a regression. One row of arrays for each request (rows.py). R: requests of a step, K: most tokens
+of a draft.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_specplugins.counters import StageCounters, count
+from vllm_specplugins.draft import Draft, Int32Array
+from vllm_specplugins.gate import ledger_numba as host
+from vllm_specplugins.kernels.calibration import PRIOR_WEIGHT
+from vllm_specplugins.structures.draft_arrays import Drafted, dense_logits
+from vllm_specplugins.structures.slots import Floats, Ints, with_room
+
+# What the record of all requests begins with, as if PRIOR_WEIGHT tokens had been tried, by grade: see ledger_numba.py.
+FIRST_GUESSES = 0.5, 0.6, 0.65, 0.75, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99
+
+
+class Ledger:
+    """See the module. It grows with the requests."""
+
+    def __init__(self, num_stages: int, width: int):
+        self._sent = np.zeros(1, np.int64), np.zeros((1, width), np.int64), np.zeros((1, width))
+        self._totals = np.zeros((num_stages, host.NUM_TOTALS), np.int64), np.zeros((num_stages, width), np.int64)
+        self._lengths = np.zeros((num_stages, width + 1), np.int64)
+        shape = num_stages, host.NUM_GRADES
+        self._own = np.zeros((1, *shape)), np.zeros((1, *shape)), np.zeros((1, num_stages))
+        tried = np.full(shape, PRIOR_WEIGHT)
+        self._shared = tried, tried * np.array(FIRST_GUESSES)
+
+    @property
+    def records(self) -> tuple[Any, ...]:
+        """What the compiled functions go by: of each request, stage and grade the tokens tried and accepted, the length
+        of a stage's last draft if all of it was accepted, and tokens tried and accepted of all requests."""
+        return *self._own, *self._shared
+
+    def make_room(self, num_rows: int) -> None:
+        """For so many requests."""
+        if num_rows > len(self._sent[0]):
+            num_sent, stages, confidence = (with_room(array, num_rows) for array in self._sent)
+            tried, accepted, whole = (with_room(array, num_rows) for array in self._own)
+            self._sent, self._own = (num_sent, stages, confidence), (tried, accepted, whole)
+
+    def put(self, rows: Ints, drafts: Drafted) -> Draft:
+        """Keeps and counts the newest drafts, of requests that have these rows; the same as one draft."""
+        num_reqs = len(rows)
+        num_draft, stage = np.empty(num_reqs, np.int32), np.empty(num_reqs, np.int32)
+        confidence = np.empty(num_reqs, np.float32)
+        made = drafts.num_draft, drafts.stage, drafts.confidence
+        width = host.put(rows, made, self._sent, self._totals, num_draft, confidence, stage)
+        return Draft(drafts.token_ids[:, :width], num_draft, confidence, dense_logits(drafts, width), stage)
+
+    def settle(self, rows: Ints, num_draft: Int32Array, num_accepted: Int32Array) -> None:
+        """What became of these drafts: counted, learned from, and not kept any longer.
+
+        Args:
+            num_draft, num_accepted: [R], tokens verified and accepted.
+        """
+        fates = num_draft.astype(np.int64), num_accepted.astype(np.int64)
+        host.settle(rows, *fates, self._sent, self._totals, self.records)
+
+    def went_on(self, rows: Ints, num_accepted: Int32Array, stage: int, least: int) -> bool:
+        """Whether of each request a draft of so many tokens or more was accepted whole, whose last one was not of this
+        stage."""
+        num_sent, stages, _ = self._sent
+        num_draft = num_sent[rows]
+        last = stages[rows, np.maximum(num_draft, 1) - 1]
+        return bool(((num_draft >= least) & (num_draft == num_accepted) & (last != stage)).all())
+
+    def acceptance(self, rows: Ints, stage: int, confidence: Floats) -> Floats:
+        """[R, K], how likely each token of this stage is accepted if those before it are; confidence: [R, K]."""
+        found = np.empty_like(confidence)
+        host.acceptance(found, self.records, rows, stage, confidence)
+        return found
+
+    def clear(self, rows: Ints) -> None:
+        """Forgets these requests."""
+        for array in (self._sent[0], *self._own):
+            array[rows] = 0
+
+    def add_lengths(self, stage: int, lengths: Ints, most: Ints) -> None:
+        """Counts the lengths that a gate chose for the requests that may have any of this stage."""
+        host.add_lengths(lengths, most, self._lengths[stage])
+
+    def move_to(self, counters: Sequence[StageCounters]) -> None:
+        """Adds the counts to those of the stages, and begins anew."""
+        tables = *self._totals, self._lengths
+        for own, totals, accepted_at, lengths in zip(counters, *(table.tolist() for table in tables), strict=True):
+            own.kept += totals[host.KEPT]
+            own.drafts += totals[host.DRAFTS]
+            own.verified += totals[host.VERIFIED]
+            own.accepted += sum(accepted_at)
+            for known, found in ((own.accepted_at, accepted_at), (own.gate_lengths, lengths)):
+                for index, more in enumerate(found):
+                    if more:
+                        count(known, index, more)
+        for table in tables:
+            table[:] = 0

@@ -1,0 +1,160 @@
+"""The fault barrier: a proposer that raises, hangs or returns nonsense costs a draft, never a request.
+
+Wraps any proposer. What passes the barrier is always a valid draft, if need be an empty one, in arrays of ours; what
+the proposer is given is its own. See guard.py for what becomes of faults.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from vllm_specplugins.counters import Counters
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer
+from vllm_specplugins.isolation.checks import checked_draft
+from vllm_specplugins.isolation.circuit_breaker import Clock
+from vllm_specplugins.isolation.guard import Guard
+from vllm_specplugins.isolation.read_only import for_proposer, rows_of
+from vllm_specplugins.isolation.request_acceptance import Acceptance
+
+logger = logging.getLogger("vllm.specplugins")
+
+LOG_EVERY_S = 10.0  # as vLLM logs its own statistics, while there is something to say
+T = TypeVar("T")
+
+
+class FaultBarrier:
+    """Calls a proposer so that nothing it does can reach a request.
+
+    Args:
+        proposer: the proposer to guard; an adapter that records a CUDA graph calls it directly.
+        vocab_size: draft token ids must be in [0, vocab_size).
+        max_num_draft: K.
+        time_budget_ms: longest time for one step, in a thread of the proposer's own; None calls it in the caller's
+            thread, unbounded (for proposers that run the target's layers, and for cascades, whose stages have guards of
+            their own).
+        ends_process: see Guard.
+        clock: seconds, for pauses and logs.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        vocab_size: int,
+        max_num_draft: int,
+        time_budget_ms: float | None,
+        *,
+        ends_process: bool = False,
+        clock: Clock = time.monotonic,
+    ):
+        self.counters = Counters()
+        self.acceptance: Any = Acceptance()
+        self.tally: Any = None  # what counts where the host does not look; see engine/v2/feedback/tally.py
+        self.guard = Guard(
+            proposer,
+            "The proposer",
+            self.counters,
+            time_budget_ms,
+            in_thread=time_budget_ms is not None,
+            ends_process=ends_process,
+            clock=clock,
+        )
+        self._vocab_size = vocab_size
+        self._max_num_draft = max_num_draft
+        self._clock = clock
+        self._logged_at = clock()
+        self.paused_ms = 0.0  # for how long the engine stood still within this step, of which that is no part
+
+    @property
+    def proposer(self) -> Proposer:
+        """What is guarded."""
+        return self.guard.proposer
+
+    def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
+        """What became of the last drafts, in; the drafts of this step, out: valid ones, whatever happens.
+
+        Requests that were to be forgotten are forgotten first, in the proposer's own thread.
+        """
+        self.count(feedback)
+        if batch.num_reqs == 0:
+            return Draft.empty(0)
+        if feedback.step_ms is not None:
+            feedback = replace(feedback, step_ms=feedback.step_ms - self.paused_ms)
+        self.paused_ms = 0.0
+        self.guard.begin_step()
+        start = time.perf_counter()
+        try:
+            draft = self._propose(batch, feedback)
+            self.counters.add_drafts(int(np.count_nonzero(batch.max_num_draft)), draft.num_draft)
+            return draft
+        finally:
+            self.counters.propose_ms += (time.perf_counter() - start) * 1000
+
+    def _propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
+        may_draft = self.guard.may_draft(batch.request_ids)
+        limits = batch.max_num_draft
+        given = for_proposer(batch)
+        if may_draft is not None:
+            rows = np.flatnonzero(may_draft)
+            limits = limits[rows]
+            given = rows_of(batch, rows.tolist(), limits)
+            if not len(rows):
+                return Draft.empty(batch.num_reqs)
+        self.guard.observe(feedback)
+        proposer, device = self.guard.proposer, None if batch.target is None else batch.target.num_tokens.device
+        draft = self.guard.call(
+            batch,
+            lambda: checked_draft(proposer.propose(given), limits, self._max_num_draft, self._vocab_size, device),
+        )
+        if draft is None:
+            return Draft.empty(batch.num_reqs)
+        return draft if may_draft is None else spread(draft, np.flatnonzero(may_draft), batch.num_reqs)
+
+    def call_built_in(self, work: Callable[[], T], is_timed: bool) -> T | None:
+        """The offer of a cascade's stage that is built into the engine; None where it fails. See Guard."""
+        guard: Guard | None = getattr(self.proposer, "built_in_guard", None)
+        return work() if guard is None else guard.call_built_in(work, is_timed)
+
+    def needs_built_in(self, request_ids: Sequence[str], num_accepted: Int32Array) -> bool:
+        """See Cascade.needs_built_in; asked as a part of that work."""
+        needed: bool = getattr(self.proposer, "needs_built_in", lambda *_: True)(request_ids, num_accepted)
+        return needed
+
+    def count(self, feedback: Feedback) -> None:
+        """Counts one step's verification."""
+        self.counters.add(feedback)
+        self.acceptance.add(feedback)
+
+    def log(self) -> None:
+        """Now and then logs the totals; to be called in every step."""
+        now = self._clock()
+        if now - self._logged_at > LOG_EVERY_S:
+            self._logged_at = now
+            logger.info("Speculation so far: %s", self.totals().summary())
+
+    def totals(self) -> Counters:
+        """The counters, those of a cascade's stages included."""
+        self.counters.stages = getattr(self.proposer, "stage_counters", dict)()
+        if self.tally is not None:
+            self.tally.move_to(self.counters, list(self.counters.stages.values()))
+        return self.counters
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Has the proposer forget these requests before it next proposes."""
+        self.guard.forget(request_ids)
+
+    def settle(self) -> None:
+        """Has it, and a cascade's stages, forget them now, since no step follows for a while."""
+        self.guard.settle()
+        getattr(self.proposer, "settle_stages", lambda: None)()
+
+
+def spread(draft: Draft, rows: Any, num_reqs: int) -> Draft:
+    """The draft of these rows as that of a batch of so many requests, of which the others have none."""
+    token_ids = np.zeros((num_reqs, draft.token_ids.shape[1]), np.int32)
+    num_draft = np.zeros(num_reqs, np.int32)
+    token_ids[rows], num_draft[rows] = draft.token_ids, draft.num_draft
+    return Draft(token_ids, num_draft)

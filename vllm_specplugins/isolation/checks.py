@@ -1,0 +1,117 @@
+"""What a proposer returns becomes a draft of ours: each field is checked, and copied where another could write to it.
+
+Types are compared exactly, so that no code of the proposer's runs here.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specplugins.draft import Draft, Int32Array
+
+
+class Nonsense(Exception):
+    """What was returned is no valid draft; says why."""
+
+
+class NotFinite(Nonsense):
+    """Tokens were drawn from logits that are no distribution: so many."""
+
+    def __init__(self, num_tokens: int):
+        super().__init__("logits with NaN or infinity, or none that a token could be drawn from")
+        self.num_tokens = num_tokens
+
+
+def checked_draft(
+    draft: Any,
+    max_num_draft: Int32Array,  # [num_reqs], what the draft was wanted for
+    width: int,
+    vocab_size: int,
+    device: Any = None,
+) -> Draft:
+    """A draft of the same tokens in arrays of ours.
+
+    Tensors of a model proposer are passed on as they are: they are ours, and reading them would wait for the device.
+
+    Args:
+        draft: anything.
+        max_num_draft: most tokens of each request.
+        width: K, most columns.
+        vocab_size: token ids are in [0, vocab_size).
+        device: where a model proposer's tensors are; None for a proposer that runs on the host.
+
+    Raises:
+        Nonsense: a field has another type, dtype, shape or device than draft.Draft says, or a value out of range.
+    """
+    if type(draft) is not Draft:
+        raise Nonsense(f"a {type(draft).__name__} instead of a Draft")
+    num_reqs = len(max_num_draft)
+    fields: list[Any] = [getattr(draft, name, None) for name in Draft.__slots__]
+    token_ids, num_draft, confidence, logits, stage = fields
+    if device is None or type(token_ids) is np.ndarray:
+        token_ids = _copied("token_ids", token_ids, np.int32, 2, num_reqs, width)
+    else:
+        _check_tensor("token_ids", token_ids, device, ("int32",), (num_reqs, None))
+    num_draft = _copied("num_draft", num_draft, np.int32, 1, num_reqs)
+    if (num_draft.view(np.uint32) > np.minimum(max_num_draft, token_ids.shape[1])).any():  # as such, -1 is too many
+        raise Nonsense("num_draft is outside of 0..max_num_draft")
+    if type(token_ids) is np.ndarray and token_ids.view(np.uint32).max(initial=0) >= vocab_size:
+        # a tensor's are an argmax over the vocabulary; past the end of a draft anything may stand
+        used = token_ids[_used(num_draft, token_ids.shape[1])]
+        if used.size and not 0 <= used.min() <= used.max() < vocab_size:
+            raise Nonsense(f"a token id outside of 0..{vocab_size - 1}")
+    if confidence is not None:
+        confidence = _copied("confidence", confidence, np.float32, 1, num_reqs)
+        if not np.isfinite(confidence).all():
+            raise Nonsense("a confidence that is not finite")
+    if stage is not None:
+        stage = _copied("stage", stage, np.int32, 1, num_reqs)
+    if logits is not None:
+        if device is None:
+            raise Nonsense("logits, which only a proposer that runs the target may return")
+        shape = (num_reqs, token_ids.shape[1], vocab_size)
+        _check_tensor("logits", logits, device, ("float32", "bfloat16", "float16"), shape)
+        # On another device nobody waits to look: verification rejects them, and the device counts (feedback/tally.py).
+        if not logits.is_cuda:
+            is_broken = ~logits.amax(-1).isfinite().numpy() & _used(num_draft, logits.shape[1])
+            if is_broken.any():
+                raise NotFinite(int(is_broken.sum()))
+    return Draft(token_ids, num_draft, confidence, logits, stage)
+
+
+def _used(num_draft: Int32Array, width: int) -> npt.NDArray[np.bool_]:
+    """[num_reqs, width], where tokens of a draft stand."""
+    mask: npt.NDArray[np.bool_] = np.arange(width) < num_draft[:, None]
+    return mask
+
+
+def _copied(name: str, value: Any, dtype: Any, ndim: int, num_rows: int, width: int = 0) -> npt.NDArray[Any]:
+    """A copy of an array with so many rows and at most `width` columns: its owner may write to it at any time."""
+    if type(value) is not np.ndarray:
+        raise Nonsense(f"{name} is a {type(value).__name__} instead of a NumPy array")
+    if value.dtype != dtype:
+        raise Nonsense(f"{name} is {value.dtype} instead of {np.dtype(dtype)}")
+    shape = value.shape
+    if len(shape) != ndim or shape[0] != num_rows:
+        raise Nonsense(f"{name} has the shape {shape} where it must have {num_rows} rows and {ndim} dims")
+    if ndim == 2 and shape[1] > width:
+        raise Nonsense(f"{name} has {shape[1]} columns where {width} are allowed")
+    copy = np.array(value, dtype)
+    if copy.shape != shape:
+        raise Nonsense(f"{name} changed while it was read")
+    return copy
+
+
+def _check_tensor(name: str, value: Any, device: Any, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> None:
+    import torch  # where a target is, it is loaded
+
+    if type(value) is not torch.Tensor:
+        raise Nonsense(f"{name} is a {type(value).__name__} instead of a tensor")
+    if str(value.dtype).removeprefix("torch.") not in dtypes:
+        raise Nonsense(f"{name} is {value.dtype} instead of {' or '.join(dtypes)}")
+    wanted = tuple(have if want is None else want for have, want in zip(value.shape, shape, strict=False))
+    if tuple(value.shape) != wanted or value.ndim != len(shape):
+        raise Nonsense(f"{name} has the shape {tuple(value.shape)} instead of {shape}")
+    if value.device != device:
+        raise Nonsense(f"{name} is on {value.device} instead of {device}")

@@ -1,0 +1,263 @@
+"""A guard: calls one proposer, alone or as a stage of a cascade, so that nothing it does reaches beyond its drafts.
+
+A fault, that is whatever is no valid answer, is counted and logged. Repeated ones switch the proposer off for a while;
+those that a request is to blame for cost that request its drafts instead.
+"""
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from vllm_specplugins.draft import DraftBatch, Feedback, Proposer, RequestFault
+from vllm_specplugins.isolation.call_thread import CallThread
+from vllm_specplugins.isolation.checks import Nonsense, NotFinite
+from vllm_specplugins.isolation.circuit_breaker import Clock, Health, Switch
+from vllm_specplugins.isolation.read_only import feedback_for_proposer
+
+logger = logging.getLogger("vllm.specplugins")
+
+
+def _unfailing(handle: Callable[[logging.LogRecord], None]) -> Callable[[logging.LogRecord], None]:
+    """A logger's `handle` past which nothing gets that a proposer's own filter, handler or formatter raises."""
+
+    def handled(record: logging.LogRecord) -> None:
+        with suppress(BaseException):
+            handle(record)
+
+    return handled
+
+
+setattr(logger, "handle", _unfailing(logger.handle))  # noqa: B010
+
+# Which no proposer of another's reads.
+OUR_OPTIONS = frozenset({"enabled", "learn", "max_context", "max_draft", "stages", "tenant"})
+LONGEST_CAUSE = 300
+
+RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow"
+CHARGED = "charged to a request"
+NOT_FINITE = "drew from logits that are not finite"  # by tokens; the others by steps
+
+NO_REQUESTS = DraftBatch((), (), np.empty(0, np.int32), ())
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that a proposer did wrong."""
+
+    kind: str
+    cause: str
+    request_id: str | None = None  # which is to blame
+    count: int = 1
+
+
+class Guard:
+    """See the module.
+
+    Args:
+        proposer: the proposer; the guard forgets requests and observes feedback for it, before it next proposes.
+        name: for the log.
+        health: where its faults are counted.
+        budget_ms: longest time of a step. None: as long as it likes.
+        in_thread: whether the proposer is called in a thread of its own, where all of its exceptions stop and a call
+            that takes longer than the budget is left behind. Otherwise it is called in the engine's: what runs layers
+            of the target owns the engine's stream and writes to its KV cache, and must not be left alone with them.
+            There KeyboardInterrupt and SystemExit are a signal's, and pass; a call that takes too long is a fault, but
+            its result counts.
+        ends_process: whether a fault ends the process, for what every tensor-parallel rank runs: the other ranks wait
+            in a collective for this one, and vLLM ends them when one of its workers is gone, not when one raises.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        name: str,
+        health: Health,
+        budget_ms: float | None = None,
+        *,
+        in_thread: bool = False,
+        ends_process: bool = False,
+        clock: Clock = time.monotonic,
+    ):
+        self.proposer = proposer
+        self._health = health
+        self._switch = Switch(name, health, clock)
+        self._name = name
+        self._budget_ms = budget_ms
+        self._left_ms = budget_ms or 0.0  # of this step
+        self._thread = CallThread() if in_thread else None
+        self._ends_process = ends_process
+        self._known: set[str] = set()  # requests that the proposer has been told of
+        self._to_forget: list[str] = []  # those of them that are gone
+        self._set_aside: set[str] = set()  # requests that get no more drafts
+        self._feedback: Feedback | None = None  # that it has not been told
+
+    def begin_step(self) -> None:
+        """Gives the proposer its time for another step."""
+        self._switch.step += 1
+        self._left_ms = self._budget_ms or 0.0
+
+    def observe(self, feedback: Feedback) -> None:
+        """Has the proposer learn this before it next proposes, unless newer feedback has come until then."""
+        self._feedback = feedback_for_proposer(feedback)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Has the proposer forget these requests before it next proposes, if it has ever heard of them."""
+        self._to_forget.extend(request_id for request_id in request_ids if request_id in self._known)
+        self._known.difference_update(request_ids)
+        self._set_aside.difference_update(request_ids)
+
+    @property
+    def has_to_forget(self) -> bool:
+        """Whether the proposer holds requests that are gone."""
+        return bool(self._to_forget)
+
+    def settle(self) -> None:
+        """Has the proposer forget what is gone now, since no step follows for a while."""
+        if self._to_forget:
+            self.begin_step()
+            self.call(NO_REQUESTS, lambda: None)
+
+    def may_draft(self, request_ids: Sequence[str]) -> list[bool] | None:
+        """Whether each request may be drafted for; None if all may."""
+        if self._set_aside.isdisjoint(request_ids):
+            return None
+        return [request_id not in self._set_aside for request_id in request_ids]
+
+    def call(self, batch: DraftBatch, work: Callable[[], T]) -> T | None:
+        """What `work` makes of a batch; None where the proposer is switched off, still hangs, or fails now."""
+        if self._switch.is_off() or (self._thread is not None and self._thread.is_busy):
+            return None
+        self._known.update(batch.request_ids)
+        turn = _Turn(self.proposer, tuple(self._to_forget), self._feedback, work)
+        self._feedback = None
+        outcome = self._run(turn, batch.request_ids)
+        if turn.has_forgotten:
+            self._to_forget.clear()
+        if isinstance(outcome, Fault):
+            self._record(outcome, self._to_blame(outcome, batch))
+            return None
+        return outcome
+
+    def call_built_in(self, work: Callable[[], T], is_timed: bool) -> T | None:
+        """The same of a proposer that is built into the engine, which is told of requests by the engine.
+
+        Args:
+            work: runs it.
+            is_timed: whether the budget holds for this step; taking in prompts may take longer.
+        """
+        self.begin_step()
+        if self._switch.is_off():
+            return None
+        start = time.perf_counter()
+        outcome = self._attempt(work, ())
+        elapsed_ms = (time.perf_counter() - start) * 1000
+        if isinstance(outcome, Fault):
+            self._record(outcome, ())
+            return None
+        if is_timed and self._budget_ms is not None and elapsed_ms > self._budget_ms:
+            self._record(Fault(SLOW, f"{elapsed_ms:.0f} ms where {self._budget_ms:.0f} are allowed"), ())
+        return outcome
+
+    def _run(self, turn: "_Turn[T]", request_ids: Sequence[str]) -> T | Fault:
+        if self._thread is None:
+            return self._attempt(turn.run, request_ids)
+        start = time.perf_counter()
+        try:
+            return self._thread.call(lambda: attempt(turn.run, request_ids), self._left_ms / 1000)
+        except TimeoutError:
+            return Fault(HANGS, f"no answer within its budget of {self._budget_ms:.0f} ms a step")
+        finally:
+            self._left_ms = max(0.0, self._left_ms - (time.perf_counter() - start) * 1000)
+
+    def _attempt(self, work: Callable[[], T], request_ids: Sequence[str]) -> T | Fault:
+        outcome = attempt(work, request_ids, passes=(KeyboardInterrupt, SystemExit))
+        if isinstance(outcome, Fault) and self._ends_process:
+            logger.error(
+                "%s %s (%s) on one of several ranks, which ends them all.", self._name, outcome.kind, outcome.cause
+            )
+            os._exit(1)  # an orderly end would wait for the other ranks, too
+        return outcome
+
+    def _to_blame(self, fault: Fault, batch: DraftBatch) -> list[str]:
+        """The request that the proposer names; otherwise all with options that a client made up: if it fails without
+        them, too, the next faults count. What runs in the engine's thread is ours, and does not fail at options."""
+        if self._thread is None:
+            return []
+        if fault.request_id is not None and fault.request_id not in self._set_aside:
+            return [fault.request_id]
+        options = zip(batch.request_ids, batch.options, strict=True)
+        own = [request_id for request_id, given in options if given and not OUR_OPTIONS.issuperset(given)]
+        return [request_id for request_id in own if request_id not in self._set_aside]
+
+    def _record(self, fault: Fault, charged_to: Sequence[str]) -> None:
+        """Counts a fault, and logs the first of its kind."""
+        kind, faults = CHARGED if charged_to else fault.kind, self._health.faults
+        is_first = kind not in faults
+        faults[kind] = faults.get(kind, 0) + fault.count
+        if charged_to:
+            self._set_aside.update(charged_to)
+        else:
+            self._switch.add_fault()
+        if is_first:
+            consequence = f"{len(charged_to)} requests get no more of its drafts" if charged_to else "requests go on"
+            logger.warning(
+                "%s %s (%s); its drafts of this step are dropped, %s.", self._name, fault.kind, fault.cause, consequence
+            )
+
+
+class _Turn(Generic[T]):
+    """What a proposer does in a step."""
+
+    def __init__(self, proposer: Proposer, to_forget: Sequence[str], feedback: Feedback | None, work: Callable[[], T]):
+        self._proposer, self._to_forget, self._feedback, self._work = proposer, to_forget, feedback, work
+        self.has_forgotten = False
+
+    def run(self) -> T:
+        if self._to_forget:
+            self._proposer.forget(self._to_forget)
+        self.has_forgotten = True
+        if self._feedback is not None and self._feedback.request_ids:
+            self._proposer.observe(self._feedback)
+        return self._work()
+
+
+def attempt(
+    work: Callable[[], T], request_ids: Sequence[str], passes: tuple[type[BaseException], ...] = ()
+) -> T | Fault:
+    """What `work` returns, or what is wrong with it; only exceptions of `passes` leave."""
+    try:
+        return work()
+    except passes:
+        raise
+    except NotFinite as error:
+        return Fault(NOT_FINITE, shown(error), count=error.num_tokens)
+    except Nonsense as error:
+        return Fault(NONSENSE, shown(error))
+    except BaseException as error:
+        return Fault(RAISED, shown(error), _blamed(error, request_ids))
+
+
+def _blamed(error: BaseException, request_ids: Sequence[str]) -> str | None:
+    """The request that a RequestFault names. It may be of a class of the proposer's own, and anything be in it."""
+    request_id = vars(error).get("request_id") if isinstance(error, RequestFault) else None
+    return request_id if type(request_id) is str and request_id in request_ids else None
+
+
+def shown(error: BaseException) -> str:
+    """An exception, for a log. It may be of the proposer's own making and fail at that, too."""
+    try:
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("the proposer's traceback:\n%s", traceback.format_exc())
+        return f"{type(error).__name__}: {error}"[:LONGEST_CAUSE]
+    except BaseException:
+        return "an exception that cannot be shown"

@@ -1,0 +1,163 @@
+"""Drafts in the making, as arrays: NumPy's on the host, torch's where the target is.
+
+What costs most is compiled for the host (`draft_arrays_numba.py`); the rest is the same code for both.
+Nothing here waits for a device or branches on what is in an array. K: most tokens of a draft.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specplugins.structures import draft_arrays_numba as host
+
+Array = Any  # of NumPy, or a torch.Tensor
+NO_TOKENS, NO_COUNTS = np.empty((0, 0), np.int32), np.empty(0, np.int64)  # of drafts that nobody has begun
+
+
+def namespace(array: Array) -> Any:
+    """The module whose functions take such arrays."""
+    if isinstance(array, np.ndarray):
+        return np
+    import torch  # where a tensor is, it is loaded
+
+    return torch
+
+
+def up_to(count: int, like: Array) -> Array:
+    """0 1 2 ... count - 1, int64, on the side of another array."""
+    if isinstance(like, np.ndarray):
+        return np.arange(count)
+    return namespace(like).arange(count, device=like.device)
+
+
+def columns(array: Array) -> Array:
+    """[num_columns] int64: 0 1 2 ..."""
+    return up_to(array.shape[1], array)
+
+
+def picked(array: Array, places: Array) -> Array:
+    """Of each row of an array [num_rows, T] the elements at places [num_rows, K] int64; any one where there is none.
+
+    >>> picked(np.array([[1, 2, 3], [4, 5, 6]]), np.array([[1, 0], [2, 3]])).tolist()
+    [[2, 1], [6, 1]]
+    """
+    num_rows, width = array.shape
+    places = places + up_to(num_rows, array)[:, None] * width
+    if isinstance(array, np.ndarray):
+        return array.take(places, mode="wrap")
+    return array.take(places % max(1, num_rows * width))
+
+
+class Drafted(NamedTuple):
+    """What drafters made for each request of a batch. What stands past a request's num_draft is some token.
+
+    Args:
+        token_ids: [num_reqs, K] int32.
+        num_draft: [num_reqs] int; on the host int64.
+        stage: [num_reqs, K] int, index of the stage that answers for a token; on the host int64.
+        confidence: [num_reqs, K] float, on the host float64, in that stage's unit; a token is surer by 1 than the one
+            before it, if that is of its stage: it is looked at only if that one was right.
+        q: [num_reqs, K] int64, the row of `logits` that the token was drawn from, -1 where its q is one-hot; None: all.
+        logits: [N, vocab_size] tensor.
+    """
+
+    token_ids: Array
+    num_draft: Array
+    stage: Array
+    confidence: Array
+    q: Array | None = None
+    logits: Any = None
+
+    @property
+    def is_drafted(self) -> Array:
+        """[num_reqs, K] bool: whether a token is one of the draft."""
+        return columns(self.token_ids) < self.num_draft[:, None]
+
+    def followed_by(self, other: "Drafted") -> "Drafted":
+        """Each request's draft, and behind it its other one, as far as K goes."""
+        if isinstance(self.token_ids, np.ndarray) and self.q is other.q is None:
+            joined = _empty(self.token_ids)
+            host.join(*self[:4], *other[:4], *joined[:4])
+            return joined
+        ends = self.num_draft[:, None]
+        places = columns(self.token_ids) - ends
+        moved = other._replace(
+            token_ids=picked(other.token_ids, places),
+            stage=picked(other.stage, places),
+            confidence=picked(other.confidence, places),
+            q=None if other.q is None else picked(other.q, places),
+        )
+        return _chosen(places < 0, self, moved, self.num_draft + other.num_draft)
+
+
+def of_stage(
+    stage: int,
+    token_ids: Array,  # [num_reqs, K] int32
+    num_draft: Array,  # [num_reqs] int
+    confidence: Array,  # [num_reqs] float, of each first token
+    q: Array | None = None,  # [num_reqs, K] int64
+    logits: Any = None,
+) -> Drafted:
+    """Drafts that one stage made."""
+    if isinstance(token_ids, np.ndarray):
+        stages, sure = np.empty(token_ids.shape, np.int64), np.empty(token_ids.shape)
+        host.label(stage, confidence.astype(np.float64, copy=False), stages, sure)
+        return Drafted(token_ids, num_draft.astype(np.int64, copy=False), stages, sure, q, logits)
+    sure = confidence[:, None] + columns(token_ids)
+    return Drafted(token_ids, num_draft, namespace(token_ids).full_like(token_ids, stage), sure, q, logits)
+
+
+def nothing(num_reqs: int, width: int) -> Drafted:
+    """No draft for anybody, on the host."""
+    token_ids = np.zeros((num_reqs, width), np.int32)
+    return of_stage(0, token_ids, np.zeros(num_reqs, np.int64), np.zeros(num_reqs))
+
+
+def _empty(token_ids: npt.NDArray[np.int32]) -> Drafted:
+    """To be filled."""
+    shape = token_ids.shape
+    return Drafted(np.empty(shape, np.int32), np.empty(shape[0], np.int64), np.empty(shape, np.int64), np.empty(shape))
+
+
+def either(is_first: Array, first: Drafted, second: Drafted) -> Drafted:
+    """The first draft of the requests [num_reqs] bool that are said to have that one, the second of the others."""
+    num_draft = namespace(is_first).where(is_first, first.num_draft, second.num_draft)
+    return _chosen(is_first[:, None], first, second, num_draft)
+
+
+def _chosen(is_first: Array, first: Drafted, second: Drafted, num_draft: Array) -> Drafted:
+    where = namespace(is_first).where
+    parts = ((getattr(first, name), getattr(second, name)) for name in ("token_ids", "stage", "confidence"))
+    token_ids, stage, confidence = (where(is_first, one, other) for one, other in parts)
+    if first.q is None and second.q is None:
+        return Drafted(token_ids, num_draft, stage, confidence)
+    one_hot = namespace(is_first).full_like(stage, -1)
+    own, other = one_hot if first.q is None else first.q, one_hot if second.q is None else second.q
+    if first.q is not None and second.q is not None:
+        other = where(other < 0, -1, other + len(first.logits))
+    q = where(is_first, own, other)
+    all_logits = [logits for logits in (first.logits, second.logits) if logits is not None]
+    return Drafted(token_ids, num_draft, stage, confidence, q, stacked(all_logits))
+
+
+def stacked(parts: list[Any]) -> Any:
+    """Logits of several passes as one tensor."""
+    return parts[0] if len(parts) == 1 else namespace(parts[0]).cat(parts)
+
+
+def dense_logits(drafts: Drafted, width: int) -> Any:
+    """[num_reqs, width, vocab_size] of the first tokens, a tensor; None if all tokens are certain.
+
+    Where some are, theirs are one-hot.
+    """
+    if drafts.q is None:
+        return None
+    import torch
+
+    device = drafts.logits.device
+    token_ids, q = (torch.as_tensor(part[:, :width], device=device).long() for part in (drafts.token_ids, drafts.q))
+    logits = drafts.logits[q.clamp(0, len(drafts.logits) - 1)]
+    is_certain, places = (q < 0)[..., None], token_ids[..., None]
+    logits.masked_fill_(is_certain, -torch.inf)
+    return logits.scatter_(2, places, logits.gather(2, places).masked_fill_(is_certain, 0.0))
