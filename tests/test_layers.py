@@ -48,6 +48,7 @@ MAY_IMPORT = {
     },
     "tools": {
         "config",
+        "counters",
         "custom",
         "draft",
         "engine",
