@@ -13,6 +13,7 @@ if RUNNER != "v2":
 
 from recorded import runner
 
+from vllm_specplugins.engine.adaptive import conditions
 from vllm_specplugins.engine.v2 import scheduler as module
 from vllm_specplugins.engine.v2.scheduler import DraftLengths
 from vllm_specplugins.gate.step_times import StepTimes
@@ -104,3 +105,20 @@ def test_lengths_that_change(engine: Any, config: dict[str, Any]) -> None:
     emitted = sum(after[name] - before[name] for name in ("request_steps", "accepted_tokens"))
     assert emitted >= 4 * (NUM_TOKENS - 1)
     assert runner(llm).speculator.tally._drafted in (0, 1, 2, 4)
+
+
+@pytest.mark.skipif(not TAPES, reason="needs graphs")
+def test_graphs_where_nothing_trims(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a step that drafts nothing has no graph of its own, or one that drafts K has none any more."""
+    from vllm.config import CUDAGraphMode
+
+    monkeypatch.setattr(conditions, "_missing", lambda vllm_config: "this is a test")
+    engine.stop()
+    llm = engine(PROMPT_LOOKUP, async_scheduling=True)
+    assert runner(llm).adaptive_verification is None
+    assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup, DraftLengths)
+    width = PROMPT_LOOKUP["num_speculative_tokens"]
+    for length in (0, width):
+        mode = runner(llm).cudagraph_manager.dispatch(2, 2 * (1 + length), 1 + length, 0).cg_mode
+        assert mode == CUDAGraphMode.FULL, length
+    engine.stop()

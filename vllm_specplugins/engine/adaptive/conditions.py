@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 from vllm_specplugins.engine.adaptive.budget import Budget
+from vllm_specplugins.engine.frontend.scheduling import chooses_length
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -72,16 +73,25 @@ def or_planned(create: Callable[..., Any], runner: Any) -> Callable[..., Any]:
             if (manager := create(**arguments)) is not None:
                 speculator = runner.speculator
                 Budget(manager, speculator.outcomes.confidences, speculator.budget_implementation)
-            return manager
+                return manager
         except ValueError as error:
             names = sorted({group.backend.get_name() for groups in arguments["attn_groups"] for group in groups})
             tell(
                 runner.speculative_config.plugin_config.method,
                 f"attention backend {' or '.join(names)} cannot, {CAN} can ({' '.join(str(error).split())[:80]}...)",
             )
-        runner.speculator.enable_adaptive_verification = False
-        runner.speculative_config.enable_adaptive_verification = False
-        runner.rejection_sampler.enable_adaptive_verification = False
+            runner.speculator.enable_adaptive_verification = False
+            runner.speculative_config.enable_adaptive_verification = False
+            runner.rejection_sampler.enable_adaptive_verification = False
+        _record_plain_steps(runner)
         return None
 
     return created
+
+
+def _record_plain_steps(runner: Any) -> None:
+    """Has vLLM record decoding of one token a request beside that of K + 1, for steps that draft nothing. Its schedule,
+    which ours replaces, says both lengths by number of requests, of which there must be two."""
+    if chooses_length(runner.vllm_config) and runner.max_num_reqs > 1:
+        lengths = [(1, 1, 0), (2, 2, runner.num_speculative_steps)]  # the last one holds for larger batches
+        runner.speculative_config.num_speculative_tokens_per_batch_size = lengths

@@ -16,6 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.engine.frontend.scheduling import chooses_length
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.gate.step_times import StepTimes
 from vllm_specplugins.request_options import draft_limit
@@ -58,20 +59,16 @@ class DraftLengths:
 
 
 class _Choosing:
-    """Mixin over a scheduler of vLLM's.
-
-    vLLM with several engines of a mixture of experts must draft as much in each, or they wait for one another.
-    """
+    """Mixin over a scheduler of vLLM's."""
 
     dynamic_sd_lookup: Any
     num_spec_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        config, parallel = self.vllm_config.speculative_config, self.vllm_config.parallel_config  # type: ignore[attr-defined]
         self._lengths: DraftLengths | None = None
         self._drafted = self.num_spec_tokens  # in the last step that was planned
-        if config.chooses_length and parallel.pipeline_parallel_size == parallel.data_parallel_size == 1:
+        if chooses_length(self.vllm_config):  # type: ignore[attr-defined]
             self.dynamic_sd_lookup = self._lengths = DraftLengths(self.num_spec_tokens)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
