@@ -1,7 +1,9 @@
 """Running totals: what was drafted, accepted and went wrong, for logs, metrics and `specplugins_stats`."""
 
 from collections import Counter as Tally
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_specplugins.draft import Feedback, Int32Array
 
@@ -90,6 +92,15 @@ class Counters:
         self.whole.kept = self.whole.drafted
         for length, requests in Tally(lengths).items():
             count(self.draft_lengths, length, requests)
+
+
+def faults_of(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Faults by kind of a method and of its stages, from Counters as a dictionary.
+
+    >>> faults_of({"faults": {"raised": 1}, "stages": {"0 custom": {"faults": {"raised": 2}}}})
+    {'raised': 3}
+    """
+    return dict(sum((Tally(stage["faults"]) for stage in stats["stages"].values()), Tally(stats["faults"])))
 
 
 def count(totals: list[int], index: int, more: int = 1) -> None:

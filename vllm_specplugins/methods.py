@@ -51,7 +51,6 @@ class Method:
         has_tenants: keeps what requests said for later ones of the same tenant.
         on_device: drafts there on Model Runner V2, without the host (v2/speculators/device.py); the class of one that
             reads histories is then V1's.
-        is_gated: a gate on the host holds it back where it is alone, too.
         cuts_layers: runs some of the target's layers, or enters them (see `enters_states`).
         enters_states: whether an own configuration hands the target's layers states in place of tokens.
         knows_adapters: drafts as a request's adapter does.
@@ -67,7 +66,6 @@ class Method:
     is_lookup: bool = False
     has_tenants: bool = False
     on_device: bool = False
-    is_gated: bool = False
     cuts_layers: bool = False
     enters_states: Callable[[Any], bool] = lambda own: False
     knows_adapters: bool = True
@@ -81,14 +79,12 @@ METHODS: Mapping[str, Method] = {
         "vllm_specplugins.proposers.prompt_lookup:PromptLookup",
         is_lookup=True,
         on_device=True,
-        is_gated=True,
     ),
     "suffix_lookup": Method(
         SuffixLookupConfig,
         "vllm_specplugins.proposers.suffix_lookup:SuffixLookup",
         is_lookup=True,
         has_tenants=True,
-        is_gated=True,
     ),
     "early_exit": Method(
         EarlyExitConfig,
@@ -96,7 +92,6 @@ METHODS: Mapping[str, Method] = {
         runs_target=True,
         reads_history=False,
         on_device=True,
-        is_gated=True,
         cuts_layers=True,
         enters_states=lambda own: own.look_ahead is not None,
         check="vllm_specplugins.proposers.early_exit:check",
@@ -106,7 +101,6 @@ METHODS: Mapping[str, Method] = {
         "vllm_specplugins.proposers.jump:Jump",
         runs_target=True,
         reads_history=False,
-        is_gated=True,
         cuts_layers=True,
         enters_states=lambda own: True,
         check="vllm_specplugins.proposers.jump:check",
@@ -254,7 +248,7 @@ def drafters(config: SpecConfig) -> list[tuple[Method, Any]]:
 
 def behind_gate(config: SpecConfig) -> SpecConfig:
     """A method that is alone, as the one stage of a cascade; the same configuration where nothing holds it back."""
-    if config.common.gate == "off" or not method_of(config.method).is_gated:
+    if config.common.gate == "off" or config.stages:
         return config
     return replace(config, own=CascadeConfig(stages=(StageConfig(method=config.method, own=config.own),)))
 

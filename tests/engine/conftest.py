@@ -17,12 +17,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from shortened import first_layers
 
-from vllm_specplugins.methods import METHODS
-
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 RUNNER = os.environ.get("SPECPLUGINS_RUNNER", "v1")
-GATED_ALONE = [name for name, row in METHODS.items() if row.is_gated]
+# Methods of which, alone, a gate on the host decides; medusa is ours where it has heads.
+GATED_ALONE = ("suffix_lookup", "custom", *(("prompt_lookup", "early_exit", "jump") if RUNNER == "v1" else ()))
 INTERPRETED = RUNNER == "v2" and not torch.cuda.is_available()
 SOME = slice(0, 48, 3) if INTERPRETED else slice(0, 50, 2)  # of the 50 prompts
 FEW = slice(21, 29)  # a step in the interpreter takes a tenth of a second
@@ -200,7 +199,7 @@ def engine() -> Iterator[Callable[..., Any]]:
         from vllm import LLM
 
         config = speculative_config or {}
-        if config.get("method") in (GATED_ALONE if RUNNER == "v1" else ("suffix_lookup",)):
+        if config.get("method") in GATED_ALONE or (RUNNER == "v1" and "heads" in config):
             speculative_config = {"gate": "off", **config}  # on a small model drafts hardly pay
         if INTERPRETED and speculative_config:
             speculative_config = drawn_greedily(speculative_config)

@@ -25,10 +25,11 @@ from vllm_specplugins.isolation.circuit_breaker import Clock
 from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.jump import Jump
+from vllm_specplugins.proposers.medusa import Medusa
 from vllm_specplugins.structures.slots import Rows
 from vllm_specplugins.structures.views import places_of
 
-RUN_TARGET = EarlyExit, Jump
+RUN_TARGET = EarlyExit, Jump, Medusa
 LOOKUPS = "prompt_lookup", "suffix_lookup"  # free, and they continue drafts
 
 

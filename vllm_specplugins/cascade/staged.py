@@ -23,6 +23,7 @@ from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.gate.gate import FIRST_CONFIDENCE
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.jump import Jump
+from vllm_specplugins.proposers.medusa import Medusa
 from vllm_specplugins.structures.draft_arrays import Array, Drafted, columns, nothing, of_stage, picked, stacked
 from vllm_specplugins.structures.slots import Ints
 from vllm_specplugins.target import Target
@@ -110,7 +111,7 @@ class Alone:
     """The model stage with this index by itself, token by token. A jump only begins drafts: it needs the target's last
     state."""
 
-    stage: EarlyExit | Jump
+    stage: EarlyExit | Jump | Medusa
     index: int
     counters: StageCounters
 

@@ -21,8 +21,7 @@ class CommonConfig:
             drafts.
         verification: "fused" verifies and samples with kernels/rejection: exact for every sampling parameter, and a
             seeded request's output depends on neither drafts nor batch; "vllm" leaves both to vLLM.
-        gate: "auto" chooses by request and step how many tokens are drafted, down to none (of medusa and of proposers
-            of your own only as stages of a cascade); "off" drafts all.
+        gate: "auto" chooses by request and step how many tokens are drafted, down to none; "off" drafts all.
         rejection: "token" accepts draft tokens one by one; "block" decides on a whole draft, which keeps more of
             sampled ones (draft_sample_method "probabilistic").
     """

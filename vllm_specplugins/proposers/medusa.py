@@ -24,17 +24,22 @@ class Medusa:
         self._heads = MedusaHeads.load(
             config.heads, context.max_num_draft, context.vocab_size, context.device, context.dtype or torch.float32
         )
+        self.max_num_draft = context.max_num_draft
         self._sampler = DraftSampler(config.draft_sample_method)
 
     def propose(self, batch: DraftBatch) -> Draft:
         """A token of each head; a request near the end of its context gets fewer."""
-        target = batch.target
-        assert target is not None
-        width = int(batch.max_num_draft.max(initial=0))
-        token_ids = target.last_token_ids.new_empty(batch.num_reqs, width, dtype=torch.int32)
-        if width == 0:
-            return Draft(token_ids, batch.max_num_draft)
-        logits = self._logits(target, width)
+        assert batch.target is not None
+        token_ids, logits = self.go_on(batch.target, int(batch.max_num_draft.max(initial=0)))
+        return Draft(token_ids, batch.max_num_draft, logits=logits)
+
+    def go_on(self, target: Target, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of so many heads; see Jump.go_on."""
+        last = target.last_token_ids
+        token_ids = last.new_empty(len(last), num_steps, dtype=torch.int32)
+        if num_steps == 0:
+            return token_ids, None
+        logits = self._heads.logits(target.last_hidden_states, num_steps, target.forward.logits)
         q_logits = None
         for step, own in enumerate(logits):
             token_ids[:, step], q_logits = self._sampler.choose(
@@ -42,10 +47,10 @@ class Medusa:
             )
             if q_logits is not None:
                 own.copy_(q_logits)
-        return Draft(token_ids, batch.max_num_draft, logits=None if q_logits is None else logits.transpose(0, 1))
+        return token_ids, None if q_logits is None else logits.transpose(0, 1)
 
-    def _logits(self, target: Target, num_draft: int) -> torch.Tensor:
-        return self._heads.logits(target.last_hidden_states, num_draft, target.forward.logits)
+    def fit(self, max_model_len: int) -> None:
+        """Nothing to keep within it: heads write no keys."""
 
     def observe(self, feedback: Feedback) -> None:
         """Nothing to learn."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.counters import faults_of
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process that measures
@@ -90,8 +91,7 @@ def faults(llm: Any) -> dict[str, int]:
     """Of our proposer since the engine began, by kind; none of another's."""
     if not hasattr(llm.llm_engine.vllm_config.speculative_config, "plugin_config"):
         return {}
-    found: dict[str, int] = llm.collective_rpc("specplugins_stats")[0]["faults"]
-    return found
+    return faults_of(llm.collective_rpc("specplugins_stats")[0])
 
 
 def _run(pipe: Connection, log: Path, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -7,9 +7,10 @@ others decode takes part from the next step on, and makes that step say nothing 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from vllm_specplugins.counters import faults_of
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.tools.replay.costs import CostTable, HostCost
@@ -142,7 +143,7 @@ class _Engine:
 
     @property
     def faults(self) -> dict[str, int]:
-        return self._barrier.counters.faults if self._barrier else {}
+        return faults_of(asdict(self._barrier.totals())) if self._barrier else {}
 
     def step(self, running: Sequence[int]) -> list[int]:
         """One step of these requests; those that are over with it."""
