@@ -30,7 +30,7 @@ COMMANDS = {
     "check": ("vllm_specplugins.tools.check.run", ("rich",)),
     "doctor": ("vllm_specplugins.tools.doctor", ("vllm", "torch", "rich")),
     "verify-lossless": ("vllm_specplugins.tools.verify_lossless", ("vllm", "torch", "transformers", "rich")),
-    "build-store": ("vllm_specplugins.tools.build_store", ("transformers", "rich")),
+    "build-store": ("vllm_specplugins.tools.build_store", ("torch", "transformers", "rich")),
     "replay": ("vllm_specplugins.tools.replay.command", ("torch", "transformers", "rich")),
     "bench": ("vllm_specplugins.tools.bench.command", ("vllm", "torch", "transformers", "rich")),
 }

@@ -3,13 +3,10 @@
 import argparse
 import sys
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 from rich.console import Console
-from transformers import AutoTokenizer
 
-from vllm_specplugins.config import ConfigError, shown
 from vllm_specplugins.structures.suffix.store_file import (
     DamagedError,
     StoredText,
@@ -18,6 +15,7 @@ from vllm_specplugins.structures.suffix.store_file import (
     record,
     tenant_of,
 )
+from vllm_specplugins.tools.base_model import load_config, load_tokenizer
 from vllm_specplugins.tools.data import answered
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import writing
@@ -27,7 +25,7 @@ TOKENS_AT_ONCE = 4096  # of a text: as long as an output may be
 
 def run(args: argparse.Namespace) -> int:
     """The command; 0."""
-    tokenizer, vocab_size = load(args.tokenizer)
+    tokenizer, vocab_size = load_tokenizer(args.tokenizer), int(load_config(args.tokenizer).vocab_size)
     tenant = b"" if args.cache_salt is None else tenant_of(args.cache_salt)
 
     def tokenize(text: str) -> list[int]:
@@ -61,19 +59,3 @@ def write(file: StoreFile, records: list[bytes]) -> None:
             file.open()
         file.write(records)
         file.close()
-
-
-def load(name: str) -> tuple[Any, int]:
-    """A model's tokenizer, and the size of its vocabulary as vLLM counts it.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
-    from transformers import AutoConfig
-
-    try:
-        tokenizer, config = AutoTokenizer.from_pretrained(name), AutoConfig.from_pretrained(name)
-        return tokenizer, int(config.get_text_config().vocab_size)
-    except (OSError, ValueError, AttributeError) as error:
-        cause = " ".join(str(error).split())[:120]
-        raise ConfigError(f"--tokenizer must be a model's folder or name, not {shown(name)} ({cause}).") from None

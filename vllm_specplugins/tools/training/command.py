@@ -3,10 +3,8 @@
 import argparse
 import json
 import math
-import signal
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -65,15 +63,14 @@ def _trained(args: argparse.Namespace, device: str, bars: Progress) -> Trained |
     test_rows = [row for index, row in enumerate(rows) if index in heldout]
     test_rows = [test_rows[i] for i in every_nth(len(test_rows), MAX_SCORED_ROWS)]
     try:
-        with _interrupts() as interrupts:
-            part, loss = _train(base, train_rows, settings, args.out, lambda: bool(interrupts), bars)
+        part, loss = _train(base, train_rows, settings, args.out, bars)
         config = part.serving(args.out)
         config.setdefault("num_speculative_tokens", NUM_SCORED_TOKENS)
         num_draft = config["num_speculative_tokens"]
         before, after, num_tokens = _scored(base, test_rows, (settings.begin(base, train_rows), part), num_draft, bars)
     except KeyboardInterrupt:
         Console(stderr=True).print(
-            f"Interrupted. The training is saved in {args.out}: the same command goes on from there.",
+            f"Interrupted. The training is saved in {args.out} once a minute: the same command goes on from there.",
             highlight=False,
             soft_wrap=True,
         )
@@ -127,29 +124,8 @@ def _settings(args: argparse.Namespace, base: BaseModel, data: int) -> Settings:
     return settings
 
 
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """The interrupts that come meanwhile: the first is noted, that a step may end; the next is as ever."""
-    found: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        found.append(number)
-        signal.signal(number, before)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield found
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _train(
-    base: BaseModel,
-    rows: Sequence[Sequence[int]],
-    settings: Settings,
-    out: Path,
-    interrupted: Callable[[], bool],
-    bars: Progress,
+    base: BaseModel, rows: Sequence[Sequence[int]], settings: Settings, out: Path, bars: Progress
 ) -> tuple[Part, float | None]:
     """The part, and the loss of its last step, if this run has made one."""
     task = bars.add_task("training", total=settings.steps)
@@ -159,7 +135,7 @@ def _train(
         losses[:] = [loss]
         bars.update(task, completed=step, description=f"training, loss {loss:.3f}")
 
-    part = train(base, rows, settings, out, advance, interrupted)
+    part = train(base, rows, settings, out, advance)
     return part, next(iter(losses), None)
 
 

@@ -79,7 +79,6 @@ def train(
     settings: Settings,
     out: Path,
     advance: Callable[[int, float], None] = lambda step, loss: None,
-    interrupted: Callable[[], bool] = lambda: False,
 ) -> Part:
     """Trains a part and saves it in `out`, in the model's dtype; goes on where a run in `out` stopped.
 
@@ -89,11 +88,9 @@ def train(
         settings: see Settings.
         out: folder of the part and of the state of its training.
         advance: called after each step with the number of steps done and the loss, in nats a draft token.
-        interrupted: asked after each step; the run is saved and ends there if so.
 
     Raises:
         ConfigError: `out` holds a run with other settings, or cannot be written.
-        KeyboardInterrupt: the run was interrupted, and is saved.
     """
     part = settings.begin(base, rows)
     parameters = {name: torch.nn.Parameter(tensor) for name, tensor in part.weights.items()}
@@ -108,13 +105,10 @@ def train(
         loss = distil(base, part, [rows[index] for index in picked], settings)
         optimizer.step()
         optimizer.zero_grad()
-        ends = interrupted() or step + 1 == settings.steps
-        if ends or time.monotonic() - saved > SAVE_SECONDS:
+        if step + 1 == settings.steps or time.monotonic() - saved > SAVE_SECONDS:
             _save_state(out / STATE_FILE, settings, parameters, optimizer, step + 1)
             saved = time.monotonic()
         advance(step + 1, loss)
-        if ends and step + 1 < settings.steps:
-            raise KeyboardInterrupt
     save_whole(out, lambda folder: part.save(folder, base.dtype))
     # What is scored is what was saved.
     part.weights.update({name: tensor.detach().to(base.dtype).float() for name, tensor in parameters.items()})

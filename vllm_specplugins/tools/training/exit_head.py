@@ -10,7 +10,7 @@ import torch
 from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.training.core import Settings
-from vllm_specplugins.tools.training.parts import Guess, States
+from vllm_specplugins.tools.training.parts import Guess, States, TrainedHead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +34,14 @@ class ExitHeadSettings(Settings):
         return TrainedExitHead(initial_head(base, self.exit_layer, self.rank))
 
 
-class TrainedExitHead:
+class TrainedExitHead(TrainedHead):
     """See the module."""
-
-    def __init__(self, head: ExitHead):
-        self.head, self.weights = head, head.weights
 
     def guesses(self, base: BaseModel, states: States, num_draft: int) -> Iterator[Guess]:
         """See Part. Its draft tokens are all said in the same way."""
         logits = self.head.logits(states[self.head.config.exit_layer].float())
         for start in range(min(num_draft, len(logits))):
             yield Guess(logits[start:], start)
-
-    def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """See Part."""
-        weights = {name: tensor.detach().to(dtype) for name, tensor in self.weights.items()}
-        ExitHead(self.head.config, weights).save(folder)
 
     def serving(self, folder: Path) -> dict[str, Any]:
         """See Part."""

@@ -17,7 +17,7 @@ from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.files import every_nth
 from vllm_specplugins.tools.training.core import Settings
-from vllm_specplugins.tools.training.parts import Guess, States
+from vllm_specplugins.tools.training.parts import Guess, States, TrainedHead
 
 RIDGE = 1e-3  # of the mean square of a state
 FITTED_ROWS = 64
@@ -41,35 +41,21 @@ class JumpSettings(Settings):
         }
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> "TrainedJump":
-        """See Settings."""
-        some = [rows[index] for index in every_nth(len(rows), FITTED_ROWS)]
-        return TrainedJump.begin(base, some, self.early_layers, self.late_layer, self.inner_size)
-
-
-class TrainedJump:
-    """See the module."""
-
-    def __init__(self, head: JumpHead):
-        self.head, self.weights = head, head.weights
-
-    @classmethod
-    def begin(
-        cls, base: BaseModel, rows: Sequence[Sequence[int]], early_layers: int, late_layer: int, inner_size: int
-    ) -> "TrainedJump":
         """The linear part fits some rows' states best (ridge regression); the other adds nothing yet."""
+        some = [rows[index] for index in every_nth(len(rows), FITTED_ROWS)]
         hidden = base.hidden_size
         config = JumpHeadConfig(
-            early_layers=early_layers,
-            late_layer=late_layer,
+            early_layers=self.early_layers,
+            late_layer=self.late_layer,
             num_layers=base.num_layers,
             hidden_size=hidden,
-            inner_size=inner_size,
+            inner_size=self.inner_size,
             rms_norm_eps=base.norm_eps,
         )
         gram, cross = torch.zeros(2 * hidden, 2 * hidden), torch.zeros(2 * hidden, hidden)
-        for states in base.hidden_states(rows):
-            early, late, last = (states[index].float().cpu() for index in (early_layers, late_layer, -1))
-            if late_layer == base.num_layers:  # the final norm is still to come
+        for states in base.hidden_states(some):
+            early, late, last = (states[index].float().cpu() for index in (self.early_layers, self.late_layer, -1))
+            if self.late_layer == base.num_layers:  # the final norm is still to come
                 late = late / base.norm_weight.cpu()
             both = torch.cat((F.rms_norm(early, (hidden,), eps=base.norm_eps)[1:], last[:-1]), dim=-1)
             gram += both.T @ both
@@ -79,11 +65,15 @@ class TrainedJump:
         weights = {
             "norm.weight": torch.ones(hidden),
             "mix.weight": torch.linalg.solve(gram, cross).T.contiguous(),
-            "up.weight": torch.randn(inner_size, 2 * hidden, generator=generator) / (2 * hidden) ** 0.5,
-            "down.weight": torch.zeros(hidden, inner_size),
+            "up.weight": torch.randn(self.inner_size, 2 * hidden, generator=generator) / (2 * hidden) ** 0.5,
+            "down.weight": torch.zeros(hidden, self.inner_size),
         }
         device = base.model.device
-        return cls(JumpHead(config, {name: tensor.to(device) for name, tensor in weights.items()}))
+        return TrainedJump(JumpHead(config, {name: tensor.to(device) for name, tensor in weights.items()}))
+
+
+class TrainedJump(TrainedHead):
+    """See the module."""
 
     def guesses(self, base: BaseModel, states: States, num_draft: int) -> Iterator[Guess]:
         """See Part. Drafts begin behind each token of the row but the first, before which there is no state."""
@@ -95,11 +85,6 @@ class TrainedJump:
             last = F.pad(last[:-1], (0, 0, 1, 0))  # of the token before
             last = text.run(self.head.states(early, last), step)
             yield Guess(base.logits(last[step:]), step)
-
-    def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """See Part."""
-        weights = {name: tensor.detach().to(dtype) for name, tensor in self.weights.items()}
-        JumpHead(self.head.config, weights).save(folder)
 
     def serving(self, folder: Path) -> dict[str, Any]:
         """See Part."""

@@ -46,3 +46,15 @@ class Part(Protocol):
 
     def serving(self, folder: Path) -> dict[str, Any]:
         """For --speculative-config."""
+
+
+class TrainedHead:
+    """A head that a proposer can load, in training."""
+
+    def __init__(self, head: Any):  # ExitHead, JumpHead
+        self.head, self.weights = head, head.weights
+
+    def save(self, folder: Path, dtype: torch.dtype) -> None:
+        """See Part."""
+        weights = {name: tensor.detach().to(dtype) for name, tensor in self.weights.items()}
+        type(self.head)(self.head.config, weights).save(folder)
