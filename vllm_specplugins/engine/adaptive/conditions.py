@@ -9,7 +9,6 @@ from functools import wraps
 from typing import Any
 
 from vllm_specplugins.engine.adaptive.budget import Budget
-from vllm_specplugins.engine.frontend.scheduling import chooses_length
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -87,6 +86,14 @@ def or_planned(create: Callable[..., Any], runner: Any) -> Callable[..., Any]:
         return None
 
     return created
+
+
+def chooses_length(vllm_config: Any) -> bool:
+    """Whether the scheduler does. vLLM with several engines of a mixture of experts must draft as much in each, or they
+    wait for one another."""
+    parallel = vllm_config.parallel_config
+    alone: bool = parallel.pipeline_parallel_size == parallel.data_parallel_size == 1
+    return alone and vllm_config.speculative_config.chooses_length
 
 
 def _record_plain_steps(runner: Any) -> None:

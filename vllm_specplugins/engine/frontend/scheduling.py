@@ -73,14 +73,6 @@ def settle(vllm_config: Any, asked: bool | None) -> None:
     scheduler.scheduler_cls = SCHEDULER
 
 
-def chooses_length(vllm_config: Any) -> bool:
-    """Whether the scheduler does. vLLM with several engines of a mixture of experts must draft as much in each, or they
-    wait for one another."""
-    parallel = vllm_config.parallel_config
-    alone: bool = parallel.pipeline_parallel_size == parallel.data_parallel_size == 1
-    return alone and vllm_config.speculative_config.chooses_length
-
-
 def _synchronous_for(vllm_config: Any) -> str | None:
     """Why scheduling has to wait for the drafts; None if it need not."""
     config = vllm_config.speculative_config

@@ -15,8 +15,8 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_specplugins.engine.adaptive.conditions import chooses_length
 from vllm_specplugins.engine.frontend.options import request_options
-from vllm_specplugins.engine.frontend.scheduling import chooses_length
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.gate.step_times import StepTimes
 from vllm_specplugins.request_options import draft_limit
