@@ -75,9 +75,9 @@ class Target:
         num_tokens: [num_reqs] int64, length of each request with that token.
         last_hidden_states: [num_reqs, hidden_size], from which the newest token was sampled.
         sampling: temperatures and seeds.
-        edit: (logits [num_reqs, vocab_size], drafts [num_reqs, T], positions [num_reqs]) to the logits as verification
-            will edit them behind these T drafts (bias, penalties, forbidden tokens), for the tokens at these positions;
-            None where no request asks for that.
+        edit: (logits [N, vocab_size], drafts [N, T], positions [N], counts [N] or None: T) to the logits as
+            verification will edit them behind so many of these drafts (bias, penalties, forbidden tokens), for the
+            tokens at these positions; N: rows, as many of each request. None where no request asks for that.
     """
 
     forward: PagedForward
@@ -85,4 +85,4 @@ class Target:
     num_tokens: Any
     last_hidden_states: Any
     sampling: Sampling
-    edit: Callable[[Any, Any, Any], Any] | None = None
+    edit: Callable[..., Any] | None = None

@@ -265,3 +265,29 @@ def test_all_layers_are_always_right(
     assert (num_accepted == num_drafted) == (not planted)
     if method != "probabilistic":
         assert drafted == run(max_draft=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["coupled", "probabilistic"])
+def test_edits_behind_lookups(method: str, engine: Any, checkpoint: Path) -> None:
+    """All drafts of a cascade that verifies are its last stage's, also where a lookup's tokens stand before: of all
+    layers, every one is accepted. Kills: a penalty that does not know those."""
+    from vllm import SamplingParams
+
+    stages = [{"method": "prompt_lookup"}, {**early_exit(method), "exit_layer": 2}]
+    stages[1].pop("num_speculative_tokens")
+    config = {"method": "cascade", "policy": "verify", "gate": "off", "num_speculative_tokens": 4, "stages": stages}
+    llm = engine(config, model=str(checkpoint), **ARGUMENTS)
+    params = [
+        SamplingParams(max_tokens=13, seed=seed, ignore_eos=True, detokenize=False, **own)
+        for seed, own in enumerate([{}, {"temperature": 0.0}, *EDITS])
+    ]
+    for own in params[-2:]:
+        own._bad_words_token_ids = [[5], [3, 7], [7, 3], [1, 1], [2, 2], [2, 9, 2]]
+    before = spec_metrics(llm)
+    llm.generate([{"prompt_token_ids": PROMPT}] * len(params), params, use_tqdm=False)
+    after = spec_metrics(llm)
+    num_drafted, num_accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    assert num_drafted >= len(params) * 5 and num_accepted == num_drafted
+    [stats] = llm.collective_rpc("specplugins_stats")
+    assert stats["faults"] == {}

@@ -81,7 +81,7 @@ class Known:
         fed, positions = np.empty((num_reqs, length), np.int32), np.empty((num_reqs, length), np.int64)
         histories = self._newest, self._lengths, stage.max_position
         host.feed(*known, guess.token_ids, guess.num_draft, *histories, text, firsts, fed, positions)
-        chosen, logits = stage.choose_at(target, fed, positions)
+        chosen, logits = stage.choose_at(target, fed, positions, text, firsts)
         choices, num_logits = _array(chosen, np.int32), sum(map(len, self._logits))
         num_kept, num_new = host.keep(*known, text, guess.num_draft, choices, firsts, num_logits, self._q)
         if logits is not None:

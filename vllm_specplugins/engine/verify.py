@@ -34,16 +34,22 @@ def draft_seeds(seeds: torch.Tensor, num_tokens: torch.Tensor, rejection: str) -
 def edit_drafted(
     idx_mapping: torch.Tensor,  # [num_reqs]
     edits: Edits,
-    logits: torch.Tensor,  # [num_reqs, vocab_size]
-    drafts: torch.Tensor,  # [num_reqs, T]
-    positions: torch.Tensor,  # [num_reqs]
+    logits: torch.Tensor,  # [N, vocab_size]
+    drafts: torch.Tensor,  # [N, T]
+    positions: torch.Tensor,  # [N]
+    counts: torch.Tensor | None = None,  # [N]
 ) -> torch.Tensor:
-    """`draft.Target.edit`, float32, for requests of these states: what verification does to the row behind T drafts."""
-    num_reqs, num_drafts = drafts.shape
-    starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=logits.device) * (num_drafts + 1)
-    fed = torch.cat((drafts[:, :1], drafts), dim=1) if num_drafts else drafts.new_zeros(num_reqs, 1)
-    places = (positions[:, None] + torch.arange(-num_drafts, 1, device=logits.device)).flatten()
-    layout = starts, fed.flatten().int(), places, idx_mapping.long()  # as verification's are: no kernel of its own
+    """`draft.Target.edit`, float32, for requests of these states: what verification does to the row behind T drafts, or
+    behind `counts` of them, which a device has to be waited for."""
+    num_rows, num_drafts = drafts.shape
+    steps = torch.arange(num_drafts + 1, device=logits.device)
+    numbers = drafts.new_full((num_rows,), num_drafts) if counts is None else counts
+    fed = torch.cat((drafts[:, :1], drafts), dim=1) if num_drafts else drafts.new_zeros(num_rows, 1)
+    places = (positions - numbers)[:, None] + steps
+    is_fed = ... if counts is None else steps <= counts[:, None]
+    starts = torch.nn.functional.pad((numbers + 1).cumsum(0), (1, 0)).int()
+    states = idx_mapping.long().repeat_interleave(num_rows // max(1, len(idx_mapping)))
+    layout = starts, fed[is_fed].flatten().int(), places[is_fed].flatten(), states  # as verification's: no other kernel
     edited: torch.Tensor = adjust(logits, *layout, edits, num_drafts, only_last=True)
     return edited
 

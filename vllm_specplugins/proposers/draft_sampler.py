@@ -43,11 +43,12 @@ class DraftSampler:
         target: Target,
         logits: torch.Tensor,  # [N, V]
         positions: torch.Tensor,  # [N] int64, of what is chosen
-        drafts: torch.Tensor | None = None,  # [num_reqs, T] what was drafted before; None: nobody edits the logits
+        drafts: torch.Tensor | None = None,  # [N, T] what was drafted before; None: nobody edits the logits
+        counts: torch.Tensor | None = None,  # [N] how many of those; None: T
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Token ids [N] and, if they are drawn with noise of their own, the logits [N, V] that they are drawn from."""
         if target.edit is not None and drafts is not None:
-            logits = target.edit(logits, drafts, positions).to(logits.dtype)
+            logits = target.edit(logits, drafts, positions, counts).to(logits.dtype)
         sampling, num_reqs = target.sampling, len(target.num_tokens)
         if self.is_greedy or (self._is_coupled and sampling.verified is None):
             return logits.argmax(dim=-1), None

@@ -98,14 +98,15 @@ class EarlyExit:
             return steps.token_ids, steps.logits
         last, positions = target.last_token_ids, target.num_tokens - 1
         ends = positions + (self.max_num_draft - 1)  # where the last reserved slot is
-        steps = Steps.of(last, num_steps)
+        steps, text = Steps.of(last, num_steps), torch.nn.functional.pad(begun, (0, num_steps))
         for step in range(num_steps):
             if step == 0:
                 last, q_logits = self._choose_behind(target, positions, begun, num_begun)
                 positions += num_begun
             else:
-                last, q_logits, _ = self._choose(target, last, torch.minimum(positions, ends))
+                last, q_logits, _ = self._choose(target, last, torch.minimum(positions, ends), text, num_begun + step)
             steps.put(step, last, q_logits)
+            text.scatter_(1, (num_begun + step).clamp(max=text.shape[1] - 1)[:, None], last[:, None].to(text.dtype))
             positions.add_(1).clamp_(max=self.max_position)
         return steps.token_ids, steps.logits
 
@@ -129,7 +130,7 @@ class EarlyExit:
         steps = Steps.of(last, num_steps)
         path = steps.token_ids if followed is None else torch.empty_like(steps.token_ids)
         for step in range(num_steps):
-            own, q_logits, logits = self._choose(target, last, positions, path[:, :step], sees is not None)
+            own, q_logits, logits = self._choose(target, last, positions, path[:, :step], rates=sees is not None)
             steps.put(step, own, q_logits)
             if sees is not None:
                 assert logits is not None
@@ -164,7 +165,8 @@ class EarlyExit:
         """What follows drafts that were begun behind these positions, and their logits: one token of each request."""
         fed = torch.cat((target.last_token_ids[:, None], begun), dim=1)
         places = positions[:, None] + torch.arange(fed.shape[1], device=fed.device)
-        chosen, logits, _ = self._choose(target, fed, places.clamp_(max=self.max_position))
+        firsts = torch.zeros_like(num_begun)
+        chosen, logits, _ = self._choose(target, fed, places.clamp_(max=self.max_position), begun, firsts)
         ends = num_begun.clamp(max=begun.shape[1])
         if logits is not None:
             logits = logits[torch.arange(len(fed), device=fed.device), ends]
@@ -185,11 +187,14 @@ class EarlyExit:
         positions = (target.num_tokens + firsts - 1)[:, None] + torch.arange(token_ids.shape[1], device=firsts.device)
         return self._choose(target, token_ids, positions.clamp_(max=self.max_position))[:2]
 
-    def choose_at(self, target: Target, token_ids: Any, positions: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same, of arrays, with the places [num_reqs, T] int64 where the tokens stand, at most max_position."""
+    def choose_at(
+        self, target: Target, token_ids: Any, positions: Any, text: Any, firsts: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same, of arrays, with the places [num_reqs, T] int64 where the tokens stand, at most max_position, and
+        all drafts [num_reqs, K] that they stand in."""
         device = target.num_tokens.device
-        places = torch.from_numpy(positions).to(device)
-        return self._choose(target, torch.from_numpy(token_ids).to(device), places)[:2]
+        fed, places, begun, firsts = (torch.from_numpy(own).to(device) for own in (token_ids, positions, text, firsts))
+        return self._choose(target, fed, places, begun, firsts)[:2]
 
     def _choose(
         self,
@@ -197,19 +202,25 @@ class EarlyExit:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         begun: torch.Tensor | None = None,
+        firsts: torch.Tensor | None = None,
         rates: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What follows each token: ids and, if it is drawn by itself, logits, of shape [num_reqs] or [num_reqs, T];
         behind them all logits [N, vocab_size] if they had to be made, or are asked for by `rates`.
 
-        `begun` [num_reqs, T]: what was drafted before; None: nobody edits the logits.
+        `begun` [num_reqs, K]: what was drafted before; None: nobody edits the logits. `firsts` [num_reqs]: how
+        much of that stands before what follows each request's first token; None: all.
         """
         hidden_states = target.forward.hidden_states(self.exit_layer, token_ids, positions, normed=self._head is None)
         flat = hidden_states.view(-1, hidden_states.shape[-1])
         if self._sampler.is_greedy and self._head is None and (target.edit is None or begun is None) and not rates:
             return target.forward.argmax(flat).view(token_ids.shape), None, None
         logits = (target.forward if self._head is None else self._head).logits(flat)
-        chosen, q_logits = self._sampler.choose(target, logits, positions.reshape(-1) + 1, begun)
+        counts, num_fed = None, len(flat) // len(token_ids)
+        if begun is not None and firsts is not None and target.edit is not None:
+            counts = (firsts[:, None] + torch.arange(num_fed, device=flat.device)).clamp(max=begun.shape[1]).flatten()
+            begun = begun.repeat_interleave(num_fed, dim=0)
+        chosen, q_logits = self._sampler.choose(target, logits, positions.reshape(-1) + 1, begun, counts)
         q_logits = None if q_logits is None else q_logits.view(*token_ids.shape, -1)
         return chosen.view(token_ids.shape), q_logits, logits
 

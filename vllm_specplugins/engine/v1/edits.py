@@ -62,9 +62,11 @@ def edit_of_drafts(metadata: Any, input_batch: Any, rows: list[int], vocab_size:
     states = torch.tensor(rows, device=device)
     edits = Edits(*(_on_device(field, device) for field in edits))
 
-    def edit_drafts(logits: torch.Tensor, drafts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        edited = edit_drafted(states, edits, logits, drafts, positions)
-        return edited if allowed is None else edited.masked_fill_(allowed[states], -torch.inf)
+    def edit_drafts(logits: torch.Tensor, *where: Any) -> torch.Tensor:
+        edited = edit_drafted(states, edits, logits, *where)
+        if allowed is None:
+            return edited
+        return edited.masked_fill_(allowed[states.repeat_interleave(len(logits) // len(states))], -torch.inf)
 
     return edit_drafts
 
