@@ -215,7 +215,8 @@ def _check_token_ids(value: Any, limits: Limits) -> None:
     low, high = (min, max) if ids is value else (np.min, np.max)
     if not fits or (len(ids) and not (low(ids) >= 0 and high(ids) < limits.vocab_size)):
         allowed = f"a text or a list of token ids from 0 to {limits.vocab_size - 1}"
-        raise ConfigError(f"specplugins: reference must be {allowed}, not {shown(ids)}.")
+        given = value if ids is value else ids[:20].tolist()
+        raise ConfigError(f"specplugins: reference must be {allowed}, not {shown(given)}.")
 
 
 class _CannotTravel(Exception):

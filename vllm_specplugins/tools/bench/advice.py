@@ -105,7 +105,7 @@ def _cheap_steps(rows: Sequence[Row]) -> Iterator[str]:
         if row.beats_its_steps:
             yield (
                 f"{row.method} ({row.cell}) decodes {row.decoding.median:.2f}x as fast with {row.tokens_per_step:.2f} "
-                f"tokens/step: its steps took {row.step_cost} of one without speculation. On a CPU vLLM's linear layers "
-                "take less for 3 to 6 tokens than for one (docs/figures.md); elsewhere nobody has measured why. This "
-                "row gives no advice."
+                f"tokens/step: its steps took {row.step_cost} of one without speculation. On a CPU vLLM's linear "
+                "layers take less for 3 to 6 tokens than for one (docs/figures.md); elsewhere nobody has measured why. "
+                "This row gives no advice."
             )
