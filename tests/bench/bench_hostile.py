@@ -6,6 +6,8 @@ A real server with prompt_lookup streams to some clients. In turn, a few seconds
 ("quiet"); sends the worst options of a request that we know of, one after the other ("hostile"); sends requests of the
 same sizes that vLLM itself refuses, at the same place ("vLLM's own": what is lost here is lost without us). A gap is
 the time between two chunks that a client receives; phases are interleaved, and all gaps of an arm counted together.
+The worst second of a phase is that in which all clients together received least; its ratio is to the quiet phase of the
+same round, median (range) of the rounds.
 """
 
 import argparse
@@ -39,8 +41,13 @@ PAYLOADS = [
     json.dumps({"reference": "word " * 200_000}),
     json.dumps({"reference": "word " * 2_000_000}),
     json.dumps({"reference": [7] * 1_000_000}),
+    json.dumps({"reference": "a b " * 4_000}),  # of a length that is allowed, and too many tokens
+    '{"stages":[' + '"prompt_lookup",' * 100 + "[" * 500 + "]" * 500 + "]}",
+    json.dumps({"stages": ["prompt_lookup"] * 3_000}),
+    json.dumps({"stages": ["prompt_lookup"] * 37_000}),
     "[" * 200_000,
 ]
+LENGTH = 1.0  # seconds
 
 
 def start_server(args, port):
@@ -70,8 +77,8 @@ def counters(port):
     return np.array([sum(float(line.rpartition(" ")[2]) for line in lines if name in line) for name in names])
 
 
-def attack(port, arm, is_on, is_over, answers):
-    """A process: sends the arm's requests while `is_on`; puts the status of each answer, and when it came."""
+def attack(port, arm, every, is_on, is_over, answers):
+    """A process: sends the arm's requests while `is_on`, one in so many seconds; puts the status of each answer."""
     common = {"model": "demo", "prompt": "x", "max_tokens": 1}
     if arm == "hostile":
         bodies = [{**common, "vllm_xargs": {"specplugins": payload}} for payload in PAYLOADS]
@@ -86,6 +93,7 @@ def attack(port, arm, is_on, is_over, answers):
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         answers.put((arm, connection.getresponse().status))
         connection.close()
+        time.sleep(every)
 
 
 async def stream(client, prompt, num_tokens, gaps):
@@ -109,7 +117,7 @@ async def listen(client, prompts, num_tokens, gaps, is_over):
 
 
 async def measure(args, port, switches, is_over):
-    """Gaps in ms, and the change of the counters and seconds, of each arm."""
+    """Gaps in ms, the change of the counters and seconds, and the chunks of each round's worst second, of each arm."""
     prompts = load_prompts("edit", 2 * args.clients)
     gaps, phases, totals = [], [], {arm: np.zeros(3) for arm in ARMS}
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
@@ -132,16 +140,30 @@ async def measure(args, port, switches, is_over):
                 await asyncio.sleep(args.pause)  # until what was sent is answered
         is_over.set()
         await asyncio.gather(*listeners)
-    found = {arm: [] for arm in ARMS}
-    for when, seconds in gaps:
-        for arm, start, end in phases:
-            if start < when - seconds and when < end:
-                found[arm].append(seconds * 1e3)
-    return found, totals
+    found, worst, times = {arm: [] for arm in ARMS}, {arm: [] for arm in ARMS}, np.array([when for when, _ in gaps])
+    for arm, start, end in phases:
+        found[arm] += [seconds * 1e3 for when, seconds in gaps if start < when - seconds and when < end]
+        worst[arm].append(fewest(times, start, end))
+    return found, totals, worst
 
 
-def report(args, gaps, totals, statuses):
-    console = Console(width=130)
+def fewest(times, start, end):
+    """How many of these times lie in that second between `start` and `end` that has fewest."""
+    times = np.sort(times)
+    begins = np.arange(start, end - LENGTH, LENGTH / 20)
+    return int(np.min(np.searchsorted(times, begins + LENGTH) - np.searchsorted(times, begins)))
+
+
+def ratios(worst):
+    """Of each round's worst second: how much longer than the quiet phase's the same chunks took."""
+    values = np.array(worst["quiet"])[None] / np.maximum(1, [worst[arm] for arm in ARMS])
+    return {
+        arm: f"{np.median(own):.2f} ({own.min():.2f}-{own.max():.2f})" for arm, own in zip(ARMS, values, strict=True)
+    }
+
+
+def report(args, gaps, totals, worst, statuses):
+    console = Console(width=160)
     console.print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
     title = (
         f"{args.clients} clients, {args.rounds} rounds of {args.seconds:g} s an arm, max_model_len {args.max_model_len}"
@@ -155,6 +177,7 @@ def report(args, gaps, totals, statuses):
         "p99",
         "longest",
         "p99 / quiet",
+        "worst second / quiet",
         "drafts/s",
         "accepted/s",
     ):
@@ -165,7 +188,7 @@ def report(args, gaps, totals, statuses):
         values = [np.quantile(gaps[arm], q) for q in (0.5, 0.9, 0.99, 1.0)]
         drafts, accepted, seconds = totals[arm]
         answers = ", ".join(f"{count} times {status}" for status, count in sorted(statuses[arm].items())) or "none"
-        cells = [f"{value:.1f}" for value in values] + [f"{values[2] / quiet:.2f}"]
+        cells = [f"{value:.1f}" for value in values] + [f"{values[2] / quiet:.2f}", ratios(worst)[arm]]
         cells += [f"{drafts / seconds:.1f}", f"{accepted / seconds:.1f}", answers]
         table.add_row(arm, str(len(gaps[arm])), *cells)
     console.print(table)
@@ -175,8 +198,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--every", type=float, default=0.0, help="seconds between an answer and the next attack")
     parser.add_argument("--pause", type=float, default=1.0)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--max-model-len", type=int, default=2048)
@@ -188,17 +212,19 @@ def main():
     switches = {arm: Event() for arm in ARMS[1:]}
     try:
         wait_for(port, server)
-        attackers = [Process(target=attack, args=(port, arm, switches[arm], is_over, answers)) for arm in ARMS[1:]]
+        attackers = [
+            Process(target=attack, args=(port, arm, args.every, switches[arm], is_over, answers)) for arm in ARMS[1:]
+        ]
         for attacker in attackers:
             attacker.start()
-        gaps, totals = asyncio.run(measure(args, port, switches, is_over))
+        gaps, totals, worst = asyncio.run(measure(args, port, switches, is_over))
         statuses = {arm: Counter() for arm in ARMS}
         while not answers.empty():
             arm, status = answers.get()
             statuses[arm][status] += 1
         for attacker in attackers:
             attacker.join(60)
-        report(args, gaps, totals, statuses)
+        report(args, gaps, totals, worst, statuses)
     finally:
         server.terminate()
         server.wait(60)
