@@ -6,9 +6,8 @@ Each cell plays recorded texts (tests/traces/exits.py) behind drafts of a lookup
 of the layers. Costs are those of Llama 2 7B (tools/replay/costs.py: kernels recorded on an H100 by others), padded to
 the sizes of vLLM's graphs; the exit's are its share of them, and the head's bytes for each of its tokens. Speeds are
 to nothing drafted: all tokens drafted and verified; the host's cascade and gate, told these costs, which know a draft
-when they plan, their time not counted; the device's; each depth of the exit that is fixed; and a choice that knows
-which tokens will be accepted, which nothing reaches. The last column adds --launch-us for each launch in the graph
-of drafting. The bars: at least HOST of the host's choice, never below NONE of no speculation; 1 where one is missed.
+when they plan, their time not counted; and the device's. The bars: at least HOST of the host's choice, never below
+NONE of no speculation; 1 where one is missed.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "traces"))
-from device_choices import LOOKUP, Knows, Nothing, OnDevice, OnHost
+from device_choices import LOOKUP, Nothing, OnDevice, OnHost
 from exits import Said, load
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import build_cost_tables_from_curves
 
@@ -35,8 +34,7 @@ SHARE = 2 / 8  # of the layers, in front of the exit
 HEAD_MS = 1000 * 32_000 * 4096 * 2 / BANDWIDTH  # of Llama 2 7B
 SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's graphs
 TAIL = [768, 1024, 1536, 2048]  # tokens, behind the largest
-# Of a step, and for each token of the exit, the layers' left out.
-LAUNCHES = {"prompt_lookup": (21, 0), "auto": (31, 26), "verify": (31, 26)}
+POLICIES = ["prompt_lookup", "auto", "verify"]
 EXIT = {"method": "early_exit", "exit_layer": 2}
 
 
@@ -65,8 +63,8 @@ class Total:
     steps: int = 0
     deep: int = 0  # tokens of the exit
 
-    def speed(self, launch_ms: float = 0.0, launches: tuple[int, int] = (0, 0)) -> float:
-        return self.emitted / (self.ms + launch_ms * (launches[0] * self.steps + launches[1] * self.deep))
+    def speed(self) -> float:
+        return self.emitted / self.ms
 
 
 def play(texts: Sequence[Said], batch: int, num_requests: int, num_draft: int, costs: Costs, own: Nothing) -> Total:
@@ -118,20 +116,15 @@ def play(texts: Sequence[Said], batch: int, num_requests: int, num_draft: int, c
     return total
 
 
-def configs(policies: Sequence[str], num_draft: int, most: int | None = None) -> dict[str, dict[str, Any]]:
-    """By name; `most` tokens of the exit."""
-    exits = EXIT if most is None else {**EXIT, "num_speculative_tokens": most}
-    return {
-        policy: {**LOOKUP, "num_speculative_tokens": num_draft}
-        if policy == "prompt_lookup"
-        else {"method": "cascade", "policy": policy, "stages": [LOOKUP, exits], "num_speculative_tokens": num_draft}
-        for policy in policies
-    }
+def config_of(policy: str, num_draft: int) -> dict[str, Any]:
+    """The lookup alone, or a cascade of it and the exit."""
+    own = LOOKUP if policy == "prompt_lookup" else {"method": "cascade", "policy": policy, "stages": [LOOKUP, EXIT]}
+    return {**own, "num_speculative_tokens": num_draft}
 
 
-def cell(texts: Sequence[Said], batch: int, name: str, num_draft: int, costs: Costs, rounds: int, fixed: bool) -> Any:
+def cell(texts: Sequence[Said], batch: int, name: str, num_draft: int, costs: Costs, rounds: int) -> Any:
     """Totals by who chose."""
-    config, num_requests = configs([name], num_draft)[name], max(8, rounds * batch)
+    config, num_requests = config_of(name, num_draft), max(8, rounds * batch)
 
     def total(own: Nothing) -> Total:
         return play(texts, batch, num_requests, num_draft, costs, own)
@@ -141,10 +134,6 @@ def cell(texts: Sequence[Said], batch: int, name: str, num_draft: int, costs: Co
     found["all"] = total(OnDevice(off, texts, batch, costs, trims=False))
     found["host"] = total(OnHost(config, texts, batch, costs))
     found["device"] = total(OnDevice(config, texts, batch, costs))
-    for most in range(1, num_draft) if fixed and "stages" in config else ():
-        shallow = configs([name], num_draft, most)[name]
-        found[f"exit {most}"] = total(OnDevice({**shallow, "gate": "off"}, texts, batch, costs, trims=False))
-    found["knows"] = total(Knows(config, texts, batch, costs))
     return found
 
 
@@ -157,26 +146,23 @@ def main() -> int:
     parser.add_argument("exits", type=Path, help="what tests/traces/exits.py recorded")
     parser.add_argument("--batch", type=listed, default=["1", "4", "32", "128"])
     parser.add_argument("--kinds", type=listed, default=["edits", "code", "sampled"])
-    parser.add_argument("--policies", type=listed, default=list(LAUNCHES))
+    parser.add_argument("--policies", type=listed, default=POLICIES)
     parser.add_argument("--num-draft", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3, help="requests of a place in the batch")
-    parser.add_argument("--launch-us", type=float, default=1.5)
-    parser.add_argument("--fixed", action="store_true", help="depths of the exit that are fixed, too")
     args = parser.parse_args()
     costs, texts, holds = Costs(args.num_draft), load(args.exits), True
-    table = Table("text", "drafts", "at a time", "all", "host", "device", "of the host's", "depth", "knows", "launches")
+    table = Table("text", "drafts", "at a time", "all", "host", "device", "of the host's", "depth", "bars")
     for kind in args.kinds:
         for name in args.policies:
             for batch in map(int, args.batch):
-                found = cell(texts[kind], batch, name, args.num_draft, costs, args.rounds, args.fixed)
+                found = cell(texts[kind], batch, name, args.num_draft, costs, args.rounds)
                 none, device = found["none"].speed(), found["device"]
                 speeds = {who: total.speed() / none for who, total in found.items()}
                 of_host = speeds["device"] / speeds["host"]
                 is_well = of_host >= HOST and speeds["device"] >= NONE
                 holds &= is_well
-                launched = device.speed(args.launch_us / 1000, LAUNCHES[name]) / none
                 figures = [*(speeds[who] for who in ("all", "host", "device")), of_host, device.deep / device.steps]
-                cells = [f"{value:.3f}" for value in (*figures, speeds["knows"], launched)]
+                cells = [f"{value:.3f}" for value in figures]
                 table.add_row(kind, name, str(batch), *cells, "" if is_well else "missed")
                 others = {who: round(speed, 3) for who, speed in speeds.items()}
                 print(kind, name, batch, others, f"{of_host:.3f}", "" if is_well else "missed", flush=True)

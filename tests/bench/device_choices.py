@@ -1,4 +1,4 @@
-"""Who drafts, and what of it is verified: nobody, the device's code, the host's cascade, or somebody who knows.
+"""Who drafts, and what of it is verified: nobody, the device's code, or the host's cascade.
 
 See bench_device_gate.py. R: requests of a step, K: most tokens of a draft.
 """
@@ -123,68 +123,3 @@ class OnHost(Nothing):
                 own_ms = [0.0] * (len(stages) - 1) + [self._drafting_ms] * bool(stages)
                 return [step_ms, self._drafting_ms, num_context, *own_ms]
         return value
-
-
-class Knows(Nothing):
-    """Drafts of each stage as far as they will be accepted, and the exit as deep as brings most tokens a ms."""
-
-    def __init__(self, config: dict[str, Any], texts: Sequence[Said], batch: int, costs: Costs):
-        self._texts, self._costs, self._width = texts, costs, config["num_speculative_tokens"]
-        self._policy = config.get("policy", "")
-        longest = max(len(said.token_ids) for said in texts) + 8
-        context = ProposerContext(VOCAB_SIZE, longest, batch, self._width, lambda text: [])
-        self._lookup: Any = build_proposer(parse_config({**LOOKUP, "num_speculative_tokens": self._width}), context)
-        self._names: dict[int, str] = {}
-        self._num_started = 0
-
-    def start(self, slot: int, text: int) -> None:
-        self._num_started += 1
-        self._names[slot] = str(self._num_started)
-
-    def stop(self, slot: int) -> None:
-        self._lookup.forget([self._names[slot]])
-
-    def draft(
-        self, slots: Ints, texts: Ints, lengths: Ints, num_sampled: Ints, num_rejected: Ints, step_ms: float | None
-    ) -> tuple[Ints, Ints]:
-        saids = [self._texts[text] for text in texts]
-        histories = [said.token_ids[:length] for said, length in zip(saids, lengths, strict=True)]
-        room, names = np.full(len(slots), self._width, np.int32), [self._names[slot] for slot in slots.tolist()]
-        found = self._lookup.propose(DraftBatch(names, histories, room, [{}] * len(slots)))
-        looked_up = [
-            _num_right(said, length, tokens[:count])
-            for said, length, tokens, count in zip(saids, lengths, found.token_ids, found.num_draft, strict=True)
-        ]
-        context, best = int(lengths.sum()), (-np.inf, 0, np.zeros(0, np.int64))
-        for depth in range(self._width + 1 if self._policy else 1):
-            accepted = np.array([
-                self._accepted(said, int(length), right, int(count), depth)
-                for said, length, right, count in zip(saids, lengths, looked_up, found.num_draft, strict=True)
-            ])  # fmt: skip
-            ms = self._costs.exit_ms([len(slots)] * depth, context)
-            ms += self._costs.verify_ms(len(slots) + int(accepted.sum()), context)
-            best = max(best, (float(1 + accepted.mean()) / ms, depth, accepted), key=lambda choice: choice[0])
-        _, depth, accepted = best
-        self.calls = [len(slots)] * depth
-        token_ids = np.zeros((len(slots), self._width), np.int64)
-        for row, (said, length) in enumerate(zip(saids, lengths, strict=True)):
-            rest = said.token_ids[length : length + self._width]
-            token_ids[row, : len(rest)] = rest
-        return token_ids, accepted
-
-    def _accepted(self, said: Said, length: int, looked_up: int, num_found: int, depth: int) -> int:
-        """Tokens of what the policy makes of a lookup's draft and so many tokens of the exit."""
-        if self._policy == "auto" and num_found:
-            own = depth - num_found if looked_up == num_found else 0
-            if own <= 0:
-                return looked_up
-            return looked_up + _num_right(said, length + num_found, said.drafted[length + num_found - 1][:own])
-        own = _num_right(said, length, said.drafted[length - 1][:depth])
-        return own if self._policy == "verify" and depth else max(looked_up, own)
-
-
-def _num_right(said: Said, length: int, draft: Any) -> int:
-    """How many tokens of a draft the text says behind its first ones."""
-    rest = said.token_ids[length : length + len(draft)]
-    right = np.asarray(draft)[: len(rest)] == rest
-    return len(right) if right.all() else int(right.argmin())
