@@ -3,16 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from simulated_device import tape
 from simulated_device.guard import Guard
 from simulated_device.interpreter import patch_interpreter, patch_launches
 from simulated_device.ledger import Ledger
 from simulated_device.patches import Patches
-from simulated_device.specialisations import specialisation_of
 from simulated_device.streams import TORCH_CUDA, Event, Stream, synchronize
 
 
@@ -61,26 +58,14 @@ def simulated_device(is_cuda: bool = False, warm_up: bool = False) -> Iterator[D
     from simulated_device import vllm_cpu
 
     guard = Guard(Ledger(), is_cuda)
-    ledger = guard.ledger
-
-    def launched(kernel: Any, args: Any, kwargs: Any) -> None:
-        ledger.specialisation(specialisation_of(kernel, args, kwargs))
-        if not tape.capturing():
-            ledger.launch(f"triton.{kernel.__name__}")
-
-    def replayed(graph: tape.TapeGraph) -> None:
-        ledger.now.replays += 1
-        ledger.now.replayed_launches += graph.contents.total()
-
     with Patches() as patches:
         for name, value in TORCH_CUDA.items():
             patches.set(torch.cuda, name, value)
         patches.set(torch.accelerator, "synchronize", synchronize)
         patches.set(gpu_sync_debug, "_SYNC_CHECK_MODE", "error")  # gpu_sync_allowed() then says where waits are meant
-        patches.set(tape.TapeGraph, "replayed", staticmethod(replayed))
         patches.set(Stream, "waited", staticmethod(lambda: guard.wait("synchronize")))
         patches.set(Event, "waited", staticmethod(lambda event: guard.wait_for(event)))
-        patch_launches(patches, launched)
+        patch_launches(patches)
         vllm_cpu.patch_platform(patches)
         vllm_cpu.patch_attention(patches, guard)
         vllm_cpu.patch_copies(patches, guard)

@@ -54,7 +54,6 @@ class Guard:
         """The host waits for the device."""
         if tape.capturing():
             return
-        self.ledger.now.synchronisations += 1
         if not self.ledger.in_step:
             return
         place = f"{_place()} {what}"
@@ -84,7 +83,6 @@ class _Calls(TorchFunctionMode):
             if func in (Tensor.numpy, Tensor.__array__):
                 raise DeviceError(f"{_place()} {func.__name__} of a tensor on the device")
             guard.wait(func.__name__)
-            guard.ledger.now.bytes_to_host += args[0].nbytes
             with torch._C.DisableTorchFunction():
                 return func(args[0], *args[1:], **kwargs)
         if func is Tensor.cpu and guard.memory.is_device(args[0]):
@@ -110,7 +108,6 @@ class _Calls(TorchFunctionMode):
         if isinstance(places[0], torch.device) and guard.memory.is_host(source):
             if not non_blocking:
                 guard.wait("to a device, which blocks")
-            guard.ledger.now.bytes_to_device += source.nbytes
             result = func(*args, **kwargs)
             result = result.clone() if operations.address(result) == operations.address(source) else result
             guard.memory.claim(result)
@@ -119,7 +116,6 @@ class _Calls(TorchFunctionMode):
 
     def _to_host(self, source: Tensor, rest: Any, non_blocking: bool) -> Tensor:
         guard = self._guard
-        guard.ledger.now.bytes_to_host += source.nbytes
         if rest:
             dtype = [value for value in (*rest["args"][1:], rest["kwargs"].get("dtype")) if _is_dtype(value)]
             source = source.to(dtype[0]) if dtype and dtype[0] != source.dtype else source
@@ -156,9 +152,6 @@ class _Operations(operations.Kernels):
         for tensor, is_fresh in zip(tensors(results), fresh, strict=True):
             if is_fresh:
                 memory.claim(tensor)
-        is_view = bool(fresh) and not any(fresh) and not func._schema.is_mutable
-        if not is_view and func not in operations.ALLOCATIONS and not tape.capturing():
-            guard.ledger.launch(str(func))
         return results
 
     def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -166,16 +159,11 @@ class _Operations(operations.Kernels):
         target, source, *rest = args
         non_blocking = bool(rest[0] if rest else kwargs.get("non_blocking"))
         if memory.is_host(target):
-            guard.ledger.now.bytes_to_host += source.nbytes
             if non_blocking and target.dtype == source.dtype and target.shape == source.shape:
                 return copy_to_host(source, target)
             guard.wait("copy_ to the host")
-        elif memory.is_host(source):
-            guard.ledger.now.bytes_to_device += source.nbytes
-            if not non_blocking:
-                guard.wait("copy_ to the device, which blocks")
-        else:
-            guard.ledger.launch(str(func))
+        elif memory.is_host(source) and not non_blocking:
+            guard.wait("copy_ to the device, which blocks")
         return func(*args, **kwargs)
 
     def _check_places(self, func: Any, args: Any, given: list[Tensor]) -> None:

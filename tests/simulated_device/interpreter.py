@@ -1,7 +1,6 @@
 """What Triton's interpreter lacks for vLLM's kernels; its launches as the device's."""
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -59,8 +58,8 @@ def patch_profile_run(patches: Patches) -> None:
     patches.set(CPUAttentionBackendImpl, "forward", forward)
 
 
-def patch_launches(patches: Patches, launched: Callable[[Any, Any, Any], None]) -> None:
-    """Launches are steps of an open tape; `launched` is told of each: the kernel, its arguments."""
+def patch_launches(patches: Patches) -> None:
+    """Launches are steps of an open tape."""
     from triton.runtime.interpreter import InterpretedFunction
 
     original = InterpretedFunction.run
@@ -68,7 +67,6 @@ def patch_launches(patches: Patches, launched: Callable[[Any, Any, Any], None]) 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if warmup:
             return original(self, *args, grid=grid, warmup=warmup, **kwargs)
-        launched(self, args, kwargs)
         interpreted = partial(original, self, *args, grid=grid, warmup=warmup, **kwargs)
         return tape.launch(f"triton.{self.__name__}", interpreted, writes=tensors((args, kwargs)))
 

@@ -36,8 +36,6 @@ def capturing() -> bool:
 class TapeGraph:
     """torch.cuda.CUDAGraph's interface, as far as vLLM uses it."""
 
-    replayed: Callable[["TapeGraph"], None] = staticmethod(lambda graph: None)  # told of every replay
-
     def __init__(self, keep_graph: bool = False) -> None:
         self.tape: list[Callable[[], Any]] = []
         self.contents: Counter[str] = Counter()  # how often each operation is on the tape
@@ -73,7 +71,6 @@ class TapeGraph:
         if not self.ready:
             raise CaptureError("a replay before a capture")
         self.num_replays += 1
-        TapeGraph.replayed(self)
         with torch.inference_mode(), _disable_current_modes(), torch._C.DisableTorchFunction():
             for step in self.tape:
                 step()

@@ -61,8 +61,6 @@ def patch_attention(patches: Patches, guard: Guard) -> None:
 
     def launch(**arguments: Any) -> None:
         kernel = partial(_attend, attend, make_plan, arguments)
-        if not tape.capturing():
-            guard.ledger.launch("cpu_attention_with_kv_cache")
         tape.launch("cpu_attention_with_kv_cache", kernel, writes=[arguments["output"]])
 
     builder = cpu_attn.CPUAttentionMetadataBuilder
@@ -118,7 +116,6 @@ def patch_copies(patches: Patches, guard: Guard) -> None:
             result = without_copy(data, device, dtype, out)
             result = result if out is not None else result.clone()
         guard.memory.claim(result)
-        guard.ledger.now.bytes_to_device += result.nbytes
         return result
 
     def to_cpu_nonblocking(self: Any) -> Any:
@@ -165,7 +162,7 @@ def patch_worker(patches: Patches, guard: Guard, warm_up: bool) -> None:
 
     def serving(method: Any) -> Any:
         def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with guard.active(), guard.ledger.step(ends=method is methods["sample_tokens"]):
+            with guard.active(), guard.ledger.step():
                 return method(self, *args, **kwargs)
 
         return guarded
