@@ -2,8 +2,9 @@
 
     bash examples/quickstart.sh [options of `python -m vllm_specplugins bench`]
 
-Three engines stay up: no speculation, vLLM's n-gram, and this plugin's prompt_lookup. Without --model they serve the
-demo model, widened to 217 M parameters: its outputs at a real model's cost.
+Three engines: no speculation, vLLM's n-gram, and this plugin's prompt_lookup. Without a GPU they take turns if 9 GiB
+are free; or else one serves after the other. Without --model they serve the demo model, widened to 217 M parameters:
+its outputs at a real model's cost.
 Exit status: 0; 1 if an output differs although the engines compute in float32; 2 if something could not be done.
 """
 

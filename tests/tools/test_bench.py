@@ -2,12 +2,15 @@
 
 import json
 import time
+from itertools import pairwise
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Timer
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import pytest
+import torch
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.harness.serving import Answer, Machine, Traffic, Turn, _Clock
@@ -72,12 +75,40 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpEngine]:
     for name, value in {"lie": False, "fast": False, "dtype": "float32", "log": []}.items():
         monkeypatch.setattr(MadeUpEngine, name, value)
     monkeypatch.setattr(command, "ServingEngine", MadeUpEngine)
+    have_free(monkeypatch, 64)
     return MadeUpEngine
+
+
+def have_free(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=gib << 30))
 
 
 def run(model: Path, *options: str) -> int:
     few = ("--methods", "prompt_lookup", "--workloads", "random", "--prompts", "2", "--tokens", "31", "--rounds", "4")
     return main(["bench", "--model", str(model), *few, *options])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="engines share a GPU's memory")
+@pytest.mark.parametrize(("gib", "in_turns"), [(4, False), (8, True)])
+def test_little_memory(
+    gib: int,
+    in_turns: bool,
+    tiny_model: Path,
+    engines: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two engines take 5 GiB. Where these are not free, one serves after the other, with the same figures.
+
+    Kills: engines that page each other out; a method without a row; rounds held against another round's.
+    """
+    have_free(monkeypatch, gib)
+    assert run(tiny_model) == 0
+    changes = sum(name != before for name, before in pairwise(engines.log))
+    assert changes > 1 if in_turns else changes == 1
+    output = " ".join(capsys.readouterr().out.split())
+    assert ("took turns" in output) is in_turns and ("one engine after the other" in output) is not in_turns
+    assert "1.45x" in output
 
 
 def test_figures(tiny_model: Path, engines: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

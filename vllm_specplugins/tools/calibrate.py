@@ -6,7 +6,7 @@ the best exits are served, beside the methods that the user names, trained parts
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     workload = pick_prompts(args)
     exits = pick_exits(args)
     with progress() as bars:
-        plain = serve(args, {NONE: None}, [workload], bars)
+        plain = serve(args, {NONE: None}, [workload], bars, together=False)
         [turns] = plain.turns.values()
         outputs = [answer.token_ids for turn in turns[NONE] for answer in turn.answers]
         prompts = [prompt for own in workload.rounds(args.prompts, 1 + args.rounds) for prompt in own]
@@ -62,12 +62,10 @@ def serve_all(
 ) -> Served:
     """All methods: with engines that take turns, or one engine after the other, beside what `plain` was."""
     if args.together:
-        return serve(args, configs, [workload], bars)
-    for name, config in configs.items():
-        if name != NONE:
-            [(cell, turns)] = serve(args, {name: config}, [workload], bars).turns.items()
-            plain.turns[cell] |= turns
-    return plain
+        return serve(args, configs, [workload], bars, together=True)
+    others = {name: config for name, config in configs.items() if name != NONE}
+    served = serve(args, others, [workload], bars, together=False)
+    return replace(served, turns={cell: plain.turns[cell] | turns for cell, turns in served.turns.items()})
 
 
 def pick_prompts(args: argparse.Namespace) -> Workload:

@@ -1,6 +1,7 @@
 """The command `bench`: starts an engine for each method, lets them take turns, and reports."""
 
 import argparse
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,15 +27,24 @@ from vllm_specplugins.tools.report import Point, check_files, plot, stdout, writ
 
 DEFAULT_WORKLOADS = ("code", "copy", "chat", "random")
 MEMORY_SHARE = 0.9  # of a GPU, for all engines together
+GIB = 1 << 30
+ENGINE_GIB = 1.5  # of a CPU's memory that an engine takes beside weights and KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What engines did: by cell and method, their turns; the machine, and the arguments that they shared."""
+    """What engines did.
+
+    Args:
+        turns: by cell and method.
+        arguments: that all engines had.
+        together: they took turns.
+    """
 
     turns: dict[Cell, dict[str, list[Turn]]]
     machine: Machine
     arguments: Mapping[str, Any]
+    together: bool
 
     def rows(self) -> list[Row]:
         return [row for cell, turns in self.turns.items() for row in rows_of(cell, turns)]
@@ -46,30 +56,50 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     workloads = pick_workloads(args)
     with progress() as bars:
-        served = serve(args, configs, workloads, bars)
+        served = serve(args, configs, workloads, bars, has_memory(args.model, len(configs)))
     return report(args, report_of(args, configs, workloads, served))
 
 
 def serve(
-    args: argparse.Namespace, configs: Mapping[str, Config | None], workloads: Sequence[Workload], bars: Progress
+    args: argparse.Namespace,
+    configs: Mapping[str, Config | None],
+    workloads: Sequence[Workload],
+    bars: Progress,
+    together: bool,
 ) -> Served:
-    """All cells, with engines that take turns."""
-    arguments = engine_arguments(args, configs, workloads)
+    """All cells, with engines that take turns if they may all be up together, or else one engine after the other."""
+    groups = [configs] if together else [{name: config} for name, config in configs.items()]
+    arguments = engine_arguments(args, len(groups[0]), workloads)
     cells = [
         (workload, Cell(workload.name, batch, temperature))
         for temperature in args.temperature for workload in workloads for batch in args.batch
     ]  # fmt: skip
-    task = bars.add_task("", total=len(configs) + len(cells) * (1 + args.rounds))
+    task = bars.add_task("", total=len(configs) + len(groups) * len(cells) * (1 + args.rounds))
+    turns: dict[Cell, dict[str, list[Turn]]] = {}
 
     def advance(words: str | None = None) -> None:
         bars.update(task, advance=words is None, description=words)
 
-    with engines_up(configs, arguments, advance) as (engines, machine):
-        served = Served({}, machine, arguments)
-        for workload, cell in cells:
-            advance(f"{cell}{so_far(served.rows()) if NONE in configs else ''}")
-            served.turns[cell] = serve_rounds(engines, rounds_of(args, workload, cell), advance)
+    for group in groups:
+        with engines_up(group, arguments, advance) as (engines, machine):
+            served = Served(turns, machine, arguments, together)
+            for workload, cell in cells:
+                advance(f"{cell}{so_far(served.rows()) if NONE in configs else ''}")
+                turns.setdefault(cell, {}).update(serve_rounds(engines, rounds_of(args, workload, cell), advance))
     return served
+
+
+def has_memory(model: str, num_engines: int) -> bool:
+    """Whether as many engines may be up together; on a GPU they share its memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        return True
+    import psutil  # type: ignore[import-untyped]  # comes with vLLM
+
+    weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    cache = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB
+    return bool(num_engines * (ENGINE_GIB * GIB + cache + weights) <= psutil.virtual_memory().available)
 
 
 def report_of(
@@ -78,7 +108,7 @@ def report_of(
     """The report on what was served."""
     conditions = {"model": args.model, "rounds": args.rounds, "prompts": args.prompts, "tokens": args.tokens}
     conditions |= {
-        "together": getattr(args, "together", True),
+        "together": served.together,
         "arguments": served.arguments,
         "keeps": [workload.name for workload in workloads if workload.keeps],
         "short": [workload.name for workload in workloads if workload.is_short(num_prompts(args))],
@@ -151,10 +181,8 @@ def num_prompts(args: argparse.Namespace) -> int:
     return int(max(args.prompts, *args.batch) * (1 + args.rounds))
 
 
-def engine_arguments(
-    args: argparse.Namespace, configs: Mapping[str, Config | None], workloads: Sequence[Workload]
-) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that all engines share; the user's own come last.
+def engine_arguments(args: argparse.Namespace, num_engines: int, workloads: Sequence[Workload]) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that so many engines share; the user's own come last.
 
     Raises:
         ConfigError: a prompt and its output do not fit into the model's context.
@@ -169,7 +197,7 @@ def engine_arguments(
         "model": args.model,
         "max_model_len": min(context, longest + args.tokens + MAX_NUM_SPECULATIVE_TOKENS),
         "max_num_seqs": max(args.batch),
-        "gpu_memory_utilization": round(MEMORY_SHARE / len(configs), 3),
+        "gpu_memory_utilization": round(MEMORY_SHARE / num_engines, 3),
         **({"dtype": args.dtype} if args.dtype else {}),
         **args.engine_args,
     }
