@@ -1,7 +1,7 @@
 """Does speculation ever lose? A gated cascade against no speculation on traffic that gives it little, in real engines.
 
     python examples/demo/widen.py examples/demo/model .cache/widened
-    python tests/bench/bench_never_lose.py --model .cache/widened --results .cache/never_lose.json
+    python tests/bench/bench_never_lose.py --model .cache/widened
 
 A mixture of experts is made by examples/demo/experts.py; --context puts so many tokens of the same kind in front of all
 prompts, which are computed once.
@@ -9,18 +9,15 @@ prompts, which are computed once.
 Three workloads, at 1, 4, 16 and 32 requests at a time: random tokens at temperature 1, held-out code at temperature
 1.5, and held-out code with outputs of 16 tokens at temperature 0; prompts of 64 tokens. A request that is done makes
 room for the next. Both engines stay up and take turns. A round's ratio is of whole times, prompts included; printed are
-medians and ranges over the rounds, by wall clock and by CPU time. Cells that --results holds are not measured again.
-The bar: at least 0.98, for a mixture of experts 0.95.
+medians and ranges over the rounds, by wall clock and by CPU time. The bar: at least 0.98, for a mixture of experts
+0.95.
 """
 
 import argparse
 import json
 import statistics
 import sys
-import tempfile
-from contextlib import ExitStack
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +26,7 @@ from tqdm import tqdm
 
 from vllm_specplugins.engine.harness.serving import ServingEngine, Traffic
 from vllm_specplugins.tools.base_model import load_tokenizer
+from vllm_specplugins.tools.bench.command import engines_up
 from vllm_specplugins.tools.bench.rounds import serve_rounds
 from vllm_specplugins.tools.bench.workloads import make_workload
 
@@ -80,36 +78,14 @@ def shown(cell: Cell) -> str:
     return f"{statistics.median(wall):.2f} ({min(wall):.2f}-{max(wall):.2f}), {statistics.median(cpu):.2f}"
 
 
-class Pair:
-    """An engine without speculation and one with the method, up from their first cell on."""
-
-    def __init__(self, args: argparse.Namespace, stack: ExitStack):
-        self._args, self._stack = args, stack
-        self._tokenizer, self._engines = load_tokenizer(args.model), dict[str, ServingEngine]()
-
-    def cell(self, name: str, batch: int) -> Cell:
-        kind, temperature, num_tokens = WORKLOADS[name]
-        if not self._engines:
-            self._start()
-        prompts = prompts_of(kind, self._tokenizer, max(self._args.prompts, 2 * batch), self._args.context)
-        traffic = Traffic(
-            prompts=prompts, temperature=temperature, max_tokens=num_tokens, at_a_time=batch, ignore_eos=True
-        )
-        return measured(self._engines, traffic, self._args.rounds)
-
-    def _start(self) -> None:
-        args, logs = self._args, Path(tempfile.mkdtemp())
-        num_blocks = args.context // BLOCK_SIZE + 4 * max(args.batches)
-        arguments = {
-            "model": args.model, "dtype": args.dtype, "max_model_len": args.context + 192,
-            "max_num_seqs": max(args.batches), "gpu_memory_utilization": 0.45, "block_size": BLOCK_SIZE,
-            "enable_prefix_caching": args.context > 0,
-            "num_gpu_blocks_override": num_blocks,  # no more memory than is used
-        }  # fmt: skip
-        for name, config in (("none", None), ("method", args.method)):
-            engine = ServingEngine(name, arguments, config, logs / f"{name}.log")
-            self._engines[name] = self._stack.enter_context(engine)
-            engine.wait()
+def arguments_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Of both engines."""
+    return {
+        "model": args.model, "dtype": args.dtype, "max_model_len": args.context + 192,
+        "max_num_seqs": max(args.batches), "gpu_memory_utilization": 0.45, "block_size": BLOCK_SIZE,
+        "enable_prefix_caching": args.context > 0,
+        "num_gpu_blocks_override": args.context // BLOCK_SIZE + 4 * max(args.batches),  # no more than is used
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -122,30 +98,24 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=0, help="tokens in front of all prompts")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--method", type=json.loads, default=METHOD, help="JSON: speculative_config")
-    parser.add_argument("--results", type=Path, help="JSON file: what was measured before, and is kept")
     args = parser.parse_args()
-    known: dict[str, Cell] = {}
-    if args.results and args.results.exists():
-        known = json.loads(args.results.read_text())
-
+    tokenizer = load_tokenizer(args.model)
     table = Table(title=f"speed, of no speculation: wall clock, CPU time; {args.rounds} rounds, {args.dtype}")
     table.add_column("traffic")
     for batch in args.batches:
         table.add_column(f"{batch} at a time", justify="right")
     cells = []
-    with ExitStack() as stack:
-        pair = Pair(args, stack)
+    with engines_up({"none": None, "method": args.method}, arguments_of(args), print) as (engines, _):
         for name in args.workloads:
+            kind, temperature, num_tokens = WORKLOADS[name]
             row = []
             for batch in args.batches:
-                setting = args.model, args.context, args.prompts, args.rounds, args.dtype, args.method
-                key = json.dumps([name, batch, *setting])
-                if key not in known:
-                    known[key] = pair.cell(name, batch)
-                    if args.results:
-                        args.results.write_text(json.dumps(known, indent=1))
-                row.append(known[key])
-                print(f"{name}, {batch} at a time: {shown(known[key])}", flush=True)
+                prompts = prompts_of(kind, tokenizer, max(args.prompts, 2 * batch), args.context)
+                traffic = Traffic(
+                    prompts=prompts, temperature=temperature, max_tokens=num_tokens, at_a_time=batch, ignore_eos=True
+                )
+                row.append(measured(engines, traffic, args.rounds))
+                print(f"{name}, {batch} at a time: {shown(row[-1])}", flush=True)
             table.add_row(name, *map(shown, row))
             cells += row
     Console(width=140).print(table)

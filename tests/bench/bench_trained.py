@@ -13,7 +13,7 @@ same requests, one at a time, in rounds in which the engines take turns. A metho
 exit with the model's own head), `lookup`, or `lookup+` a jump (a cascade without a gate), each with its K.
 Prompts are held-out code; they stay in the prefix cache, so that decoding alone is timed. At temperature 0 each output
 is cut where the model begins to say 8 tokens for the second time, and more prompts are asked, for as many tokens
-together: text that does not loop. A round that is in --results is not measured again.
+together: text that does not loop.
 """
 
 import argparse
@@ -22,9 +22,7 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,8 +31,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specplugins.engine.harness.serving import ServingEngine, Traffic, Turn
+from vllm_specplugins.engine.harness.serving import Traffic, Turn
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
+from vllm_specplugins.tools.bench.command import engines_up
 from vllm_specplugins.tools.bench.figures import repeated_share
 from vllm_specplugins.tools.bench.rounds import serve_round
 from vllm_specplugins.tools.bench.workloads import make_workload
@@ -132,55 +131,31 @@ def figures(turns: list[Turn], plain: list[Turn], temperature: float) -> Figures
     }
 
 
-class Engines:
-    """One for each method, and one without speculation, up from the first round on."""
-
-    def __init__(self, args: argparse.Namespace, stack: ExitStack):
-        self._args, self._stack, self._up = args, stack, dict[str, ServingEngine]()
-
-    def round(self, number: int, requests: list[Request]) -> dict[str, Figures]:
-        """A round; whose turn is first changes."""
-        if not self._up:
-            self._start(requests)
-        turns = [self._serve(number + place, *request) for place, request in enumerate(requests)]
-        plain = [found["none"] for found in turns]
-        heat = self._args.temperature
-        return {name: figures([found[name] for found in turns], plain, heat) for name in self._up}
-
-    def _serve(self, number: int, prompt: list[int], num_tokens: int) -> dict[str, Turn]:
-        heat = self._args.temperature
-        traffic = Traffic(prompts=[prompt], temperature=heat, max_tokens=num_tokens, at_a_time=1, ignore_eos=True)
-        names = list(self._up)
-        first = number % len(names)
-        return serve_round({name: self._up[name] for name in names[first:] + names[:first]}, traffic)
-
-    def _start(self, requests: list[Request]) -> None:
-        wide, logs = widened(self._args.model, self._args.parts), Path(tempfile.mkdtemp())
-        arguments = {
-            "model": str(wide), "dtype": "float32", "max_model_len": 4 * BLOCK_SIZE, "max_num_seqs": 1,
-            "block_size": BLOCK_SIZE, "num_gpu_blocks_override": 32, "enable_prefix_caching": True,
-        }  # fmt: skip
-        for name, config in {"none": None, **{word: config_of(word, wide) for word in self._args.methods}}.items():
-            engine = ServingEngine(name, arguments, config, logs / f"{len(self._up)}.log")
-            self._up[name] = self._stack.enter_context(engine)
-            print(f"{name}: {engine.wait()}, {json.dumps(config)}", flush=True)
-        for prompt, _ in requests:  # warms up, and computes the prompts
-            self._serve(0, prompt, 4)
-
-
 def serve(args: argparse.Namespace) -> None:
-    """The rounds that are not there yet, and the table of all."""
-    path = args.results or args.parts / "results.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    key = json.dumps([args.temperature, args.tokens, args.prompts, sorted(args.methods)])
-    rounds = known.setdefault(key, [])
-    begun = time.perf_counter()
-    with ExitStack() as stack:
-        requests = requests_of(args.model, args)
-        engines = Engines(args, stack)
+    """The rounds, in which who is first changes, and their table."""
+    wide, requests = widened(args.model, args.parts), requests_of(args.model, args)
+    configs = {"none": None, **{word: config_of(word, wide) for word in args.methods}}
+    arguments = {
+        "model": str(wide), "dtype": "float32", "max_model_len": 4 * BLOCK_SIZE, "max_num_seqs": 1,
+        "block_size": BLOCK_SIZE, "num_gpu_blocks_override": 32, "enable_prefix_caching": True,
+    }  # fmt: skip
+    rounds, begun = list[dict[str, Figures]](), time.perf_counter()
+    with engines_up(configs, arguments, print) as (engines, machine):
+        print(machine, json.dumps(configs), flush=True)
+
+        def answered(number: int, prompt: list[int], num_tokens: int) -> dict[str, Turn]:
+            heat, first, names = args.temperature, number % len(engines), list(engines)
+            traffic = Traffic(prompts=[prompt], temperature=heat, max_tokens=num_tokens, at_a_time=1, ignore_eos=True)
+            return serve_round({name: engines[name] for name in names[first:] + names[:first]}, traffic)
+
+        for prompt, _ in requests:  # warms up, and computes the prompts
+            answered(0, prompt, 4)
         while len(rounds) < args.rounds and time.perf_counter() - begun < 60 * args.minutes:
-            rounds.append(engines.round(len(rounds), requests))
-            path.write_text(json.dumps(known, indent=1))
+            turns = [answered(len(rounds) + place, *request) for place, request in enumerate(requests)]
+            plain = [found["none"] for found in turns]
+            rounds.append({
+                name: figures([found[name] for found in turns], plain, args.temperature) for name in engines
+            })  # fmt: skip
             print({name: round(own["wall"], 2) for name, own in rounds[-1].items()}, flush=True)
     show(args, rounds)
 
@@ -221,7 +196,6 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=60, help="no round begins behind so many")
-    parser.add_argument("--results", type=Path, help="JSON file (default: in --parts)")
     args = parser.parse_args()
     args.model = args.model or args.parts / "target"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
