@@ -1,4 +1,4 @@
-"""Whether the kernels do on this device what their references say: small inputs of the shapes to come.
+"""Whether the kernels do on this device what their references do: small inputs of the shapes to come.
 
 For a device on which nothing was ever run: a driver, a compiler or a card may be at odds with what was compiled. The
 references run on the CPU. One request of all may differ: a near tie, closer than float32 can tell, may go either way.
@@ -198,11 +198,11 @@ def _rates(shapes: Shapes, device: torch.device, num_stages: int = 2) -> int:
         there = device if name == "fused" else torch.device("cpu")
         state = new_state(num_stages, 41, shapes.max_num_draft, there)
         for slots, drafts, sampled, rejected in _moved(tuple(steps), there):
-            chances = torch.zeros_like(drafts.confidence)
+            accept_probs = torch.zeros_like(drafts.confidence)
             worth = num_worth(state, slots, drafts, 1, shapes.max_num_draft, implementation=name)
-            predict(state, slots, drafts, chances, name)
+            predict(state, slots, drafts, accept_probs, name)
             learn(state, slots, sampled, rejected, name)
-            results += [worth.cpu(), chances.cpu()]
+            results += [worth.cpu(), accept_probs.cpu()]
         results += [array.cpu() for array in state[:6]]
     pairs = zip(found["fused"], found["reference"], strict=True)
     # The chances of the last steps and what is known go by all of what was learned.

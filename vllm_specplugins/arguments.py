@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from vllm_specplugins.config import shown
+from vllm_specplugins.config import brief
 
 Value = TypeVar("Value")
 
@@ -19,7 +19,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
         except ValueError:
             value = low - 1
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be an integer from {low} to {high}, not {shown(text)}")
+            raise argparse.ArgumentTypeError(f"must be an integer from {low} to {high}, not {brief(text)}")
         return value
 
     return read
@@ -34,7 +34,7 @@ def fraction(low: float, high: float) -> Callable[[str], float]:
         except ValueError:
             value = low
         if not low < value < high:
-            raise argparse.ArgumentTypeError(f"must be a number between {low:g} and {high:g}, not {shown(text)}")
+            raise argparse.ArgumentTypeError(f"must be a number between {low:g} and {high:g}, not {brief(text)}")
         return value
 
     return read
@@ -44,7 +44,7 @@ def layer_list(text: str) -> list[int]:
     """Reads layers, as in "1,2,4"."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"must be integers with commas between them, not {shown(text)}")
+        raise argparse.ArgumentTypeError(f"must be integers with commas between them, not {brief(text)}")
     return [int(part) for part in parts]
 
 
@@ -55,7 +55,7 @@ def temperature(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 10:
-        raise argparse.ArgumentTypeError(f"must be numbers from 0 to 10, not {shown(text)}")
+        raise argparse.ArgumentTypeError(f"must be numbers from 0 to 10, not {brief(text)}")
     return value
 
 
@@ -66,7 +66,7 @@ def positive(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of 0 or more, not {shown(text)}")
+        raise argparse.ArgumentTypeError(f"must be a number of 0 or more, not {brief(text)}")
     return value
 
 
@@ -87,5 +87,5 @@ def dictionary(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, not {shown(text)}")
+        raise argparse.ArgumentTypeError(f"must be a JSON object, not {brief(text)}")
     return value

@@ -93,13 +93,13 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """The token that the target found likeliest behind each one that it read in the step before, rejected drafts
+    """The token that the target found likeliest after each one that it read in the step before, rejected drafts
     included. Arrays that cannot be written to; N: such places.
 
     Args:
         requests: [N] int32, whose place it is, an index into the batch; in ascending order.
         token_ids: [N] int32, the token that was read.
-        next_ids: [N] int32, the likeliest behind it.
+        next_ids: [N] int32, the likeliest after it.
     """
 
     requests: Int32Array

@@ -19,11 +19,11 @@ from vllm_specplugins.config import (
     SpecConfig,
     StageConfig,
     SuffixLookupConfig,
+    brief,
     check_stages,
-    meant,
+    did_you_mean,
     methods_of,
     sample_methods,
-    shown,
     with_default_length,
 )
 from vllm_specplugins.custom import (
@@ -191,7 +191,7 @@ def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecCon
             raise ConfigError(f"{name}: 'proposer' is not a field; it is {path}, which the package registers.")
         return SpecConfig.parse(name, CustomConfig, {**raw, "proposer": path})
     if not (isinstance(own_type, type) and is_dataclass(own_type)):
-        raise ConfigError(f"{name}: Config of {path} must be a dataclass, not {shown(own_type)}.")
+        raise ConfigError(f"{name}: Config of {path} must be a dataclass, not {brief(own_type)}.")
     config = SpecConfig.parse(name, own_type, raw)
     return replace(config, own=RegisteredConfig(proposer=path, settings=config.own))
 
@@ -200,7 +200,7 @@ def _parse_stage(index: int, raw: Any, names: Sequence[str]) -> StageConfig:
     if not isinstance(raw, dict) or raw.get("method") not in names:
         found = raw.get("method") if isinstance(raw, dict) else raw
         allowed = f"a dictionary whose method is one of {', '.join(names)}"
-        raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {shown(found)}{meant(found, names)}")
+        raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {brief(found)}{did_you_mean(found, names)}")
     own = {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
     most = raw.get("num_speculative_tokens")
     for entry in fields(CommonConfig):

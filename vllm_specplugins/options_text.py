@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.config import ConfigError, brief
 
 # JSON takes up to three characters for a byte (and nine for a token id): `\u00e9` is two.
 CHARACTERS_PER_TOKEN = 24
@@ -83,7 +83,7 @@ def read_options(raw: Any, max_model_len: int) -> Mapping[str, Any]:
                 raise
             options = None
     if not isinstance(options, Mapping):
-        raise ConfigError(f"specplugins must be a dictionary or its JSON text, not {shown(raw)}.")
+        raise ConfigError(f"specplugins must be a dictionary or its JSON text, not {brief(raw)}.")
     return options
 
 

@@ -17,9 +17,9 @@ from vllm_specplugins.config import (
     ConfigError,
     CustomConfig,
     SpecConfig,
+    brief,
     methods_of,
-    parts,
-    shown,
+    stage_configs,
     stage_names,
 )
 from vllm_specplugins.options_text import MAX_OWN_SIZE, Text, check_number
@@ -57,7 +57,7 @@ class Limits:
     @property
     def passes_own(self) -> bool:
         """Whether a proposer that is not ours may have options of its own."""
-        return bool(parts(self.config, CustomConfig))
+        return bool(stage_configs(self.config, CustomConfig))
 
 
 def understood(options: Options, limits: Limits) -> dict[str, Any]:
@@ -96,18 +96,18 @@ def understood(options: Options, limits: Limits) -> dict[str, Any]:
             case _:
                 if not limits.passes_own:
                     known = "enabled, max_draft, max_context, stages, reference, learn"
-                    raise ConfigError(f"specplugins: {shown(key)} is not an option; the options are {known}.")
+                    raise ConfigError(f"specplugins: {brief(key)} is not an option; the options are {known}.")
                 own[key] = value
                 continue
         if not fits:
-            raise ConfigError(f"specplugins: {key} must be {allowed}, not {shown(value)}.")
+            raise ConfigError(f"specplugins: {key} must be {allowed}, not {brief(value)}.")
         found[key] = value
     try:
         return {**_copied(own, MAX_NESTING, [MAX_OWN_SIZE]), **found}
     except _CannotTravel:
         raise ConfigError(
             f"specplugins: options of the proposer's own must be at most {MAX_OWN_SIZE} values and characters of UTF-8 "
-            f"in {MAX_NESTING} levels, and integers of 64 bits, not {shown(own)}."
+            f"in {MAX_NESTING} levels, and integers of 64 bits, not {brief(own)}."
         ) from None
 
 
@@ -121,7 +121,7 @@ def _stages(value: Any, limits: Limits) -> list[str]:
     if not fits or not all(isinstance(name, str) and name in by_name for name in value):
         allowed = ", ".join(map(repr, dict.fromkeys(methods)))
         most = f"at most {len(methods)}, each one" if len(methods) > 1 else "one"
-        raise ConfigError(f"specplugins: stages must be a list of {most} of {allowed}, not {shown(value)}.")
+        raise ConfigError(f"specplugins: stages must be a list of {most} of {allowed}, not {brief(value)}.")
     return sorted({name for asked in value for name in by_name[asked]})
 
 
@@ -196,7 +196,7 @@ def _check_reference(value: Any, limits: Limits) -> None:
     # A character is a byte or more: what is too long is not encoded.
     for chunk in (value,) if isinstance(value, str) else value:
         if size + len(chunk) <= allowed and not chunk.isascii() and not _is_utf8(chunk):
-            raise ConfigError(f"specplugins: reference must be valid UTF-8, not {shown(chunk)}.")
+            raise ConfigError(f"specplugins: reference must be valid UTF-8, not {brief(chunk)}.")
         size += len(chunk) if chunk.isascii() or size + len(chunk) > allowed else len(chunk.encode())
     if size > allowed:
         raise ConfigError(
@@ -216,7 +216,7 @@ def _check_token_ids(value: Any, limits: Limits) -> None:
     if not fits or (len(ids) and not (low(ids) >= 0 and high(ids) < limits.vocab_size)):
         allowed = f"a text or a list of token ids from 0 to {limits.vocab_size - 1}"
         given = value if ids is value else ids[:20].tolist()
-        raise ConfigError(f"specplugins: reference must be {allowed}, not {shown(given)}.")
+        raise ConfigError(f"specplugins: reference must be {allowed}, not {brief(given)}.")
 
 
 class _CannotTravel(Exception):

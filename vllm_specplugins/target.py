@@ -76,7 +76,7 @@ class Target:
         last_hidden_states: [num_reqs, hidden_size], from which the newest token was sampled.
         sampling: temperatures and seeds.
         edit: (logits [N, vocab_size], drafts [N, T], positions [N], counts [N] or None: T) to the logits as
-            verification will edit them behind so many of these drafts (bias, penalties, forbidden tokens), for the
+            verification will edit them after so many of these drafts (bias, penalties, forbidden tokens), for the
             tokens at these positions; N: rows, as many of each request. None where no request asks for that.
     """
 

@@ -27,7 +27,7 @@ class Layout(NamedTuple):
 def share_budget(
     layout: Layout,
     # [S, K] float32 in [0, 1]: chance of each token if those before it are accepted
-    chances: Any,
+    accept_probs: Any,
     # [R] the slot of each row
     slots: Any,
     # [2, R] int32: tokens of its draft, and its other tokens
@@ -52,5 +52,5 @@ def share_budget(
     >>> layout.query_start_loc.tolist()  # 0.9, 0.8 and 0.8 * 0.7
     [0, 2, 5, 5]
     """
-    module = import_module(f".{implementation_of(chances, implementation)}", __name__)
-    module.share_budget(layout, chances, slots, num_tokens, budget, num_bonus)
+    module = import_module(f".{implementation_of(accept_probs, implementation)}", __name__)
+    module.share_budget(layout, accept_probs, slots, num_tokens, budget, num_bonus)

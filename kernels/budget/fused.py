@@ -78,17 +78,17 @@ def tiles(num_slots: int) -> list[int]:
 
 def share_budget(
     layout: Layout,
-    chances: torch.Tensor,  # [S, K]
+    accept_probs: torch.Tensor,  # [S, K]
     slots: torch.Tensor,  # [R]
     num_tokens: torch.Tensor,  # [2, R]
     budget: int,
     num_bonus: int,
 ) -> None:
     """See the front door."""
-    num_slots, width = chances.shape
+    num_slots, width = accept_probs.shape
     rows, lanes = next(most for most in tiles(num_slots) if len(slots) <= most), max(2, triton.next_power_of_2(width))
     num_warps = min(16, max(1, rows * lanes // _TOKENS_A_WARP))
     _share_kernel[(1,)](
-        layout, chances, slots, num_tokens, len(slots), num_slots, budget, num_bonus,
+        layout, accept_probs, slots, num_tokens, len(slots), num_slots, budget, num_bonus,
         K=width, LANES=lanes, ROWS=rows, num_warps=num_warps,
     )  # fmt: skip

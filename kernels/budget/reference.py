@@ -7,20 +7,20 @@ from . import Layout
 
 def share_budget(
     layout: Layout,
-    chances: torch.Tensor,  # [S, K]
+    accept_probs: torch.Tensor,  # [S, K]
     slots: torch.Tensor,  # [R]
     num_tokens: torch.Tensor,  # [2, R]
     budget: int,
     num_bonus: int,
 ) -> None:
     """See the front door."""
-    (num_draft, others), num_rows, width = num_tokens, len(slots), chances.shape[1]
-    survival, worth = torch.ones(num_rows, device=chances.device), []
+    (num_draft, others), num_rows, width = num_tokens, len(slots), accept_probs.shape[1]
+    survival, worth = torch.ones(num_rows, device=accept_probs.device), []
     for step in range(width):  # in float32, one after the other, as the kernel does
-        survival = survival * chances[slots.long(), step]
+        survival = survival * accept_probs[slots.long(), step]
         worth.append(torch.where(step < num_draft, survival, -1.0))
     best = torch.stack(worth, dim=1).flatten().sort(descending=True, stable=True).indices[:budget]
-    admitted = torch.zeros(num_rows * width, dtype=torch.int32, device=chances.device)
+    admitted = torch.zeros(num_rows * width, dtype=torch.int32, device=accept_probs.device)
     admitted[best] = 1
     num_admitted = admitted.view(num_rows, width).sum(dim=1)
     for bounds, more in ((layout.cu_num_logits, num_bonus), (layout.query_start_loc, others)):

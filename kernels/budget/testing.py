@@ -11,7 +11,7 @@ from . import Layout, share_budget
 class Share(NamedTuple):
     """See share_budget."""
 
-    chances: torch.Tensor
+    accept_probs: torch.Tensor
     slots: torch.Tensor
     num_tokens: torch.Tensor
     budget: int
@@ -22,7 +22,7 @@ def make_shares(num_rows: int, width: int, num_slots: int = 16, seed: int = 1) -
     are equal, and 0 and 1 among them."""
     rng = torch.Generator().manual_seed(seed)
     slots = torch.randperm(num_slots, generator=rng)[:num_rows]
-    for chances in (
+    for accept_probs in (
         torch.randint(5, (num_slots, width), generator=rng) / 4,
         torch.rand(num_slots, width, generator=rng),
     ):
@@ -30,12 +30,12 @@ def make_shares(num_rows: int, width: int, num_slots: int = 16, seed: int = 1) -
         others = torch.randint(1, 4, (num_rows,), generator=rng)
         total = int(num_draft.sum())
         for budget in sorted({0, 1, total // 3, total // 2, max(0, total - 1), total} & set(range(total + 1))):
-            yield Share(chances, slots, torch.stack((num_draft, others)).int(), budget)
+            yield Share(accept_probs, slots, torch.stack((num_draft, others)).int(), budget)
 
 
 def shared(share: Share, implementation: str, device: torch.device) -> list[torch.Tensor]:
     """cu_num_logits and query_start_loc, on the host, of one token a request beside its drafts."""
-    layout = Layout(*torch.full((2, len(share.chances) + 1), -1, dtype=torch.int32, device=device))
-    chances, slots, num_tokens = (part.to(device) for part in share[:3])
-    share_budget(layout, chances, slots, num_tokens, share.budget, 1, implementation)
+    layout = Layout(*torch.full((2, len(share.accept_probs) + 1), -1, dtype=torch.int32, device=device))
+    accept_probs, slots, num_tokens = (part.to(device) for part in share[:3])
+    share_budget(layout, accept_probs, slots, num_tokens, share.budget, 1, implementation)
     return [bounds.cpu() for bounds in layout]

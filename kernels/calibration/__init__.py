@@ -1,4 +1,4 @@
-"""How likely each token of a draft is to be accepted: a small model for each stage, that learns from what was verified.
+"""Acceptance probability of each draft token: a small model for each stage, that learns from what was verified.
 
 Drafts are right all along or not at all far more often than a constant rate would have them: where a match of 3 tokens
 was right about the next one, it is a match of 4. So a request's record of acceptance is kept by stage and by grade of
@@ -77,7 +77,7 @@ def learn(
 ) -> None:
     """What became of the newest drafts, of which maybe not all tokens were verified; once for each `predict`.
 
-    Tokens behind the first rejected one were not tried. The record of all requests changes as if one draft after the
+    Tokens after the first rejected one were not tried. The record of all requests changes as if one draft after the
     other had been added.
 
     Args:
@@ -86,12 +86,12 @@ def learn(
     _module(state, implementation).learn(state, slots, num_sampled, num_rejected)
 
 
-def predict(state: State, slots: Any, drafts: Drafts, chances: Any, implementation: str | None = None) -> None:
-    """Fills in the chance of each token if those before it are accepted, 0 behind a draft's end; the drafts are kept.
+def predict(state: State, slots: Any, drafts: Drafts, accept_probs: Any, implementation: str | None = None) -> None:
+    """Fills in the chance of each token if those before it are accepted, 0 after a draft's end; the drafts are kept.
 
     Args:
         slots: [R] int64.
-        chances: [R, K] float, written.
+        accept_probs: [R, K] float, written.
         implementation: see `learn`.
 
     >>> import torch
@@ -107,7 +107,7 @@ def predict(state: State, slots: Any, drafts: Drafts, chances: Any, implementati
     >>> (chances > torch.tensor([0.5, 0.6, 0.9, 0.0])).tolist()
     [[True, True, False, False]]
     """
-    _module(state, implementation).predict(state, slots, drafts, chances)
+    _module(state, implementation).predict(state, slots, drafts, accept_probs)
 
 
 def num_worth(

@@ -1,4 +1,4 @@
-"""Chances of acceptance in Triton, one launch for each operation: the arithmetic of reference.py, in float64.
+"""Acceptance probabilities in Triton, one launch for each operation: the arithmetic of reference.py, in float64.
 
 Learning takes one program for each stage, which no other stage's numbers meet; it goes through the batch in tiles of
 rows and adds to the records of all requests in their order. R: rows, S: slots, M: stages, F: features, K: most tokens.
@@ -98,10 +98,10 @@ def _learn_kernel(
         is_right = is_tried & (places < accepted[:, None])
         grade = _grades(sure)
         features = _features(state, slots[:, None], stage, grade, sure, places, is_tried, M)
-        chances = _chances(features, weights[None, None, :])
-        errors = tl.where(is_tried, is_right.to(tl.float64) - chances, 0.0)
+        accept_probs = _chances(features, weights[None, None, :])
+        errors = tl.where(is_tried, is_right.to(tl.float64) - accept_probs, 0.0)
         slopes += tl.sum(tl.sum(errors[:, :, None] * features, axis=1), axis=0)
-        spread = tl.where(is_tried, chances * (1.0 - chances), 0.0)
+        spread = tl.where(is_tried, accept_probs * (1.0 - accept_probs), 0.0)
         bends += tl.sum(tl.sum(spread[:, :, None] * features * features, axis=1), axis=0)
 
         is_cell = grade[:, :, None] == four[None, None, :]
@@ -157,8 +157,8 @@ def _predict_kernel(
     mask, tokens = places < num_draft[:, None], rows[:, None] * K + places
     stage = tl.load(drafts.stage + tokens, mask=mask, other=0).to(tl.int32)
     sure = tl.load(drafts.confidence + tokens, mask=mask, other=1).to(tl.float64)
-    chances = _rated(state, slots, stage, sure, places, mask, M)
-    tl.store(chances_ptr + tokens, chances, mask=inside[:, None] & (places < K))
+    accept_probs = _rated(state, slots, stage, sure, places, mask, M)
+    tl.store(chances_ptr + tokens, accept_probs, mask=inside[:, None] & (places < K))
     sent = slots[:, None] * K + places
     tl.store(state.num_sent + slots, num_draft.to(tl.int32), mask=inside)
     tl.store(state.sent_stage + sent, stage, mask=mask)
@@ -237,12 +237,12 @@ def predict(
     state: State,
     slots: torch.Tensor,  # [R]
     drafts: Drafts,
-    chances: torch.Tensor,  # [R, K]
+    accept_probs: torch.Tensor,  # [R, K]
 ) -> None:
     """See the front door."""
     tiles = _tiles(state, _RATED)
     grid = (triton.cdiv(len(slots), tiles["ROWS"]),)
-    _predict_kernel[grid](chances, state, slots, _whole(drafts), len(slots), **tiles, num_warps=1)
+    _predict_kernel[grid](accept_probs, state, slots, _whole(drafts), len(slots), **tiles, num_warps=1)
 
 
 def num_worth(

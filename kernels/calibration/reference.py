@@ -1,4 +1,4 @@
-"""Chances of acceptance, in PyTorch. Reads nothing on the host."""
+"""Acceptance probabilities, in PyTorch. Reads nothing on the host."""
 
 import torch
 
@@ -31,10 +31,13 @@ def learn(
     is_tried = (places < num_verified[:, None]) & (places <= num_accepted[:, None])
     is_right = is_tried & (places < num_accepted[:, None])
     features = _features(state, slots, stage, confidence)
-    chances = _chances(state, features, stage)
+    accept_probs = _chances(state, features, stage)
     is_of = (stage[..., None] == torch.arange(len(state.weights), device=stage.device)) & is_tried[..., None]
-    members = is_of.to(chances.dtype).reshape(-1, len(state.weights)).T
-    errors, weights = (is_right.to(chances.dtype) - chances)[..., None], (chances * (1 - chances))[..., None]
+    members = is_of.to(accept_probs.dtype).reshape(-1, len(state.weights)).T
+    errors, weights = (
+        (is_right.to(accept_probs.dtype) - accept_probs)[..., None],
+        (accept_probs * (1 - accept_probs))[..., None],
+    )
     slopes = members @ (errors * features).reshape(-1, NUM_FEATURES)
     state.curvature.mul_(CURVATURE_DECAY)
     state.curvature.add_(members @ (weights * features * features).reshape(-1, NUM_FEATURES))
@@ -47,13 +50,13 @@ def predict(
     state: State,
     slots: torch.Tensor,  # [R]
     drafts: Drafts,
-    chances: torch.Tensor,  # [R, K]
+    accept_probs: torch.Tensor,  # [R, K]
 ) -> None:
     """See the front door."""
     state.num_sent[slots] = drafts.num_draft.int()
     state.sent_stage[slots] = drafts.stage.int()
     state.sent_confidence[slots] = drafts.confidence.double()
-    chances.copy_(_chances_of(state, slots, drafts))
+    accept_probs.copy_(_chances_of(state, slots, drafts))
 
 
 def num_worth(
@@ -134,8 +137,8 @@ def _chances(state: State, features: torch.Tensor, stage: torch.Tensor) -> torch
 
 
 def _chances_of(state: State, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
-    """[R, K], 0 behind a draft's end."""
+    """[R, K], 0 after a draft's end."""
     stage = drafts.stage.long()
-    chances = _chances(state, _features(state, slots, stage, drafts.confidence), stage)
+    accept_probs = _chances(state, _features(state, slots, stage, drafts.confidence), stage)
     is_drafted = torch.arange(stage.shape[1], device=stage.device) < drafts.num_draft[:, None]
-    return torch.where(is_drafted, chances, 0.0)
+    return torch.where(is_drafted, accept_probs, 0.0)

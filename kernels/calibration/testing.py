@@ -17,7 +17,7 @@ class Step(NamedTuple):
 
 
 def make_steps(num_steps: int, num_rows: int, num_stages: int, max_num_draft: int, seed: int = 1) -> list[Step]:
-    """Of two slots for each row, and of one behind them that is nobody's, which the last two rows of many have."""
+    """Of two slots for each row, and of one after them that is nobody's, which the last two rows of many have."""
     rng = torch.Generator().manual_seed(seed)
 
     def numbers(high: Any, *shape: int) -> torch.Tensor:

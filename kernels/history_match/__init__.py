@@ -49,7 +49,7 @@ class References(NamedTuple):
     lengths: Any
 
 
-class Begun(NamedTuple):
+class Prefix(NamedTuple):
     """Drafts to be continued: tokens after the requests' own, in which no match ends.
 
     Args:
@@ -80,12 +80,12 @@ def history_match(
     # [R] int32 or int64, the slot of each row
     slots: Any,
     # [R] int32, 0..K tokens; of a row that wants none nothing is read
-    wanted: Any,
+    max_draft: Any,
     max_num_draft: int,
     min_ngram: int,
     max_ngram: int,
     references: References | None = None,
-    begun: Begun | None = None,
+    prefix: Prefix | None = None,
     longest: int | None = None,
     implementation: str | None = None,
 ) -> Match:
@@ -116,6 +116,6 @@ def history_match(
         raise ValueError(f"min_ngram and max_ngram are {min_ngram} and {max_ngram}, but must be 1 to {LARGEST_N}.")
     module = import_module(f".{implementation_of(texts.token_ids, implementation)}", __name__)
     match: Match = module.history_match(
-        texts, slots, wanted, max_num_draft, min_ngram, max_ngram, references, begun, longest
+        texts, slots, max_draft, max_num_draft, min_ngram, max_ngram, references, prefix, longest
     )
     return match

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import LONGEST_MATCH, Begun, Match, References, Texts
+from . import LONGEST_MATCH, Match, Prefix, References, Texts
 
 # Tokens of a tile, four or eight a thread; of them, as many as the longest n-gram has are the neighbour's, too.
 TILE_SIZE, _NUM_WARPS = 1024, 4
@@ -177,11 +177,11 @@ def _copy_kernel(
 ):
     """A request's draft: what follows its best match."""
     row, steps = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
-    wanted = tl.load(wanted_ptr + row)
+    max_draft = tl.load(wanted_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     size = tl.load(lengths_ptr + slot)
     tokens, num_draft, length = tl.zeros((LANES,), tl.int32), 0, 0
-    if wanted > 0:
+    if max_draft > 0:
         best_ptr += row * num_all_tiles
         distances_ptr += 2 * slot
         num_begun = tl.load(num_begun_ptr + row) * has_begun
@@ -189,7 +189,7 @@ def _copy_kernel(
         text_ptr, begun_ptr = texts_ptr + slot * texts_stride, begun_ptr + row * begun_stride
         place = _best_of(best_ptr, size, _expected(distances_ptr, end), TILE_SIZE - _SHARED)
         if place > 0:
-            num_draft = wanted
+            num_draft = max_draft
             length = _match_length(text_ptr, place, text_ptr, size, begun_ptr, end)
             # The copy may overlap itself, as in LZ77.
             places = place + steps % (end - place)
@@ -204,7 +204,7 @@ def _copy_kernel(
                 length_there = _match_length(reference_ptr, place, text_ptr, size, begun_ptr, end)
                 tl.store(distances_ptr + 1, end - place, mask=num_begun == 0)
                 if length_there > length:
-                    length, num_draft = length_there, tl.minimum(wanted, size_there - place)
+                    length, num_draft = length_there, tl.minimum(max_draft, size_there - place)
                     tokens = tl.load(reference_ptr + place + steps, mask=steps < num_draft, other=0)
     tl.store(drafts_ptr + row * K + steps, tokens, mask=steps < K)
     tl.store(num_draft_ptr + row, num_draft)
@@ -214,12 +214,12 @@ def _copy_kernel(
 def history_match(
     texts: Texts,
     slots: torch.Tensor,  # [R]
-    wanted: torch.Tensor,  # [R]
+    max_draft: torch.Tensor,  # [R]
     max_num_draft: int,
     min_ngram: int,
     max_ngram: int,
     references: References | None,
-    begun: Begun | None,
+    prefix: Prefix | None,
     longest: int | None,
 ) -> Match:
     """See the front door."""
@@ -231,11 +231,11 @@ def history_match(
         *(slots.new_empty(shape, dtype=torch.int32) for shape in ((num_rows, max_num_draft), num_rows, num_rows))
     )
     best = slots.new_empty((num_rows, num_all_tiles), dtype=torch.int64)
-    following = begun or Begun(texts.token_ids, texts.lengths)  # never read
+    following = prefix or Prefix(texts.token_ids, texts.lengths)  # never read
     others = references or References(texts.token_ids, slots, texts.lengths)
     inputs = (
-        texts.token_ids, texts.token_ids.stride(0), texts.lengths, texts.distances, slots, wanted,
-        following.token_ids, following.token_ids.stride(0), following.num_tokens, int(begun is not None), *others,
+        texts.token_ids, texts.token_ids.stride(0), texts.lengths, texts.distances, slots, max_draft,
+        following.token_ids, following.token_ids.stride(0), following.num_tokens, int(prefix is not None), *others,
     )  # fmt: skip
     _match_kernel[(num_all_tiles, num_rows)](
         best, *inputs, min_ngram, max_ngram, num_tiles, num_all_tiles, TILE_SIZE=TILE_SIZE, num_warps=_NUM_WARPS

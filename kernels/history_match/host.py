@@ -130,9 +130,9 @@ def history_match(
     lengths: Int64Array,
     rows: Int64Array,
     known: Int64Array,
-    begun: Int32Array,
+    prefix: Int32Array,
     num_begun: Int64Array,
-    wanted: Int64Array,
+    max_draft: Int64Array,
     min_ngram: int,
     max_ngram: int,
     token_ids: Int32Array,
@@ -145,22 +145,22 @@ def history_match(
         texts, lengths: [R], where the requests' tokens, int32, lie in memory, and how many there are.
         rows: [R], of `known`.
         known: [N, NUM_COLUMNS].
-        begun: [R, K] tokens that follow the texts.
+        prefix: [R, K] tokens that follow the texts.
         num_begun: [R], how many; empty: none of any request.
-        wanted: [R], tokens.
+        max_draft: [R], tokens.
         token_ids, num_draft, match_lengths: [R, K], zeros, and [R] each, out.
     """
     ending, differs = np.empty(LONGEST_MATCH, np.int32), np.empty((2, BLOCK), np.int32)
     for index in range(len(rows)):
         num_draft[index], match_lengths[index] = 0, 0.0
-        request, size, most = known[rows[index]], lengths[index], min(wanted[index], token_ids.shape[1])
+        request, size, most = known[rows[index]], lengths[index], min(max_draft[index], token_ids.shape[1])
         if most == 0:
             continue
         own = carray(_pointer(texts[index]), (size,), np.int32)
         end = size + (num_begun[index] if len(num_begun) > 0 else 0)
         num_ending = min(LONGEST_MATCH, end)
         for n in range(num_ending):
-            ending[n] = own[end - 1 - n] if end - 1 - n < size else begun[index, end - 1 - n - size]
+            ending[n] = own[end - 1 - n] if end - 1 - n < size else prefix[index, end - 1 - n - size]
         for source in range(2):
             text = own if source == OWN else carray(_pointer(request[REFERENCE]), (request[NUM_TOKENS],), np.int32)
             expected = max(0, end - request[source])
@@ -173,7 +173,7 @@ def history_match(
             for i in range(most if source == OWN else min(most, text.size - place)):
                 # The copy from the own text may overlap itself, as in LZ77.
                 there = place + i % (end - place) if source == OWN else place + i
-                token = text[there] if there < text.size else begun[index, there - size]
+                token = text[there] if there < text.size else prefix[index, there - size]
                 if token < 0:
                     break
                 token_ids[index, i] = token

@@ -6,33 +6,33 @@ a match that are counted, K: most tokens of a draft.
 
 import torch
 
-from . import LONGEST_MATCH, Begun, Match, References, Texts
+from . import LONGEST_MATCH, Match, Prefix, References, Texts
 
 
 def history_match(
     texts: Texts,
     slots: torch.Tensor,  # [R]
-    wanted: torch.Tensor,  # [R]
+    max_draft: torch.Tensor,  # [R]
     max_num_draft: int,
     min_ngram: int,
     max_ngram: int,
     references: References | None,
-    begun: Begun | None,
+    prefix: Prefix | None,
     longest: int | None,
 ) -> Match:
     """See the front door."""
     slots = slots.long()
     own, size = texts.token_ids[slots, :longest].long(), texts.lengths[slots].long()
-    end = size if begun is None else size + begun.num_tokens
+    end = size if prefix is None else size + prefix.num_tokens
     last = end[:, None] - 1 - torch.arange(LONGEST_MATCH, device=slots.device)
-    ending = torch.where(last < 0, -1, _tokens(own, size, begun, last))
+    ending = torch.where(last < 0, -1, _tokens(own, size, prefix, last))
     expected = (end[:, None] - texts.distances[slots]).clamp(min=0)
-    is_kept = (wanted > 0) & (end == size)
+    is_kept = (max_draft > 0) & (end == size)
     place, match_length = _nearest_match(own, size, ending, min_ngram, max_ngram, expected[:, 0])
     _keep(texts.distances[:, 0], slots, end - place, is_kept & (match_length > 0))
     steps = torch.arange(max_num_draft, device=slots.device)
-    token_ids = _tokens(own, size, begun, place[:, None] + steps % (end - place).clamp(min=1)[:, None])
-    num_draft = torch.where(match_length > 0, wanted, 0)
+    token_ids = _tokens(own, size, prefix, place[:, None] + steps % (end - place).clamp(min=1)[:, None])
+    num_draft = torch.where(match_length > 0, max_draft, 0)
     if references is not None:
         places = references.starts[slots, None] + torch.arange(own.shape[1], device=slots.device)
         other = references.token_ids[places.clamp(max=len(references.token_ids) - 1)].long()
@@ -42,23 +42,23 @@ def history_match(
         is_better = length > match_length
         followed = other.gather(1, (place[:, None] + steps).clamp(max=own.shape[1] - 1))
         token_ids = torch.where(is_better[:, None], followed, token_ids)
-        num_draft = torch.where(is_better, torch.minimum(wanted, size - place), num_draft)
+        num_draft = torch.where(is_better, torch.minimum(max_draft, size - place), num_draft)
         match_length = torch.maximum(match_length, length)
     token_ids = torch.where(steps < num_draft[:, None], token_ids, 0)
-    return Match(token_ids.int(), num_draft.int(), torch.where(wanted > 0, match_length, 0).int())
+    return Match(token_ids.int(), num_draft.int(), torch.where(max_draft > 0, match_length, 0).int())
 
 
 def _tokens(
     own: torch.Tensor,  # [R, L]
     size: torch.Tensor,  # [R]
-    begun: Begun | None,
+    prefix: Prefix | None,
     places: torch.Tensor,  # [R, any], counted through the text and the draft after it
 ) -> torch.Tensor:
     tokens = own.gather(1, places.clamp(0, own.shape[1] - 1))
-    if begun is None:
+    if prefix is None:
         return tokens
     behind = places - size[:, None]
-    following = begun.token_ids.long().gather(1, behind.clamp(0, begun.token_ids.shape[1] - 1))
+    following = prefix.token_ids.long().gather(1, behind.clamp(0, prefix.token_ids.shape[1] - 1))
     return torch.where(behind < 0, tokens, following)
 
 

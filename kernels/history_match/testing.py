@@ -14,7 +14,7 @@ class Lookup(NamedTuple):
 
     texts: Texts
     slots: Any
-    wanted: Any
+    max_draft: Any
     max_num_draft: int
     min_ngram: int
     max_ngram: int
@@ -34,11 +34,11 @@ def make_lookup(max_num_draft: int, num_reqs: int = 12, seed: int = 1) -> Lookup
         found, where = (texts, others)[slot % 2], int(numbers(20, _SHORTEST, 1))
         if slot % 3:
             texts[slot, length - 20 : length] = found[slot, where - 20 : where].clone()
-    wanted = torch.full((num_reqs,), max_num_draft, dtype=torch.int32)
-    wanted[-1] = 0
+    max_draft = torch.full((num_reqs,), max_num_draft, dtype=torch.int32)
+    max_draft[-1] = 0
     pool = References(others.flatten(), torch.arange(num_reqs) * (_LONGEST + 8), sizes)
     distances = numbers(1, _SHORTEST, num_reqs, 2)
     distances[::4] = NO_MATCH
     return Lookup(
-        Texts(texts, lengths, distances), torch.randperm(num_reqs, generator=rng), wanted, max_num_draft, 2, 8, pool
+        Texts(texts, lengths, distances), torch.randperm(num_reqs, generator=rng), max_draft, max_num_draft, 2, 8, pool
     )

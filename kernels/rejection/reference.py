@@ -213,7 +213,7 @@ def rejection_sample(
     """See the front door."""
     num_rows, states = cu_num_logits.diff().long(), idx_mapping.long()
     steps = torch.arange(max_num_draft + 1, device=num_rows.device)
-    # The row of each step; behind a request's last row any row.
+    # The row of each step; after a request's last row any row.
     rows = (cu_num_logits[:-1, None] + steps).clamp_(max=len(target_logits) - 1)
     is_draft = steps[1:] < num_rows[:, None]
     drafts = torch.where(is_draft, draft_token_ids.long()[rows[:, 1:]], -1)

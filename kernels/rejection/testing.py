@@ -35,10 +35,10 @@ class Batch(NamedTuple):
 
 
 def as_step(batch: Batch, prompts: int = 0) -> tuple[torch.Tensor, Layout, Sampling, int]:
-    """Arguments of `sample_step` for the same rows, each behind one token more of its request.
+    """Arguments of `sample_step` for the same rows, each after one token more of its request.
 
     Args:
-        prompts: so many requests, the last ones, feed tokens of their prompts; every other one's goes on behind them.
+        prompts: so many requests, the last ones, feed tokens of their prompts; every other one's goes on after them.
     """
     num_reqs, num_rows = len(batch.idx_mapping), batch.cu_num_logits.diff()
     requests = torch.arange(num_reqs).repeat_interleave(num_rows.long())

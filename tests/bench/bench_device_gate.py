@@ -77,8 +77,8 @@ def play(texts: Sequence[Said], batch: int, num_requests: int, num_draft: int, c
         fates = {}
         if running:
             slots = np.array(sorted(running))
-            wanted = np.array([num_draft if drafts[slot][1] is None else drafts[slot][1] for slot in slots])
-            verified = own.trimmed(slots, wanted)
+            max_draft = np.array([num_draft if drafts[slot][1] is None else drafts[slot][1] for slot in slots])
+            verified = own.trimmed(slots, max_draft)
             for slot, count in zip(slots.tolist(), verified.tolist(), strict=True):
                 text, length = running[slot]
                 said = texts[text].token_ids

@@ -36,12 +36,12 @@ def sample_text() -> np.ndarray:
 
 def ours(text: np.ndarray) -> tuple[float, float]:
     """Bytes a token: all, and once. Checked against the reference."""
-    one, wanted = torch.zeros(1, dtype=torch.int64), torch.full((1,), 5, dtype=torch.int32)
+    one, max_draft = torch.zeros(1, dtype=torch.int64), torch.full((1,), 5, dtype=torch.int32)
     tokens, length = torch.from_numpy(text)[None], torch.tensor([len(text)], dtype=torch.int32)
 
     def found_by(implementation: str) -> Match:
         texts = Texts(tokens, length, torch.full((1, 2), NO_MATCH, dtype=torch.int32))
-        return history_match(texts, one, wanted, 5, MIN_NGRAM, MAX_NGRAM, implementation=implementation)
+        return history_match(texts, one, max_draft, 5, MIN_NGRAM, MAX_NGRAM, implementation=implementation)
 
     with bytes_moved() as moved:
         found = found_by("fused")
@@ -82,10 +82,10 @@ def timed(text: np.ndarray, num_tokens: int, num_reqs: int) -> tuple[float, floa
     )
     speculator = NgramGPUSpeculator(config, torch.device("cuda"), states)
     batch, last = SimpleNamespace(num_reqs=num_reqs, idx_mapping=slots), rows[:, -1:].long().contiguous()
-    wanted, distances = torch.full_like(lengths, 5), torch.full((num_reqs, 2), NO_MATCH, dtype=torch.int32).cuda()
+    max_draft, distances = torch.full_like(lengths, 5), torch.full((num_reqs, 2), NO_MATCH, dtype=torch.int32).cuda()
 
     def mine() -> None:
-        history_match(Texts(rows, lengths, distances), slots, wanted, 5, MIN_NGRAM, MAX_NGRAM)
+        history_match(Texts(rows, lengths, distances), slots, max_draft, 5, MIN_NGRAM, MAX_NGRAM)
 
     def other() -> None:
         speculator.propose(batch, None, None, None, None, one, None, last, None, None, None)

@@ -87,7 +87,7 @@ class OnHost(Nothing):
         self._width = config["num_speculative_tokens"]
         context = ProposerContext(VOCAB_SIZE, longest, batch, self._width, lambda text: [], agreed=self._told)
         self._own: Any = build_proposer(parse_config(config), context)
-        self._own.fit(longest)
+        self._own.set_max_model_len(longest)
         self._drafting_ms, self._num_started = 0.0, 0
         self._names: dict[int, str] = {}
 

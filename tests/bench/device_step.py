@@ -14,13 +14,13 @@ from exits import Said
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
-from vllm_specplugins.config import CascadeConfig, PromptLookupConfig, parts
+from vllm_specplugins.config import CascadeConfig, PromptLookupConfig, stage_configs
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.engine.adaptive.budget import Budget, Confidences
-from vllm_specplugins.engine.v2.feedback import outcomes
+from vllm_specplugins.engine.v2.feedback import draft_tracker as outcomes
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
-from vllm_specplugins.engine.v2.speculators.limits import Limits
-from vllm_specplugins.engine.v2.speculators.texts import DeviceTexts
+from vllm_specplugins.engine.v2.speculators.draft_limits import DraftLimits
+from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
 from vllm_specplugins.methods import build, parse_config
 from vllm_specplugins.target import Sampling, Target
 
@@ -36,7 +36,7 @@ class Recorded:
         self._starts = np.cumsum([0, *(len(said.token_ids) for said in texts)])
         self._tokens = np.concatenate([said.token_ids for said in texts])
         self._drafted = np.concatenate([said.drafted for said in texts])
-        self._chances = np.concatenate([said.chances for said in texts]).astype(np.float32)
+        self._chances = np.concatenate([said.accept_probs for said in texts]).astype(np.float32)
         self.calls: list[int] = []  # tokens fed in each, since `begin`
 
     def begin(self, texts: Ints, lengths: Ints) -> None:
@@ -66,9 +66,9 @@ class Recorded:
         rows = np.minimum(self._base + self._origin, self._end)
         steps = np.minimum(places - self._origin, self._drafted.shape[1] - 1)
         self._own = self._drafted[rows, steps].astype(np.int64)
-        chances = torch.from_numpy(self._chances[rows, steps]).clamp(1e-3, 1 - 1e-4)[:, None]
-        logits = ((1 - chances) / (VOCAB_SIZE - 1)).log().expand(-1, VOCAB_SIZE).clone()
-        return logits.scatter_(1, torch.from_numpy(self._own)[:, None], chances.log())
+        accept_probs = torch.from_numpy(self._chances[rows, steps]).clamp(1e-3, 1 - 1e-4)[:, None]
+        logits = ((1 - accept_probs) / (VOCAB_SIZE - 1)).log().expand(-1, VOCAB_SIZE).clone()
+        return logits.scatter_(1, torch.from_numpy(self._own)[:, None], accept_probs.log())
 
 
 class DeviceStep:
@@ -94,9 +94,9 @@ class DeviceStep:
         self._own: Any = object.__new__(DeviceSpeculator)
         own, stages = self._own, cascade.stages if cascade else ()
         model_config, device = SimpleNamespace(max_model_len=longest), torch.device("cpu")
-        own._limits = Limits(self._states, model_config, width, device, stages)
-        own.outcomes = outcomes.Outcomes(max(1, len(stages)), self._states, width, device)
-        own.texts = DeviceTexts(self._states, width, parts(spec, PromptLookupConfig)[0], device)
+        own._limits = DraftLimits(self._states, model_config, width, device, stages)
+        own.outcomes = outcomes.DraftTracker(max(1, len(stages)), self._states, width, device)
+        own.texts = TokenHistories(self._states, width, stage_configs(spec, PromptLookupConfig)[0], device)
         own.enable_adaptive_verification, own.num_speculative_steps = trims, width
         own.draft_tokens = torch.zeros(num_slots, width, dtype=torch.int64)
         own.draft_logits, own._policy, self._newest = None, cascade and cascade.policy, None
@@ -108,7 +108,7 @@ class DeviceStep:
         if cascade:
             context = ProposerContext(VOCAB_SIZE, longest, num_slots, width, lambda text: [])
             exits: Any = build(cascade.stages[1], context)
-            exits.fit(longest)
+            exits.set_max_model_len(longest)
             own.barrier = SimpleNamespace(proposer=SimpleNamespace(exit=exits))
         self._depth = own._limits.of_stages[1] if cascade else 0
 

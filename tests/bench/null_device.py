@@ -241,8 +241,8 @@ def replace_imported() -> None:
             pinned = torch.tensor(data, dtype=dtype)
         return out.copy_(pinned) if out is not None else pinned.to(dtype=dtype, copy=True)
 
-    def implementation_of(logits: Any, wanted: str | None, on_cpu: str = "reference") -> str:
-        return wanted or "fused"
+    def implementation_of(logits: Any, max_draft: str | None, on_cpu: str = "reference") -> str:
+        return max_draft or "fused"
 
     stream = Stream()
     for module in list(sys.modules.values()):

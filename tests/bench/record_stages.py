@@ -40,7 +40,7 @@ class Listening:
     def propose(self, batch: DraftBatch) -> Draft:
         assert batch.target is not None
         lengths = batch.target.num_tokens.tolist()
-        drafts = [stage.go_on(batch.target, K)[0].tolist() for stage in self._exits]
+        drafts = [stage.draft_from(batch.target, K)[0].tolist() for stage in self._exits]
         for row, (name, length) in enumerate(zip(batch.request_ids, lengths, strict=True)):
             self.said[name, length] = [tokens[row] for tokens in drafts]
         return Draft.empty(batch.num_reqs)

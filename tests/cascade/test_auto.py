@@ -15,7 +15,7 @@ from stages import LAYERS, Played, Request, load
 from vllm_specplugins.cascade.auto import Auto
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.methods import build_proposer, parse_config
-from vllm_specplugins.structures.draft_arrays import Drafted
+from vllm_specplugins.structures.draft_arrays import DraftArrays
 
 WIDTH, MOST = 12, 4
 LOOKUP = {"method": "prompt_lookup"}
@@ -77,7 +77,7 @@ def test_verify_is_no_slower_than_its_last_stage(texts: Any) -> None:
     assert checked >= 0.99 * alone
 
 
-def drafts_of(texts: list[Request], config: dict[str, Any], watch: Callable[[DraftBatch, Drafted], None]) -> None:
+def drafts_of(texts: list[Request], config: dict[str, Any], watch: Callable[[DraftBatch, DraftArrays], None]) -> None:
     """Plays texts to a cascade whose drafts are shown."""
 
     def build(context: Any) -> Played:
@@ -85,9 +85,9 @@ def drafts_of(texts: list[Request], config: dict[str, Any], watch: Callable[[Dra
         right = proposer._drafter.draft
 
         class Watched:
-            def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Any) -> Drafted:
-                drafts: Drafted = right(batch, begun, wanted)
-                assert (drafts.num_draft <= wanted).all()
+            def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Any) -> DraftArrays:
+                drafts: DraftArrays = right(batch, prefix, max_draft)
+                assert (drafts.num_draft <= max_draft).all()
                 watch(batch, drafts)
                 return drafts
 
@@ -104,7 +104,7 @@ def test_drafts(texts: Any) -> None:
     more than its own most."""
     requests, kinds = texts["mixed"], set()
 
-    def watch(batch: DraftBatch, drafts: Drafted) -> None:
+    def watch(batch: DraftBatch, drafts: DraftArrays) -> None:
         for row, (name, history) in enumerate(zip(batch.request_ids, batch.token_ids, strict=True)):
             request = requests[int(name.rpartition("-")[2]) % len(requests)]
             count = int(drafts.num_draft[row])

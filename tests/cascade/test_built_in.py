@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_specplugins.cascade.built_in import Offered
+from vllm_specplugins.cascade.built_in import BuiltInDrafter
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
@@ -37,7 +37,7 @@ def cascade(*stages: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("begun", "limit", "drafted"),
+    ("prefix", "limit", "drafted"),
     [
         ([], 3, [7, 8, 9]),
         ([], 2, [7, 8]),
@@ -49,11 +49,13 @@ def cascade(*stages: Any) -> Any:
         ([7, 9], 1, []),
     ],
 )
-def test_continues_only_its_own_beginning(begun: list[int], limit: int, drafted: list[int]) -> None:
+def test_continues_only_its_own_beginning(prefix: list[int], limit: int, drafted: list[int]) -> None:
     """Kills: tokens put behind something that they were not meant to follow."""
     counters, ones = StageCounters(), np.ones(1)
-    tokens = of_stage(0, np.array([(begun + [8] * K)[:K]], np.int32), np.array([len(begun)]), ones)
-    drafts = Offered(1, counters, K).draft(batch_of([[1]], [[7, 8, 9]]), tokens if begun else None, np.array([limit]))
+    tokens = of_stage(0, np.array([(prefix + [8] * K)[:K]], np.int32), np.array([len(prefix)]), ones)
+    drafts = BuiltInDrafter(1, counters, K).draft(
+        batch_of([[1]], [[7, 8, 9]]), tokens if prefix else None, np.array([limit])
+    )
     assert drafts.token_ids[0, : drafts.num_draft[0]].tolist() == drafted and (drafts.stage == 1).all()
     assert counters.drafted == len(drafted)
 
@@ -121,8 +123,8 @@ def test_chances_of_what_is_continued() -> None:
     batch = batch_of([[1]], [[7, 8, 9]])
     assert batch.offer is not None
     sure = replace(batch.offer, chances=np.array([[0.0, 0.75, 0.9375]], np.float32))
-    begun = of_stage(0, np.array([[7, 0, 0]], np.int32), np.array([1]), np.ones(1))
-    drafts = Offered(1, StageCounters(), K).draft(replace(batch, offer=sure), begun, np.array([2]))
+    prefix = of_stage(0, np.array([[7, 0, 0]], np.int32), np.array([1]), np.ones(1))
+    drafts = BuiltInDrafter(1, StageCounters(), K).draft(replace(batch, offer=sure), prefix, np.array([2]))
     assert drafts.confidence[0, : drafts.num_draft[0]].tolist() == [2.0, 4.0]
 
 
@@ -136,7 +138,7 @@ def test_spared_while_text_is_copied() -> None:
     copied, new = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3], [5, 6]
     told: list[float] = []
     proposer._add_times = lambda gate, feedback, step_ms: told.append(step_ms)
-    proposer._gate.shares = lambda rows, found, stage, sure, most, *rest: (
+    proposer._gate.split_draft = lambda rows, found, stage, sure, most, *rest: (
         found.num_draft,
         most * (found.num_draft == 0),
     )

@@ -12,14 +12,14 @@ import torch
 
 from vllm_specplugins.cascade.cascade import Cascade
 from vllm_specplugins.cascade.drafters import First
-from vllm_specplugins.cascade.staged import Alone, Verified
+from vllm_specplugins.cascade.staged import ModelDrafter, StagedDrafter
 from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, StageConfig
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.structures.draft_arrays import Drafted, dense_logits, of_stage
+from vllm_specplugins.structures.draft_arrays import DraftArrays, dense_logits, of_stage
 from vllm_specplugins.target import Sampling, Target
 
 VOCAB_SIZE, K = 7, 6
@@ -60,7 +60,7 @@ class FakeForward:
         return hidden_states.argmax(dim=-1)
 
 
-def drafted(rows: Sequence[Sequence[int]], stage: int = 0) -> Drafted:
+def drafted(rows: Sequence[Sequence[int]], stage: int = 0) -> DraftArrays:
     """Drafts of these tokens. What stands behind a draft's end is a token that nobody may go by."""
     token_ids = np.full((len(rows), K), VOCAB_SIZE - 1, np.int32)
     for row, tokens in enumerate(rows):
@@ -71,8 +71,8 @@ def drafted(rows: Sequence[Sequence[int]], stage: int = 0) -> Drafted:
 class Nothing:
     """Offers nothing."""
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: np.ndarray) -> Drafted:
-        return drafted([()] * len(wanted))
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: np.ndarray) -> DraftArrays:
+        return drafted([()] * len(max_draft))
 
 
 class Offers:
@@ -81,13 +81,13 @@ class Offers:
     def __init__(self, rng: np.random.Generator, right: list[list[int]] | None = None):
         self.rng, self.right = rng, right
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: np.ndarray) -> Drafted:
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: np.ndarray) -> DraftArrays:
         rows = []
-        for row, limit in enumerate(wanted.tolist()):
+        for row, limit in enumerate(max_draft.tolist()):
             length = int(self.rng.integers(0, limit + 1))
             offered = [int(token) for token in self.rng.integers(0, VOCAB_SIZE, length)]
             if self.right is not None:
-                start = 0 if begun is None else int(begun.num_draft[row])
+                start = 0 if prefix is None else int(prefix.num_draft[row])
                 known = self.right[row][start : start + length]
                 offered = [a if self.rng.random() < 0.8 else b for a, b in zip(known, offered, strict=False)]
             rows.append(offered)
@@ -116,15 +116,15 @@ def make_batch(rng: np.random.Generator, num_reqs: int, edits: bool = False) -> 
         sampling=Sampling(torch.tensor(rng.choice([0.0, 0.7, 1.3], num_reqs)).float(), torch.arange(num_reqs) * 99),
         edit=penalize if edits else None,
     )
-    wanted = rng.integers(0, K + 1, num_reqs).astype(np.int32)
-    return DraftBatch([str(i) for i in range(num_reqs)], histories, wanted, [{}] * num_reqs, target)
+    max_draft = rng.integers(0, K + 1, num_reqs).astype(np.int32)
+    return DraftBatch([str(i) for i in range(num_reqs)], histories, max_draft, [{}] * num_reqs, target)
 
 
 def exit_stage(layer: int, method: str) -> EarlyExit:
     return EarlyExit(EarlyExitConfig(exit_layer=layer, draft_sample_method=method), CONTEXT)
 
 
-def ids(drafts: Drafted) -> list[list[int]]:
+def ids(drafts: DraftArrays) -> list[list[int]]:
     return [tokens[:count].tolist() for tokens, count in zip(drafts.token_ids, drafts.num_draft, strict=True)]
 
 
@@ -148,8 +148,10 @@ def test_verified_tokens_are_the_stages_own(method: str, edits: bool, seed: int)
     batch = make_batch(rng, int(rng.integers(1, 6)), edits)
     stage = exit_stage(2, method)
     expected, logits = alone(batch, stage)
-    checked = [Verified(cheap, stage, 1, StageCounters()) for cheap in (Nothing(), Offers(rng), Offers(rng, expected))]
-    for drafter in (*checked, Alone(stage, 1, StageCounters())):
+    checked = [
+        StagedDrafter(cheap, stage, 1, StageCounters()) for cheap in (Nothing(), Offers(rng), Offers(rng, expected))
+    ]
+    for drafter in (*checked, ModelDrafter(stage, 1, StageCounters())):
         drafts = drafter.draft(batch, None, batch.max_num_draft)
         assert ids(drafts) == expected
         q = dense_logits(drafts, K)
@@ -170,10 +172,10 @@ def test_an_exit_goes_on_with_a_draft(method: str, edits: bool, seed: int) -> No
     batch = make_batch(rng, int(rng.integers(1, 6)), edits)
     stage = exit_stage(2, method)
     expected, _ = alone(batch, stage)
-    begun = [tokens[: int(rng.integers(0, len(tokens) + 1))] for tokens in expected]
-    rest = [tokens[len(first) :] for tokens, first in zip(expected, begun, strict=True)]
-    wanted = np.array([len(tokens) for tokens in rest])
-    assert ids(Alone(stage, 1, StageCounters()).draft(batch, drafted(begun), wanted)) == rest
+    prefix = [tokens[: int(rng.integers(0, len(tokens) + 1))] for tokens in expected]
+    rest = [tokens[len(first) :] for tokens, first in zip(expected, prefix, strict=True)]
+    max_draft = np.array([len(tokens) for tokens in rest])
+    assert ids(ModelDrafter(stage, 1, StageCounters()).draft(batch, drafted(prefix), max_draft)) == rest
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -183,7 +185,7 @@ def test_three_stages(seed: int) -> None:
     batch = make_batch(rng, 4)
     first, last = exit_stage(1, "probabilistic"), exit_stage(2, "probabilistic")
     expected, _ = alone(batch, last)
-    nested = Verified(Verified(Offers(rng), first, 1, StageCounters()), last, 2, StageCounters())
+    nested = StagedDrafter(StagedDrafter(Offers(rng), first, 1, StageCounters()), last, 2, StageCounters())
     assert ids(nested.draft(batch, None, batch.max_num_draft)) == expected
 
 
@@ -210,20 +212,20 @@ def test_verified_tokens_are_distributed_as_q() -> None:
     generator = torch.Generator().manual_seed(1)
     tables = {layer: torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator) for layer in (1, 2)}
     stage = exit_stage(2, "probabilistic")
-    coupled = Alone(exit_stage(1, "probabilistic"), 0, StageCounters())
+    coupled = ModelDrafter(exit_stage(1, "probabilistic"), 0, StageCounters())
     q = torch.softmax(tables[2].double() / temperature, dim=-1)
     likeliest, unlikeliest = q.argmax(-1).numpy(), q.argmin(-1).numpy()
 
     class Misleading:
-        def draft(self, batch: DraftBatch, begun: Drafted, wanted: np.ndarray) -> Drafted:
-            drafts = coupled.draft(batch, begun, wanted)
-            rows = np.arange(len(wanted))
-            last = np.where(begun.num_draft > 0, begun.token_ids[rows, begun.num_draft - 1], 0)
+        def draft(self, batch: DraftBatch, prefix: DraftArrays, max_draft: np.ndarray) -> DraftArrays:
+            drafts = coupled.draft(batch, prefix, max_draft)
+            rows = np.arange(len(max_draft))
+            last = np.where(prefix.num_draft > 0, prefix.token_ids[rows, prefix.num_draft - 1], 0)
             chosen = [drafts.token_ids[:, 0], likeliest[last], unlikeliest[last]]
             drafts.token_ids[:, 0] = np.choose(rows % 3, chosen)
             return drafts
 
-    drafter = Verified(Misleading(), stage, 1, StageCounters())
+    drafter = StagedDrafter(Misleading(), stage, 1, StageCounters())
     counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.float64)
     for start in range(0, num_draws, batch_size):
         seeds = torch.arange(start, start + batch_size) * 7919
@@ -235,9 +237,9 @@ def test_verified_tokens_are_distributed_as_q() -> None:
             last_hidden_states=None,
             sampling=Sampling(torch.full((batch_size,), temperature), seeds),
         )
-        wanted = np.full(batch_size, 2, np.int32)
-        batch = DraftBatch([""] * batch_size, [history] * batch_size, wanted, [{}] * batch_size, target)
-        drafts = drafter.draft(batch, None, wanted)
+        max_draft = np.full(batch_size, 2, np.int32)
+        batch = DraftBatch([""] * batch_size, [history] * batch_size, max_draft, [{}] * batch_size, target)
+        drafts = drafter.draft(batch, None, max_draft)
         assert (drafts.num_draft == 2).all()
         pairs = torch.from_numpy(drafts.token_ids[:, :2]).long()
         counts.index_put_((pairs[:, 0], pairs[:, 1]), torch.ones((), dtype=torch.float64), accumulate=True)
@@ -258,12 +260,12 @@ def test_good_offers_save_passes() -> None:
     expected, _ = alone(batch, stage)
 
     class Right:
-        def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: np.ndarray) -> Drafted:
-            return drafted([expected[0][: wanted[0]]])
+        def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: np.ndarray) -> DraftArrays:
+            return drafted([expected[0][: max_draft[0]]])
 
     before = batch.target.forward.num_passes
     counters, cheap = StageCounters(), StageCounters()
-    drafts = Verified(Right(), stage, 1, counters, cheap).draft(batch, None, np.array([K]))
+    drafts = StagedDrafter(Right(), stage, 1, counters, cheap).draft(batch, None, np.array([K]))
     assert ids(drafts) == expected and batch.target.forward.num_passes == before + 1
     assert (counters.drafted, cheap.kept) == (K, K - 1)
 
@@ -274,17 +276,17 @@ def test_behind_drafts_and_in_their_stead(seed: int) -> None:
     rng = np.random.default_rng(seed)
     batch = make_batch(rng, 4)
     stage = exit_stage(2, "greedy")
-    wanted = batch.max_num_draft
-    model = Alone(stage, 1, StageCounters())
-    fixed_offers = Offers(rng).draft(batch, None, wanted)
+    max_draft = batch.max_num_draft
+    model = ModelDrafter(stage, 1, StageCounters())
+    fixed_offers = Offers(rng).draft(batch, None, max_draft)
     offers = ids(fixed_offers)
-    fixed = SimpleNamespace(draft=lambda batch, begun, wanted: fixed_offers)
-    extended = ids(fixed_offers.followed_by(model.draft(batch, fixed_offers, wanted - fixed_offers.num_draft)))
-    firsts = ids(First(fixed, model).draft(batch, None, wanted))
+    fixed = SimpleNamespace(draft=lambda batch, prefix, max_draft: fixed_offers)
+    extended = ids(fixed_offers.followed_by(model.draft(batch, fixed_offers, max_draft - fixed_offers.num_draft)))
+    firsts = ids(First(fixed, model).draft(batch, None, max_draft))
     own, _ = alone(batch, stage)
     for row, offer in enumerate(offers):
         assert extended[row][: len(offer)] == offer
-        assert len(extended[row]) == wanted[row]
+        assert len(extended[row]) == max_draft[row]
         assert firsts[row] == (offer or own[row])
         text = list(batch.token_ids[row]) + extended[row]
         forward = FakeForward([np.array(text[: len(batch.token_ids[row])])], {2: 0.7})
@@ -340,7 +342,7 @@ def test_ranks_agree_on_times() -> None:
     exchanged: list[list[float]] = []
 
     def agreed(times: Any) -> Any:
-        if isinstance(times, Drafted):  # a stage's
+        if isinstance(times, DraftArrays):  # a stage's
             return times
         exchanged.append(times)
         return [1000 + index for index in range(len(times))]

@@ -17,11 +17,11 @@ from transformers import AutoTokenizer
 from vllm_specplugins.kernels.calibration.reference import num_kept
 from vllm_specplugins.kernels.history_match import NO_MATCH, References, Texts, history_match
 
-from vllm_specplugins.cascade.drafters import Allowed, Drafter
+from vllm_specplugins.cascade.drafters import Drafter, OptionFilter
 from vllm_specplugins.cascade.on_device import LOOKUP, OnDevice, keep_logits, with_certain
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
-from vllm_specplugins.structures.draft_arrays import Drafted, of_stage
+from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
 from vllm_specplugins.target import Sampling, Target
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
@@ -69,8 +69,8 @@ def batches() -> Iterator[DraftBatch]:
         sampling = Sampling(torch.zeros(NUM_ROWS), torch.zeros(NUM_ROWS, dtype=torch.int64))
         target = Target(Layers(), torch.tensor(last), torch.tensor(lengths), None, sampling)  # type: ignore[arg-type]
         histories = [text[:length] for text, length, _ in live.values()]
-        wanted = rng.integers(0, K + 1, NUM_ROWS).astype(np.int32)
-        yield DraftBatch(list(live), histories, wanted, [own for *_, own in live.values()], target)
+        max_draft = rng.integers(0, K + 1, NUM_ROWS).astype(np.int32)
+        yield DraftBatch(list(live), histories, max_draft, [own for *_, own in live.values()], target)
         live = {
             name: (text, length + int(rng.integers(1, K + 2)), own)
             for name, (text, length, own) in live.items()
@@ -78,7 +78,7 @@ def batches() -> Iterator[DraftBatch]:
         }
 
 
-def looked_up(batch: DraftBatch, wanted: torch.Tensor, distances: dict[str, torch.Tensor]) -> Any:
+def looked_up(batch: DraftBatch, max_draft: torch.Tensor, distances: dict[str, torch.Tensor]) -> Any:
     """By the device's operation, in its reference."""
     token_ids = torch.zeros(batch.num_reqs, LONGEST, dtype=torch.int32)
     for row, history in enumerate(batch.token_ids):
@@ -91,7 +91,7 @@ def looked_up(batch: DraftBatch, wanted: torch.Tensor, distances: dict[str, torc
     rows = torch.arange(batch.num_reqs)
     references = References(pool.view(-1), rows * LONGEST, sizes)
     kept = torch.stack([distances.get(name, torch.tensor([NO_MATCH] * 2)) for name in batch.request_ids]).int()
-    match = history_match(Texts(token_ids, lengths, kept), rows, wanted, K, 2, 5, references)
+    match = history_match(Texts(token_ids, lengths, kept), rows, max_draft, K, 2, 5, references)
     distances.update(zip(batch.request_ids, kept, strict=True))
     return of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length)
 
@@ -108,7 +108,7 @@ def on_host(policy: str, most: Sequence[int]) -> Any:
     if policy == "auto":
         names = ("prompt_lookup", "early_exit")
         cascade._drafter = Behind(
-            *(Allowed(cascade._drafter_of(index), None, names[index], most[index]) for index in (0, 1))
+            *(OptionFilter(cascade._drafter_of(index), None, names[index], most[index]) for index in (0, 1))
         )
     return cascade
 
@@ -120,9 +120,9 @@ class Behind:
     first: Drafter
     second: Drafter
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Any) -> Drafted:
-        drafts = self.first.draft(batch, begun, wanted)
-        return drafts.followed_by(self.second.draft(batch, drafts, wanted - drafts.num_draft))
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Any) -> DraftArrays:
+        drafts = self.first.draft(batch, prefix, max_draft)
+        return drafts.followed_by(self.second.draft(batch, drafts, max_draft - drafts.num_draft))
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> 
         allowed = torch.tensor(
             [[name in own.get("stages", (name,)) for name in ("prompt_lookup", "early_exit")] for own in batch.options]
         )
-        wanted = torch.from_numpy(batch.max_num_draft)
-        own = wanted * allowed[:, 1]
-        limit = (wanted - (own > 0).int()).clamp(min=0) if policy == "verify" else wanted
+        max_draft = torch.from_numpy(batch.max_num_draft)
+        own = max_draft * allowed[:, 1]
+        limit = (max_draft - (own > 0).int()).clamp(min=0) if policy == "verify" else max_draft
         found = looked_up(batch, (limit * allowed[:, 0]).clamp(max=most[0]), distances)
         drafts, _, told = device.draft(batch.target, found, own, device.most)
         lengths = expected.num_draft

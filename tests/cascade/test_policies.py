@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplugins.cascade.drafters import Allowed, Drafter, First
-from vllm_specplugins.cascade.staged import Alone, Verified
+from vllm_specplugins.cascade.drafters import Drafter, First, OptionFilter
+from vllm_specplugins.cascade.staged import ModelDrafter, StagedDrafter
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.structures.draft_arrays import Drafted, of_stage
+from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
 from vllm_specplugins.target import Sampling, Target
 
 VOCAB_SIZE, K = 9, 5
@@ -50,13 +50,13 @@ class Layers:
 class Cheap:
     index: int
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: np.ndarray) -> Drafted:
-        token_ids, sure = np.full((len(wanted), K), 3, np.int32), np.zeros(len(wanted))
-        num_draft = np.zeros(len(wanted), np.int64)
-        for row, limit in enumerate(wanted.tolist()):
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: np.ndarray) -> DraftArrays:
+        token_ids, sure = np.full((len(max_draft), K), 3, np.int32), np.zeros(len(max_draft))
+        num_draft = np.zeros(len(max_draft), np.int64)
+        for row, limit in enumerate(max_draft.tolist()):
             text = batch.token_ids[row].tolist()
-            if begun is not None:
-                text += begun.token_ids[row, : begun.num_draft[row]].tolist()
+            if prefix is not None:
+                text += prefix.token_ids[row, : prefix.num_draft[row]].tolist()
             tokens, sure[row] = looked_up(text, limit, self.index)
             token_ids[row, : len(tokens)], num_draft[row] = tokens, len(tokens)
         return of_stage(self.index, token_ids, num_draft, sure)
@@ -92,11 +92,11 @@ def expected(policy: str, longest: Sequence[int], allowed: list[bool], text: lis
 
 def drafter_of(policy: str, longest: Sequence[int]) -> Drafter:
     stage = EarlyExit(EarlyExitConfig(exit_layer=1, draft_sample_method="greedy"), CONTEXT)
-    first = Allowed(Cheap(0), None, "0", longest[0])
+    first = OptionFilter(Cheap(0), None, "0", longest[0])
     if policy == "verify":
-        return Allowed(Verified(first, stage, 2, StageCounters()), first, "2", longest[2])
-    second = Allowed(Cheap(1), None, "1", longest[1])
-    return First(First(first, second), Allowed(Alone(stage, 2, StageCounters()), None, "2", longest[2]))
+        return OptionFilter(StagedDrafter(first, stage, 2, StageCounters()), first, "2", longest[2])
+    second = OptionFilter(Cheap(1), None, "1", longest[1])
+    return First(First(first, second), OptionFilter(ModelDrafter(stage, 2, StageCounters()), None, "2", longest[2]))
 
 
 @pytest.mark.parametrize("longest", [(K, K, K), (3, 1, 2)])
@@ -118,9 +118,9 @@ def test_policies(policy: str, longest: Sequence[int]) -> None:
         last = torch.tensor([int(text[-1]) for text in texts], dtype=torch.int32)
         sampling = Sampling(torch.zeros(num_reqs), torch.zeros(num_reqs, dtype=torch.int64))
         target = Target(Layers(), last, lengths, None, sampling)  # type: ignore[arg-type]
-        wanted = rng.integers(0, K + 1, num_reqs).astype(np.int32)
-        batch = DraftBatch([str(row) for row in range(num_reqs)], texts, wanted, options, target)
-        drafts = drafter.draft(batch, None, wanted)
+        max_draft = rng.integers(0, K + 1, num_reqs).astype(np.int32)
+        batch = DraftBatch([str(row) for row in range(num_reqs)], texts, max_draft, options, target)
+        drafts = drafter.draft(batch, None, max_draft)
         assert drafts.token_ids.dtype == np.int32
         for row, text in enumerate(texts):
             made = [
@@ -128,7 +128,7 @@ def test_policies(policy: str, longest: Sequence[int]) -> None:
                 for part in (drafts.token_ids, drafts.stage, drafts.confidence)
             ]
             assert list(zip(*made, strict=True)) == expected(
-                policy, longest, allowed[row].tolist(), text.tolist(), int(wanted[row])
+                policy, longest, allowed[row].tolist(), text.tolist(), int(max_draft[row])
             )
             num_tokens += len(made[0])
     assert num_tokens > 200
@@ -138,9 +138,9 @@ def test_same_arithmetic_on_tensors() -> None:
     """Joining and choosing drafts gives the same on NumPy's arrays and torch's. Fails if an operation is one side's."""
     rng = np.random.default_rng(4)
 
-    def both(drafts: Drafted) -> tuple[Drafted, Drafted]:
+    def both(drafts: DraftArrays) -> tuple[DraftArrays, DraftArrays]:
         parts = [None if part is None else torch.from_numpy(part) for part in drafts[:5]]
-        return drafts, Drafted(*parts, drafts.logits)
+        return drafts, DraftArrays(*parts, drafts.logits)
 
     for _ in range(50):
         num_reqs = int(rng.integers(1, 5))

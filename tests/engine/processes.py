@@ -54,7 +54,7 @@ def fail_on_rank_1(worker: Any) -> None:
         raise RuntimeError("planted")
 
     if worker.rank == 1:
-        for name in ("propose", "choose", "go_on"):
+        for name in ("propose", "choose", "draft_from"):
             setattr(worker._barrier.proposer._stages[1], name, fail)
 
 

@@ -164,7 +164,7 @@ def test_drafts_of_no_distribution(engine: Any, checkpoint: Path, monkeypatch: p
 
     engine.stop()
     monkeypatch.setattr(draft_sampler, "sample_with_q", broken)
-    monkeypatch.setattr(switch.Switch, "add_fault", lambda self: None)  # it goes on
+    monkeypatch.setattr(switch.CircuitBreaker, "add_fault", lambda self: None)  # it goes on
     llm = engine(early_exit("probabilistic"), model=str(checkpoint), **ARGUMENTS)
     num_samples = 160 if INTERPRETED and os.environ.get("SPECPLUGINS_LONG") != "1" else 4000
     before = spec_metrics(llm)

@@ -65,7 +65,7 @@ def plant_in_cascade(worker: Any, name: str) -> None:
     stage.act, stage.step = HOSTILE[name][0], 0
     while guard._thread.is_busy:
         time.sleep(0.1)
-    guard._switch._fault_steps.clear()
+    guard._breaker._fault_steps.clear()
     counters = cascade._counters[0]
     counters.faults, counters.switched_off, counters.times_switched_off = {}, False, 0
     FaultBarrier.__init__(worker._barrier, cascade, worker.model_config.get_vocab_size(), K, None)

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_specplugins.engine.frontend.line import PIECE, Line, Work, finished, pieces
-from vllm_specplugins.engine.frontend.options import Intake, request_options
-from vllm_specplugins.engine.frontend.own_checks import MOST_LEFT_BEHIND
+from vllm_specplugins.engine.frontend.option_checks import MOST_LEFT_BEHIND
+from vllm_specplugins.engine.frontend.options import OptionsResolver, request_options
 from vllm_specplugins.engine.frontend.prediction import Predicted
+from vllm_specplugins.engine.frontend.priority_executor import PIECE, PriorityExecutor, Work, finished, pieces
 from vllm_specplugins.methods import parse_config
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
@@ -69,8 +69,8 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-def intake(tokenizer: Any) -> Intake:
-    return Intake(Configured(method="prompt_lookup"), Sizes(), tokenizer)
+def intake(tokenizer: Any) -> OptionsResolver:
+    return OptionsResolver(Configured(method="prompt_lookup"), Sizes(), tokenizer)
 
 
 def params(options: Any) -> SamplingParams:
@@ -80,7 +80,7 @@ def params(options: Any) -> SamplingParams:
 TEXT = "def f(x):\n    return x + 1\n"
 
 
-def test_tokenised_once(intake: Intake, tokenizer: Any) -> None:
+def test_tokenised_once(intake: OptionsResolver, tokenizer: Any) -> None:
     """What the worker reads are ids; the caller's parameters stay as they are. Kills: a text that travels on, a second
     tokenisation, parameters that are changed in place."""
     raw = params(json.dumps({"reference": TEXT, "max_draft": 2}))
@@ -94,7 +94,7 @@ def test_tokenised_once(intake: Intake, tokenizer: Any) -> None:
     assert request_options(raw) == {}, "nothing is read that came past the front end"
 
 
-def test_beside_the_event_loop(intake: Intake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_the_event_loop(intake: OptionsResolver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: a text that is tokenised in the event loop's thread, and a loop that waits for it."""
     threads: list[int] = []
     may_go_on = threading.Event()
@@ -141,7 +141,7 @@ def failing() -> Work[int]:
 
 def test_line() -> None:
     """The shortest first, whoever came first; who went away is not worked for. Kills: first come, first served."""
-    line, done, may_go_on = Line(), list[int](), threading.Event()
+    line, done, may_go_on = PriorityExecutor(), list[int](), threading.Event()
     futures: list[Any] = [line.submit(1, waiting_for(may_go_on))]
     futures += [line.submit(size, saying(done, size)) for size in (9000000, 300000, 5000000, 300000)]
     cancelled = line.submit(10, saying(done, 10))
@@ -158,7 +158,7 @@ def test_line_ages() -> None:
     """A text waits for shorter ones that came before it or soon after, and for no others. Kills: starvation by a
     stream of texts that are a little shorter."""
     now, done, may_go_on = [0.0], list[int](), threading.Event()
-    line = Line(clock=lambda: now[0])
+    line = PriorityExecutor(clock=lambda: now[0])
     first = line.submit(1, waiting_for(may_go_on))
     long = line.submit(65_000, saying(done, 65_000))
     for step in range(50):
@@ -171,7 +171,7 @@ def test_line_ages() -> None:
 
 def test_line_works_by_pieces() -> None:
     """A short text that comes meanwhile waits for one piece of a long one. Kills: texts that are tokenised whole."""
-    line, done, may_go_on, begun = Line(), list[int](), threading.Event(), threading.Event()
+    line, done, may_go_on, begun = PriorityExecutor(), list[int](), threading.Event(), threading.Event()
 
     def long() -> Work[None]:
         for piece in range(3):
@@ -188,7 +188,7 @@ def test_line_works_by_pieces() -> None:
     assert done == [0, 100, 1, 2]
 
 
-def test_pieces_of_a_text(tokenizer: Any, intake: Intake) -> None:
+def test_pieces_of_a_text(tokenizer: Any, intake: OptionsResolver) -> None:
     """The same tokens as of the whole, and no more work than `max_model_len` allows. Kills: a seam within a word; a
     text that is tokenised to its end though it has too many tokens already."""
     text = TEXT * 200
@@ -206,7 +206,7 @@ def test_pieces_of_a_text(tokenizer: Any, intake: Intake) -> None:
 def test_what_a_long_text_takes(unit: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a context of 128 k tokens. Kills: the text held decoded, tokens held twice, what is held when it is done."""
     monkeypatch.setattr(Sizes, "max_model_len", 1 << 17)
-    intake = Intake(Configured(method="prompt_lookup"), Sizes(), tokenizer)
+    intake = OptionsResolver(Configured(method="prompt_lookup"), Sizes(), tokenizer)
     per_unit = len(tokenizer.encode(unit * 10, add_special_tokens=False)) / 10
     raw = params(json.dumps({"reference": unit * int(0.95 * (1 << 17) / per_unit)}))
 
@@ -227,7 +227,7 @@ def test_what_a_long_text_takes(unit: str, tokenizer: Any, monkeypatch: pytest.M
 def test_custom_check_options(tokenizer: Any) -> None:
     """Whatever it raises is a 400 with a sentence. Kills: an exception that would be a 500, or end the server."""
     config = Configured(method="custom", proposer="test_intake:Choosy")
-    intake = Intake(config, Sizes(), tokenizer)
+    intake = OptionsResolver(config, Sizes(), tokenizer)
     assert request_options(intake.resolved(params({"depth": 3, "reference": TEXT})))["depth"] == 3
     refusals = {
         '{"depth": "a"}': "depth must be an integer, not 'a'.",
@@ -240,7 +240,7 @@ def test_custom_check_options(tokenizer: Any) -> None:
             intake.resolved(params(raw))
         assert str(error.value).startswith(f"specplugins: the proposer refuses the options: {sentence}")
     stages = [{"method": "prompt_lookup"}, {"method": "custom", "proposer": "test_intake:Choosy"}]
-    cascade = Intake(Configured(method="cascade", stages=stages), Sizes(), tokenizer)
+    cascade = OptionsResolver(Configured(method="cascade", stages=stages), Sizes(), tokenizer)
     with pytest.raises(VLLMValidationError, match="depth must be an integer"):
         cascade.resolved(params({"depth": None}))
 
@@ -250,7 +250,9 @@ def test_check_options_that_hangs() -> None:
     behind, until they return, and others are never refused. Kills: a check in the event loop's thread, one that is
     waited for, threads without end, a check of options that are none of the proposer's.
     """
-    intake = Intake(Configured(method="custom", proposer="test_intake:Choosy", time_budget_ms=200), Sizes(), None)
+    intake = OptionsResolver(
+        Configured(method="custom", proposer="test_intake:Choosy", time_budget_ms=200), Sizes(), None
+    )
     good, hanging = params({"depth": 3}), params({"hang": 1})
     go_on = importlib.import_module("test_intake").GO_ON  # the proposer's: pytest has this file by another name
     go_on.clear()
@@ -285,7 +287,7 @@ def test_stages_that_need_no_check() -> None:
     """While checks hang, a cascade's other stages draft. Kills: a request that loses all of its drafts, or gets a stage
     that it does not allow."""
     stages = [{"method": "prompt_lookup"}, {"method": "custom", "proposer": "test_intake:Choosy"}]
-    intake = Intake(Configured(method="cascade", stages=stages), Sizes(), None)
+    intake = OptionsResolver(Configured(method="cascade", stages=stages), Sizes(), None)
     intake._checks._left_behind = [Future() for _ in range(MOST_LEFT_BEHIND)]
     given = {"depth": 3, "reference": [7], "max_draft": 2}
     left = request_options(intake.resolved(params(given)))
@@ -294,7 +296,7 @@ def test_stages_that_need_no_check() -> None:
     assert request_options(intake.resolved(params({"depth": 3, "stages": ["custom"]})))["enabled"] is False
 
 
-def test_prediction(intake: Intake, tokenizer: Any) -> None:
+def test_prediction(intake: OptionsResolver, tokenizer: Any) -> None:
     """OpenAI's `prediction` is the option `reference`, which comes before it. Kills: parts that get lost; a prediction
     that is checked, or refused, for a method that reads none; one that is taken for a client's own option."""
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
@@ -310,12 +312,12 @@ def test_prediction(intake: Intake, tokenizer: Any) -> None:
     for prediction in (5, {}, {"content": 5}, {"content": [5]}, {"content": [{"type": "image_url"}]}, [], "text"):
         with pytest.raises(VLLMValidationError, match=r"^prediction must be .*, not .*\.$"):
             intake.resolved(params(Predicted(prediction, None)))
-        other = Intake(Configured(method="early_exit"), Sizes(), tokenizer)
+        other = OptionsResolver(Configured(method="early_exit"), Sizes(), tokenizer)
         assert request_options(other.resolved(params(Predicted(prediction, {"max_draft": 1})))) == {"max_draft": 1}
 
 
 def test_texts_without_a_tokenizer() -> None:
-    intake = Intake(Configured(method="prompt_lookup"), Sizes(), None)
+    intake = OptionsResolver(Configured(method="prompt_lookup"), Sizes(), None)
     assert len(request_options(intake.resolved(params({"reference": [1, 2]})))["reference"]) == 2
     with pytest.raises(VLLMValidationError, match="must be token ids where the engine has no tokenizer"):
         intake.resolved(params({"reference": TEXT}))
@@ -323,7 +325,7 @@ def test_texts_without_a_tokenizer() -> None:
 
 def test_a_method_that_reads_no_reference(tokenizer: Any) -> None:
     """It is checked and then left out. Kills: a reference that is tokenised, and sent, for nobody."""
-    intake = Intake(Configured(method="early_exit"), Sizes(), tokenizer)
+    intake = OptionsResolver(Configured(method="early_exit"), Sizes(), tokenizer)
     assert request_options(intake.resolved(params({"reference": TEXT, "max_draft": 1}))) == {"max_draft": 1}
     with pytest.raises(VLLMValidationError, match="valid UTF-8"):
         intake.resolved(params({"reference": "\ud800"}))

@@ -25,13 +25,13 @@ class Played:
     """An engine, two steps deep, whose clock is ours: drafts are planned a step before they are made.
 
     Args:
-        chance: of a draft token to be right, if those before it are.
+        accept_prob: of a draft token to be right, if those before it are.
         token_ms: of each token that is verified.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, chance: float, token_ms: float, num_reqs: int = 8):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, accept_prob: float, token_ms: float, num_reqs: int = 8):
         monkeypatch.setattr(module, "StepTimes", StepTimes)
-        self.now, self.chance, self.token_ms, self.rng = 0.0, chance, token_ms, np.random.default_rng(0)
+        self.now, self.accept_prob, self.token_ms, self.rng = 0.0, accept_prob, token_ms, np.random.default_rng(0)
         self.lengths, self.ids = DraftLengths(K, lambda: self.now / 1000), {f"r{i}": 1 for i in range(num_reqs)}
 
     def steps(self, num_steps: int) -> list[int]:
@@ -40,7 +40,7 @@ class Played:
         for _ in range(num_steps):
             verified, length = drafted[-1], self.lengths[len(self.ids)]
             self.now += 10 + self.token_ms * len(self.ids) * verified
-            right = self.rng.random((len(self.ids), verified)) < self.chance
+            right = self.rng.random((len(self.ids), verified)) < self.accept_prob
             emitted = 1 + right.cumprod(axis=1).sum(axis=1)
             drafts = {name: [-1] * verified for name in self.ids} if verified else {}
             scheduled = SimpleNamespace(
@@ -52,11 +52,11 @@ class Played:
         return drafted[1:]
 
 
-@pytest.mark.parametrize(("chance", "token_ms", "best"), [(0.9, 0.01, K), (0.05, 0.3, 0), (0.9, 5.0, 0)])
-def test_what_pays(monkeypatch: pytest.MonkeyPatch, chance: float, token_ms: float, best: int) -> None:
+@pytest.mark.parametrize(("accept_prob", "token_ms", "best"), [(0.9, 0.01, K), (0.05, 0.3, 0), (0.9, 5.0, 0)])
+def test_what_pays(monkeypatch: pytest.MonkeyPatch, accept_prob: float, token_ms: float, best: int) -> None:
     """But for trials. Fails if a step's time is laid to the drafts that it makes and not to those that it verifies, or
     if nothing is tried any more."""
-    drafted = Played(monkeypatch, chance, token_ms).steps(1000)[200:]
+    drafted = Played(monkeypatch, accept_prob, token_ms).steps(1000)[200:]
     assert np.mean([length == best for length in drafted]) > 0.9 and len(set(drafted)) > 1
     assert drafted[::2] == drafted[1::2] or drafted[1:-1:2] == drafted[2::2], "a length holds for two steps"
 

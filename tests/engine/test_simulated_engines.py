@@ -19,7 +19,7 @@ from simulated_device.guard import DeviceError
 from simulated_device.tape import CaptureError
 
 from vllm_specplugins.engine.metrics import report
-from vllm_specplugins.engine.v2.feedback.arriving import Arriving
+from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy
 
 NUM_TOKENS = 13  # one from the prompt and three whole steps of K + 1
 K = 3
@@ -109,14 +109,14 @@ def test_all_layers(device: Device, all_layers: Any, prompts: Any, expected: Any
 
 @pytest.fixture
 def planted(device: Device, all_layers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """planted(function of the target): the drafting graphs with it before `EarlyExit.follow`; mended when the test is
-    over."""
+    """planted(function of the target): the drafting graphs with it before `EarlyExit.draft_steps`; mended when the
+    test is over."""
     speculator = runner(all_layers).speculator
     proposer = speculator.barrier.proposer
     replaced = []
 
     def plant(mistake: Any) -> None:
-        original = type(proposer).follow
+        original = type(proposer).draft_steps
         replaced.append(True)
         monkeypatch.setattr(
             type(proposer),
@@ -220,10 +220,10 @@ def test_a_copy_that_is_read_too_early(all_layers: Any, prompts: Any, monkeypatc
 
     before = counted()
     assert (counted() - before <= 18 + 2 * K).all(), "the drafts, and a step in vain for each request"
-    values, early = Arriving.values, []
+    values, early = AsyncCopy.values, []
     with monkeypatch.context() as patch:
         patch.setattr(report, "SHARE", 1e9)  # one in each step
-        patch.setattr(Arriving, "values", lambda self: early.append(self._values.numpy().copy()) or values(self))
+        patch.setattr(AsyncCopy, "values", lambda self: early.append(self._values.numpy().copy()) or values(self))
         drafts(all_layers, prompts[:2], 2)
     assert any((np.abs(found) > 10**6).any() for found in early)
 

@@ -82,11 +82,11 @@ def test_noise_in_a_graph(
     """Plants seeds that are recorded: nothing but the distribution shows it."""
     from vllm_specplugins.proposers.early_exit import EarlyExit
 
-    follow = EarlyExit.follow
+    draft_steps = EarlyExit.draft_steps
 
     def seeded(self: Any, target: Any, *rest: Any) -> Any:
         target.sampling.seeds.fill_(7)
-        return follow(self, target, *rest)
+        return draft_steps(self, target, *rest)
 
     engine.stop()
     monkeypatch.setattr(EarlyExit, "follow", seeded)

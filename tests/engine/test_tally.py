@@ -7,7 +7,7 @@ from conftest import RUNNER
 
 from vllm_specplugins.counters import Counters, StageCounters, count
 from vllm_specplugins.draft import Feedback
-from vllm_specplugins.structures.draft_arrays import Drafted
+from vllm_specplugins.structures.draft_arrays import DraftArrays
 
 pytestmark = pytest.mark.skipif(RUNNER != "v2", reason="V1 counts on the host")
 K, SLOTS, STAGES = 3, 8, 2
@@ -23,7 +23,7 @@ class Late:
         return self._kept.numpy()
 
 
-def by_hand(own: StageCounters, stage: int, sent: Drafted, known: list[int], accepted: list[int]) -> None:
+def by_hand(own: StageCounters, stage: int, sent: DraftArrays, known: list[int], accepted: list[int]) -> None:
     for row, verified in enumerate(known):
         for place in range(verified):
             if int(sent.stage[row, place]) == stage:
@@ -53,14 +53,14 @@ def test_counts_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
         samples = rng.random(SLOTS) < 0.8
         num_draft = torch.from_numpy(rng.integers(0, K + 1, SLOTS) * samples).int()
         stage = torch.from_numpy(rng.integers(0, STAGES, (SLOTS, K)))
-        drafts = Drafted(torch.zeros(SLOTS, K).int(), num_draft, stage, torch.ones(SLOTS, K))
-        wanted = torch.from_numpy((num_draft.numpy() + 1) * samples).int()
+        drafts = DraftArrays(torch.zeros(SLOTS, K).int(), num_draft, stage, torch.ones(SLOTS, K))
+        max_draft = torch.from_numpy((num_draft.numpy() + 1) * samples).int()
         counts = step % 5 > 0
         tally.begin(counts)
         sampled, rejected = (accepted + 1) * samples, (verified - accepted) * samples
         slots = torch.arange(SLOTS).where(torch.from_numpy(samples), torch.tensor(SLOTS))
         told = tally.add_fates(slots, torch.from_numpy(sampled).int(), torch.from_numpy(rejected).int())
-        tally.add_drafts(wanted, num_draft)
+        tally.add_drafts(max_draft, num_draft)
         sent = drafts if sent is None else sent
         known = torch.minimum(sent.num_draft, told - 1)
         parts = torch.where(num_draft > 0, num_draft, -1), num_draft

@@ -17,12 +17,12 @@ from vllm_specplugins.kernels.calibration.state import new_state
 
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
-from vllm_specplugins.structures.draft_arrays import Drafted, of_stage
+from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo" / "model"
 K, NUM_ROWS = 6, 8
 RELIABILITY = 0.05
-Step = tuple[np.ndarray, Drafted, np.ndarray, np.ndarray]  # rows, drafts, tokens verified, tokens accepted
+Step = tuple[np.ndarray, DraftArrays, np.ndarray, np.ndarray]  # rows, drafts, tokens verified, tokens accepted
 
 
 def recorded() -> Iterator[Step]:
@@ -75,8 +75,8 @@ def made_up(seed: int) -> Iterator[Step]:
             stage=np.repeat(stage[:, None], K, axis=1)
         )
         easy = 0.25 * ((rows + step // 100) % 2)[:, None]
-        chances = np.where(stage[:, None] == 0, 0.3 + easy, 0.7 + easy - 0.1 * np.arange(K))
-        right = np.cumprod(rng.random((len(rows), K)) < chances, axis=1).sum(axis=1)
+        accept_probs = np.where(stage[:, None] == 0, 0.3 + easy, 0.7 + easy - 0.1 * np.arange(K))
+        right = np.cumprod(rng.random((len(rows), K)) < accept_probs, axis=1).sum(axis=1)
         verified = np.minimum(drafts.num_draft, rng.integers(0, K + 1, len(rows)))
         yield rows, drafts, verified, np.minimum(right, verified)
 
@@ -98,34 +98,34 @@ def judged(steps: Iterator[Step]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         slots, own, *fates = known(step)
         predicted = torch.empty(own.stage.shape, dtype=torch.float64)
         predict(state, slots, own, predicted)
-        chances = predicted.numpy()
-        assert (chances[~drafts.is_drafted] == 0).all() and (chances[drafts.is_drafted] > 0).all()
+        accept_probs = predicted.numpy()
+        assert (accept_probs[~drafts.is_drafted] == 0).all() and (accept_probs[drafts.is_drafted] > 0).all()
         learn(state, slots, *fates)
         places = np.arange(K)
         tried = (places < verified[:, None]) & (places <= accepted[:, None])
-        found.append(np.stack((chances, places < accepted[:, None] + 0 * chances, drafts.stage))[:, tried])
+        found.append(np.stack((accept_probs, places < accepted[:, None] + 0 * accept_probs, drafts.stage))[:, tried])
     return tuple(np.concatenate(found, axis=1))  # type: ignore[return-value]
 
 
-def unreliability(chances: np.ndarray, is_right: np.ndarray) -> float:
+def unreliability(accept_probs: np.ndarray, is_right: np.ndarray) -> float:
     """How far, on average, tokens of about the same predicted chance are from it; in ten bins."""
-    bins = np.minimum(chances * 10, 9).astype(int)
-    sums = [np.bincount(bins, weights, 10) for weights in (chances, is_right)]
-    return float(np.abs(sums[0] - sums[1]).sum() / len(chances))
+    bins = np.minimum(accept_probs * 10, 9).astype(int)
+    sums = [np.bincount(bins, weights, 10) for weights in (accept_probs, is_right)]
+    return float(np.abs(sums[0] - sums[1]).sum() / len(accept_probs))
 
 
 def test_recorded_texts() -> None:
     """Fails if tokens behind a rejected one count as tried, or if chances do not tell sure tokens from others."""
-    chances, is_right, _ = judged(recorded())
-    assert len(chances) > 3000
-    assert unreliability(chances, is_right) < RELIABILITY
-    surest, others = is_right[chances > 0.9].mean(), is_right[chances < 0.5].mean()
+    accept_probs, is_right, _ = judged(recorded())
+    assert len(accept_probs) > 3000
+    assert unreliability(accept_probs, is_right) < RELIABILITY
+    surest, others = is_right[accept_probs > 0.9].mean(), is_right[accept_probs < 0.5].mean()
     assert surest > 0.9 and others < 0.5
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_stages_are_learned_apart(seed: int) -> None:
     """Fails if one model serves both stages, or if tokens behind a rejected one count as tried."""
-    chances, is_right, stage = judged(made_up(seed))
+    accept_probs, is_right, stage = judged(made_up(seed))
     for index in (0, 1):
-        assert unreliability(chances[stage == index], is_right[stage == index]) < RELIABILITY
+        assert unreliability(accept_probs[stage == index], is_right[stage == index]) < RELIABILITY

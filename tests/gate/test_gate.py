@@ -13,8 +13,8 @@ import pytest
 from vllm_specplugins.gate.costs import StepCosts
 from vllm_specplugins.gate.gate import Gate
 from vllm_specplugins.gate.ledger import Ledger
-from vllm_specplugins.structures.draft_arrays import Drafted, of_stage
-from vllm_specplugins.structures.slots import Rows
+from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
+from vllm_specplugins.structures.slots import SlotTable
 
 K = 6
 LOOKUP, EXIT = 0, 1
@@ -26,7 +26,7 @@ class NamedGate(Gate):
     when it is asked."""
 
     def __init__(self) -> None:
-        self.rows, self.ledger = Rows(), Ledger(2, K)
+        self.rows, self.ledger = SlotTable(), Ledger(2, K)
         super().__init__(self.ledger, K)
 
     def rows_of(self, ids: list[str]) -> np.ndarray:
@@ -38,7 +38,7 @@ class NamedGate(Gate):
         rows, sure, limits = self.rows_of(ids), np.full(len(ids), confidence), np.full(len(ids), K)
         found = drafts_of(stage, is_free * limits, confidence)
         most = limits - found.num_draft
-        kept, own = self.shares(rows, found, stage, sure, most, limits, True)
+        kept, own = self.split_draft(rows, found, stage, sure, most, limits, True)
         return (kept + own).tolist()
 
     def add_fates(self, fates: dict[str, tuple[int, int]], stage: int, confidence: float) -> None:
@@ -51,7 +51,7 @@ class NamedGate(Gate):
         self.ledger.clear(self.rows.forget(ids))
 
 
-def drafts_of(stage: int, num_draft: np.ndarray, confidence: float) -> Drafted:
+def drafts_of(stage: int, num_draft: np.ndarray, confidence: float) -> DraftArrays:
     count = len(num_draft)
     return of_stage(stage, np.zeros((count, K), np.int32), num_draft, np.full(count, confidence))
 
@@ -70,7 +70,7 @@ class Engine:
 def simulate(
     gate: NamedGate,
     engine: Engine,
-    chances: list[float],
+    accept_probs: list[float],
     rng: random.Random,
     stage: int = LOOKUP,
     confidence: float = 4.0,
@@ -78,7 +78,7 @@ def simulate(
 ) -> tuple[float, list[int]]:
     """Runs a step for each chance of a next token. Returns tokens/ms, and the draft lengths of the first request."""
     total_ms, total_tokens, lengths = 0.0, 0, []
-    for chance in chances:
+    for accept_prob in accept_probs:
         ids = [f"{prefix}{i}" for i in range(engine.num_reqs)]
         drafts = gate.chosen(ids, stage, confidence, not engine.draft_ms)
         lengths.append(drafts[0])
@@ -88,7 +88,7 @@ def simulate(
         emitted, fates = 0, {}
         for i, num_draft in enumerate(drafts):
             accepted = 0
-            while accepted < num_draft and rng.random() < chance:
+            while accepted < num_draft and rng.random() < accept_prob:
                 accepted += 1
             if num_draft:
                 fates[f"{prefix}{i}"] = num_draft, accepted
@@ -105,11 +105,11 @@ def plain(engine: Engine) -> float:
     return engine.num_reqs / engine.base
 
 
-def best_fixed(engine: Engine, chance: float) -> float:
+def best_fixed(engine: Engine, accept_prob: float) -> float:
     """Tokens/ms of the best fixed length, in expectation."""
 
     def speed(k: int) -> float:
-        tokens = sum(chance**i for i in range(k + 1)) * engine.num_reqs
+        tokens = sum(accept_prob**i for i in range(k + 1)) * engine.num_reqs
         return tokens / (engine.base + k * (engine.slope * engine.num_reqs + engine.draft_ms))
 
     return max(map(speed, range(K + 1)))
@@ -125,13 +125,13 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("chance", [0.0, 0.05, 0.3, 0.6, 0.9, 1.0])
-def test_close_to_the_best_fixed_length_and_never_lost(name: str, chance: float) -> None:
+@pytest.mark.parametrize("accept_prob", [0.0, 0.05, 0.3, 0.6, 0.9, 1.0])
+def test_close_to_the_best_fixed_length_and_never_lost(name: str, accept_prob: float) -> None:
     """400 steps of one kind of text. Kills: a price without the cost of drafting, or without that of verifying."""
     engine = ENGINES[name]
-    speeds = [simulate(NamedGate(), engine, [chance] * 400, random.Random(seed))[0] for seed in range(5)]
+    speeds = [simulate(NamedGate(), engine, [accept_prob] * 400, random.Random(seed))[0] for seed in range(5)]
     assert mean(speeds) >= 0.97 * plain(engine)
-    assert mean(speeds) >= 0.90 * best_fixed(engine, chance)
+    assert mean(speeds) >= 0.90 * best_fixed(engine, accept_prob)
 
 
 def test_off_within_64_tokens_and_on_within_32() -> None:
@@ -167,13 +167,14 @@ def test_drifting_text() -> None:
     """Acceptance that wanders: at least nine tenths of the best fixed length in hindsight, and no loss."""
     engine = Engine(base=30, slope=2.0)
     rng = random.Random(3)
-    chance, chances = 0.5, []
+    accept_prob, accept_probs = 0.5, []
     for _ in range(2000):
-        chance = min(0.98, max(0.0, chance + rng.uniform(-0.04, 0.04)))
-        chances.append(chance)
-    speed, _ = simulate(NamedGate(), engine, chances, rng)
+        accept_prob = min(0.98, max(0.0, accept_prob + rng.uniform(-0.04, 0.04)))
+        accept_probs.append(accept_prob)
+    speed, _ = simulate(NamedGate(), engine, accept_probs, rng)
     fixed = max(
-        sum(sum(c**i for i in range(k + 1)) for c in chances) / (len(chances) * (engine.base + k * engine.slope))
+        sum(sum(c**i for i in range(k + 1)) for c in accept_probs)
+        / (len(accept_probs) * (engine.base + k * engine.slope))
         for k in range(K + 1)
     )
     assert speed >= 0.9 * fixed and speed >= plain(engine)
@@ -254,8 +255,8 @@ def test_requests_do_not_disturb_each_other() -> None:
     for _ in range(200):
         total = emitted = 0
         drafts = gate.chosen(list(lengths), LOOKUP, 4.0)
-        for request, chance, length in zip(lengths, (0.95, 0.0), drafts, strict=True):
-            accepted = next((i for i in range(length) if rng.random() >= chance), length)
+        for request, accept_prob, length in zip(lengths, (0.95, 0.0), drafts, strict=True):
+            accepted = next((i for i in range(length) if rng.random() >= accept_prob), length)
             if length:
                 gate.add_fates({request: (length, accepted)}, LOOKUP, 4.0)
             lengths[request].append(length)

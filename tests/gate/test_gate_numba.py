@@ -8,17 +8,17 @@ import pytest
 from vllm_specplugins.kernels.calibration import DECAY, PRIOR_WEIGHT
 
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.gate.costs import StepCosts, worth_of_a_ms
+from vllm_specplugins.gate.costs import StepCosts, break_even_rate
 from vllm_specplugins.gate.gate import Gate
 from vllm_specplugins.gate.gate_numba import GOOD_ACCEPTANCE
 from vllm_specplugins.gate.ledger import FIRST_GUESSES, Ledger
 from vllm_specplugins.gate.ledger_numba import GRADES, MOST_OF_A_STEP, SHARED_DECAY
-from vllm_specplugins.structures.draft_arrays import Drafted, of_stage
+from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
 
 K, NUM_STAGES, NUM_ROWS = 5, 3, 9
 
 
-def random_drafts(rng: np.random.Generator, num_reqs: int) -> Drafted:
+def random_drafts(rng: np.random.Generator, num_reqs: int) -> DraftArrays:
     """Of two stages, one behind the other."""
     parts = [
         of_stage(
@@ -32,7 +32,7 @@ def random_drafts(rng: np.random.Generator, num_reqs: int) -> Drafted:
     return parts[0].followed_by(parts[1])
 
 
-def plain_counts(drafts: Drafted, most: Sequence[int], stage: int) -> tuple[int, int]:
+def plain_counts(drafts: DraftArrays, most: Sequence[int], stage: int) -> tuple[int, int]:
     """Tokens and drafts of a stage among the first tokens of each draft."""
     counts = [row[:length].tolist().count(stage) for row, length in zip(drafts.stage, most, strict=True)]
     return sum(counts), sum(map(bool, counts))
@@ -84,7 +84,7 @@ class PlainRecords:
         self.own: dict[tuple[int, ...], list[float]] = {}
         self.shared: dict[tuple[int, int], list[float]] = {}
 
-    def add(self, rows: list[int], drafts: Drafted, verified: list[int], accepted: list[int]) -> None:
+    def add(self, rows: list[int], drafts: DraftArrays, verified: list[int], accepted: list[int]) -> None:
         step: dict[tuple[int, int], list[float]] = {}
         for index, row in enumerate(rows):
             places = range(min(verified[index], accepted[index] + 1))
@@ -130,16 +130,16 @@ def learned(rng: np.random.Generator) -> Ledger:
     return ledger
 
 
-def worth_of(chances: list[float], price: float) -> float:
+def worth_of(accept_probs: list[float], price: float) -> float:
     """Of tokens behind each other."""
-    return sum(survival - price for survival in np.cumprod(chances).tolist())
+    return sum(survival - price for survival in np.cumprod(accept_probs).tolist())
 
 
 def expected_shares(
-    gate: Gate, costs: StepCosts, rows: Any, found: Drafted, sure: Any, most: Any, wanted: Any, continues: bool
+    gate: Gate, costs: StepCosts, rows: Any, found: DraftArrays, sure: Any, most: Any, max_draft: Any, continues: bool
 ) -> tuple[list[int], list[int]]:
     """By trying every depth, and for each request every draft that it allows."""
-    rate = worth_of_a_ms(costs, len(rows))
+    rate = break_even_rate(costs, len(rows))
     price, draft_price = rate * costs.slope_ms, rate * gate._draft_ms[1]
     own = [
         gate._ledger.acceptance(rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))
@@ -155,7 +155,7 @@ def expected_shares(
             pays = sum(survival >= price for survival in np.cumprod(had))
             room = int(min(most[index], depth))
             drafts = [(0, count) for count in range(room + 1)]
-            drafts += [(pays, count) for count in range(min(room, wanted[index] - pays) + 1 if continues else 1)]
+            drafts += [(pays, count) for count in range(min(room, max_draft[index] - pays) + 1 if continues else 1)]
             values = [worth_of(had[:kept] + own[index][:count], price) for kept, count in drafts]
             best = max(values)
             total += best
@@ -196,11 +196,11 @@ def test_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         gate.add_step(num_reqs, 20 + 0.4 * count, 0.5, count, num_reqs + count // 2)
         gate.add_drafting(1, 4 * float(rng.random()), 1)
     [costs] = gate._costs.by_load.values()
-    rows, wanted = rng.permutation(NUM_ROWS)[:num_reqs], rng.integers(0, K + 1, num_reqs)
+    rows, max_draft = rng.permutation(NUM_ROWS)[:num_reqs], rng.integers(0, K + 1, num_reqs)
     token_ids = rng.integers(0, 9, (num_reqs, K)).astype(np.int32)
-    found = of_stage(0, token_ids, rng.integers(0, wanted + 1), rng.integers(1, 9, num_reqs) * 1.0)
-    most, sure = np.minimum(wanted, rng.integers(0, K + 1)), rng.integers(1, 9, num_reqs) * 1.0
+    found = of_stage(0, token_ids, rng.integers(0, max_draft + 1), rng.integers(1, 9, num_reqs) * 1.0)
+    most, sure = np.minimum(max_draft, rng.integers(0, K + 1)), rng.integers(1, 9, num_reqs) * 1.0
     continues = bool(seed % 2)
-    kept, own = gate.shares(rows, found, 1, sure, most, wanted, continues)
-    expected = expected_shares(gate, costs, rows, found, sure, most, wanted, continues)
+    kept, own = gate.split_draft(rows, found, 1, sure, most, max_draft, continues)
+    expected = expected_shares(gate, costs, rows, found, sure, most, max_draft, continues)
     assert (kept.tolist(), own.tolist()) == expected

@@ -26,7 +26,7 @@ def dear(num_tokens: int) -> float:
 
 def play(
     times: StepTimes,
-    chances: list[float],
+    accept_probs: list[float],
     num_steps: int,
     cost: Callable[[int], float] = h100,
     seed: int = 0,
@@ -35,21 +35,21 @@ def play(
     """Tokens a ms of requests with these chances of a next token, and each step's k; `held_up`: what times are told."""
     rng, lengths, total_ms, num_tokens = random.Random(seed), [], 0.0, 0
     for step in range(num_steps):
-        k = times.choose(len(chances))
-        emitted = [1 + next((at for at in range(k) if rng.random() >= chance), k) for chance in chances]
-        ms = cost(len(chances) * (1 + k)) * rng.lognormvariate(0, 0.03)
-        times.add(len(chances), k, ms * held_up(step, k), emitted)
+        k = times.choose(len(accept_probs))
+        emitted = [1 + next((at for at in range(k) if rng.random() >= accept_prob), k) for accept_prob in accept_probs]
+        ms = cost(len(accept_probs) * (1 + k)) * rng.lognormvariate(0, 0.03)
+        times.add(len(accept_probs), k, ms * held_up(step, k), emitted)
         lengths.append(k)
         total_ms, num_tokens = total_ms + ms, num_tokens + sum(emitted)
     return num_tokens / total_ms, lengths
 
 
-def best(chances: list[float], cost: Callable[[int], float], most: int) -> float:
+def best(accept_probs: list[float], cost: Callable[[int], float], most: int) -> float:
     """Tokens a ms of the best k, in expectation."""
 
     def speed(k: int) -> float:
-        tokens = sum(1 + sum(chance**place for place in range(1, k + 1)) for chance in chances)
-        return tokens / cost(len(chances) * (1 + k))
+        tokens = sum(1 + sum(accept_prob**place for place in range(1, k + 1)) for accept_prob in accept_probs)
+        return tokens / cost(len(accept_probs) * (1 + k))
 
     return max(map(speed, lengths_up_to(most)))
 
@@ -60,14 +60,14 @@ def test_docstrings() -> None:
 
 @pytest.mark.parametrize("most", [5, K])
 @pytest.mark.parametrize("num_reqs", [1, 8, 32, 64])
-@pytest.mark.parametrize("chance", [0.0, 0.3, 0.9, 1.0])
-def test_close_to_the_best(most: int, num_reqs: int, chance: float) -> None:
+@pytest.mark.parametrize("accept_prob", [0.0, 0.3, 0.9, 1.0])
+def test_close_to_the_best(most: int, num_reqs: int, accept_prob: float) -> None:
     """300 steps from nothing known, GPU-like and dear tokens; fails if a deeper draft is never tried, if trials take
     more than their share, or if lengths compete by tokens alone."""
     for cost in (h100, dear):
-        chances = [chance] * num_reqs
-        speed = mean(play(StepTimes(most), chances, 300, cost, seed)[0] for seed in range(3))
-        assert speed >= 0.92 * best(chances, cost, most)
+        accept_probs = [accept_prob] * num_reqs
+        speed = mean(play(StepTimes(most), accept_probs, 300, cost, seed)[0] for seed in range(3))
+        assert speed >= 0.92 * best(accept_probs, cost, most)
 
 
 def test_never_loses() -> None:

@@ -38,13 +38,13 @@ def test_as_vllm(num_rows: int, width: int, num_slots: int) -> None:
         drafts, others = share.num_tokens
         theirs = drafts.clone()
         if share.budget < int(drafts.sum()):
-            arguments = share.chances, share.slots, theirs, share.budget, width
+            arguments = share.accept_probs, share.slots, theirs, share.budget, width
             adaptive._assign_draft_token_budget(*arguments)
         cu_num_logits, query_start_loc = shared(share, "reference", HOST)
         ours = cu_num_logits.diff()[:num_rows] - 1
         assert torch.equal(ours + others, query_start_loc.diff()[:num_rows]) and int(ours.sum()) == share.budget
         assert (ours <= drafts).all() and not query_start_loc[num_rows:].diff().any()
-        survival = share.chances[share.slots].cumprod(dim=1)
+        survival = share.accept_probs[share.slots].cumprod(dim=1)
         worth = [sum(row[:count].sum() for row, count in zip(survival, own, strict=True)) for own in (ours, theirs)]
         torch.testing.assert_close(*worth)
 

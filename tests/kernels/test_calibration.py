@@ -32,11 +32,11 @@ def run(steps: list[Step], num_stages: int, width: int, implementation: str) -> 
     for index, step in enumerate(steps):
         slots, sampled, rejected = (tensor.to(device) for tensor in (step.slots, *step[2:]))
         drafts = Drafts(*(part.to(device) for part in step.drafts))
-        chances = torch.full(drafts.stage.shape, POISON, dtype=torch.float64, device=device)
+        accept_probs = torch.full(drafts.stage.shape, POISON, dtype=torch.float64, device=device)
         found.append(num_worth(state, slots, drafts, num_stages - 1, index % (width + 1), implementation))
-        predict(state, slots, drafts, chances, implementation)
+        predict(state, slots, drafts, accept_probs, implementation)
         learn(state, slots, sampled, rejected, implementation)
-        found.append(chances)
+        found.append(accept_probs)
         if index == len(steps) // 2:
             clear(state, slots[:1])
     return found, state

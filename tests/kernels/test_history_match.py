@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_specplugins.kernels.history_match import NO_MATCH, Begun, Match, References, Texts, history_match, host
+from vllm_specplugins.kernels.history_match import NO_MATCH, Match, Prefix, References, Texts, history_match, host
 from vllm_specplugins.kernels.self_check import Shapes, check_device
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,9 +27,9 @@ POISON = 7_000_000  # stands wherever no token is
 
 class Row(NamedTuple):
     text: list[int]
-    begun: list[int]
+    prefix: list[int]
     reference: list[int]
-    wanted: int
+    max_draft: int
     distances: tuple[int, int] = (NO_MATCH, NO_MATCH)
 
 
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 def brute_force(row: Row, min_ngram: int, max_ngram: int) -> Found:
     """By trying every place of both texts."""
-    whole, found, distances = row.text + row.begun, [], list(row.distances)
+    whole, found, distances = row.text + row.prefix, [], list(row.distances)
     for source, text in enumerate((row.text, row.reference)):
         matches, expected = [], max(0, len(whole) - row.distances[source])
         for place in range(1, len(text)):
@@ -49,14 +49,14 @@ def brute_force(row: Row, min_ngram: int, max_ngram: int) -> Found:
             n = next((n for n, (mine, theirs) in enumerate(pairs) if mine != theirs), min(place, len(whole)))
             if n >= min_ngram or (n and place == expected):
                 matches.append((-min(n, max_ngram), abs(place - expected), place, min(n, 31)))
-        found.append(min(matches)[2:] if matches and row.wanted else (0, 0))
-        if found[-1][1] and not row.begun:
+        found.append(min(matches)[2:] if matches and row.max_draft else (0, 0))
+        if found[-1][1] and not row.prefix:
             distances[source] = len(whole) - found[-1][0]
     (place, length), (there, longer) = found
     if longer > length:
-        return Found(row.reference[there : there + row.wanted], longer, tuple(distances))
-    copied = whole[place:] * row.wanted
-    return Found(copied[: row.wanted] if length else [], length, tuple(distances))
+        return Found(row.reference[there : there + row.max_draft], longer, tuple(distances))
+    copied = whole[place:] * row.max_draft
+    return Found(copied[: row.max_draft] if length else [], length, tuple(distances))
 
 
 class Slots(NamedTuple):
@@ -65,42 +65,42 @@ class Slots(NamedTuple):
     texts: Texts
     slots: np.ndarray
     references: References
-    begun: Begun
-    wanted: np.ndarray
+    prefix: Prefix
+    max_draft: np.ndarray
 
 
 def in_slots(rows: list[Row], slack: int) -> Slots:
     room = max(1, *(max(len(row.text), len(row.reference)) for row in rows)) + slack
-    num_draft, num_slots = max(1, *(row.wanted for row in rows)), len(rows) + 3
+    num_draft, num_slots = max(1, *(row.max_draft for row in rows)), len(rows) + 3
     slots = np.random.default_rng(len(rows)).permutation(num_slots)[: len(rows)]
     texts, lengths = np.full((num_slots, room), POISON, np.int32), np.full(num_slots, room, np.int32)
     distances = np.full((num_slots, 2), 5, np.int32)
     pool, starts, sizes = [POISON] * 16, np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int32)
-    begun, num_begun = np.full((len(rows), num_draft + 2), POISON, np.int32), np.zeros(len(rows), np.int32)
+    prefix, num_begun = np.full((len(rows), num_draft + 2), POISON, np.int32), np.zeros(len(rows), np.int32)
     known: dict[tuple[int, ...], int] = {}
     for i, (slot, row) in enumerate(zip(slots, rows, strict=True)):
         texts[slot, : len(row.text)], lengths[slot], distances[slot] = row.text, len(row.text), row.distances
-        begun[i, : len(row.begun)], num_begun[i] = row.begun[: num_draft + 2], len(row.begun)
+        prefix[i, : len(row.prefix)], num_begun[i] = row.prefix[: num_draft + 2], len(row.prefix)
         if tuple(row.reference) not in known:
             known[tuple(row.reference)] = len(pool)
             pool += row.reference + [POISON] * (-len(row.reference) % 16)
         starts[slot], sizes[slot] = known[tuple(row.reference)], len(row.reference)
-    wanted = np.array([row.wanted for row in rows], np.int32)
+    max_draft = np.array([row.max_draft for row in rows], np.int32)
     references = References(np.array(pool, np.int32), starts, sizes)
-    return Slots(Texts(texts, lengths, distances), slots, references, Begun(begun, num_begun), wanted)
+    return Slots(Texts(texts, lengths, distances), slots, references, Prefix(prefix, num_begun), max_draft)
 
 
 def on_host(given: Slots, num_draft: int, min_ngram: int, max_ngram: int) -> tuple[np.ndarray, Match]:
     """The host's form, of texts at addresses."""
-    (texts, lengths, distances), slots, references, begun, wanted = given
+    (texts, lengths, distances), slots, references, prefix, max_draft = given
     texts, pool = np.ascontiguousarray(texts), np.ascontiguousarray(references.token_ids)
     known = np.zeros((len(distances), host.NUM_COLUMNS), np.int64)
     known[:, : host.REFERENCE], known[:, host.NUM_TOKENS] = distances, references.lengths
     known[:, host.REFERENCE] = pool.ctypes.data + 4 * references.starts
     out = np.zeros((len(slots), num_draft), np.int32), np.zeros(len(slots), np.int64), np.zeros(len(slots))
     places = texts.ctypes.data + slots * texts.strides[0], lengths[slots].astype(np.int64), slots.astype(np.int64)
-    behind = begun.token_ids, begun.num_tokens.astype(np.int64)
-    host.history_match(*places, known, *behind, wanted.astype(np.int64), min_ngram, max_ngram, *out)
+    behind = prefix.token_ids, prefix.num_tokens.astype(np.int64)
+    host.history_match(*places, known, *behind, max_draft.astype(np.int64), min_ngram, max_ngram, *out)
     return known[:, : host.REFERENCE], Match(*out)
 
 
@@ -113,11 +113,11 @@ def on_device(
     def moved(arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
         return [torch.tensor(array, device=device) for array in arrays]
 
-    texts, [slots, wanted] = Texts(*moved(given.texts)), moved((given.slots, given.wanted))
+    texts, [slots, max_draft] = Texts(*moved(given.texts)), moved((given.slots, given.max_draft))
     references = References(*moved(given.references)) if given.references.lengths.any() else None
-    begun = Begun(*moved(given.begun)) if given.begun.num_tokens.any() else None
+    prefix = Prefix(*moved(given.prefix)) if given.prefix.num_tokens.any() else None
     match = history_match(
-        texts, slots, wanted, num_draft, min_ngram, max_ngram, references, begun, longest, implementation
+        texts, slots, max_draft, num_draft, min_ngram, max_ngram, references, prefix, longest, implementation
     )
     assert all(tensor.dtype == torch.int32 for tensor in match)
     return texts.distances.cpu().numpy(), match
@@ -127,7 +127,7 @@ def matched(
     rows: list[Row], min_ngram: int, max_ngram: int, implementation: str, slack: int = 5, longest: int | None = None
 ) -> list[Found]:
     """Of an implementation."""
-    given, num_draft = in_slots(rows, slack), max(1, *(row.wanted for row in rows))
+    given, num_draft = in_slots(rows, slack), max(1, *(row.max_draft for row in rows))
     if implementation == "host":
         distances, match = on_host(given, num_draft, min_ngram, max_ngram)
     else:
@@ -152,7 +152,7 @@ def any_rows(most: int) -> st.SearchStrategy[list[Row]]:
     row = st.builds(
         Row, tokens(most).filter(bool), tokens(3), tokens(most), st.integers(0, 6), st.tuples(distance, distance)
     )
-    return st.lists(row.map(lambda row: row._replace(begun=row.begun[: row.wanted])), min_size=1, max_size=4)
+    return st.lists(row.map(lambda row: row._replace(prefix=row.prefix[: row.max_draft])), min_size=1, max_size=4)
 
 
 def random_rows(num_rows: int, longest: int, vocab_size: int, seed: int, most: int = 5) -> list[Row]:
@@ -170,8 +170,8 @@ def random_rows(num_rows: int, longest: int, vocab_size: int, seed: int, most: i
         if i % 4 == 2:
             reference = [*reference, *text[-int(rng.integers(1, 20)) :], *random(3)][-longest:]
         distances = tuple(rng.integers(1, longest, 2).tolist()) if i % 5 else (NO_MATCH, NO_MATCH)
-        wanted = int(rng.integers(i % 3, most + 1))
-        rows.append(Row(text, random(i % 3), reference if i % 4 else [], wanted, distances))
+        max_draft = int(rng.integers(i % 3, most + 1))
+        rows.append(Row(text, random(i % 3), reference if i % 4 else [], max_draft, distances))
     return rows
 
 

@@ -32,12 +32,12 @@ def drafts(proposer: PromptLookup, *args: Any, **kwargs: Any) -> list[list[int]]
     return [tokens[:n].tolist() for tokens, n in zip(draft.token_ids, draft.num_draft, strict=True)]
 
 
-def continued(proposer: PromptLookup, now: DraftBatch, row: int, begun: list[int], most: int) -> list[int]:
+def continued(proposer: PromptLookup, now: DraftBatch, row: int, prefix: list[int], most: int) -> list[int]:
     """What follows one request's draft; nobody else wants any."""
     tokens, num_begun = np.full((now.num_reqs, 5), 3, np.int32), np.zeros(now.num_reqs, np.int64)
-    tokens[row, : len(begun)], num_begun[row] = begun, len(begun)
-    wanted = np.where(np.arange(now.num_reqs) == row, most, 0)
-    token_ids, num_draft, _ = proposer.continue_drafts(now, tokens, num_begun, wanted)
+    tokens[row, : len(prefix)], num_begun[row] = prefix, len(prefix)
+    max_draft = np.where(np.arange(now.num_reqs) == row, most, 0)
+    token_ids, num_draft, _ = proposer.continue_drafts(now, tokens, num_begun, max_draft)
     assert num_draft.sum() == num_draft[row]
     found: list[int] = token_ids[row, : num_draft[row]].tolist()
     return found

@@ -13,7 +13,7 @@ from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.methods import parse_config
 from vllm_specplugins.proposers.suffix_lookup import MAX_NEW, SuffixLookup
 from vllm_specplugins.structures import whole_file
-from vllm_specplugins.structures.suffix.acceptance import first_chances
+from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
 from vllm_specplugins.structures.suffix.store_file import StoreFile, fingerprint
 
 K = 5
@@ -202,13 +202,13 @@ def test_statistics_and_reset():
     """Fails if a reset leaves texts, or drafts from them, or what was learnt of them, or statistics do not add up."""
     own = proposer()
     serve(own, "a", TEXT, 100, {"tenant": b"x"})
-    learnt = own._table._kept.chances
+    learnt = own._table._kept.accept_probs
     learnt += 1
     step(own, {"b": TEXT[:10]})
     held = own.store_stats()
     assert (held["texts"], held["tenants"], held["tokens"]) == (1, 1, 208)
     own.reset_store()
-    assert own.store_stats()["tokens"] == 0 and np.array_equal(learnt, first_chances())
+    assert own.store_stats()["tokens"] == 0 and np.array_equal(learnt, first_accept_probs())
     assert serve(own, "c", TEXT, 100, {"tenant": b"x"}) == 0
 
 
@@ -219,11 +219,11 @@ def test_continues_drafts():
     history = np.array([5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 1, 5], np.int32)
     batch = DraftBatch(["a", "b"], [history] * 2, np.array([K, K], np.int32), [{}] * 2)
 
-    def behind(begun, *wanted):
-        ids, counts = np.zeros((2, K), np.int32), np.array([len(tokens) for tokens in begun], np.int64)
-        for row, tokens in enumerate(begun):
+    def behind(prefix, *max_draft):
+        ids, counts = np.zeros((2, K), np.int32), np.array([len(tokens) for tokens in prefix], np.int64)
+        for row, tokens in enumerate(prefix):
             ids[row, : len(tokens)] = tokens
-        token_ids, num_draft, lengths = own.continue_drafts(batch, ids, counts, np.array(wanted))
+        token_ids, num_draft, lengths = own.continue_drafts(batch, ids, counts, np.array(max_draft))
         return [(row[:n].tolist(), length) for row, n, length in zip(token_ids, num_draft, lengths, strict=True)]
 
     for _ in range(2):  # the first of a step, and another

@@ -2,14 +2,14 @@
 
 import random
 
-from vllm_specplugins.structures.spans import Spans
+from vllm_specplugins.structures.spans import SpanAllocator
 
 
 def test_random_operations() -> None:
     """Fails if a place is given to two, if free neighbours are not joined, or the first fit is not taken."""
     rng = random.Random(1)
     for size in (1, 7, 40):
-        spans, memory, taken = Spans(size), [False] * size, []
+        spans, memory, taken = SpanAllocator(size), [False] * size, []
         for _ in range(3000):
             if taken and rng.random() < 0.5:
                 start, length = taken.pop(rng.randrange(len(taken)))

@@ -67,7 +67,7 @@ class Served:
     def __init__(self, rng, num_bytes):
         self.rng = rng
         self.table = SuffixRequests(num_bytes, 1, K)
-        self.table._kept.chances[:] = 1.0
+        self.table._kept.accept_probs[:] = 1.0
         self.store = SuffixStore(num_bytes)
         self.live = {}  # row: (tenant, history, length of the prompt)
         self.entered = []  # every text that ever went into the store

@@ -1,10 +1,10 @@
-"""The policy `auto`: by request and step, the first drafter's tokens, the second's, or both after each other.
+"""The policy `auto`: by request and step, the first drafter's tokens, the second's, or both, one after the other.
 
 What each choice gains is the sum of its tokens' acceptance probabilities, by the ledger, less their price; what it
-costs the batch are the passes of the second drafter (see Gate.shares). Two things are free where a lookup stands first:
-a model stage may check what that has found, as under `verify`, where it is the quicker for it; and what the lookup
-finds after the model's tokens is added. Where these are what it had found, its match is the longer for it: a short
-match alone brings little, one that a model begins alike a lot. A stage alone has no other one beside it.
+costs the batch are the passes of the second drafter (see Gate.split_draft). Two things are free where a lookup stands
+first: a model stage may check what that has found, as under `verify`, where it is the quicker for it; and what the
+lookup finds after the model's tokens is added. Where these are what it had found, its match is the longer for it: a
+short match alone brings little, one that a model begins alike a lot. A stage alone has no other one beside it.
 """
 
 import time
@@ -16,8 +16,8 @@ from vllm_specplugins.cascade.drafters import Drafter, allows
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.gate.gate import FIRST_CONFIDENCE, Gate
 from vllm_specplugins.gate.ledger import Ledger
-from vllm_specplugins.structures.draft_arrays import Array, Drafted, nothing
-from vllm_specplugins.structures.slots import Ints, Rows
+from vllm_specplugins.structures.draft_arrays import Array, DraftArrays, nothing
+from vllm_specplugins.structures.slots import Ints, SlotTable
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Auto:
     """
 
     gate: Gate
-    rows: Rows
+    rows: SlotTable
     ledger: Ledger
     index: int
     width: int
@@ -55,15 +55,17 @@ class Auto:
     num_drafted: int = 0  # tokens that this was for, of each request
     has_checked: bool | None = None  # in the last step; None: there was nothing to check
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
-        wanted, most = wanted.astype(np.int64, copy=False), self._most(batch, wanted)
-        found = nothing(len(wanted), self.width) if self.first is None else self.first.draft(batch, begun, wanted)
-        offered, confidence = None, np.full(len(wanted), FIRST_CONFIDENCE)
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
+        max_draft, most = max_draft.astype(np.int64, copy=False), self._most(batch, max_draft)
+        found = (
+            nothing(len(max_draft), self.width) if self.first is None else self.first.draft(batch, prefix, max_draft)
+        )
+        offered, confidence = None, np.full(len(max_draft), FIRST_CONFIDENCE)
         if self.is_free and self.second is not None:
-            offered = self.second.draft(batch, begun, most)
+            offered = self.second.draft(batch, prefix, most)
             confidence, most = offered.confidence, offered.num_draft
         rows = self.rows.of(batch.request_ids)
-        kept, own = self.gate.shares(rows, found, self.index, confidence, most, wanted, self.continues)
+        kept, own = self.gate.split_draft(rows, found, self.index, confidence, most, max_draft, self.continues)
         chosen = (kept, found.num_draft) if self.second is None else (own, most)
         self.ledger.add_lengths(self.index, *chosen)
         drafts = found._replace(num_draft=kept)
@@ -73,17 +75,17 @@ class Auto:
         if offered is None:
             self.num_drafted = int(own.max())
             has_found = self.first is None or bool(((kept == 0) & (found.num_draft > 0)).any())
-            offered = self._drafted(batch, _after(begun, drafts), own, has_found)
+            offered = self._drafted(batch, _after(prefix, drafts), own, has_found)
         drafts = offered if self.first is None else drafts.followed_by(offered._replace(num_draft=own))
-        return self._prolonged(batch, begun, drafts, rows, own > 0, wanted)
+        return self._prolonged(batch, prefix, drafts, rows, own > 0, max_draft)
 
-    def _most(self, batch: DraftBatch, wanted: Array) -> Ints:
+    def _most(self, batch: DraftBatch, max_draft: Array) -> Ints:
         """[R], tokens that the second stage may draft."""
-        most: Ints = np.minimum(wanted, self.most, dtype=np.int64)
+        most: Ints = np.minimum(max_draft, self.most, dtype=np.int64)
         allowed = None if self.name is None else allows(batch.options, self.name)
         return most if allowed is None else np.where(allowed, most, 0)
 
-    def _drafted(self, batch: DraftBatch, begun: Drafted, own: Ints, has_found: bool) -> Drafted:
+    def _drafted(self, batch: DraftBatch, prefix: DraftArrays, own: Ints, has_found: bool) -> DraftArrays:
         self.has_checked = None
         assert self.second is not None
         drafter = self.second
@@ -91,21 +93,27 @@ class Auto:
             self.has_checked = self.gate.checks(self.index)
             drafter = self.checked if self.has_checked else drafter
         start = time.perf_counter()
-        drafts = drafter.draft(batch, begun, own)
+        drafts = drafter.draft(batch, prefix, own)
         self.drafting_ms = (time.perf_counter() - start) * 1000
         return drafts
 
     def _prolonged(
-        self, batch: DraftBatch, begun: Drafted | None, drafts: Drafted, rows: Ints, has_own: Array, wanted: Ints
-    ) -> Drafted:
+        self,
+        batch: DraftBatch,
+        prefix: DraftArrays | None,
+        drafts: DraftArrays,
+        rows: Ints,
+        has_own: Array,
+        max_draft: Ints,
+    ) -> DraftArrays:
         """With what a lookup finds after the second one's tokens, as far as that pays."""
         if self.lookup is None:
             return drafts
-        room = np.where(has_own, wanted - drafts.num_draft, 0)
-        longer = drafts.followed_by(self.lookup.draft(batch, _after(begun, drafts), room))
-        pays = np.minimum(self.gate.paying(rows, longer), longer.num_draft)
+        room = np.where(has_own, max_draft - drafts.num_draft, 0)
+        longer = drafts.followed_by(self.lookup.draft(batch, _after(prefix, drafts), room))
+        pays = np.minimum(self.gate.profitable_length(rows, longer), longer.num_draft)
         return longer._replace(num_draft=np.maximum(drafts.num_draft, pays))
 
 
-def _after(begun: Drafted | None, drafts: Drafted) -> Drafted:
-    return drafts if begun is None else begun.followed_by(drafts)
+def _after(prefix: DraftArrays | None, drafts: DraftArrays) -> DraftArrays:
+    return drafts if prefix is None else prefix.followed_by(drafts)

@@ -1,4 +1,4 @@
-"""A proposer built into the engine, as a stage of a cascade.
+"""A drafter built into vLLM (EAGLE, a draft model, ...), as a stage of a cascade.
 
 The engine runs it at every step, before the cascade is asked: it must see every token, so that its KV cache stays in
 step, and its cost is paid whether its draft is used or not. Its draft tokens arrive with the batch, and with them how
@@ -15,7 +15,7 @@ from vllm_specplugins.config import BuiltInConfig
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.gate.gate import FIRST_CONFIDENCE
-from vllm_specplugins.structures.draft_arrays import Array, Drafted, columns, nothing, of_stage, picked
+from vllm_specplugins.structures.draft_arrays import Array, DraftArrays, columns, nothing, of_stage, picked
 
 
 class BuiltIn:
@@ -38,32 +38,32 @@ class BuiltIn:
 
 
 @dataclass(slots=True)
-class Offered:
+class BuiltInDrafter:
     """The drafter of a `BuiltIn`, the stage with this index."""
 
     index: int
     counters: StageCounters
     width: int  # K
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
         """Begins a draft, or continues one that begins as its own does; anything else it has not thought about."""
         if batch.offer is None:
-            return nothing(len(wanted), self.width)
-        self.counters.asked += int(np.count_nonzero(wanted))
+            return nothing(len(max_draft), self.width)
+        self.counters.asked += int(np.count_nonzero(max_draft))
         offered = batch.offer.token_ids.shape[1]  # fewer than K in a step for which the engine wants fewer
         rest = (0, 0), (0, self.width - offered)
         own, sure = np.pad(batch.offer.token_ids, rest), None
         if batch.offer.chances is not None:
             sure = np.pad(confidence_of(batch.offer.chances), rest)
-        num_draft = np.minimum(wanted, offered)
-        if begun is not None:
-            places, starts = columns(own), begun.num_draft[:, None]
-            agrees = ((own == begun.token_ids) | (places >= starts)).all(axis=1)
-            own, num_draft = picked(own, places + starts), np.where(agrees, wanted, 0)
+        num_draft = np.minimum(max_draft, offered)
+        if prefix is not None:
+            places, starts = columns(own), prefix.num_draft[:, None]
+            agrees = ((own == prefix.token_ids) | (places >= starts)).all(axis=1)
+            own, num_draft = picked(own, places + starts), np.where(agrees, max_draft, 0)
             sure = None if sure is None else picked(sure, places + starts)
-            num_draft = np.minimum(num_draft, np.maximum(offered - begun.num_draft, 0))
+            num_draft = np.minimum(num_draft, np.maximum(offered - prefix.num_draft, 0))
         self.counters.drafted += int(num_draft.sum())
-        drafts = of_stage(self.index, own, num_draft, np.full(len(wanted), FIRST_CONFIDENCE))
+        drafts = of_stage(self.index, own, num_draft, np.full(len(max_draft), FIRST_CONFIDENCE))
         return drafts if sure is None else drafts._replace(confidence=sure)
 
 

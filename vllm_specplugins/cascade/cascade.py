@@ -1,4 +1,4 @@
-"""Cascade: a proposer that holds proposers.
+"""Cascade: several proposers that serve together, as one proposer.
 
 Its stages, cheapest first, are combined by a policy (see drafters.py, staged.py, auto.py) into one drafter, and a
 gate decides for each request and step how many tokens are worth drafting (see gate.py).
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from vllm_specplugins.cascade.auto import Auto
-from vllm_specplugins.cascade.built_in import BuiltIn, Offered
-from vllm_specplugins.cascade.drafters import Allowed, Drafter, First, Lookup, Whole
-from vllm_specplugins.cascade.guarded import Guarded
-from vllm_specplugins.cascade.staged import Alone, Verified
+from vllm_specplugins.cascade.built_in import BuiltIn, BuiltInDrafter
+from vllm_specplugins.cascade.drafters import Drafter, First, HostDrafter, LookupDrafter, OptionFilter
+from vllm_specplugins.cascade.isolated import IsolatedDrafter
+from vllm_specplugins.cascade.staged import ModelDrafter, StagedDrafter
 from vllm_specplugins.config import SpecConfig, rule, stage_names
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
@@ -26,7 +26,7 @@ from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.jump import Jump
 from vllm_specplugins.proposers.medusa import Medusa
-from vllm_specplugins.structures.slots import Rows
+from vllm_specplugins.structures.slots import SlotTable
 from vllm_specplugins.structures.views import places_of
 
 RUN_TARGET = EarlyExit, Jump, Medusa
@@ -55,7 +55,7 @@ class Cascade:
         self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
         self._width = context.max_num_draft
         self._most = [stage.num_speculative_tokens or self._width for stage in config.own.stages]
-        self._rows, self._ledger = Rows(), Ledger(len(stages), self._width)
+        self._rows, self._ledger = SlotTable(), Ledger(len(stages), self._width)
         self._gate = Gate(self._ledger, self._width) if config.common.gate == "auto" else None
         self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
@@ -96,13 +96,13 @@ class Cascade:
             self._is_needed = not self._ledger.went_on(rows, num_accepted, self._built_in, least)
         return self._is_needed
 
-    def fit(self, max_model_len: int) -> None:
-        """See EarlyExit.fit."""
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """See EarlyExit.set_max_model_len."""
         for stage in self._stages:
             if isinstance(stage, RUN_TARGET):
-                stage.fit(max_model_len)
+                stage.set_max_model_len(max_model_len)
 
-    def rehearse(self, batch: DraftBatch) -> Draft:
+    def dummy_run(self, batch: DraftBatch) -> Draft:
         """Runs each stage that runs the target as far as a step can make it, and remembers nothing."""
         assert batch.target is not None
         firsts = np.zeros(batch.num_reqs, np.int64)
@@ -171,15 +171,15 @@ class Cascade:
         return reduce(First, map(self._allowed, range(len(self._stages))))
 
     def _allowed(self, index: int) -> Drafter:
-        return Allowed(self._drafter_of(index), None, self._asked[index], self._most[index])
+        return OptionFilter(self._drafter_of(index), None, self._asked[index], self._most[index])
 
     def _verified(self) -> Drafter:
         drafter, alone = self._allowed(0), None
         for index, stage in enumerate(self._stages[1:], start=1):
             assert isinstance(stage, EarlyExit)
-            checked = Verified(drafter, stage, index, self._counters[index], self._counters[index - 1])
+            checked = StagedDrafter(drafter, stage, index, self._counters[index], self._counters[index - 1])
             own = self._drafter_of(index), drafter, self._asked[index], self._most[index]
-            drafter, alone = Allowed(checked, *own[1:]), Allowed(*own)
+            drafter, alone = OptionFilter(checked, *own[1:]), OptionFilter(*own)
         if self._gate is None or alone is None:
             return drafter
         return self._auto(self._gate, index, second=alone, checked=drafter, most=self._width)
@@ -195,7 +195,7 @@ class Cascade:
         for index, stage in enumerate(self._stages[1:], start=1):
             checked = None
             if lookup is not None and isinstance(stage, EarlyExit):
-                checked = Verified(lookup, stage, index, self._counters[index], self._counters[0])
+                checked = StagedDrafter(lookup, stage, index, self._counters[index], self._counters[0])
             drafter = self._auto(
                 gate,
                 index,
@@ -217,15 +217,15 @@ class Cascade:
     def _drafter_of(self, index: int) -> Drafter:
         stage, counters = self._stages[index], self._counters[index]
         if isinstance(stage, RUN_TARGET):
-            return Alone(stage, index, counters)
+            return ModelDrafter(stage, index, counters)
         if isinstance(stage, BuiltIn):
-            return Offered(index, counters, self._width)
+            return BuiltInDrafter(index, counters, self._width)
         if self._names[index] in LOOKUPS:
-            drafter: Drafter = Lookup(stage, index)
+            drafter: Drafter = LookupDrafter(stage, index)
         else:
-            drafter = Whole(stage, index, self._width, self._context.vocab_size)
+            drafter = HostDrafter(stage, index, self._width, self._context.vocab_size)
         guard = self._guards[index]
-        return Guarded(drafter, guard, counters, self._width, self._context.rank, self._context.agreed)
+        return IsolatedDrafter(drafter, guard, counters, self._width, self._context.rank, self._context.agreed)
 
     def _guard(self, index: int, clock: Clock) -> Guard:
         """What runs the target has none: it fails with the cascade, or with the target."""

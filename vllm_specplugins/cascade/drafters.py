@@ -13,30 +13,30 @@ import numpy.typing as npt
 from vllm_specplugins.draft import DraftBatch, Proposer
 from vllm_specplugins.isolation.checks import checked_draft
 from vllm_specplugins.isolation.read_only import rows_of
-from vllm_specplugins.structures.draft_arrays import NO_COUNTS, NO_TOKENS, Array, Drafted, nothing, of_stage
+from vllm_specplugins.structures.draft_arrays import NO_COUNTS, NO_TOKENS, Array, DraftArrays, nothing, of_stage
 
 
 class Drafter(Protocol):
     """Continues drafts."""
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
-        """At most `wanted` [num_reqs] tokens for each request, to follow its history and the draft that was begun."""
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
+        """At most `max_draft` [num_reqs] tokens for each request, after its history and the prefix of its draft."""
 
 
 @dataclass(slots=True)
-class Lookup:
+class LookupDrafter:
     """A stage that can continue drafts, with this index. Its confidence is the length of the match."""
 
     stage: Any  # PromptLookup or SuffixLookup
     index: int
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
-        behind = (NO_TOKENS, NO_COUNTS) if begun is None else (begun.token_ids, begun.num_draft)
-        return of_stage(self.index, *self.stage.continue_drafts(batch, *behind, wanted))
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
+        behind = (NO_TOKENS, NO_COUNTS) if prefix is None else (prefix.token_ids, prefix.num_draft)
+        return of_stage(self.index, *self.stage.continue_drafts(batch, *behind, max_draft))
 
 
 @dataclass(slots=True)
-class Whole:
+class HostDrafter:
     """Any other proposer that runs on the host. It cannot continue a draft, and so only begins one.
 
     It is asked for those requests alone that want one of it, and what it answers is checked.
@@ -47,15 +47,15 @@ class Whole:
     width: int  # K
     vocab_size: int
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
-        drafts = nothing(len(wanted), self.width)
-        rows = np.flatnonzero(wanted if begun is None else wanted * (begun.num_draft == 0))
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
+        drafts = nothing(len(max_draft), self.width)
+        rows = np.flatnonzero(max_draft if prefix is None else max_draft * (prefix.num_draft == 0))
         if not len(rows):
             return drafts
-        limits = wanted[rows].astype(np.int32)
+        limits = max_draft[rows].astype(np.int32)
         answer = self.stage.propose(rows_of(batch, rows.tolist(), limits))
         draft = checked_draft(answer, limits, self.width, self.vocab_size)
-        confidence = np.ones(len(wanted))
+        confidence = np.ones(len(max_draft))
         if draft.confidence is not None:
             confidence[rows] = draft.confidence
         drafts.token_ids[rows, : draft.token_ids.shape[1]] = draft.token_ids
@@ -76,7 +76,7 @@ def allows(options: Sequence[Mapping[str, Any]], name: str) -> npt.NDArray[np.bo
 
 
 @dataclass(slots=True)
-class Allowed:
+class OptionFilter:
     """A stage's drafter where a request's options allow that stage, and `otherwise`, if any, where they do not."""
 
     drafter: Drafter
@@ -84,15 +84,15 @@ class Allowed:
     name: str
     most: int  # tokens that the stage drafts for one request
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
         allowed = allows(batch.options, self.name)
-        own_wanted = np.minimum(wanted, self.most)
+        own_max_draft = np.minimum(max_draft, self.most)
         if allowed is None:
-            return self.drafter.draft(batch, begun, own_wanted)
-        drafts = self.drafter.draft(batch, begun, np.where(allowed, own_wanted, 0))
+            return self.drafter.draft(batch, prefix, own_max_draft)
+        drafts = self.drafter.draft(batch, prefix, np.where(allowed, own_max_draft, 0))
         if self.otherwise is None:
             return drafts
-        return drafts.followed_by(self.otherwise.draft(batch, begun, np.where(allowed, 0, wanted)))
+        return drafts.followed_by(self.otherwise.draft(batch, prefix, np.where(allowed, 0, max_draft)))
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class First:
     first: Drafter
     second: Drafter
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
-        drafts = self.first.draft(batch, begun, wanted)
-        rest = wanted * (drafts.num_draft == 0)
-        return drafts.followed_by(self.second.draft(batch, begun, rest))
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
+        drafts = self.first.draft(batch, prefix, max_draft)
+        rest = max_draft * (drafts.num_draft == 0)
+        return drafts.followed_by(self.second.draft(batch, prefix, rest))

@@ -1,4 +1,4 @@
-"""A lookup and an exit of a cascade, by a policy, on tensors.
+"""A lookup and an early exit that draft together on the device, by a policy, in tensors.
 
 Nothing here waits, or goes by what a tensor holds, so that an adapter may record it in a CUDA graph.
 
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.proposers.draft_sampler import how_sure
+from vllm_specplugins.proposers.draft_sampler import token_confidence
 from vllm_specplugins.proposers.early_exit import EarlyExit, Steps
-from vllm_specplugins.structures.draft_arrays import Drafted, either, of_stage
+from vllm_specplugins.structures.draft_arrays import DraftArrays, either, of_stage
 from vllm_specplugins.target import Target
 
 LOOKUP, EXIT = 0, 1  # stages
@@ -52,9 +52,9 @@ class Stages:
         """See Cascade.named_stages."""
         return list(zip(self._names, self._stages, strict=True))
 
-    def fit(self, max_model_len: int) -> None:
-        """See EarlyExit.fit."""
-        self.exit.fit(max_model_len)
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """See EarlyExit.set_max_model_len."""
+        self.exit.set_max_model_len(max_model_len)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Nothing to forget."""
@@ -80,12 +80,12 @@ class OnDevice:
     def draft(
         self,
         target: Target,
-        found: Drafted | None,  # of the lookup; under `verify` shorter than is wanted of the exit; None without one
-        wanted: torch.Tensor,  # [R], of the exit
+        found: DraftArrays | None,  # of the lookup; under `verify` shorter than is wanted of the exit; None without one
+        max_draft: torch.Tensor,  # [R], of the exit
         num_steps: int,
-    ) -> tuple[Drafted, Steps | None, Parts]:
+    ) -> tuple[DraftArrays, Steps | None, Parts]:
         """The drafts; what the exit said, if it was asked for any token; and what each stage did."""
-        own = torch.clamp(wanted, max=num_steps)  # the end of its tokens
+        own = torch.clamp(max_draft, max=num_steps)  # the end of its tokens
         if found is None:
             steps, drafts = self._alone(target, own, num_steps)
             return drafts, steps, Parts(own * 0 - 1, own, own * 0)
@@ -102,25 +102,27 @@ class OnDevice:
             return either(is_first, found, drafts), steps, Parts(found.num_draft, asked, none)
         return self._verified(drafts, found, own, steps)
 
-    def _alone(self, target: Target, own: torch.Tensor, num_steps: int) -> tuple[Steps | None, Drafted]:
+    def _alone(self, target: Target, own: torch.Tensor, num_steps: int) -> tuple[Steps | None, DraftArrays]:
         width, index = self.stage.max_num_draft, EXIT if self.policy else 0
         drafts = of_stage(index, own.new_zeros((len(own), width), dtype=torch.int32), own, own * 0.0 + 1)
         steps = self._follow(target, num_steps, drafts) if num_steps else None
         return steps, self._said(drafts, steps)
 
-    def _follow(self, target: Target, num_steps: int, drafts: Drafted, found: Drafted | None = None) -> Steps:
+    def _follow(self, target: Target, num_steps: int, drafts: DraftArrays, found: DraftArrays | None = None) -> Steps:
         """The exit's steps, which say how sure they are of a draft's tokens."""
 
         def rate(step: int, logits: torch.Tensor) -> None:
-            drafts.confidence[:, step] = how_sure(logits, target.sampling.temperature).to(drafts.confidence.dtype)
+            drafts.confidence[:, step] = token_confidence(logits, target.sampling.temperature).to(
+                drafts.confidence.dtype
+            )
 
         token_ids, num_tokens = (None, None) if found is None else (found.token_ids, found.num_draft)
         sees = self.sees or (rate if self.rates else None)
-        return self.stage.follow(target, num_steps, token_ids, num_tokens, sees)
+        return self.stage.draft_steps(target, num_steps, token_ids, num_tokens, sees)
 
     def _extended(
-        self, target: Target, found: Drafted, own: torch.Tensor, num_steps: int
-    ) -> tuple[Drafted, Steps | None, Parts]:
+        self, target: Target, found: DraftArrays, own: torch.Tensor, num_steps: int
+    ) -> tuple[DraftArrays, Steps | None, Parts]:
         is_found = found.is_drafted
         own = torch.minimum(own, found.num_draft + self.most)
         num_draft = torch.maximum(found.num_draft, own)
@@ -131,11 +133,11 @@ class OnDevice:
         token_ids, stage, confidence = (torch.where(is_found, one, other) for one, other in parts)
         more = num_draft - found.num_draft
         exited = torch.where(own > found.num_draft, more, -1)
-        return Drafted(token_ids, num_draft, stage, confidence), steps, Parts(found.num_draft, exited, more * 0)
+        return DraftArrays(token_ids, num_draft, stage, confidence), steps, Parts(found.num_draft, exited, more * 0)
 
     def _verified(
-        self, drafts: Drafted, found: Drafted, own: torch.Tensor, steps: Steps | None
-    ) -> tuple[Drafted, Steps | None, Parts]:
+        self, drafts: DraftArrays, found: DraftArrays, own: torch.Tensor, steps: Steps | None
+    ) -> tuple[DraftArrays, Steps | None, Parts]:
         is_asked = own > 0  # the lookup drafts alone for requests that do not allow the exit
         is_right = (drafts.token_ids == found.token_ids) & found.is_drafted & drafts.is_drafted
         is_right = is_right.int().cumprod(dim=1)
@@ -144,7 +146,7 @@ class OnDevice:
         told = Parts(found.num_draft, torch.where(is_asked, own, -1), torch.where(is_asked, is_right.sum(dim=1), 0))
         return either(is_asked, drafts, found), steps, told
 
-    def _said(self, drafts: Drafted, steps: Steps | None) -> Drafted:
+    def _said(self, drafts: DraftArrays, steps: Steps | None) -> DraftArrays:
         """The first columns of a draft as the exit has said them."""
         if steps is not None:
             drafts.token_ids[:, : steps.token_ids.shape[1]] = steps.token_ids
@@ -153,7 +155,7 @@ class OnDevice:
 
 def with_certain(
     logits: torch.Tensor,  # [R, num_steps, vocab_size], changed
-    drafts: Drafted,
+    drafts: DraftArrays,
     is_certain: torch.Tensor,  # [R, K] bool
 ) -> torch.Tensor:
     """What tokens were drawn from: of those that are certain, one-hot."""
@@ -166,11 +168,11 @@ def with_certain(
 def keep_logits(
     kept: torch.Tensor,  # [max_num_reqs, K, vocab_size], of which rows are overwritten
     rows: torch.Tensor,  # [R] int64, whose they are
-    drafts: Drafted,
+    drafts: DraftArrays,
     logits: torch.Tensor | None,  # [R, num_steps, vocab_size], changed
     is_certain: torch.Tensor | None,  # [R, K] bool
 ) -> None:
-    """Keeps what tokens were drawn from; of those that were not, and all behind the exit's last step, one-hot."""
+    """Keeps what tokens were drawn from; of those that were not, and all after the exit's last step, one-hot."""
     num_steps = 0
     if logits is not None:
         num_steps = logits.shape[1]

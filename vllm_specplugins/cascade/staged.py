@@ -24,29 +24,29 @@ from vllm_specplugins.gate.gate import FIRST_CONFIDENCE
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.jump import Jump
 from vllm_specplugins.proposers.medusa import Medusa
-from vllm_specplugins.structures.draft_arrays import Array, Drafted, columns, nothing, of_stage, picked, stacked
+from vllm_specplugins.structures.draft_arrays import Array, DraftArrays, columns, nothing, of_stage, picked, stacked
 from vllm_specplugins.structures.slots import Ints
 from vllm_specplugins.target import Target
 
 
-class Known:
-    """What stands behind each request's history so far: a draft that was begun, and behind it the stage's own tokens.
+class PartialDraft:
+    """What stands after each request's history so far: a draft that was begun, and after it the stage's own tokens.
 
     Args:
-        begun: that draft; None: no tokens.
-        wanted: [num_reqs] int64, how many tokens of the stage there shall be.
+        prefix: that draft; None: no tokens.
+        max_draft: [num_reqs] int64, how many tokens of the stage there shall be.
         target: whose newest tokens and lengths are those of the histories.
         width: K.
     """
 
-    def __init__(self, begun: Drafted | None, wanted: Ints, target: Target, width: int):
-        shape = len(wanted), width
+    def __init__(self, prefix: DraftArrays | None, max_draft: Ints, target: Target, width: int):
+        shape = len(max_draft), width
         self._token_ids, self._q = np.zeros(shape, np.int32), np.full(shape, -1, np.int64)
-        self._num_tokens = np.zeros(len(wanted), np.int64)
-        self._num_missing: int = sum(wanted.tolist())
-        if begun is not None:
-            self._token_ids[:], self._num_tokens[:] = begun.token_ids, begun.num_draft
-        self._ends: Ints = self._num_tokens + wanted
+        self._num_tokens = np.zeros(len(max_draft), np.int64)
+        self._num_missing: int = sum(max_draft.tolist())
+        if prefix is not None:
+            self._token_ids[:], self._num_tokens[:] = prefix.token_ids, prefix.num_draft
+        self._ends: Ints = self._num_tokens + max_draft
         self._newest, self._lengths = _array(target.last_token_ids, np.int32), _array(target.num_tokens, np.int64)
         self._logits: list[Any] = []  # of the passes so far, if the stage samples: [N, vocab_size] each
 
@@ -57,16 +57,16 @@ class Known:
 
     @property
     def guessable(self) -> Ints:
-        """[num_reqs] int64, tokens that are missing, but for one: the stage's own choice comes behind a guess."""
+        """[num_reqs] int64, tokens that are missing, but for one: the stage's own choice comes after a guess."""
         guessable: Ints = np.maximum(self._ends - self._num_tokens - 1, 0)
         return guessable
 
     @property
-    def so_far(self) -> Drafted:
+    def so_far(self) -> DraftArrays:
         """What is known, for drafters that continue it."""
-        return Drafted(self._token_ids, self._num_tokens, self._q, self._q)
+        return DraftArrays(self._token_ids, self._num_tokens, self._q, self._q)
 
-    def check(self, stage: EarlyExit, target: Target, guess: Drafted, is_first: bool) -> tuple[int, int]:
+    def check(self, stage: EarlyExit, target: Target, guess: DraftArrays, is_first: bool) -> tuple[int, int]:
         """One pass: each draft goes on by the guess as far as the stage agrees, and by its next choice.
 
         Args:
@@ -81,7 +81,7 @@ class Known:
         fed, positions = np.empty((num_reqs, length), np.int32), np.empty((num_reqs, length), np.int64)
         histories = self._newest, self._lengths, stage.max_position
         host.feed(*known, guess.token_ids, guess.num_draft, *histories, text, firsts, fed, positions)
-        chosen, logits = stage.choose_at(target, fed, positions, text, firsts)
+        chosen, logits = stage.next_tokens(target, fed, positions, text, firsts)
         choices, num_logits = _array(chosen, np.int32), sum(map(len, self._logits))
         num_kept, num_new = host.keep(*known, text, guess.num_draft, choices, firsts, num_logits, self._q)
         if logits is not None:
@@ -89,12 +89,12 @@ class Known:
         self._num_missing -= num_new
         return num_kept, num_new
 
-    def own(self, index: int, begun: Drafted | None) -> Drafted:
+    def own(self, index: int, prefix: DraftArrays | None) -> DraftArrays:
         """The stage's own tokens, without the draft that was begun."""
         token_ids, num_draft, q = self._token_ids, self._num_tokens, self._q
-        if begun is not None:
-            places = columns(token_ids) + begun.num_draft[:, None]
-            token_ids, num_draft, q = picked(token_ids, places), num_draft - begun.num_draft, picked(q, places)
+        if prefix is not None:
+            places = columns(token_ids) + prefix.num_draft[:, None]
+            token_ids, num_draft, q = picked(token_ids, places), num_draft - prefix.num_draft, picked(q, places)
         confidence = np.full(len(num_draft), FIRST_CONFIDENCE)
         if not self._logits:
             return of_stage(index, token_ids, num_draft, confidence)
@@ -107,7 +107,7 @@ def _array(tensor: torch.Tensor, dtype: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Alone:
+class ModelDrafter:
     """The model stage with this index by itself, token by token. A jump only begins drafts: it needs the target's last
     state."""
 
@@ -115,37 +115,37 @@ class Alone:
     index: int
     counters: StageCounters
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
         assert batch.target is not None
-        if isinstance(self.stage, Jump) and begun is not None:
-            wanted, begun = np.where(begun.num_draft == 0, wanted, 0), None
-        num_steps, num_reqs = max(wanted.tolist(), default=0), len(wanted)
+        if isinstance(self.stage, Jump) and prefix is not None:
+            max_draft, prefix = np.where(prefix.num_draft == 0, max_draft, 0), None
+        num_steps, num_reqs = max(max_draft.tolist(), default=0), len(max_draft)
         if num_steps == 0:
             return nothing(num_reqs, self.stage.max_num_draft)
         start = time.perf_counter()
         behind: tuple[torch.Tensor, ...] = ()
-        if begun is not None:
-            # Rows that want nothing start at their newest token: behind it no slot is read that was not written.
-            lengths = begun.num_draft * (wanted > 0)
+        if prefix is not None:
+            # Rows that want nothing start at their newest token: after it no slot is read that was not written.
+            lengths = prefix.num_draft * (max_draft > 0)
             if longest := max(lengths.tolist()):
                 device = batch.target.num_tokens.device
-                fed = np.ascontiguousarray(begun.token_ids[:, :longest])
+                fed = np.ascontiguousarray(prefix.token_ids[:, :longest])
                 behind = torch.from_numpy(fed).to(device), torch.from_numpy(lengths).to(device)
-        chosen, logits = self.stage.go_on(batch.target, num_steps, *behind)
+        chosen, logits = self.stage.draft_from(batch.target, num_steps, *behind)
         token_ids = np.zeros((num_reqs, self.stage.max_num_draft), np.int32)
         token_ids[:, :num_steps] = chosen.cpu().numpy()
         q = None
         if logits is not None:
             q = np.arange(0, num_reqs * num_steps, num_steps)[:, None] + columns(token_ids)
             logits = logits.flatten(0, 1)
-        self.counters.asked += int(np.count_nonzero(wanted))
-        self.counters.drafted += sum(wanted.tolist())
+        self.counters.asked += int(np.count_nonzero(max_draft))
+        self.counters.drafted += sum(max_draft.tolist())
         self.counters.ms += (time.perf_counter() - start) * 1000
-        return of_stage(self.index, token_ids, wanted, np.full(num_reqs, FIRST_CONFIDENCE), q, logits)
+        return of_stage(self.index, token_ids, max_draft, np.full(num_reqs, FIRST_CONFIDENCE), q, logits)
 
 
 @dataclass(slots=True)
-class Verified:
+class StagedDrafter:
     """`cheap` drafts, the model stage with this index checks it in one pass and extends it."""
 
     cheap: Drafter
@@ -154,10 +154,10 @@ class Verified:
     counters: StageCounters
     cheap_counters: StageCounters | None = None
 
-    def draft(self, batch: DraftBatch, begun: Drafted | None, wanted: Array) -> Drafted:
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
         assert batch.target is not None
-        self.counters.asked += int(np.count_nonzero(wanted))
-        known, is_first = Known(begun, wanted, batch.target, self.stage.max_num_draft), True
+        self.counters.asked += int(np.count_nonzero(max_draft))
+        known, is_first = PartialDraft(prefix, max_draft, batch.target, self.stage.max_num_draft), True
         while not known.is_whole:
             guess = self.cheap.draft(batch, known.so_far, known.guessable)
             start_s = time.perf_counter()
@@ -167,4 +167,4 @@ class Verified:
             if self.cheap_counters is not None:
                 self.cheap_counters.kept += num_kept
             self.counters.ms += (time.perf_counter() - start_s) * 1000
-        return known.own(self.index, begun)
+        return known.own(self.index, prefix)

@@ -1,4 +1,4 @@
-"""What `Known.check` does before and behind its pass."""
+"""Compiled loops of `PartialDraft.check`: what the stage's pass is fed, and what of the guess is kept."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _ids, _ints, _places = types.int32[:, ::1], types.int64[::1], types.int64[:, ::1
 
 @compiled(types.int64(_ints, _ints, _ints, types.boolean))
 def num_fed(num_tokens: Any, ends: Any, num_guess: Any, is_first: bool) -> int:
-    """How many tokens of each request a pass must feed: behind those that were fed, or else the newest and all."""
+    """How many tokens of each request a pass must feed: after those that were fed, or else the newest and all."""
     longest = 0
     for row in range(len(num_tokens)):
         if num_tokens[row] < ends[row]:
@@ -34,7 +34,7 @@ def feed(
     fed: Any,
     positions: Any,
 ) -> None:
-    """What is known and behind it the guess, into `text` [R, K]; what of that is fed, into `firsts` [R], which tokens
+    """What is known and after it the guess, into `text` [R, K]; what of that is fed, into `firsts` [R], which tokens
     begin, and `fed` and `positions` [R, T].
 
     Args:
@@ -66,7 +66,7 @@ def keep(
     num_logits: int,
     q: Any,
 ) -> tuple[int, int]:
-    """Goes on with what is known, by the stage's choices [R, T] behind what was fed; how many tokens of the guesses
+    """Goes on with what is known, by the stage's choices [R, T] after what was fed; how many tokens of the guesses
     were right, and how many are known now that were not."""
     num_kept, num_new = 0, 0
     for row in range(len(num_tokens)):

@@ -5,13 +5,21 @@ and what is allowed.
 """
 
 from vllm_specplugins.config.cascade import BUILT_IN_SETTINGS, MAX_STAGES, BuiltInConfig, CascadeConfig, StageConfig
-from vllm_specplugins.config.checks import ConfigError, check_fields, check_value, integer, meant, said, shown
+from vllm_specplugins.config.checks import (
+    ConfigError,
+    brief,
+    check_fields,
+    check_value,
+    did_you_mean,
+    error_text,
+    integer,
+)
 from vllm_specplugins.config.parts import (
     built_in_stage,
     methods_of,
-    parts,
     rule,
     sample_methods,
+    stage_configs,
     stage_names,
     with_stage,
 )
@@ -45,18 +53,18 @@ __all__ = [
     "SpecConfig",
     "StageConfig",
     "SuffixLookupConfig",
+    "brief",
     "built_in_stage",
     "check_fields",
     "check_stages",
     "check_value",
+    "did_you_mean",
+    "error_text",
     "integer",
-    "meant",
     "methods_of",
-    "parts",
     "rule",
-    "said",
     "sample_methods",
-    "shown",
+    "stage_configs",
     "stage_names",
     "with_default_length",
     "with_stage",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from vllm_specplugins.config.checks import ConfigError, check_fields, choice, meant, optional_text, shown
+from vllm_specplugins.config.checks import ConfigError, brief, check_fields, choice, did_you_mean, optional_text
 
 MAX_STAGES = 8
 
@@ -78,12 +78,12 @@ class BuiltInConfig:
         for key in raw:
             if key != "model" and key not in BUILT_IN_SETTINGS:
                 raise ConfigError(
-                    f"cascade: stages[{index}]: {shown(key)} is not a field; the fields are model and settings of "
-                    f"vLLM's that docs/configuration.md lists{meant(key, ('model', *BUILT_IN_SETTINGS))}"
+                    f"cascade: stages[{index}]: {brief(key)} is not a field; the fields are model and settings of "
+                    f"vLLM's that docs/configuration.md lists{did_you_mean(key, ('model', *BUILT_IN_SETTINGS))}"
                 )
         model = raw.get("model")
         if not (isinstance(model, str) and model) and (model is not None or method != "mtp"):
             raise ConfigError(
-                f"cascade: stages[{index}]: model must be a non-empty string for {method}, not {shown(model)}."
+                f"cascade: stages[{index}]: model must be a non-empty string for {method}, not {brief(model)}."
             )
         return cls(model=model, settings={key: raw[key] for key in raw if key != "model"})

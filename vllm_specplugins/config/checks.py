@@ -66,13 +66,13 @@ class _Brief(reprlib.Repr):
         return super().repr_dict(x, level)
 
 
-def shown(value: object) -> str:
+def brief(value: object) -> str:
     """`value` as an error message quotes it: at most 60 characters of its repr."""
     words = " ".join(_Brief().repr(value).split())
     return words if len(words) <= 60 else words[:57] + "..."
 
 
-def meant(name: object, names: Iterable[str]) -> str:
+def did_you_mean(name: object, names: Iterable[str]) -> str:
     """How the refusal of an unknown name ends.
 
     >>> meant("max_ngrams", ["max_ngram", "min_ngram"]), meant(5, ["max_ngram"])
@@ -83,11 +83,11 @@ def meant(name: object, names: Iterable[str]) -> str:
         return f"; {name} went: {NAMES[name]}."
     if elsewhere := name_here(name, names):
         return f"; {elsewhere}."
-    near = difflib.get_close_matches(shown(name), names, 1)
+    near = difflib.get_close_matches(brief(name), names, 1)
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What an error says, as another message quotes it: on one line, at most 120 characters, all of which can be sent;
     its type where it says nothing or cannot."""
     try:
@@ -142,4 +142,4 @@ def check_fields(config: Any, method: str) -> None:
         fits, allowed = check_value(entry, value)
         if not fits:
             instead = in_place_of(entry.name, value)
-            raise ConfigError(f"{method}: {entry.name} must be {allowed}, not {shown(value)}{instead}.")
+            raise ConfigError(f"{method}: {entry.name} must be {allowed}, not {brief(value)}{instead}.")

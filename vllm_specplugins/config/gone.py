@@ -1,4 +1,4 @@
-"""Names that there were, and what to use instead; for refusals."""
+"""Settings that were removed, and what to use instead; for refusals."""
 
 # Of methods, fields and commands.
 NAMES = {

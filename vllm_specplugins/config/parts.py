@@ -1,4 +1,4 @@
-"""What stands in a configuration: its own part, or those of its stages."""
+"""The configurations of single methods in a whole one: its own, or those of its stages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from vllm_specplugins.config.whole import SpecConfig
 T = TypeVar("T")
 
 
-def parts(config: SpecConfig, kind: type[T]) -> list[T]:
+def stage_configs(config: SpecConfig, kind: type[T]) -> list[T]:
     """The configurations of one kind in a method: its own, or those of its stages."""
     found = [config.own, *(stage.own for stage in config.stages)]
     return [part for part in found if isinstance(part, kind)]
@@ -50,4 +50,4 @@ def rule(config: SpecConfig) -> str | None:
 
 def sample_methods(config: SpecConfig) -> set[str]:
     """How the drafts of a method's model proposers are drawn."""
-    return {own.draft_sample_method for own in parts(config, object) if hasattr(own, "draft_sample_method")}
+    return {own.draft_sample_method for own in stage_configs(config, object) if hasattr(own, "draft_sample_method")}

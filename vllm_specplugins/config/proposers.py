@@ -5,13 +5,13 @@ from typing import Any
 
 from vllm_specplugins.config.checks import (
     ConfigError,
+    brief,
     check_fields,
     choice,
     integer,
     number,
     optional_path,
     optional_text,
-    shown,
     text,
 )
 
@@ -141,7 +141,7 @@ class CustomConfig:
         module, colon, name = self.proposer.partition(":")
         dotted = [*module.split("."), name]
         if not colon or not all(part.isidentifier() for part in dotted):
-            raise ConfigError(f"custom: proposer must be written 'package.module:Class', not {shown(self.proposer)}.")
+            raise ConfigError(f"custom: proposer must be written 'package.module:Class', not {brief(self.proposer)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

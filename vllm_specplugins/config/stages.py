@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from vllm_specplugins.config.cascade import BuiltInConfig, CascadeConfig
-from vllm_specplugins.config.checks import ConfigError, shown
+from vllm_specplugins.config.checks import ConfigError, brief
 from vllm_specplugins.config.parts import sample_methods
 from vllm_specplugins.config.proposers import EarlyExitConfig
 from vllm_specplugins.config.whole import SpecConfig
@@ -38,7 +38,7 @@ def check_stages(config: CascadeConfig, num_speculative_tokens: int) -> None:
         if most is not None and (type(most) is not int or not 1 <= most <= num_speculative_tokens):
             raise ConfigError(
                 f"cascade: stages[{index}]: num_speculative_tokens must be an integer from 1 to "
-                f"{num_speculative_tokens}, the cascade's, not {shown(most)}."
+                f"{num_speculative_tokens}, the cascade's, not {brief(most)}."
             )
     if config.policy == "verify":
         for index, stage in enumerate(config.stages[1:], start=1):

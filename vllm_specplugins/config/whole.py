@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self
 
 from vllm_specplugins.config.cascade import CascadeConfig, StageConfig
-from vllm_specplugins.config.checks import ConfigError, check_fields, check_value, choice, integer, meant, shown
+from vllm_specplugins.config.checks import ConfigError, brief, check_fields, check_value, choice, did_you_mean, integer
 
 MAX_NUM_SPECULATIVE_TOKENS = 64
 
@@ -78,8 +78,8 @@ class SpecConfig:
         for key in raw:
             if key not in common_names and key not in own_names:
                 names = own_names + common_names
-                allowed = ", ".join(names) + meant(key, names)
-                raise ConfigError(f"{method}: {shown(key)} is not a field; the fields are {allowed}")
+                allowed = ", ".join(names) + did_you_mean(key, names)
+                raise ConfigError(f"{method}: {brief(key)} is not a field; the fields are {allowed}")
         for entry in fields(own_type):
             if entry.name not in raw and entry.default is MISSING and entry.default_factory is MISSING:
                 allowed = (

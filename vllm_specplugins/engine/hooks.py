@@ -1,4 +1,4 @@
-"""Functions and values of ours beside, or for a while in place of, those of vLLM's."""
+"""Small tools to call functions of ours beside vLLM's, or for a while in their place."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping

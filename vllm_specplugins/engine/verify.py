@@ -39,8 +39,8 @@ def edit_drafted(
     positions: torch.Tensor,  # [N]
     counts: torch.Tensor | None = None,  # [N]
 ) -> torch.Tensor:
-    """`draft.Target.edit`, float32, for requests of these states: what verification does to the row behind T drafts, or
-    behind `counts` of them, which a device has to be waited for."""
+    """`draft.Target.edit`, float32, for requests of these states: what verification does to the row after T drafts, or
+    after `counts` of them, which a device has to be waited for."""
     num_rows, num_drafts = drafts.shape
     steps = torch.arange(num_drafts + 1, device=logits.device)
     numbers = drafts.new_full((num_rows,), num_drafts) if counts is None else counts
@@ -54,7 +54,7 @@ def edit_drafted(
     return edited
 
 
-class Seen:
+class LikeliestLog:
     """The likeliest token of each row that a step verifies, until that step drafts. N: rows."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Seen:
         self._parts.clear()
 
     def add(self, fed: torch.Tensor, next_ids: torch.Tensor) -> None:
-        """The step's next rows: the tokens [N] that were fed at them, and the likeliest [N] behind these."""
+        """The step's next rows: the tokens [N] that were fed at them, and the likeliest [N] after these."""
         self._parts.append((fed, next_ids))
 
     def take(self, counts: npt.NDArray[np.int64], places: Mapping[int, int]) -> Likeliest | None:

@@ -110,7 +110,7 @@ class _WithProposer:
     def update_max_model_len(self, max_model_len: int) -> None:
         """vLLM fits requests to its memory (`--max-model-len auto`): drafts at positions past them have no block."""
         super().update_max_model_len(max_model_len)  # type: ignore[misc]
-        fit: Any = getattr(self._barrier.proposer, "fit", None)
+        fit: Any = getattr(self._barrier.proposer, "set_max_model_len", None)
         if fit is not None and self.vllm_config.speculative_config.runs_target:
             fit(max_model_len)
 

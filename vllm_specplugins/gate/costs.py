@@ -1,4 +1,4 @@
-"""What a step of an engine costs by its draft tokens, learned from the times of steps; and what a ms is worth."""
+"""The time of an engine's step by its draft tokens, learned from measured steps; and what a ms must bring."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +15,9 @@ LONGER = 1.35  # times as long may a draft be with every step that is known
 SHORT_CONTEXT = 1024  # tokens of all requests, below which their attention costs nothing that shows
 SLOPE_MEMORY = 64.0  # how much of a record is kept at most, where steps differ so much
 LEAST_KEPT = 0.8  # of a record, by step: one long draft does not make all others forgotten
-HICCUP = 3.0  # what takes so many times what was expected was held up: times err upwards alone
-MAX_HICCUPS = 3  # in a row; a fourth one says that steps have become slower
-SURPRISE = 0.5  # of a step without drafts: how much of what was not expected one step may lay to its drafts
+OUTLIER_RATIO = 3.0  # what takes so many times what was expected was held up: times err upwards alone
+MAX_OUTLIERS = 3  # in a row; a fourth one says that steps have become slower
+MAX_STEP_BLAME = 0.5  # of a step without drafts: how much of what was not expected one step may lay to its drafts
 
 
 @dataclass(slots=True)
@@ -32,19 +32,19 @@ class StepCosts:
     mean_emitted: float = 0.0
     variation: float = 0.0  # sum of squares of the number of draft tokens about its mean
     covariation: float = 0.0  # with the time
-    num_hiccups: int = 0  # in a row, so far
+    num_outliers: int = 0  # in a row, so far
 
     def add(self, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
         """One step's time without drafting, the drafting before it, the draft tokens that it verified, its tokens."""
         off_ms, off_draft = ms - self.mean_ms, num_draft - self.mean_draft
         expected_ms = self.mean_ms + self.slope_ms * max(0.0, off_draft)
-        self.num_hiccups = self.num_hiccups + 1 if self.weight and ms > HICCUP * expected_ms else 0
-        if 0 < self.num_hiccups <= MAX_HICCUPS:
+        self.num_outliers = self.num_outliers + 1 if self.weight and ms > OUTLIER_RATIO * expected_ms else 0
+        if 0 < self.num_outliers <= MAX_OUTLIERS:
             return
-        if self.num_hiccups or ms * HICCUP < expected_ms:  # what was learned holds no longer, or was of hiccups
+        if self.num_outliers or ms * OUTLIER_RATIO < expected_ms:  # what was learned holds no longer, or was of hiccups
             self.weight = self.variation = self.covariation = 0.0
-            self.num_hiccups = 0
-        usual_ms, most_ms = self.slope_ms * off_draft, SURPRISE * self.mean_ms
+            self.num_outliers = 0
+        usual_ms, most_ms = self.slope_ms * off_draft, MAX_STEP_BLAME * self.mean_ms
         drafts_ms = usual_ms + min(max(off_ms - usual_ms, -most_ms), most_ms)
         self.weight = self.weight * COST_DECAY + 1
         share = 1 / self.weight
@@ -126,7 +126,7 @@ def _load(num_reqs: int, num_context: int) -> tuple[int, int]:
     return num_reqs.bit_length(), (num_context // SHORT_CONTEXT).bit_length()
 
 
-def worth_of_a_ms(costs: StepCosts, num_reqs: int) -> float:
+def break_even_rate(costs: StepCosts, num_reqs: int) -> float:
     """Tokens that a draft must be expected to bring for each ms that it costs a batch."""
     rate = MARGIN * costs.tokens_per_ms
     return rate if num_reqs == 1 else max(rate, SHARED_MARGIN * num_reqs / costs.plain_ms)

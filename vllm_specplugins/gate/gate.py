@@ -12,15 +12,15 @@ Pure arithmetic: times come in, nothing is measured here.
 import numpy as np
 
 from vllm_specplugins.gate import gate_numba as host
-from vllm_specplugins.gate.costs import HICCUP, LoadCosts, StepCosts, worth_of_a_ms
+from vllm_specplugins.gate.costs import OUTLIER_RATIO, LoadCosts, StepCosts, break_even_rate
 from vllm_specplugins.gate.ledger import Ledger
-from vllm_specplugins.structures.draft_arrays import Drafted
+from vllm_specplugins.structures.draft_arrays import DraftArrays
 from vllm_specplugins.structures.slots import Floats, Ints
 
 FIRST_CONFIDENCE = 1.0  # of a stage that says none, or has not drafted yet
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
 FEW_CALLS = 10  # of a stage, after which its time is known
-UNSURE_CALLS = 3  # of a stage, before which its time may be that of a hiccup, and trials may cost anything
+MIN_CALLS = 3  # of a stage, before which its time may be that of a hiccup, and trials may cost anything
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
 FOUND, CHECKED = 1 << 8, 1 << 9  # trials of what there is in front of a stage, and of its other way, by stage
 
@@ -65,12 +65,19 @@ class Gate:
             return
         token_ms = ms / num_tokens
         old = self._draft_ms.get(stage, token_ms)
-        is_quicker = token_ms * HICCUP < old  # what was learned was of hiccups
+        is_quicker = token_ms * OUTLIER_RATIO < old  # what was learned was of hiccups
         calls = self._draft_calls[stage] = 1 if is_quicker else self._draft_calls.get(stage, 0) + 1
-        self._draft_ms[stage] = old + max(1 / FEW_CALLS, 1 / calls) * (min(token_ms, HICCUP * old) - old)
+        self._draft_ms[stage] = old + max(1 / FEW_CALLS, 1 / calls) * (min(token_ms, OUTLIER_RATIO * old) - old)
 
-    def shares(
-        self, rows: Ints, found: Drafted, stage: int, confidence: Floats, most: Ints, wanted: Ints, continues: bool
+    def split_draft(
+        self,
+        rows: Ints,
+        found: DraftArrays,
+        stage: int,
+        confidence: Floats,
+        most: Ints,
+        max_draft: Ints,
+        continues: bool,
     ) -> tuple[Ints, Ints]:
         """[R] each: how many tokens of the drafts that there are to keep, and how many to draft after them from another
         stage, which may continue such drafts or only begin some.
@@ -86,29 +93,29 @@ class Gate:
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None:
             return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-        room = wanted if continues else np.zeros(len(rows), np.int64)
-        kept, own = self._shares(costs, rows, found, stage, confidence, most, room)
+        room = max_draft if continues else np.zeros(len(rows), np.int64)
+        kept, own = self._split_draft(costs, rows, found, stage, confidence, most, room)
         kept = self._explored(kept, stage + FOUND, np.where(kept + own == 0, found.num_draft, 0), costs)
-        rest = np.where(kept == 0, wanted, np.maximum(0, room - kept))
+        rest = np.where(kept == 0, max_draft, np.maximum(0, room - kept))
         return kept, self._explored(own, stage, np.minimum(most, rest), costs)
 
-    def _shares(
-        self, costs: StepCosts, rows: Ints, found: Drafted, stage: int, confidence: Floats, most: Ints, room: Ints
+    def _split_draft(
+        self, costs: StepCosts, rows: Ints, found: DraftArrays, stage: int, confidence: Floats, most: Ints, room: Ints
     ) -> tuple[Ints, Ints]:
         kept, own = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
-        rate = worth_of_a_ms(costs, len(rows))
+        rate = break_even_rate(costs, len(rows))
         prices = rate * costs.slope_ms, rate * self._draft_ms.get(stage, 0.0)
         drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
         limits = self._of_each(confidence), most, room
         host.share(kept, own, rows, drafts, stage, *limits, prices, costs.longest, self._ledger.records)
         return kept, own
 
-    def paying(self, rows: Ints, drafts: Drafted) -> Ints:
+    def profitable_length(self, rows: Ints, drafts: DraftArrays) -> Ints:
         """[R]: how many tokens of drafts that there are pay."""
         costs, none = self._costs.of(len(rows), self.num_context), np.zeros(len(rows), np.int64)
         if costs is None:
             return none
-        return self._shares(costs, rows, drafts, 0, np.ones(len(rows)), none, none)[0]
+        return self._split_draft(costs, rows, drafts, 0, np.ones(len(rows)), none, none)[0]
 
     def checks(self, stage: int) -> bool:
         """Whether a stage is quicker where it checks what another has found; now and then the other way."""
@@ -137,7 +144,7 @@ class Gate:
             return lengths
         quiet = self._quiet[stage] = self._quiet.get(stage, 0) + 1
         trial_ms = without * costs.slope_ms + self._draft_ms.get(stage, 0.0)
-        is_known = self._draft_calls.get(stage, UNSURE_CALLS) >= UNSURE_CALLS
+        is_known = self._draft_calls.get(stage, MIN_CALLS) >= MIN_CALLS
         if quiet < max(EXPLORE_EVERY, is_known * trial_ms / costs.step_ms / EXPLORE_SHARE):
             return lengths
         self._quiet[stage] = 0

@@ -1,11 +1,11 @@
-"""What `Gate.shares` does, once it knows the prices."""
+"""Compiled loop of `Gate.split_draft`: how many tokens of each draft pay, given what a token costs."""
 
 from typing import Any
 
 import numpy as np
 from numba import types
 
-from vllm_specplugins.gate.ledger_numba import chance, drafts_type, ints, reals, records_type
+from vllm_specplugins.gate.ledger_numba import accept_prob, drafts_type, ints, reals, records_type
 from vllm_specplugins.structures.compiled import compiled, inlined
 
 GOOD_ACCEPTANCE = 0.75  # what text that suits a stage may be expected to have, whatever the record of other text
@@ -31,7 +31,7 @@ def _candidates(
     num_found, stages, found_confidence = found
     survival, gain, kept = 1.0, 0.0, 0
     while kept < num_found[index]:
-        next_survival = survival * chance(records, row, stages[index, kept], found_confidence[index, kept])
+        next_survival = survival * accept_prob(records, row, stages[index, kept], found_confidence[index, kept])
         if next_survival < price:
             break
         survival, kept = next_survival, kept + 1
@@ -41,7 +41,7 @@ def _candidates(
     for place in range(len(alone) - 1):
         alone[place + 1], after[place + 1] = alone[place], after[place]
         if place < most:
-            own *= chance(records, row, stage, confidence[place])
+            own *= accept_prob(records, row, stage, confidence[place])
             alone[place + 1] += max(0.0, own - price)
             if place < room - kept:
                 after[place + 1] += max(0.0, survival * own - price)
@@ -67,7 +67,7 @@ def share(
     longest: int,
     records: Any,
 ) -> None:
-    """See Gate.shares: into `kept` and `own`.
+    """See Gate.split_draft: into `kept` and `own`.
 
     Args:
         found: drafts that there are.

@@ -1,4 +1,4 @@
-"""What a cascade on the host sent last for each request, what became of it, and how often drafts were right.
+"""The drafts that a cascade sent last, how many of their tokens were accepted, and acceptance by stage since.
 
 Acceptance is counted by request, stage and grade of confidence. A request's own record fades by draft; that of all
 requests, which a request's begins with, fades by step, and what one step adds to it is limited: requests of one step
@@ -16,7 +16,7 @@ from vllm_specplugins.counters import StageCounters, count
 from vllm_specplugins.draft import Draft, Int32Array
 from vllm_specplugins.gate import ledger_numba as host
 from vllm_specplugins.kernels.calibration import PRIOR_WEIGHT
-from vllm_specplugins.structures.draft_arrays import Drafted, dense_logits
+from vllm_specplugins.structures.draft_arrays import DraftArrays, dense_logits
 from vllm_specplugins.structures.slots import Floats, Ints, with_room
 
 # What the record of all requests begins with, as if PRIOR_WEIGHT tokens had been tried, by grade: see ledger_numba.py.
@@ -48,7 +48,7 @@ class Ledger:
             tried, accepted, whole = (with_room(array, num_rows) for array in self._own)
             self._sent, self._own = (num_sent, stages, confidence), (tried, accepted, whole)
 
-    def put(self, rows: Ints, drafts: Drafted) -> Draft:
+    def put(self, rows: Ints, drafts: DraftArrays) -> Draft:
         """Keeps and counts the newest drafts, of requests that have these rows; the same as one draft."""
         num_reqs = len(rows)
         num_draft, stage = np.empty(num_reqs, np.int32), np.empty(num_reqs, np.int32)

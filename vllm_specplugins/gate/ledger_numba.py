@@ -1,5 +1,5 @@
-"""What `Ledger` does. Of a stage are counted, in this order: tokens that go to the target, drafts that have any of
-them, tokens that the target looked at."""
+"""Compiled loops of `Ledger`. Of a stage are counted, in this order: tokens that go to the target, drafts that have any
+of them, tokens that the target looked at."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def grade_of(confidence: float) -> int:
 
 
 @inlined
-def chance(records: Any, row: int, stage: int, confidence: float) -> float:
+def accept_prob(records: Any, row: int, stage: int, confidence: float) -> float:
     """Of one token to be accepted, those before it being right."""
     tried, accepted, _, shared_tried, shared_accepted = records
     grade = grade_of(confidence)
@@ -47,7 +47,7 @@ def acceptance(out: Any, records: Any, rows: Any, stage: int, confidence: Any) -
     """See Ledger.acceptance."""
     for index in range(len(rows)):
         for place in range(confidence.shape[1]):
-            out[index, place] = chance(records, rows[index], stage, confidence[index, place])
+            out[index, place] = accept_prob(records, rows[index], stage, confidence[index, place])
 
 
 @compiled(types.int64(ints, drafts_type, drafts_type, _totals_type, _ids, types.float32[::1], _ids))

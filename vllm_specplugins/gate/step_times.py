@@ -1,4 +1,4 @@
-"""How many tokens to draft for each request of a step, one number for all: a table of what steps took decides.
+"""Chooses one draft length for all requests of a step, from a table of measured step times.
 
 What a step takes is kept by number of requests and draft length k; steps of other sizes with about as many tokens say
 what one that was not tried yet may take, and a longer draft never counts as cheaper than a shorter one. What a step
@@ -21,12 +21,12 @@ ROOM = 256  # tokens that make a step twice as long as none, before it is known
 DECAY = 0.85  # of what drafts bring, by step that tells
 FORGOTTEN = 0.99  # by step that does not: text changes
 GUESS, GUESS_WEIGHT = 0.75, 0.25  # of what is not known: a token's chance, and for how many requests that counts
-WHOLE = 0.95  # the chance of tokens behind a draft that was accepted whole
+WHOLE = 0.95  # the chance of tokens after a draft that was accepted whole
 MOST_SAVED = 4.0  # steps, for trials
 TRIAL_EVERY, TRIAL_SHARE = 8, 0.005  # steps between trials, at the least, and of the time, at the most
-SURPRISE = 3.0  # standard deviations
+MAX_DEVIATIONS = 3.0  # standard deviations
 TIE = 0.995  # of two that are as good the longer one: it sees more
-HICCUP, MAX_HICCUPS = 3.0, 3  # as costs.py has them
+OUTLIER_RATIO, MAX_OUTLIERS = 3.0, 3  # as costs.py has them
 UNSURE = 3  # steps, before which a time may be that of a hiccup
 SHARE = 0.1  # of a time that is known, by step
 
@@ -112,7 +112,7 @@ _known = _lengths, _times, _table  # lengths, times and shape: see StepTimes.__i
 
 @inlined
 def _shaped(tokens: int, shape: Any) -> float:
-    """ms of a step of so many tokens, but for a factor; behind what was measured it goes on as before."""
+    """ms of a step of so many tokens, but for a factor; after what was measured it goes on as before."""
     last, at = shape[-1, 0], 1
     while at < len(shape) - 1 and shape[at, 0] < tokens:
         at += 1
@@ -163,9 +163,9 @@ def _expected_ms(num_reqs: int, lengths: Any, times: Any, shape: Any) -> Any:
 
 
 @inlined
-def _run(chance: float, length: int) -> float:
+def _run(accept_prob: float, length: int) -> float:
     """Tokens of a draft that are accepted, where each is with this chance if those before it were."""
-    return chance * (1 - chance**length) / (1 - chance)
+    return accept_prob * (1 - accept_prob**length) / (1 - accept_prob)
 
 
 @inlined
@@ -174,13 +174,13 @@ def _survive(tokens: Any, survival: Any, lengths: Any, brought: Any) -> None:
 
     The chance of a token where nothing is known is that of those before it: right all along, or not at all.
     """
-    tokens[0], survival[0], chance = 1.0, 1.0, GUESS
+    tokens[0], survival[0], accept_prob = 1.0, 1.0, GUESS
     for at in range(len(brought)):
         places, (entered, accepted, whole) = lengths[at + 1] - lengths[at], brought[at]
         scale = survival[at] / (entered + GUESS_WEIGHT)
-        tokens[at + 1] = tokens[at] + scale * (accepted + GUESS_WEIGHT * _run(chance, places))
-        survival[at + 1] = scale * (whole + GUESS_WEIGHT * chance**places)
-        chance = min(WHOLE, (survival[at + 1] / survival[at]) ** (1 / places))
+        tokens[at + 1] = tokens[at] + scale * (accepted + GUESS_WEIGHT * _run(accept_prob, places))
+        survival[at + 1] = scale * (whole + GUESS_WEIGHT * accept_prob**places)
+        accept_prob = min(WHOLE, (survival[at + 1] / survival[at]) ** (1 / places))
 
 
 @compiled(
@@ -210,8 +210,8 @@ def _add_time(known: Any, ms: float) -> None:
         known[0] = min(known[0], ms) if known[1] else ms
         known[1] += 1
         return
-    known[2] = known[2] + 1 if ms > HICCUP * known[0] else 0
-    if 0 < known[2] <= MAX_HICCUPS:
+    known[2] = known[2] + 1 if ms > OUTLIER_RATIO * known[0] else 0
+    if 0 < known[2] <= MAX_OUTLIERS:
         return
     known[0] += (1.0 if known[2] else SHARE) * (ms - known[0])
     known[2] = 0
@@ -231,7 +231,7 @@ def _add(
     tokens, survival = np.empty((2, len(lengths)))
     _survive(tokens, survival, lengths, brought)
     share, expected, follows = np.mean(emitted == lengths[at] + 1), survival[at], (0, 0.0)
-    if at > 0 and share > expected + SURPRISE * (expected * (1 - expected) / len(emitted)) ** 0.5:
+    if at > 0 and share > expected + MAX_DEVIATIONS * (expected * (1 - expected) / len(emitted)) ** 0.5:
         up_to = min(at + 1, len(lengths) - 1)
         follows = up_to, 1 + share * (lengths[at] + _run(WHOLE, lengths[up_to] - lengths[at]))
     for stretch in range(len(brought)):

@@ -1,4 +1,4 @@
-"""When a proposer that fails is switched off, and for how long."""
+"""Switches a proposer off after repeated faults, and on again after a pause."""
 
 import logging
 from collections import deque
@@ -16,7 +16,7 @@ FORGIVEN_AFTER_S = 3600.0  # unless it was on for so long
 Clock = Callable[[], float]
 
 
-class Health(Protocol):
+class FaultCounters(Protocol):
     """Where a guard counts: counters.Counters, or counters.StageCounters."""
 
     faults: dict[str, int]
@@ -26,11 +26,11 @@ class Health(Protocol):
 
 
 @dataclass(slots=True)
-class Switch:
+class CircuitBreaker:
     """Off for a pause after MAX_FAULTS within FAULT_WINDOW steps."""
 
     name: str
-    health: Health
+    health: FaultCounters
     clock: Clock
     step: int = 0
     _fault_steps: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_FAULTS))

@@ -18,7 +18,7 @@ import numpy as np
 from vllm_specplugins.draft import DraftBatch, Feedback, Proposer, RequestFault
 from vllm_specplugins.isolation.call_thread import CallThread
 from vllm_specplugins.isolation.checks import Nonsense, NotFinite
-from vllm_specplugins.isolation.circuit_breaker import Clock, Health, Switch
+from vllm_specplugins.isolation.circuit_breaker import CircuitBreaker, Clock, FaultCounters
 from vllm_specplugins.isolation.read_only import feedback_for_proposer
 
 logger = logging.getLogger("vllm.specplugins")
@@ -81,7 +81,7 @@ class Guard:
         self,
         proposer: Proposer,
         name: str,
-        health: Health,
+        health: FaultCounters,
         budget_ms: float | None = None,
         *,
         in_thread: bool = False,
@@ -90,7 +90,7 @@ class Guard:
     ):
         self.proposer = proposer
         self._health = health
-        self._switch = Switch(name, health, clock)
+        self._breaker = CircuitBreaker(name, health, clock)
         self._name = name
         self._budget_ms = budget_ms
         self._left_ms = budget_ms or 0.0  # of this step
@@ -103,7 +103,7 @@ class Guard:
 
     def begin_step(self) -> None:
         """Gives the proposer its time for another step."""
-        self._switch.step += 1
+        self._breaker.step += 1
         self._left_ms = self._budget_ms or 0.0
 
     def observe(self, feedback: Feedback) -> None:
@@ -135,7 +135,7 @@ class Guard:
 
     def call(self, batch: DraftBatch, work: Callable[[], T]) -> T | None:
         """What `work` makes of a batch; None where the proposer is switched off, still hangs, or fails now."""
-        if self._switch.is_off() or (self._thread is not None and self._thread.is_busy):
+        if self._breaker.is_off() or (self._thread is not None and self._thread.is_busy):
             return None
         self._known.update(batch.request_ids)
         turn = _Turn(self.proposer, tuple(self._to_forget), self._feedback, work)
@@ -156,7 +156,7 @@ class Guard:
             is_timed: whether the budget holds for this step; taking in prompts may take longer.
         """
         self.begin_step()
-        if self._switch.is_off():
+        if self._breaker.is_off():
             return None
         start = time.perf_counter()
         outcome = self._attempt(work, ())
@@ -207,7 +207,7 @@ class Guard:
         if charged_to:
             self._set_aside.update(charged_to)
         else:
-            self._switch.add_fault()
+            self._breaker.add_fault()
         if is_first:
             consequence = f"{len(charged_to)} requests get no more of its drafts" if charged_to else "requests go on"
             logger.warning(
@@ -240,11 +240,11 @@ def attempt(
     except passes:
         raise
     except NotFinite as error:
-        return Fault(NOT_FINITE, shown(error), count=error.num_tokens)
+        return Fault(NOT_FINITE, cause_text(error), count=error.num_tokens)
     except Nonsense as error:
-        return Fault(NONSENSE, shown(error))
+        return Fault(NONSENSE, cause_text(error))
     except BaseException as error:
-        return Fault(RAISED, shown(error), _blamed(error, request_ids))
+        return Fault(RAISED, cause_text(error), _blamed(error, request_ids))
 
 
 def _blamed(error: BaseException, request_ids: Sequence[str]) -> str | None:
@@ -253,7 +253,7 @@ def _blamed(error: BaseException, request_ids: Sequence[str]) -> str | None:
     return request_id if type(request_id) is str and request_id in request_ids else None
 
 
-def shown(error: BaseException) -> str:
+def cause_text(error: BaseException) -> str:
     """An exception, for a log. It may be of the proposer's own making and fail at that, too."""
     try:
         if logger.isEnabledFor(logging.DEBUG):

@@ -16,14 +16,14 @@ from vllm_specplugins.target import Target
 SUREST = 16.0  # as of a match of so many tokens
 
 
-def how_sure(
+def token_confidence(
     logits: torch.Tensor,  # [N, V]
     temperature: torch.Tensor,  # [N], 0 is greedy
 ) -> torch.Tensor:
     """[N] float32: how sure a head is of what it says, whichever token was drawn: 1 / sqrt(1 - its largest chance),
     which is of the size of a lookup's confidence: 2 where the chance is 3/4, 4 where it is 15/16.
 
-    >>> how_sure(torch.tensor([[0.75, 0.25]]).log(), torch.zeros(1)).tolist()
+    >>> token_confidence(torch.tensor([[0.75, 0.25]]).log(), torch.zeros(1)).tolist()
     [2.0]
     """
     logits = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]

@@ -55,7 +55,7 @@ class EarlyExit:
     def __init__(self, config: EarlyExitConfig, context: ProposerContext):
         self.max_num_draft = context.max_num_draft
         self._sampler = DraftSampler(config.draft_sample_method)
-        self.fit(context.max_model_len)
+        self.set_max_model_len(context.max_model_len)
         self._ahead = None
         if config.look_ahead is not None:
             self._ahead = load_look_ahead(config.look_ahead, context.device, context.dtype or torch.float32)
@@ -69,20 +69,20 @@ class EarlyExit:
         """Whether its tokens are certain, and not drawn with noise of their own."""
         return self._sampler.is_one_hot
 
-    def fit(self, max_model_len: int) -> None:
-        """No request is longer than this: what would be drafted behind its end is fed at its last position."""
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """No request is longer than this: what would be drafted after its end is fed at its last position."""
         self.max_position = max_model_len - 1
 
     def propose(self, batch: DraftBatch) -> Draft:
         """K tokens of the exit, one step each; a request near the end of its context gets fewer."""
         assert batch.target is not None
-        token_ids, logits = self.go_on(batch.target, int(batch.max_num_draft.max(initial=0)))
+        token_ids, logits = self.draft_from(batch.target, int(batch.max_num_draft.max(initial=0)))
         return Draft(token_ids, batch.max_num_draft, logits=logits)
 
-    def go_on(
+    def draft_from(
         self, target: Target, num_steps: int, begun: Any = None, num_begun: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the exit drafts behind each request's newest token, or behind a draft that was begun, one step each.
+        """What the exit drafts after each request's newest token, or after a draft that was begun, one step each.
 
         Args:
             begun: [num_reqs, T] int tensor, such drafts, all of whose tokens are fed at once.
@@ -94,7 +94,7 @@ class EarlyExit:
         """
         if begun is None:
             ahead = self._ahead
-            steps = self.follow(target, num_steps) if ahead is None else self._look_ahead(target, ahead, num_steps)
+            steps = self.draft_steps(target, num_steps) if ahead is None else self._look_ahead(target, ahead, num_steps)
             return steps.token_ids, steps.logits
         last, positions = target.last_token_ids, target.num_tokens - 1
         ends = positions + (self.max_num_draft - 1)  # where the last reserved slot is
@@ -110,7 +110,7 @@ class EarlyExit:
             positions.add_(1).clamp_(max=self.max_position)
         return steps.token_ids, steps.logits
 
-    def follow(
+    def draft_steps(
         self,
         target: Target,
         num_steps: int,
@@ -118,8 +118,8 @@ class EarlyExit:
         num_followed: Any = None,
         sees: Callable[[int, torch.Tensor], None] | None = None,
     ) -> Steps:
-        """What the exit says next behind each request's newest token, and then behind each token of a draft that it
-        follows, or else behind its own: one token after the other.
+        """What the exit says next after each request's newest token, and then after each token of a draft that it
+        follows, or else after its own: one token after the other.
 
         Args:
             followed: [num_reqs, >= num_steps] int tensor, drafts; None: it follows its own tokens alone.
@@ -142,7 +142,7 @@ class EarlyExit:
         return steps
 
     def _look_ahead(self, target: Target, ahead: torch.Tensor, num_steps: int) -> Steps:
-        """As `follow`, by one pass: behind the newest token stand embeddings for those that are not known yet."""
+        """As `draft_steps`, by one pass: after the newest token stand embeddings for those that are not known yet."""
         forward, num_reqs = target.forward, len(target.last_token_ids)
         steps = Steps.of(target.last_token_ids, num_steps)
         if num_steps == 0:
@@ -162,7 +162,7 @@ class EarlyExit:
     def _choose_behind(
         self, target: Target, positions: torch.Tensor, begun: torch.Tensor, num_begun: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What follows drafts that were begun behind these positions, and their logits: one token of each request."""
+        """What follows drafts that were begun after these positions, and their logits: one token of each request."""
         fed = torch.cat((target.last_token_ids[:, None], begun), dim=1)
         places = positions[:, None] + torch.arange(fed.shape[1], device=fed.device)
         firsts = torch.zeros_like(num_begun)
@@ -187,7 +187,7 @@ class EarlyExit:
         positions = (target.num_tokens + firsts - 1)[:, None] + torch.arange(token_ids.shape[1], device=firsts.device)
         return self._choose(target, token_ids, positions.clamp_(max=self.max_position))[:2]
 
-    def choose_at(
+    def next_tokens(
         self, target: Target, token_ids: Any, positions: Any, text: Any, firsts: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same, of arrays, with the places [num_reqs, T] int64 where the tokens stand, at most max_position, and
@@ -206,7 +206,7 @@ class EarlyExit:
         rates: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What follows each token: ids and, if it is drawn by itself, logits, of shape [num_reqs] or [num_reqs, T];
-        behind them all logits [N, vocab_size] if they had to be made, or are asked for by `rates`.
+        after them all logits [N, vocab_size] if they had to be made, or are asked for by `rates`.
 
         `begun` [num_reqs, K]: what was drafted before; None: nobody edits the logits. `firsts` [num_reqs]: how
         much of that stands before what follows each request's first token; None: all.

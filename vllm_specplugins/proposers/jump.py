@@ -28,19 +28,19 @@ class Jump:
         self.max_num_draft = context.max_num_draft
         self._head = JumpHead.load(config.head, context.device, context.dtype or torch.float32)
         self._sampler = DraftSampler(config.draft_sample_method)
-        self.fit(context.max_model_len)
+        self.set_max_model_len(context.max_model_len)
 
-    def fit(self, max_model_len: int) -> None:
-        """See EarlyExit.fit."""
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """See EarlyExit.set_max_model_len."""
         self._max_position = max_model_len - 1
 
     def propose(self, batch: DraftBatch) -> Draft:
         """K tokens, one jump each; a request near the end of its context gets fewer."""
         assert batch.target is not None
-        token_ids, logits = self.go_on(batch.target, int(batch.max_num_draft.max(initial=0)))
+        token_ids, logits = self.draft_from(batch.target, int(batch.max_num_draft.max(initial=0)))
         return Draft(token_ids, batch.max_num_draft, logits=logits)
 
-    def go_on(self, target: Target, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def draft_from(self, target: Target, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Token ids [num_reqs, num_steps] int32 and, if drawn by themselves, their logits, with the vocabulary last."""
         last, positions, states = target.last_token_ids, target.num_tokens - 1, target.last_hidden_states
         token_ids = last.new_empty(len(last), num_steps, dtype=torch.int32)

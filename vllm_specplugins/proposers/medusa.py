@@ -30,11 +30,11 @@ class Medusa:
     def propose(self, batch: DraftBatch) -> Draft:
         """A token of each head; a request near the end of its context gets fewer."""
         assert batch.target is not None
-        token_ids, logits = self.go_on(batch.target, int(batch.max_num_draft.max(initial=0)))
+        token_ids, logits = self.draft_from(batch.target, int(batch.max_num_draft.max(initial=0)))
         return Draft(token_ids, batch.max_num_draft, logits=logits)
 
-    def go_on(self, target: Target, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of so many heads; see Jump.go_on."""
+    def draft_from(self, target: Target, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of so many heads; see Jump.draft_from."""
         last = target.last_token_ids
         token_ids = last.new_empty(len(last), num_steps, dtype=torch.int32)
         if num_steps == 0:
@@ -49,7 +49,7 @@ class Medusa:
                 own.copy_(q_logits)
         return token_ids, None if q_logits is None else logits.transpose(0, 1)
 
-    def fit(self, max_model_len: int) -> None:
+    def set_max_model_len(self, max_model_len: int) -> None:
         """Nothing to keep within it: heads write no keys."""
 
     def observe(self, feedback: Feedback) -> None:

@@ -16,7 +16,7 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Prop
 from vllm_specplugins.kernels.history_match import NO_MATCH
 from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, OWN, history_match
 from vllm_specplugins.structures.draft_arrays import NO_COUNTS, NO_TOKENS
-from vllm_specplugins.structures.slots import Rows, with_room
+from vllm_specplugins.structures.slots import SlotTable, with_room
 from vllm_specplugins.structures.views import places_of
 
 Ints = npt.NDArray[np.int64]
@@ -32,25 +32,25 @@ class PromptLookup:
     def __init__(self, config: PromptLookupConfig, context: ProposerContext):
         self._ngrams = config.min_ngram, config.max_ngram
         self._max_num_draft = context.max_num_draft
-        self._rows = Rows()
+        self._rows = SlotTable()
         self._known = np.zeros((1, NUM_COLUMNS), np.int64)  # a row that is 0 is new
         self._references: dict[int, Int32Array] = {}  # by row
 
     def propose(self, batch: DraftBatch) -> Draft:
         """What followed the longest match of each request, that nearest to where copying would go on."""
-        wanted = batch.max_num_draft.astype(np.int64)
-        token_ids, num_draft, match_lengths = self.continue_drafts(batch, NO_TOKENS, NO_COUNTS, wanted)
+        max_draft = batch.max_num_draft.astype(np.int64)
+        token_ids, num_draft, match_lengths = self.continue_drafts(batch, NO_TOKENS, NO_COUNTS, max_draft)
         return Draft(token_ids, num_draft.astype(np.int32), confidence=match_lengths.astype(np.float32))
 
     def continue_drafts(
-        self, batch: DraftBatch, begun: Int32Array, num_begun: Ints, wanted: Ints
+        self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
     ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
         """What follows each request's history and a draft that was begun, which is not remembered.
 
         Args:
-            begun: [num_reqs, K] int32.
+            prefix: [num_reqs, K] int32.
             num_begun: [num_reqs] int64, how many tokens of each were begun; empty: none of any.
-            wanted: [num_reqs] int64, how many more there may be.
+            max_draft: [num_reqs] int64, how many more there may be.
 
         Returns tokens [num_reqs, K], their number [num_reqs], and the lengths of the matches [num_reqs].
         """
@@ -58,7 +58,7 @@ class PromptLookup:
         token_ids = np.zeros((num_reqs, self._max_num_draft), np.int32)
         num_draft, match_lengths = np.zeros(num_reqs, np.int64), np.zeros(num_reqs)
         requests = *places_of(batch.token_ids), self._rows_of(batch), self._known
-        history_match(*requests, begun, num_begun, wanted, *self._ngrams, token_ids, num_draft, match_lengths)
+        history_match(*requests, prefix, num_begun, max_draft, *self._ngrams, token_ids, num_draft, match_lengths)
         return token_ids, num_draft, match_lengths
 
     def observe(self, feedback: Feedback) -> None:

@@ -103,21 +103,21 @@ class SuffixLookup:
         return Draft(drafts.tokens, drafts.num_draft, confidence=drafts.match_lengths)
 
     def continue_drafts(
-        self, batch: DraftBatch, begun: Int32Array, num_begun: Ints, wanted: Ints
+        self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
     ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
         """What follows each request's history and a draft that was begun. See PromptLookup."""
         is_new = batch.token_ids is not self._taken_in
         if is_new and not num_begun.any():
-            found = self._take_in(batch, wanted.astype(np.int32))
+            found = self._take_in(batch, max_draft.astype(np.int32))
             return found.tokens, found.num_draft.astype(np.int64), found.match_lengths.astype(np.float64)
         if is_new:
             self._take_in(batch, np.zeros(batch.num_reqs, np.int32))
         token_ids = np.zeros((batch.num_reqs, self._max_num_draft), np.int32)
         num_draft, match_lengths = np.zeros(batch.num_reqs, np.int64), np.zeros(batch.num_reqs)
-        counts = num_begun if len(num_begun) else np.zeros_like(wanted)
-        for count in np.unique(counts[wanted > 0]).tolist():
-            rows = np.flatnonzero((wanted > 0) & (counts == count))
-            behind = self._behind_drafts(batch, rows, begun[:, :count], wanted)
+        counts = num_begun if len(num_begun) else np.zeros_like(max_draft)
+        for count in np.unique(counts[max_draft > 0]).tolist():
+            rows = np.flatnonzero((max_draft > 0) & (counts == count))
+            behind = self._behind_drafts(batch, rows, prefix[:, :count], max_draft)
             token_ids[rows], num_draft[rows], match_lengths[rows] = (
                 behind.tokens,
                 behind.num_draft,
@@ -125,19 +125,19 @@ class SuffixLookup:
             )
         return token_ids, num_draft, match_lengths
 
-    def _behind_drafts(self, batch: DraftBatch, rows: Ints, begun: Int32Array, wanted: Ints) -> Drafts:
+    def _behind_drafts(self, batch: DraftBatch, rows: Ints, prefix: Int32Array, max_draft: Ints) -> Drafts:
         """What follows the drafts of these requests, of as many tokens each."""
         pieces: list[Int32Array] = []
         numbers = array("q")
         for row in rows.tolist():
             history = batch.token_ids[row]
             ending = history[-LONGEST_MATCH:]
-            pieces += (ending, begun[row]) if begun.size else (ending,)
-            size = len(ending) + begun.shape[1]
+            pieces += (ending, prefix[row]) if prefix.size else (ending,)
+            size = len(ending) + prefix.shape[1]
             own_row = self._requests[batch.request_ids[row]].row
-            numbers.extend((own_row, size, 0, len(history), int(wanted[row])))
+            numbers.extend((own_row, size, 0, len(history), int(max_draft[row])))
         flat, asked_rows = np.concatenate(pieces), np.frombuffer(numbers, np.int64)
-        drafts, _ = self._table.step(Asked(flat, asked_rows, begun.shape[1], self._min_confidence), self.store.texts)
+        drafts, _ = self._table.step(Asked(flat, asked_rows, prefix.shape[1], self._min_confidence), self.store.texts)
         return drafts
 
     def observe(self, feedback: Feedback) -> None:
@@ -188,14 +188,14 @@ class SuffixLookup:
         if self._saver is not None:
             self._saver.close()
 
-    def _take_in(self, batch: DraftBatch, wanted: Int32Array) -> Drafts:
+    def _take_in(self, batch: DraftBatch, max_draft: Int32Array) -> Drafts:
         """Enters each request's new tokens and drafts so many. Of longer texts as much is entered as goes; and the
         store gets on with its work."""
         self._taken_in = batch.token_ids
         pieces: list[Int32Array] = []
         rows = array("q")
         for request_id, history, options, limit in zip(
-            batch.request_ids, batch.token_ids, batch.options, wanted.tolist(), strict=True
+            batch.request_ids, batch.token_ids, batch.options, max_draft.tolist(), strict=True
         ):
             request, num_tokens = self._requests.get(request_id), len(history)
             if request is None or not 0 <= num_tokens - request.num_seen <= MAX_NEW:

@@ -1,4 +1,4 @@
-"""Compiled code: how functions become it."""
+"""How our loops are compiled for the CPU, by numba."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""Drafts in the making, as arrays: NumPy's on the host, torch's where the target is.
+"""A step's drafts as padded arrays, while they are made: NumPy's on the host, torch's on the device.
 
 What costs most is compiled for the host (`draft_arrays_numba.py`); the rest is the same code for both.
 Nothing here waits for a device or branches on what is in an array. K: most tokens of a draft.
@@ -49,7 +49,7 @@ def picked(array: Array, places: Array) -> Array:
     return array.take(places % max(1, num_rows * width))
 
 
-class Drafted(NamedTuple):
+class DraftArrays(NamedTuple):
     """What drafters made for each request of a batch. What stands past a request's num_draft is some token.
 
     Args:
@@ -74,8 +74,8 @@ class Drafted(NamedTuple):
         """[num_reqs, K] bool: whether a token is one of the draft."""
         return columns(self.token_ids) < self.num_draft[:, None]
 
-    def followed_by(self, other: "Drafted") -> "Drafted":
-        """Each request's draft, and behind it its other one, as far as K goes."""
+    def followed_by(self, other: "DraftArrays") -> "DraftArrays":
+        """Each request's draft, and after it its other one, as far as K goes."""
         if isinstance(self.token_ids, np.ndarray) and self.q is other.q is None:
             joined = _empty(self.token_ids)
             host.join(*self[:4], *other[:4], *joined[:4])
@@ -98,47 +98,49 @@ def of_stage(
     confidence: Array,  # [num_reqs] float, of each first token
     q: Array | None = None,  # [num_reqs, K] int64
     logits: Any = None,
-) -> Drafted:
+) -> DraftArrays:
     """Drafts that one stage made."""
     if isinstance(token_ids, np.ndarray):
         stages, sure = np.empty(token_ids.shape, np.int64), np.empty(token_ids.shape)
         host.label(stage, confidence.astype(np.float64, copy=False), stages, sure)
-        return Drafted(token_ids, num_draft.astype(np.int64, copy=False), stages, sure, q, logits)
+        return DraftArrays(token_ids, num_draft.astype(np.int64, copy=False), stages, sure, q, logits)
     sure = confidence[:, None] + columns(token_ids)
-    return Drafted(token_ids, num_draft, namespace(token_ids).full_like(token_ids, stage), sure, q, logits)
+    return DraftArrays(token_ids, num_draft, namespace(token_ids).full_like(token_ids, stage), sure, q, logits)
 
 
-def nothing(num_reqs: int, width: int) -> Drafted:
+def nothing(num_reqs: int, width: int) -> DraftArrays:
     """No draft for anybody, on the host."""
     token_ids = np.zeros((num_reqs, width), np.int32)
     return of_stage(0, token_ids, np.zeros(num_reqs, np.int64), np.zeros(num_reqs))
 
 
-def _empty(token_ids: npt.NDArray[np.int32]) -> Drafted:
+def _empty(token_ids: npt.NDArray[np.int32]) -> DraftArrays:
     """To be filled."""
     shape = token_ids.shape
-    return Drafted(np.empty(shape, np.int32), np.empty(shape[0], np.int64), np.empty(shape, np.int64), np.empty(shape))
+    return DraftArrays(
+        np.empty(shape, np.int32), np.empty(shape[0], np.int64), np.empty(shape, np.int64), np.empty(shape)
+    )
 
 
-def either(is_first: Array, first: Drafted, second: Drafted) -> Drafted:
+def either(is_first: Array, first: DraftArrays, second: DraftArrays) -> DraftArrays:
     """The first draft of the requests [num_reqs] bool that are said to have that one, the second of the others."""
     num_draft = namespace(is_first).where(is_first, first.num_draft, second.num_draft)
     return _chosen(is_first[:, None], first, second, num_draft)
 
 
-def _chosen(is_first: Array, first: Drafted, second: Drafted, num_draft: Array) -> Drafted:
+def _chosen(is_first: Array, first: DraftArrays, second: DraftArrays, num_draft: Array) -> DraftArrays:
     where = namespace(is_first).where
     parts = ((getattr(first, name), getattr(second, name)) for name in ("token_ids", "stage", "confidence"))
     token_ids, stage, confidence = (where(is_first, one, other) for one, other in parts)
     if first.q is None and second.q is None:
-        return Drafted(token_ids, num_draft, stage, confidence)
+        return DraftArrays(token_ids, num_draft, stage, confidence)
     one_hot = namespace(is_first).full_like(stage, -1)
     own, other = one_hot if first.q is None else first.q, one_hot if second.q is None else second.q
     if first.q is not None and second.q is not None:
         other = where(other < 0, -1, other + len(first.logits))
     q = where(is_first, own, other)
     all_logits = [logits for logits in (first.logits, second.logits) if logits is not None]
-    return Drafted(token_ids, num_draft, stage, confidence, q, stacked(all_logits))
+    return DraftArrays(token_ids, num_draft, stage, confidence, q, stacked(all_logits))
 
 
 def stacked(parts: list[Any]) -> Any:
@@ -146,7 +148,7 @@ def stacked(parts: list[Any]) -> Any:
     return parts[0] if len(parts) == 1 else namespace(parts[0]).cat(parts)
 
 
-def dense_logits(drafts: Drafted, width: int) -> Any:
+def dense_logits(drafts: DraftArrays, width: int) -> Any:
     """[num_reqs, width, vocab_size] of the first tokens, a tensor; None if all tokens are certain.
 
     Where some are, theirs are one-hot.

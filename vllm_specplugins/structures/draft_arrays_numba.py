@@ -1,4 +1,4 @@
-"""What `Drafted` does."""
+"""Compiled loops of `DraftArrays`."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def join(
     joined_stages: Any,
     joined_sure: Any,
 ) -> None:
-    """See Drafted.followed_by; without q."""
+    """See DraftArrays.followed_by; without q."""
     width = token_ids.shape[1]
     for row in range(len(num_draft)):
         end = num_draft[row]

@@ -17,7 +17,7 @@ def with_room(array: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
     return np.concatenate((array, np.zeros((max(num_rows - len(array), len(array)), *array.shape[1:]), array.dtype)))
 
 
-class Rows:
+class SlotTable:
     """R: requests of a step. Row 0 is nobody's."""
 
     def __init__(self) -> None:

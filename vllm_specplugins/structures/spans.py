@@ -3,7 +3,7 @@
 from bisect import insort
 
 
-class Spans:
+class SpanAllocator:
     """Spans of a memory of `size` places, all of which are free.
 
     >>> spans = Spans(10)

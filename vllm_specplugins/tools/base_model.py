@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
-from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 
 
@@ -134,7 +134,7 @@ class Passes:
         self._distance = distance.to(next(body.parameters()).device)  # [T, T] how far a key stands before a query
 
     def run(self, states: torch.Tensor, step: int = 0) -> torch.Tensor:
-        """[T, H] behind the layers, of states [T, H] in front of them; steps in order, from the text's, 0, on."""
+        """[T, H] after the layers, of states [T, H] in front of them; steps in order, from the text's, 0, on."""
         seen = [self._distance >= step]
         seen += [self._distance == step - earlier for earlier in range(1, step + 1)]
         allowed = torch.cat(seen, dim=1)[None, None]
@@ -191,7 +191,7 @@ def load_config(path: str) -> Any:
 
 def _from_pretrained(kind: Any, path: str, **arguments: Any) -> Any:
     if path.startswith((".", "/")) and not Path(path, "config.json").is_file():
-        raise ConfigError(f"MODEL must be a Hugging Face name or a folder with a config.json, not {shown(path)}.")
+        raise ConfigError(f"MODEL must be a Hugging Face name or a folder with a config.json, not {brief(path)}.")
     try:
         return kind.from_pretrained(path, **arguments)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:

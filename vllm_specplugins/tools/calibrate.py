@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.methods import METHODS, parse_config
 from vllm_specplugins.proposers.heads.exit_head import ExitHead, check_exit_head, read_head_config
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer
@@ -90,7 +90,7 @@ def pick_exits(args: argparse.Namespace) -> list[tuple[int, Path | None]]:
     if last < 1:
         raise ConfigError("MODEL must have at least 2 layers, not 1.")
     if not 1 <= layers[0] <= layers[-1] <= last:
-        raise ConfigError(f"--layers must be integers from 1 to {last} for this model, not {shown(args.layers)}.")
+        raise ConfigError(f"--layers must be integers from 1 to {last} for this model, not {brief(args.layers)}.")
     exits: list[tuple[int, Path | None]] = [(layer, None) for layer in layers]
     if args.exit_head:
         layer = read_head_config(args.exit_head).exit_layer

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.config import ConfigError, said, shown
+from vllm_specplugins.config import ConfigError, brief, error_text
 
 FORMATS = (
     '{"prompt": text or token ids, "output": text or token ids}, {"messages": [...]} as for chat, with answers of the '
@@ -68,7 +68,7 @@ def answered(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Sample]:
     last: Mapping[str, Any] | None = None
     for sample in samples(files, tokenizer):
         if sample.output is None and sample.row is not last:
-            raise ConfigError(f"--data: {sample.place} must hold an answer, as in {FORMATS}, not {shown(sample.row)}.")
+            raise ConfigError(f"--data: {sample.place} must hold an answer, as in {FORMATS}, not {brief(sample.row)}.")
         last = sample.row
         if sample.output:
             yield sample
@@ -124,12 +124,12 @@ def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False
     """
     if isinstance(value, str):
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-            raise ConfigError(f"must hold text without lone surrogates as {key}, not {shown(value)}.")
+            raise ConfigError(f"must hold text without lone surrogates as {key}, not {brief(value)}.")
         ids: list[int] = tokenizer()(value, add_special_tokens=is_start)["input_ids"]
         return ids
     if isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in value):
         return value
-    raise ConfigError(f"must hold text or token ids as {key}, not {shown(value)}.")
+    raise ConfigError(f"must hold text or token ids as {key}, not {brief(value)}.")
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -149,7 +149,7 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(chain(begun, lines), start=1):
         if line.strip():
             if (row := _object(line)) is None:
-                raise ConfigError(f"--data: line {number} of {name} must be a JSON object, not {shown(line.strip())}.")
+                raise ConfigError(f"--data: line {number} of {name} must be a JSON object, not {brief(line.strip())}.")
             yield f"line {number} of {name}", row
 
 
@@ -202,14 +202,14 @@ def _parsed(row: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[list
         case {"text": text}:
             yield [], token_ids(text, "text", tokenizer)
         case _:
-            raise ConfigError(f"must hold {FORMATS}, not {shown(dict(row))}.")
+            raise ConfigError(f"must hold {FORMATS}, not {brief(dict(row))}.")
 
 
 def _conversation(messages: Any, choices: Any, tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[int] | None]]:
     """Each answer of the assistant with all that stands before it as its prompt; the last alone, where a log of
     requests holds it apart, as "choices": what was answered before is in the lines before, too."""
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
-        raise ConfigError(f"must hold messages that have a role and a content, not {shown(messages)}.")
+        raise ConfigError(f"must hold messages that have a role and a content, not {brief(messages)}.")
     turns = [{"role": message["role"], "content": _text(message)} for message in messages]
     ends = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
     if choices is not None:
@@ -226,7 +226,9 @@ def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> list[int]:
     try:
         return chat_prompt(tokenizer, turns)
     except Exception as error:  # whatever a template raises
-        raise ConfigError(f"must hold messages that the tokenizer's chat template takes ({said(error)}).") from error
+        raise ConfigError(
+            f"must hold messages that the tokenizer's chat template takes ({error_text(error)})."
+        ) from error
 
 
 def _is_message(message: Any) -> bool:
@@ -238,7 +240,7 @@ def _chosen(choices: Any) -> str:
     match choices:
         case [{"message": dict() as message}, *_]:
             return _text(message)
-    raise ConfigError(f"must hold a message in its first choice, not {shown(choices)}.")
+    raise ConfigError(f"must hold a message in its first choice, not {brief(choices)}.")
 
 
 def _text(message: Mapping[str, Any]) -> str:
@@ -247,7 +249,7 @@ def _text(message: Mapping[str, Any]) -> str:
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     if not isinstance(content, str):
-        raise ConfigError(f"must hold text, or a list of parts, as content, not {shown(content)}.")
+        raise ConfigError(f"must hold text, or a list of parts, as content, not {brief(content)}.")
     calls = message.get("tool_calls") or []
     called = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
     return "\n".join([*([content] if content else []), *(json.dumps(call, ensure_ascii=False) for call in called)])

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from io import StringIO
 from typing import Any
 
-from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.engine.harness.diagnosis import ADVICE, OK, PROBLEM, READY, Finding, diagnose
 
 STYLES = {OK: "green", ADVICE: "yellow", PROBLEM: "bold red"}
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         except ValueError:
             raw = 0
         if not isinstance(raw, dict):
-            raise ConfigError(f"--speculative-config must be a JSON object, not {shown(args.speculative_config)}.")
+            raise ConfigError(f"--speculative-config must be a JSON object, not {brief(args.speculative_config)}.")
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # vLLM and its libraries have a lot to say
         findings = diagnose(raw, args.model)
     has_problem = any(finding.state == PROBLEM for finding in findings)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.tools.report import writing
 
 
@@ -30,7 +30,7 @@ def make_folder(path: Path) -> Path:
 def other_run(name: str, stored: Any, value: Any, folder: Path) -> ConfigError:
     """That a folder holds what was made with another value of a setting."""
     flag = {"model": "MODEL", "own_text": "--self"}.get(name, "--" + name.replace("_", "-"))
-    was, found = ("the text", "other text") if name == "data" else (shown(stored), shown(value))
+    was, found = ("the text", "other text") if name == "data" else (brief(stored), brief(value))
     return ConfigError(f"{flag} must be {was}, as in the run in {folder}, or --out new, not {found}.")
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, shown
+from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, brief
 from vllm_specplugins.methods import METHODS, parse_config, registered_methods
 
 NONE = "none"
@@ -69,13 +69,13 @@ def _by_name(text: str, option: str, named: Named) -> list[tuple[str, Config]]:
         name, _, count = word.partition(":")
         if name not in named:
             names = ", ".join(named)
-            raise ConfigError(f"{option} must be of {names}, or a speculative_config in JSON, not {shown(word)}.")
+            raise ConfigError(f"{option} must be of {names}, or a speculative_config in JSON, not {brief(word)}.")
         if name == word:
             found += named[name]
             continue
         if not (count.isdecimal() and 1 <= int(count[:9]) <= MAX_NUM_SPECULATIVE_TOKENS):
             allowed = f"1 to {MAX_NUM_SPECULATIVE_TOKENS}"
-            raise ConfigError(f"{option}: K must be {allowed}, as in {name}:5, not {shown(word)}.")
+            raise ConfigError(f"{option}: K must be {allowed}, as in {name}:5, not {brief(word)}.")
         found += [(f"{its}:{count}", {**own, "num_speculative_tokens": int(count)}) for its, own in named[name] if own]
     return found
 
@@ -84,9 +84,9 @@ def _parsed(text: str, option: str) -> tuple[str, Config]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{option} must be names or JSON, not {shown(text)} ({type(error).__name__}).") from None
+        raise ConfigError(f"{option} must be names or JSON, not {brief(text)} ({type(error).__name__}).") from None
     if not isinstance(config.get("method"), str):
-        raise ConfigError(f'{option} must name a method, as in {{"method": "prompt_lookup"}}, not {shown(text)}.')
+        raise ConfigError(f'{option} must name a method, as in {{"method": "prompt_lookup"}}, not {brief(text)}.')
     count = config.get("num_speculative_tokens")
     return f"{config['method']}:{count}" if isinstance(count, int) else config["method"], dict(config)
 

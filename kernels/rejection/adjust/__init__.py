@@ -67,7 +67,7 @@ class BadWords(NamedTuple):
     token_ids: Any
     # [num_states, max_length] int32: prompt and output; drafts of this step not included
     history: Any
-    # [num_states] int32: words are matched behind the prompt only
+    # [num_states] int32: words are matched after the prompt only
     prompt_lengths: Any
 
 

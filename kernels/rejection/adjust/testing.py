@@ -10,7 +10,7 @@ def make_edits(batch: Batch, *, seed: int = 0) -> Edits:
     """Lists from empty to several blocks of entries, which share tokens; every fourth state asks for nothing.
 
     Prompts end, and stop tokens may come, near the first row. Histories, and words but for their last token, are of so
-    few tokens that they match. What stands behind a list, and in a history beyond the prompt and the output, is tokens
+    few tokens that they match. What stands after a list, and in a history beyond the prompt and the output, is tokens
     that must not count. 16 divides the rows' lengths, as those of Model Runner V2.
     """
     rng = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Block verification in Triton, behind a scan and a weighing of the drafts; see reference.py for the algorithm.
+"""Block verification in Triton, after a scan and a weighing of the drafts; see reference.py for the algorithm.
 
 A third launch reads the logits once more: a program sums up one tile of a residual max(ratio * p - q, 0), in the joint
 ratio of the drafts before; the last program of a request decides.

@@ -2,7 +2,7 @@
 
 Let the joint ratio be r_0 = 1, r_i = min(1, r_{i-1} p(d_i) / q(d_i)). The first i drafts are kept with probability
 h_i = R_i / (R_i + 1 - r_i), where R_i = sum(max(r_i p - q, 0)) over the token that follows them; all K with r_K. The
-largest i that is kept counts, and what follows is drawn from max(r_i p - q, 0), or from p behind the last draft.
+largest i that is kept counts, and what follows is drawn from max(r_i p - q, 0), or from p after the last draft.
 N: requests, K: max_num_draft, V: vocab_size.
 """
 
@@ -73,7 +73,7 @@ def _verify(
     positions: torch.Tensor,  # [N, K + 1]
     sampling: Sampling,  # of the requests
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many drafts are accepted, and the token behind them, [N] int64 each."""
+    """How many drafts are accepted, and the token after them, [N] int64 each."""
     num_reqs, width, vocab_size = target_logits.shape
     every = torch.arange(num_reqs, device=drafts.device)
     p = probs(target_logits.flatten(0, 1), sampling.at(every.repeat_interleave(width))).view(num_reqs, width, -1)

@@ -1,7 +1,7 @@
 """Modified rejection sampling with draft logits in Triton: one read of both, and of a few groups of one row.
 
 Behind a scan, a program a row weighs its draft, p / q. The last one of a request accepts, and lets the tokens of the
-row behind the accepted drafts race, in max(p - q, 0), or in p if that is the bonus row.
+row after the accepted drafts race, in max(p - q, 0), or in p if that is the bonus row.
 """
 
 from typing import NamedTuple
@@ -50,7 +50,7 @@ def write_accepted(
         if temperature == 0.0:
             last = first_of_largest(row_ptr, maxima, target.vocab_size, GROUP_SIZE)
         else:
-            # Nothing is recovered behind the last draft: as if a draft had been of an empty vocabulary.
+            # Nothing is recovered after the last draft: as if a draft had been of an empty vocabulary.
             recovers = num_accepted < num_rows - 1
             p = row_ptr, target.vocab_size, tl.load(weighed.limit + place), maximum, tl.load(weighed.total + place)
             q = (

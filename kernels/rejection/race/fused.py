@@ -1,6 +1,6 @@
 """The race of a row's tokens in Triton, group by group.
 
-What a group weighs under p bounds what it weighs in max(p - q, 0) or behind a truncation, and its noise is known: so
+What a group weighs under p bounds what it weighs in max(p - q, 0) or after a truncation, and its noise is known: so
 groups are opened in the order in which they could arrive, until none that is left could still win. A residual of mass
 s wants about 1 / s groups opened; as a draft is rejected with probability s, it is about one a step.
 """

@@ -20,7 +20,7 @@ def is_last(arrivals_ptr, index, num_programs):
 
 @triton.jit
 def write_result(result, request, tokens, num_sampled, width, WIDTH: tl.constexpr):
-    """The first of tokens [WIDTH], and -1 behind them."""
+    """The first of tokens [WIDTH], and -1 after them."""
     steps = tl.arange(0, WIDTH)
     tokens = tl.where(steps < num_sampled, tokens.to(tl.int64), -1)
     tl.store(result.sampled + request * width + steps, tokens, mask=steps < width)
@@ -29,7 +29,7 @@ def write_result(result, request, tokens, num_sampled, width, WIDTH: tl.constexp
 
 @triton.jit
 def _load_drafts(layout, begin, is_draft, WIDTH: tl.constexpr):
-    """The tokens [WIDTH] that are fed behind a request's first."""
+    """The tokens [WIDTH] that are fed after a request's first."""
     rows = begin + 1 + tl.arange(0, WIDTH)
     if layout.logits_indices is not None:
         rows = tl.load(layout.logits_indices + rows, mask=is_draft, other=0)
@@ -38,7 +38,7 @@ def _load_drafts(layout, begin, is_draft, WIDTH: tl.constexpr):
 
 @triton.jit
 def _of_prompt(layout, request, begin, num_rows, num_sampled):
-    """What is left of the number of tokens sampled in a step's request, and whether its prompt goes on behind it."""
+    """What is left of the number of tokens sampled in a step's request, and whether its prompt goes on after it."""
     prefill_len = tl.load(layout.prefill_len + tl.load(layout.idx_mapping + request))
     first = tl.load(layout.logits_indices + begin, mask=num_rows > 0, other=0)
     # Behind a token of the prompt nothing was drafted: what is fed there holds a place.

@@ -252,7 +252,7 @@ def constants(num_groups: int, dtype: torch.dtype) -> dict[str, int]:
 def launch(
     result: Result, scanned: Scan, target: Target, layout: Layout, parameters: Parameters, given: int
 ) -> torch.Tensor:
-    """One-hot q behind a truncation, in one launch; the smallest logit that each row keeps, [num_reqs, width]."""
+    """One-hot q after a truncation, in one launch; the smallest logit that each row keeps, [num_reqs, width]."""
     num_reqs, width, num_groups = scanned.maximum.shape
     groups = torch.empty_like(scanned.maximum, dtype=torch.int32)
     token, limit = (torch.empty_like(result.sampled, dtype=dtype) for dtype in (torch.int32, torch.float32))

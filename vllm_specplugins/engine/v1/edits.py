@@ -33,7 +33,7 @@ def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> t
     if edits == Edits() and allowed is None and not (processors or budgets):
         return logits
     edits = Edits(*(_on_device(field, logits.device) for field in edits))
-    # Penalties come behind the processors.
+    # Penalties come after the processors.
     edited = adjust(logits, *rows.layout, edits._replace(penalties=None) if processors else edits, max_num_draft)
     if allowed is not None:
         edited.masked_fill_(allowed[rows.as_tensor(rows.requests)], -torch.inf)

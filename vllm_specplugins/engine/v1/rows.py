@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rows:
-    """Row i of a request predicts the token behind its first i drafts."""
+    """Row i of a request predicts the token after its first i drafts."""
 
     num_draft: list[int]  # of each request
     draft_token_ids: list[int]  # of all requests

@@ -1,7 +1,7 @@
 """Model Runner V1: samples and verifies with kernels/rejection, in place of vLLM's sampler and rejection sampler.
 
 Steps in which nothing was drafted take the same way, so that a seeded request's output does not depend on drafts. Row i
-of a request predicts the token behind its first i drafts, and every sampling parameter sees it so: penalties and bad
+of a request predicts the token after its first i drafts, and every sampling parameter sees it so: penalties and bad
 words count those drafts. N: rows, B: requests, V: vocab_size.
 """
 
@@ -20,7 +20,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm_specplugins.draft import Likeliest
 from vllm_specplugins.engine.v1.edits import custom, edit, edit_of_drafts
 from vllm_specplugins.engine.v1.rows import Rows
-from vllm_specplugins.engine.verify import OPERATIONS, Seen
+from vllm_specplugins.engine.verify import OPERATIONS, LikeliestLog
 from vllm_specplugins.kernels.rejection import Sampling, load
 from vllm_specplugins.kernels.rejection.reference import truncated
 
@@ -52,7 +52,7 @@ class Verifier:
         self._runner = runner
         self._seed_of = seed_of
         self._rejection = runner.speculative_config.plugin_config.common.rejection
-        self._seen = Seen() if runner.speculative_config.reads_likeliest else None
+        self._seen = LikeliestLog() if runner.speculative_config.reads_likeliest else None
         self._counts = np.zeros(0, np.int64)  # rows of each request in the newest step
         self._draft_logits: torch.Tensor | None = None
         self._drafted_for: Sequence[str] = ()
@@ -235,7 +235,7 @@ def _spread(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _scale(logits: torch.Tensor, metadata: Any, sampling: Sampling) -> tuple[torch.Tensor, Sampling]:
-    """Logits at temperature 1 after all processors that come behind it, and what is left to be done.
+    """Logits at temperature 1 after all processors that come after it, and what is left to be done.
 
     Only where a processor of the user's own is among them; then there is one row a request.
     """

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from vllm_specplugins.config import ConfigError, said
+from vllm_specplugins.config import ConfigError, error_text
 
 FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
 _LAYER = re.compile(r"(?:(\d+)\.(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)")
@@ -159,7 +159,7 @@ def _read(folder: str | Path) -> dict[str, torch.Tensor]:
         else:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever a damaged file makes torch, zipfile or pickle raise
-        _refuse(folder, f"a folder with a whole {path.name}", f"one that cannot be read ({said(error)})")
+        _refuse(folder, f"a folder with a whole {path.name}", f"one that cannot be read ({error_text(error)})")
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         _refuse(folder, f"a folder whose {path.name} holds tensors by name", "something else")
     return {str(name): tensor for name, tensor in tensors.items()}

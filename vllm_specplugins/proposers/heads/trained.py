@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
-from vllm_specplugins.config import ConfigError, said, shown
+from vllm_specplugins.config import ConfigError, brief, error_text
 
 DTYPES = ("F16", "BF16", "F32", "F64")
 CONFIG_FILE = "config.json"
@@ -63,7 +63,7 @@ class Kind:
             with safe_open(path, framework="pt") as file:
                 self._check_tensors(folder, file, config.shapes())
         except (SafetensorError, OSError) as error:
-            self.refuse(folder, f"a folder with a whole {self.file}", f"one that cannot be read ({said(error)})")
+            self.refuse(folder, f"a folder with a whole {self.file}", f"one that cannot be read ({error_text(error)})")
         return config
 
     def _check_tensors(self, folder: str | Path, file: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -71,7 +71,7 @@ class Kind:
         for name, shape in shapes.items():
             found = tuple(slices[name].get_shape()) if name in slices else None
             if found != shape:
-                words = "nothing" if found is None else shown(list(found))
+                words = "nothing" if found is None else brief(list(found))
                 self.refuse(folder, f"a {self.noun} with {name} of shape {list(shape)}", words)
             if (dtype := slices[name].get_dtype()) not in DTYPES:
                 self.refuse(folder, f"a {self.noun} with {name} of {', '.join(DTYPES)}", dtype)
@@ -91,7 +91,7 @@ class Kind:
         for name, kind in names.items():
             kinds = (int, float) if kind is float else int
             if not isinstance(raw[name], kinds) or isinstance(raw[name], bool) or not 0 <= raw[name] < 2**31:
-                self.refuse(folder, f"{whose} {name} in {CONFIG_FILE} is a number from 0 on", shown(raw[name]))
+                self.refuse(folder, f"{whose} {name} in {CONFIG_FILE} is a number from 0 on", brief(raw[name]))
         return self.config(**{name: raw[name] for name in names})
 
     def refuse(self, folder: str | Path, wanted: str, found: str) -> NoReturn:

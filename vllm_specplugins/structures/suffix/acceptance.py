@@ -1,4 +1,4 @@
-"""How likely a token of a suffix draft is to be right, learned by source, length of the match and share of the places.
+"""Acceptance probability of a token of a suffix draft, learned by source, length of the match and share of the places.
 
 Dimension: C cells.
 """
@@ -19,7 +19,7 @@ FIRST_WEIGHT = 8.0  # tokens that the first guess of a chance counts as
 FIRST_CHANCES = (0.3, 0.5, 0.6, 0.75, 0.85, 0.92, 0.96)  # by grade, where all places agree
 
 
-def first_chances() -> Float64Array:
+def first_accept_probs() -> Float64Array:
     """[2, C] float64: tokens tried and accepted of each cell, before there was any."""
     tried = np.full((2, NUM_GRADES, NUM_SHARES), FIRST_WEIGHT)
     shares = np.array([0.9, 0.35, 0.65, 0.85, 1.0])
@@ -38,14 +38,14 @@ def cell_of(source: int, length: int, votes: int, num_places: int) -> int:
 
 
 @inlined
-def learn(drafted: Int32Array, cells: Int32Array, said: Int32Array, chances: Float64Array) -> None:
+def learn(drafted: Int32Array, cells: Int32Array, said: Int32Array, accept_probs: Float64Array) -> None:
     """Counts which tokens of a draft, of which there are drafted[0], were those that came."""
     for i in range(min(drafted[0], said.size)):
         cell = cells[i + 1]
-        if chances[0, cell] > MEMORY:
-            chances[0, cell] *= 0.5
-            chances[1, cell] *= 0.5
-        chances[0, cell] += 1
+        if accept_probs[0, cell] > MEMORY:
+            accept_probs[0, cell] *= 0.5
+            accept_probs[1, cell] *= 0.5
+        accept_probs[0, cell] += 1
         if drafted[i + 1] != said[i]:
             break
-        chances[1, cell] += 1
+        accept_probs[1, cell] += 1

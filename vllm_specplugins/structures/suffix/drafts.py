@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 class Kept(NamedTuple):
     """What is kept from step to step, and room to work in."""
 
-    chances: Float64Array  # [2, C] see first_chances
+    accept_probs: Float64Array  # [2, C] see first_chances
     requests: Int64Array  # [R, 7] see above
     newest: Int32Array  # [R, 2, K + 1] each request's newest draft: their number and the tokens; and their cells
     lines: Int32Array  # [2, 2, 2 * MAX_DRAFT] tokens and cells of the best draft, and of another
@@ -127,22 +127,22 @@ def draft_step(asked: Any, kept: Any, drafts: Any, own: Any, store: Any) -> int:
         store: of Arrays, texts of tenants.
     """
     flat, rows, num_begun, min_confidence = borrowed(asked[0]), borrowed(asked[1]), asked[2], asked[3]
-    chances, requests, newest = borrowed(kept[0]), borrowed(kept[1]), borrowed(kept[2])
+    accept_probs, requests, newest = borrowed(kept[0]), borrowed(kept[1]), borrowed(kept[2])
     lines, places = borrowed(kept[3]), borrowed(kept[4])
     out, num_draft, match_lengths = borrowed(drafts[0]), borrowed(drafts[1]), borrowed(drafts[2])
     own, store = borrowed_arrays(own), borrowed_arrays(store)
     end, num_cut_off = 0, 0
     for index in range(len(out)):
-        row, size, num_new, num_tokens, wanted = rows[NUM_ASKED * index : NUM_ASKED * (index + 1)]
+        row, size, num_new, num_tokens, max_draft = rows[NUM_ASKED * index : NUM_ASKED * (index + 1)]
         ending = flat[end : end + size]
         end += size
         history = ending[: size - num_begun]
         drafted, cells = newest[row, 0], newest[row, 1]
         if num_new:
-            learn(drafted, cells, history[history.size - num_new :], chances)
+            learn(drafted, cells, history[history.size - num_new :], accept_probs)
         if num_tokens > requests[row, NUM_ENTERED] and requests[row, IS_WHOLE]:
             num_cut_off += not _enter_new(history, num_tokens, row, requests, own)
-        most = num_begun + wanted
+        most = num_begun + max_draft
         best, best_count, best_score, match_length = 0, num_begun, 0.0, 0
         for i in range(num_begun):
             lines[0, 0, i] = lines[1, 0, i] = ending[history.size + i]
@@ -168,7 +168,7 @@ def draft_step(asked: Any, kept: Any, drafts: Any, own: Any, store: Any) -> int:
                 num_begun,
                 most,
                 min_confidence,
-                chances,
+                accept_probs,
                 line,
                 texts,
             )

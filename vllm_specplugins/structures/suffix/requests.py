@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.structures.spans import Spans
-from vllm_specplugins.structures.suffix.acceptance import first_chances
+from vllm_specplugins.structures.spans import SpanAllocator
+from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
 from vllm_specplugins.structures.suffix.drafts import (
     END,
     IS_WHOLE,
@@ -46,11 +46,11 @@ class SuffixRequests:
     def __init__(self, max_bytes: int, num_rows: int, max_num_draft: int):
         self._arrays = new_arrays(max_bytes)
         self._multiplier = self._arrays.state[MULTIPLIER]
-        self._spans = Spans(len(self._arrays.pages))
+        self._spans = SpanAllocator(len(self._arrays.pages))
         self._free: list[int] = []
         lines, places = np.empty((2, 2, 2 * MAX_DRAFT), np.int32), np.empty(MOST_PLACES, np.int64)
         newest = np.zeros((0, 2, max_num_draft + 1), np.int32)
-        self._kept = Kept(first_chances(), np.zeros((0, NUM_COLUMNS), np.int64), newest, lines, places)
+        self._kept = Kept(first_accept_probs(), np.zeros((0, NUM_COLUMNS), np.int64), newest, lines, places)
         self._states = np.zeros((0, NUM_FIELDS), np.int64)
         self._max_num_draft = max_num_draft
         self._grow(max(1, num_rows))
@@ -90,7 +90,7 @@ class SuffixRequests:
 
     def forget_chances(self) -> None:
         """Drops what was learnt of how often drafts are right."""
-        self._kept.chances[:] = first_chances()
+        self._kept.accept_probs[:] = first_accept_probs()
 
     def is_whole(self, row: int) -> bool:
         """Whether all of the text that was shown last is there; otherwise it is not searched."""

@@ -102,22 +102,22 @@ def vote(
     num_places: int,
     longest: int,
     source: int,
-    begun: int,
+    prefix: int,
     end: int,
     min_confidence: float,
-    chances: Float64Array,
+    accept_probs: Float64Array,
     line: Int32Array,
     arrays: Arrays,
 ) -> tuple[int, float, int]:
-    """Continues the draft in line[0], and its cells in line[1], from `begun` to `end` at most; where it ends, the sum
+    """Continues the draft in line[0], and its cells in line[1], from `prefix` to `end` at most; where it ends, the sum
     of its confidences, and the first page of its text."""
-    confidence, score, first, count = 1.0, 0.0, NONE, begun
+    confidence, score, first, count = 1.0, 0.0, NONE, prefix
     while count < end:
         num_places, token, votes, best = go_on(places, num_places, source == OWN, line[0], count, arrays)
         if num_places == 0:
             break
-        cell = cell_of(source, longest + count - begun, votes, num_places)
-        confidence *= chances[1, cell] / chances[0, cell]
+        cell = cell_of(source, longest + count - prefix, votes, num_places)
+        confidence *= accept_probs[1, cell] / accept_probs[0, cell]
         if confidence < min_confidence or token < 0:
             break
         if first == NONE and best >= 0:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files, snippets
 from vllm_specplugins.tools.data import chat_prompt
 
@@ -59,7 +59,7 @@ def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Wor
         ConfigError: no such workload, or too little text on this machine.
     """
     if name not in BUILT_IN:
-        raise ConfigError(f"--workloads must be of {', '.join(BUILT_IN)}, not {shown(name)}.")
+        raise ConfigError(f"--workloads must be of {', '.join(BUILT_IN)}, not {brief(name)}.")
     made = BUILT_IN[name](tokenizer, num_tokens, random.Random(0))
     prompts = [prompt for prompt, _ in zip(made, range(count), strict=False)]
     if not prompts:

@@ -51,7 +51,7 @@ class ExactModel:
         return torch.arange(self._vocab_size**length)[:, None] // places % self._vocab_size
 
     def _prefix_logits(self, prompt: tuple[int, ...]) -> list[torch.Tensor]:
-        """For each length below t: the logits [V ** length, V] behind all prefixes of this length."""
+        """For each length below t: the logits [V ** length, V] after all prefixes of this length."""
         if prompt not in self._logits:
             prefixes = self._prefixes(self._num_tokens - 1)
             sequences = torch.cat([torch.tensor(prompt).expand(len(prefixes), -1), prefixes], dim=1)

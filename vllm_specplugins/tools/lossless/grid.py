@@ -26,7 +26,7 @@ _CASCADE = {"method": "cascade", "gate": "off"}
 
 
 def _beside_lookup(method: str) -> dict[str, Any]:
-    """A stage that is built into vLLM, behind a lookup that drafts longer."""
+    """A stage that is built into vLLM, after a lookup that drafts longer."""
     stage = {"method": method, "model": f"MADE/{method}", "num_speculative_tokens": 4}
     return {**_CASCADE, "stages": [_LOOKUP, stage], "num_speculative_tokens": 12}
 
@@ -82,7 +82,7 @@ WORDS = {"logit_bias": "bias", "allowed_token_ids": "allowed", "stop_token_ids":
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Samples that are judged together: of each of some parameters, behind each prompt."""
+    """Samples that are judged together: of each of some parameters, after each prompt."""
 
     name: str
     params: tuple[dict[str, Any], ...]

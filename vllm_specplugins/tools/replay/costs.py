@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Time of a step by the tokens in it; between those that were measured it follows the line, behind them the last.
+    """Time of a step by the tokens in it; between those that were measured it follows the line, after them the last.
 
     Args:
         ms: by tokens verified, those of all requests together; a request without a draft verifies one.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.config import ConfigError, shown
+from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.draft import Int32Array
 from vllm_specplugins.methods import parse_config
 from vllm_specplugins.request_options import MAX_CONTEXT, Limits, understood
@@ -63,7 +63,7 @@ class Traffic:
 def read_traffic(
     files: Sequence[Path], tokenizer: Tokenizer, most: int, advance: Callable[[], None] = lambda: None
 ) -> Traffic:
-    """The requests of the files (tools/data.py), those behind the first `most` left out. A text that nobody asked for
+    """The requests of the files (tools/data.py), those after the first `most` left out. A text that nobody asked for
     is played as if its second half answered the first.
 
     Args:
@@ -97,7 +97,7 @@ def _start_ms(row: Mapping[str, Any], traffic: Traffic) -> float:
         return 0.0
     seconds, earliest = row["time"], traffic.start_ms[-1] / 1000 if traffic.start_ms else 0.0
     if not (isinstance(seconds, int | float) and earliest <= seconds < 1e9):
-        raise ConfigError(f"must hold a time in seconds, not before the last line's, not {shown(seconds)}.")
+        raise ConfigError(f"must hold a time in seconds, not before the last line's, not {brief(seconds)}.")
     return 1000.0 * seconds
 
 
@@ -105,9 +105,9 @@ def _options(row: Mapping[str, Any], tokenizer: Callable[[], Tokenizer]) -> Mapp
     """A request's own, and whose it is, as the engine tells a proposer."""
     options, tenant = row.get("options", {}), row.get("tenant", "")
     if not isinstance(options, dict):
-        raise ConfigError(f"must hold a JSON object as options, not {shown(options)}.")
+        raise ConfigError(f"must hold a JSON object as options, not {brief(options)}.")
     if not isinstance(tenant, str):
-        raise ConfigError(f"must hold text as tenant, not {shown(tenant)}.")
+        raise ConfigError(f"must hold text as tenant, not {brief(tenant)}.")
     if "reference" in options:
         options = {**options, "reference": token_ids(options["reference"], "reference", tokenizer)}
     understood({key: value for key, value in options.items() if key in CHECKED}, LIMITS)

@@ -42,7 +42,7 @@ class Load:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over all steps of single requests behind their first tokens.
+    """Sums over all steps of single requests after their first tokens.
 
     Args:
         drafts: steps that verified a draft.

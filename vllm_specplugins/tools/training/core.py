@@ -39,7 +39,7 @@ class Settings:
         heldout: share of the rows that is not trained on.
         data: checksum of the token ids.
         own_text: temperature at which the model wrote the text; None: others did.
-        num_draft: how many draft tokens it learns to say one behind the other.
+        num_draft: how many draft tokens it learns to say one after the other.
     """
 
     model: str

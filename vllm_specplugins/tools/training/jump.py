@@ -76,7 +76,7 @@ class TrainedJump(TrainedHead):
     """See the module."""
 
     def guesses(self, base: BaseModel, states: States, num_draft: int) -> Iterator[Guess]:
-        """See Part. Drafts begin behind each token of the row but the first, before which there is no state."""
+        """See Part. Drafts begin after each token of the row but the first, before which there is no state."""
         config, num_tokens = self.head.config, len(states[0])
         early, last = states[config.early_layers].float(), states[-1].float()
         text = base.passes(config.late_layer, num_tokens)

@@ -1,6 +1,6 @@
-"""Look-ahead embeddings in training: each draft's stand behind its newest token, and see the text before it alone.
+"""Look-ahead embeddings in training: each draft's stand after its newest token, and see the text before it alone.
 
-The k-th pass over a row is that of the k-th embedding, behind every token of the row at once. T: tokens of a row, H:
+The k-th pass over a row is that of the k-th embedding, after every token of the row at once. T: tokens of a row, H:
 hidden size, M: embeddings.
 """
 

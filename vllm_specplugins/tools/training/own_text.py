@@ -26,7 +26,7 @@ def own_rows(
     out: Path,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
-    """The beginning of each row, a quarter of `row_tokens` at most, and what the model says behind it.
+    """The beginning of each row, a quarter of `row_tokens` at most, and what the model says after it.
 
     A second call with the same arguments reads what the first one wrote.
 

@@ -1,4 +1,4 @@
-"""What can be trained: parts that guess, from a frozen model's states, what the model says next, and behind that.
+"""What can be trained: parts that guess, from a frozen model's states, what the model says next, and after that.
 
 A guess for each draft token: of all drafts of a row at once, with the row's own text as the tokens drafted before.
 T: tokens of a row, H: hidden size, V: vocabulary, L: layers.
@@ -39,7 +39,7 @@ class Part(Protocol):
     weights: dict[str, torch.Tensor]  # float32
 
     def guesses(self, base: BaseModel, states: States, num_draft: int) -> Iterator[Guess]:
-        """Its drafts in a row, of which n layers left states[n], [T, H]; the last one is behind the final norm."""
+        """Its drafts in a row, of which n layers left states[n], [T, H]; the last one is after the final norm."""
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """Writes what a proposer reads."""

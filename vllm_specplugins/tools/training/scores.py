@@ -1,6 +1,6 @@
-"""How many tokens a step a part's drafts bring, on text that the model itself says behind beginnings that are held out.
+"""Tokens per step that a trained part's drafts bring, on text that the model writes after held-out prompts.
 
-What an engine measures is a walk: a step begins behind what the last one accepted. On other text than the model's own,
+What an engine measures is a walk: a step begins after what the last one accepted. On other text than the model's own,
 or with each place counted once, as if every token began a step, drafts are right more or less often than they will be.
 So the model goes on with each beginning here, with the noise of (seed, position) that verification draws with, and the
 walk is taken over that text: the chance of each token to be accepted, given that the model says it, is that of a step
@@ -60,7 +60,7 @@ def own_texts(
     temperature: float,
     advance: Callable[[int, int], None] = lambda done, all: None,
 ) -> list[Text]:
-    """What the model says behind the first quarter of rows, up to the longest one's length or to its own end.
+    """What the model says after the first quarter of rows, up to the longest one's length or to its own end.
 
     Args:
         advance: called for each token of a row with how many there are, and how many there will be at most.
@@ -144,7 +144,7 @@ class _Tally:
 def walk(
     chances: torch.Tensor,  # [K, N] that each draft token is accepted, if those before it are
 ) -> tuple[float, float]:
-    """Expected tokens and steps of an engine that begins with the first draft, and then behind what it has emitted.
+    """Expected tokens and steps of an engine that begins with the first draft, and then after what it has emitted.
 
     >>> walk(torch.tensor([[1.0, 0.0, 1.0, 0.0]]))  # two tokens, two tokens
     (4.0, 2.0)

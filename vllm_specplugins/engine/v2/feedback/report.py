@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_specplugins.engine.v2.feedback.arriving import Arriving, Lengths
+from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengths
 
 REPORT = "specplugins_num_draft"  # attribute of ModelRunnerOutput: request id -> length of its newest draft
 
@@ -56,15 +56,15 @@ class LateReport:
     trims: Callable[[], bool] = staticmethod(lambda: False)  # set by runner.attach
 
     def __init__(self) -> None:
-        self._lengths: Lengths | dict[str, int] = {}
-        self._tokens: Arriving | None = None  # where a grammar has to see them
+        self._lengths: DraftLengths | dict[str, int] = {}
+        self._tokens: AsyncCopy | None = None  # where a grammar has to see them
 
     def tell(self, outcomes: Any, input_batch: Any, drafts: torch.Tensor) -> None:
         """The drafts of the step that is just being finished, [num_reqs, K] on the device."""
         sees_drafts = input_batch.has_structured_output_reqs
         if sees_drafts or not self.trims():
             self._lengths = outcomes.lengths(input_batch.req_ids)
-        self._tokens = Arriving(input_batch.req_ids, drafts) if sees_drafts else None
+        self._tokens = AsyncCopy(input_batch.req_ids, drafts) if sees_drafts else None
 
     def tell_none(self, request_ids: Sequence[str]) -> None:
         """Where nothing is drafted."""
@@ -81,6 +81,6 @@ class LateReport:
         rows = self._tokens.values().tolist()
         return DraftTokenIds(list(lengths), [row[:num] for row, num in zip(rows, lengths.values(), strict=True)])
 
-    def num_draft(self) -> Lengths | dict[str, int]:
+    def num_draft(self) -> DraftLengths | dict[str, int]:
         """For a scheduler that plans before the drafts exist."""
         return self._lengths

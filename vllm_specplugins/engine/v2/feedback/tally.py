@@ -14,9 +14,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.counters import Counters, StageCounters, count
 from vllm_specplugins.draft import Feedback
-from vllm_specplugins.engine.v2.feedback.arriving import Arriving
+from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy
 from vllm_specplugins.isolation.guard import NOT_FINITE
-from vllm_specplugins.structures.draft_arrays import Drafted, columns
+from vllm_specplugins.structures.draft_arrays import DraftArrays, columns
 
 _VERIFIED, _ACCEPTED, _KEPT = range(3)  # tokens of a stage, by place
 _ASKED, _DRAFTED, _DRAFTS, _CONFIRMED = range(4)  # of a stage
@@ -42,8 +42,8 @@ class Tally:
         self._by_slot = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)  # verified, accepted
         self._counts_now, self._drafted, self._rests = True, max_num_draft, 0
         self._slots: dict[str, int] = {}
-        self._over: list[Arriving] = []  # of requests that are over
-        self._arriving: Arriving | None = None
+        self._over: list[AsyncCopy] = []  # of requests that are over
+        self._arriving: AsyncCopy | None = None
         self._told = np.zeros(len(self._totals), np.int64)
 
     def begin(self, counts: bool) -> None:
@@ -75,7 +75,7 @@ class Tally:
         self._over.clear()
         if slots:
             rows = async_tensor_h2d(np.array(slots), self._by_slot.device)
-            self._over.append(Arriving((), self._by_slot[rows]))
+            self._over.append(AsyncCopy((), self._by_slot[rows]))
         rates: list[float] = [accepted / verified for verified, accepted in pairs.tolist() if verified]
         return rates
 
@@ -96,7 +96,7 @@ class Tally:
         accepted: torch.Tensor,  # [R], of the last drafts
         verified: torch.Tensor,  # [R]
         sent_stage: torch.Tensor,  # [R, K]
-        drafts: Drafted,
+        drafts: DraftArrays,
         told: Sequence[torch.Tensor],  # [R] of each stage: tokens that it drafted, -1 where it was not asked
         confirmed: torch.Tensor,  # [R], of the first stage
     ) -> None:
@@ -140,7 +140,7 @@ class Tally:
         if self._rests:
             count(counters.draft_lengths, 0, self._rests)
         self._rests = 0
-        arriving, self._arriving = self._arriving, Arriving((), self._totals)
+        arriving, self._arriving = self._arriving, AsyncCopy((), self._totals)
         if arriving is None:
             return
         totals = arriving.values()

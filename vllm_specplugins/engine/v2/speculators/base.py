@@ -17,7 +17,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
-from vllm_specplugins.config import EarlyExitConfig, parts
+from vllm_specplugins.config import EarlyExitConfig, stage_configs
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.engine.target.adapters import Adapters
 from vllm_specplugins.engine.target.layers import FirstLayers
@@ -114,7 +114,7 @@ class Speculator(DraftModelSpeculator):
         """Whether a draft is a graph; asked after `set_attn`."""
         if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL or not self.runs_target:
             return cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        exits = parts(self.vllm_config.speculative_config.plugin_config, EarlyExitConfig)
+        exits = stage_configs(self.vllm_config.speculative_config.plugin_config, EarlyExitConfig)
         full = not any(part.look_ahead for part in exits)  # a graph's metadata is that of one token a request
         full &= self.vllm_config.lora_config is None  # which rows run adapters the host says at each launch
         return full and self.supports_decode_metadata_update
@@ -186,7 +186,7 @@ class Speculator(DraftModelSpeculator):
         """vLLM's, less what only its own drafts read: temperatures and seeds of all requests."""
         rows = 0 if dummy_run else num_reqs
         self.idx_mapping[:rows].copy_(idx_mapping[:rows])
-        if rows < self._num_rows:  # behind the rows of the step before all is padding
+        if rows < self._num_rows:  # after the rows of the step before all is padding
             self.idx_mapping[rows:].fill_(-1)
             self._num_tokens[rows:].zero_()
         self._num_rows = rows

@@ -74,7 +74,7 @@ def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
         drafts = propose(*args, num_speculative_tokens=most, **kwargs)
         stopwatch.stop()
         rated = chances[: len(drafts)]
-        return DeviceOffer(drafts[:, :most], rated[:, :most], stopwatch)  # behind so many it leaves no tokens
+        return DeviceOffer(drafts[:, :most], rated[:, :most], stopwatch)  # after so many it leaves no tokens
 
     def init_cudagraph_manager(cudagraph_mode: Any) -> None:
         """Its first step takes in what was verified, and its graphs of that are as wide."""

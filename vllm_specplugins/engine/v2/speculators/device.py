@@ -1,4 +1,4 @@
-"""Model Runner V2: a lookup, a model proposer, or a lookup and an exit behind it, that draft on the device.
+"""Model Runner V2: a lookup, a model proposer, or a lookup followed by an exit, that draft on the device.
 
 Nothing here waits. The match, the steps of what runs the target, who is followed, how likely each token is to be
 accepted, and what is counted are one CUDA graph for each batch size and depth; every rank of a tensor-parallel group
@@ -16,24 +16,24 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_specplugins.cascade.on_device import EXIT, LOOKUP, OnDevice, Parts, Stages, keep_logits
-from vllm_specplugins.config import PromptLookupConfig, SpecConfig, parts, rule
+from vllm_specplugins.config import PromptLookupConfig, SpecConfig, rule, stage_configs
 from vllm_specplugins.draft import DraftBatch, ProposerContext
-from vllm_specplugins.engine.v2.feedback.outcomes import Outcomes
+from vllm_specplugins.engine.v2.feedback.draft_tracker import DraftTracker
 from vllm_specplugins.engine.v2.feedback.report import LateReport
 from vllm_specplugins.engine.v2.speculators.base import Speculator
+from vllm_specplugins.engine.v2.speculators.draft_limits import DraftLimits
 from vllm_specplugins.engine.v2.speculators.graphs import graphs_of_rows, record, replayed
-from vllm_specplugins.engine.v2.speculators.limits import Limits
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
-from vllm_specplugins.engine.v2.speculators.texts import DeviceTexts
+from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
 from vllm_specplugins.gate.step_times import lengths_up_to
 from vllm_specplugins.methods import build, build_proposer
-from vllm_specplugins.structures.draft_arrays import Drafted, of_stage
+from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
 
 
 class DeviceSpeculator(Speculator):
     """See the module. Drafting by another way than a graph is guarded like any proposer."""
 
-    texts: DeviceTexts | None = None
+    texts: TokenHistories | None = None
     budget_implementation: str | None = None  # of kernels/budget; the reference where the kernel failed its check
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
@@ -42,14 +42,14 @@ class DeviceSpeculator(Speculator):
         config = speculative_config.plugin_config
         stages = config.stages
         self._policy = rule(config)
-        self._limits = Limits(req_states, vllm_config.model_config, width, device, stages)
-        for lookup in parts(config, PromptLookupConfig):
-            self.texts = DeviceTexts(req_states, width, lookup, device)
+        self._limits = DraftLimits(req_states, vllm_config.model_config, width, device, stages)
+        for lookup in stage_configs(config, PromptLookupConfig):
+            self.texts = TokenHistories(req_states, width, lookup, device)
         self._steps_alone = speculative_config.drafts_on_device and self.texts is None  # of an exit, each of them seen
         # vLLM's estimator rates an exit that is alone, in fewer launches; it knows of no lookup.
         self.use_acceptance_estimator &= self._steps_alone
         self._steps = torch.arange(width, device=device)
-        self.outcomes = Outcomes(max(1, len(stages)), req_states, width, device)
+        self.outcomes = DraftTracker(max(1, len(stages)), req_states, width, device)
         self.draft_token_confidence_probs, self.tally = self.outcomes.probs, self.outcomes.tally
         self.report = LateReport()
         self._depth = 0  # how many tokens are drafted by what runs the target
@@ -167,42 +167,44 @@ class DeviceSpeculator(Speculator):
         return super()._replays(num_reqs) if self._depth else replayed(self._graphs, num_reqs)
 
     def _draft_on_device(self, batch: DraftBatch, longest: int | None, num_steps: int) -> bool:
-        """Drafts for all rows, so many tokens of what runs the target; see DeviceTexts.match for `longest`."""
+        """Drafts for all rows, so many tokens of what runs the target; see TokenHistories.match for `longest`."""
         num_rows = batch.num_reqs
         if self._rates:
             self.outcomes.learn(num_rows)
         slots, num_sampled = self.outcomes.rows(num_rows)
-        wanted = self._limits.wanted(slots, num_sampled)
+        max_draft = self._limits.max_draft(slots, num_sampled)
         told: Parts | None = None
         if self._policy is not None:
-            drafts, logits, told = self._cascaded(batch, slots, wanted, longest, num_steps)
+            drafts, logits, told = self._cascaded(batch, slots, max_draft, longest, num_steps)
         elif self.texts is not None:
-            drafts, logits = self._found(slots, wanted, longest), None
+            drafts, logits = self._found(slots, max_draft, longest), None
         else:
-            drafts, logits = self._drafted(batch, wanted.clamp(max=num_steps), num_steps)
+            drafts, logits = self._drafted(batch, max_draft.clamp(max=num_steps), num_steps)
             self.outcomes.probs[:num_rows].mul_(drafts.is_drafted)
-        self.outcomes.keep(drafts, wanted, self._rates, told)
+        self.outcomes.keep(drafts, max_draft, self._rates, told)
         self.draft_tokens[:num_rows] = drafts.token_ids
         self._keep_logits(drafts, logits)
         return True
 
-    def _found(self, slots: torch.Tensor, wanted: torch.Tensor, longest: int | None) -> Drafted:
+    def _found(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> DraftArrays:
         """By the lookup."""
         assert self.texts is not None
-        match = self.texts.match(slots, wanted, longest)
+        match = self.texts.match(slots, max_draft, longest)
         return of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length)
 
-    def _drafted(self, batch: DraftBatch, wanted: torch.Tensor, num_steps: int) -> tuple[Drafted, torch.Tensor | None]:
+    def _drafted(
+        self, batch: DraftBatch, max_draft: torch.Tensor, num_steps: int
+    ) -> tuple[DraftArrays, torch.Tensor | None]:
         """By a model proposer that is alone, and what its tokens were drawn from."""
         assert batch.target is not None
         proposer: Any = self.barrier.proposer
         if self._steps_alone:
             drafts, steps, _ = OnDevice(proposer, None, False, num_steps, self._sees).draft(
-                batch.target, None, wanted, num_steps
+                batch.target, None, max_draft, num_steps
             )
             return drafts, None if steps is None else steps.logits
-        token_ids = wanted.new_zeros(len(wanted), self.num_speculative_steps)
-        drafts, logits = of_stage(0, token_ids, wanted, wanted * 0.0 + 1), None
+        token_ids = max_draft.new_zeros(len(max_draft), self.num_speculative_steps)
+        drafts, logits = of_stage(0, token_ids, max_draft, max_draft * 0.0 + 1), None
         if num_steps:
             most = np.full(batch.num_reqs, num_steps, np.int32)
             own = proposer.propose(replace(batch, max_num_draft=most))
@@ -210,13 +212,13 @@ class DeviceSpeculator(Speculator):
         return drafts, logits
 
     def _cascaded(
-        self, batch: DraftBatch, slots: torch.Tensor, wanted: torch.Tensor, longest: int | None, num_steps: int
-    ) -> tuple[Drafted, torch.Tensor | None, Parts]:
+        self, batch: DraftBatch, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None, num_steps: int
+    ) -> tuple[DraftArrays, torch.Tensor | None, Parts]:
         """By a lookup and an exit; what each did."""
         assert batch.target is not None
-        own = self._limits.of_stage(wanted, slots, EXIT).clamp_(max=num_steps)
-        room = self._limits.of_stage(wanted, slots, LOOKUP).clamp_(max=self._limits.of_stages[LOOKUP])
-        if self._policy == "verify":  # the exit's own choice comes behind it
+        own = self._limits.of_stage(max_draft, slots, EXIT).clamp_(max=num_steps)
+        room = self._limits.of_stage(max_draft, slots, LOOKUP).clamp_(max=self._limits.of_stages[LOOKUP])
+        if self._policy == "verify":  # the exit's own choice comes after it
             room = (room - (own > 0).int()).clamp_(min=0)
         kept = found = self._found(slots, room, longest)
         if self._policy != "verify" and self._rates and num_steps:
@@ -228,7 +230,7 @@ class DeviceSpeculator(Speculator):
         drafts, steps, told = exits.draft(batch.target, kept, own, num_steps)
         return drafts, None if steps is None else steps.logits, replace(told, looked_up=found.num_draft)
 
-    def _keep_logits(self, drafts: Drafted, logits: torch.Tensor | None) -> None:
+    def _keep_logits(self, drafts: DraftArrays, logits: torch.Tensor | None) -> None:
         if self.draft_logits is not None:
             is_certain = drafts.stage == LOOKUP if self._policy else None
             requests = self.idx_mapping[: len(drafts.num_draft)].long()

@@ -70,8 +70,8 @@ class HostSpeculator(Speculator):
         for buffer in (self._last_token_ids, self._num_tokens, self._last_hidden_states, self._temperature):
             buffer.zero_()
         proposer: Any = self.barrier.proposer
-        rehearse = getattr(proposer, "rehearse", proposer.propose)
-        self._keep(rehearse(self._batch_of(input_batch, attends=not skip_attn)))
+        dummy_run = getattr(proposer, "dummy_run", proposer.propose)
+        self._keep(dummy_run(self._batch_of(input_batch, attends=not skip_attn)))
 
     def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
         group, drafts = get_tp_group(), self.draft_tokens[: input_batch.num_reqs]

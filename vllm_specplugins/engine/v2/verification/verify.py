@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _
 
 from vllm_specplugins.draft import Likeliest
 from vllm_specplugins.engine.v2.verification.edits import LogitsEditor
-from vllm_specplugins.engine.verify import OPERATIONS, Seen
+from vllm_specplugins.engine.verify import OPERATIONS, LikeliestLog
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection.arguments import Layout
 from vllm_specplugins.kernels.rejection.step import sample_step
@@ -81,7 +81,7 @@ class FusedRejectionSampler(RejectionSampler):
         super().__init__(sampler, spec_config, device)
         self.operation = OPERATIONS[spec_config.plugin_config.common.rejection]
         self.editor = LogitsEditor(sampler)
-        self._seen = Seen() if spec_config.reads_likeliest else None
+        self._seen = LikeliestLog() if spec_config.reads_likeliest else None
         self._idx_mapping_np = np.zeros(0, np.int32)
         self._expanded_idx_mapping: torch.Tensor | None = None
         self._is_ever_plain = not (
@@ -133,7 +133,7 @@ class FusedRejectionSampler(RejectionSampler):
         return self._plain is not None and self._batch == (self.editor.num_added, input_batch.req_ids)
 
     def likeliest(self, input_batch: Any, places: Mapping[int, int]) -> Likeliest | None:
-        """`draft.DraftBatch.likeliest`, see Seen.take; waits for the device."""
+        """`draft.DraftBatch.likeliest`, see LikeliestLog.take; waits for the device."""
         return None if self._seen is None else self._seen.take(np.diff(input_batch.cu_num_logits_np), places)
 
     def _sampling(self, idx_mapping_np: np.ndarray) -> Sampling:

@@ -1,4 +1,4 @@
-"""Model Runner V2: a few numbers of each row of a step, on their way to the host behind an event."""
+"""Model Runner V2: copies of a few numbers of each row of a step to the host, which nothing waits for."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 
-class Arriving:
+class AsyncCopy:
     """A copy that was begun, and that only who looks at it waits for.
 
     Args:
@@ -26,11 +26,11 @@ class Arriving:
         return self._values.numpy()
 
 
-class Lengths:
+class DraftLengths:
     """How many tokens were drafted for each request, on their way: a dictionary to whoever iterates it or has it
     sent to another process."""
 
-    def __init__(self, arriving: Arriving):
+    def __init__(self, arriving: AsyncCopy):
         self._arriving = arriving
 
     def items(self) -> list[tuple[str, int]]:

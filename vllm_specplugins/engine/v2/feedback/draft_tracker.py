@@ -1,4 +1,4 @@
-"""Model Runner V2: drafts that are made on the device, and what becomes of them.
+"""Model Runner V2: follows drafts on the device until they are verified; learns acceptance probabilities from them.
 
 How likely each token is to be accepted is known there, and what is counted is counted there. The inputs stand in
 buffers, where a recorded graph finds them. R: rows of the batch or of a graph, K: most tokens of a draft.
@@ -13,14 +13,14 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.cascade.on_device import Parts
 from vllm_specplugins.engine.adaptive.budget import new_confidences
-from vllm_specplugins.engine.v2.feedback.arriving import Arriving, Lengths
+from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengths
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.kernels import calibration
 from vllm_specplugins.kernels.calibration.state import clear, new_state
-from vllm_specplugins.structures.draft_arrays import Drafted
+from vllm_specplugins.structures.draft_arrays import DraftArrays
 
 
-class Outcomes:
+class DraftTracker:
     """Of all slots of requests. A graph's rows of padding have a slot that is nobody's.
 
     Args:
@@ -35,8 +35,8 @@ class Outcomes:
         self._req_states, self.device = req_states, device
         self._slots = torch.full((num_slots,), num_slots, dtype=torch.int64, device=device)
         self._num_sampled, self._num_rejected = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
-        self._num_rows, self._rests = 0, False  # of the step before: behind its rows all is padding
-        # How likely each token is to be accepted if those before it are; 0 behind a draft's end. By rows.
+        self._num_rows, self._rests = 0, False  # of the step before: after its rows all is padding
+        # How likely each token is to be accepted if those before it are; 0 after a draft's end. By rows.
         self.probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
         self.confidences = new_confidences(num_slots, max_num_draft, device)
         self._known = new_state(num_stages, num_slots + 1, max_num_draft, device)
@@ -86,22 +86,22 @@ class Outcomes:
         """What became of the last drafts; once a step, before new ones are rated."""
         calibration.learn(self._known, *self._told(num_rows), self.implementation)
 
-    def num_worth(self, drafts: Drafted, than: int, depth: int) -> torch.Tensor:
+    def num_worth(self, drafts: DraftArrays, than: int, depth: int) -> torch.Tensor:
         """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage goes on behind
         them until there are so many."""
         slots = self._slots[: len(drafts.num_draft)]
         kept: torch.Tensor = calibration.num_worth(self._known, slots, _rated(drafts), than, depth, self.implementation)
         return kept
 
-    def keep(self, drafts: Drafted, wanted: torch.Tensor, rates: bool, parts: Parts | None = None) -> None:
+    def keep(self, drafts: DraftArrays, max_draft: torch.Tensor, rates: bool, parts: Parts | None = None) -> None:
         """Takes a step's drafts, [R], counts them and what became of the last ones, and rates them if asked to.
 
         `parts`: what each stage of a cascade did.
         """
-        num_rows, known = len(wanted), self._known
+        num_rows, known = len(max_draft), self._known
         slots, sampled, rejected = self._told(num_rows)
         verified = self.tally.add_fates(slots, sampled, rejected)
-        self.tally.add_drafts(wanted, drafts.num_draft)
+        self.tally.add_drafts(max_draft, drafts.num_draft)
         if parts is not None:
             sent = torch.minimum(known.num_sent[slots], verified - 1)
             told = parts.looked_up, parts.exited
@@ -118,11 +118,11 @@ class Outcomes:
         """Slots of the rows, tokens sampled, tokens rejected."""
         return self._slots[:num_rows], self._num_sampled[:num_rows], self._num_rejected[:num_rows]
 
-    def lengths(self, request_ids: Sequence[str]) -> Lengths:
+    def lengths(self, request_ids: Sequence[str]) -> DraftLengths:
         """Begins to copy the lengths of this step's drafts; whoever asks for them waits."""
-        return Lengths(Arriving(request_ids, self._num_draft[: len(request_ids)]))
+        return DraftLengths(AsyncCopy(request_ids, self._num_draft[: len(request_ids)]))
 
 
-def _rated(drafts: Drafted) -> calibration.Drafts:
+def _rated(drafts: DraftArrays) -> calibration.Drafts:
     """What their chances go by."""
     return calibration.Drafts(drafts.num_draft, drafts.stage, drafts.confidence)

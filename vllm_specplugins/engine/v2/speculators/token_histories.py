@@ -1,4 +1,4 @@
-"""Model Runner V2: what prompt lookup searches on the device.
+"""Model Runner V2: the token histories that prompt lookup searches on the device.
 
 A request's own tokens are vLLM's, which keeps all of them on the device where `use_dense_all_token_ids` is set: 4 bytes
 for each place of max_num_seqs x max_model_len. A reference is copied there once, when the first request comes with it.
@@ -16,7 +16,7 @@ from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.engine.frontend.options import request_options
 from vllm_specplugins.kernels.history_match import NO_MATCH, Match, References, Texts, history_match
 from vllm_specplugins.request_options import DIGEST, REFERENCE, Options
-from vllm_specplugins.structures.spans import Spans
+from vllm_specplugins.structures.spans import SpanAllocator
 
 MAX_REFERENCE_BYTES = 1 << 26  # of all references together, unless there cannot be as many
 _ALIGNED = 16  # tokens, where a reference begins
@@ -35,7 +35,7 @@ class _Reference:
         return -(-self.num_tokens // _ALIGNED) * _ALIGNED
 
 
-class DeviceTexts:
+class TokenHistories:
     """Histories and references of all slots.
 
     Args:
@@ -52,7 +52,7 @@ class DeviceTexts:
         self.histories = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu, distances)
         room = min(config.max_index_bytes // 4, MAX_REFERENCE_BYTES // 4, num_slots * (self._max_model_len + _ALIGNED))
         self._pool = torch.zeros(room // _ALIGNED * _ALIGNED, dtype=torch.int32, device=device)
-        self._spans = Spans(len(self._pool))
+        self._spans = SpanAllocator(len(self._pool))
         self._references: dict[bytes, _Reference] = {}
         self._digests: dict[str, bytes] = {}  # of requests that have a reference
         # Of all slots; no buffers of vLLM's, which change places where a graph would not find them again.
@@ -85,7 +85,7 @@ class DeviceTexts:
         for request_id in request_ids:
             self._forget(request_id)
 
-    def match(self, slots: torch.Tensor, wanted: torch.Tensor, longest: int | None) -> Match:
+    def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> Match:
         """What is found for each row; `longest` is the most tokens of a text, None: a graph is recorded, that has to
         do for any text and reference."""
         references = self._all_references() if longest is None else self.references
@@ -94,7 +94,7 @@ class DeviceTexts:
         return history_match(
             self.histories,
             slots,
-            wanted,
+            max_draft,
             self._max_num_draft,
             self._config.min_ngram,
             self._config.max_ngram,

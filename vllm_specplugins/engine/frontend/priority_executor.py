@@ -51,7 +51,7 @@ def finished(work: Work[T]) -> T:
             return value
 
 
-class Line:
+class PriorityExecutor:
     """Does work in a daemon thread of its own.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the user's own proposers say to a request's options, in the process in which requests come in.
+"""Checks of a request's options by the user's own proposers, in the process in which requests come in.
 
 That is code of theirs, and a client's data: it runs in a thread of its own, and a check that does not come back costs
 its own request a budget of time, and no other's tokens.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from vllm_specplugins.config import said
+from vllm_specplugins.config import error_text
 from vllm_specplugins.request_options import SETTINGS
 
 logger = logging.getLogger("vllm.specplugins")
@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.specplugins")
 MOST_LEFT_BEHIND = 8  # each takes its turns of the interpreter, maybe for ever
 
 
-class OwnChecks:
+class OptionChecks:
     """Runs `check_options` of proposers.
 
     Args:
@@ -67,5 +67,5 @@ class OwnChecks:
             try:
                 check(options)
             except BaseException as error:  # SystemExit included
-                return said(error)
+                return error_text(error)
         return None

@@ -1,4 +1,4 @@
-"""Model Runner V2: how many tokens each request may be drafted, where it is asked on the device."""
+"""Model Runner V2: the most draft tokens of each request, as tensors on the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from vllm_specplugins.engine.frontend.options import request_options
 from vllm_specplugins.request_options import MAX_CONTEXT
 
 
-class Limits:
+class DraftLimits:
     """Of all slots of requests, in tensors that stay where they are: graphs read them.
 
     Args:
@@ -65,7 +65,7 @@ class Limits:
         slots, values = values[:, 0], values[:, 1:].int()
         self._limits[slots], self._allowed[slots] = values[:, :2], values[:, 2:]
 
-    def wanted(
+    def max_draft(
         self,
         slots: torch.Tensor,  # [num_reqs]
         num_sampled: torch.Tensor,  # [num_reqs]
@@ -73,9 +73,9 @@ class Limits:
         """How many tokens each row wants, [num_reqs] int32: `draft_limit` of them, 0 in the middle of a prompt."""
         lengths, limits = self._req_states.total_len.gpu[slots], self._limits[slots]
         room = self._model_config.max_model_len - 1 - lengths
-        wanted = torch.minimum(limits[:, 0], room).minimum(self._most_there).clamp_(min=0)
-        return wanted.mul_((lengths <= limits[:, 1]) & (num_sampled > 0))
+        max_draft = torch.minimum(limits[:, 0], room).minimum(self._most_there).clamp_(min=0)
+        return max_draft.mul_((lengths <= limits[:, 1]) & (num_sampled > 0))
 
-    def of_stage(self, wanted: torch.Tensor, slots: torch.Tensor, stage: int) -> torch.Tensor:
+    def of_stage(self, max_draft: torch.Tensor, slots: torch.Tensor, stage: int) -> torch.Tensor:
         """The same of a request that allows one stage, [num_reqs] int32: 0 where it does not."""
-        return wanted * self._allowed[slots, stage]
+        return max_draft * self._allowed[slots, stage]
