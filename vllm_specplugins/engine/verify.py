@@ -47,7 +47,7 @@ def edit_drafted(
     fed = torch.cat((drafts[:, :1], drafts), dim=1) if num_drafts else drafts.new_zeros(num_rows, 1)
     places = (positions - numbers)[:, None] + steps
     is_fed = ... if counts is None else steps <= counts[:, None]
-    starts = torch.nn.functional.pad((numbers + 1).cumsum(0), (1, 0)).int()
+    starts = torch.cat((numbers.new_zeros(1), (numbers + 1).cumsum(0))).int()
     states = idx_mapping.long().repeat_interleave(num_rows // max(1, len(idx_mapping)))
     layout = starts, fed[is_fed].flatten().int(), places[is_fed].flatten(), states  # as verification's: no other kernel
     edited: torch.Tensor = adjust(logits, *layout, edits, num_drafts, only_last=True)

@@ -103,7 +103,8 @@ def plot(path: Path, title: str, panels: Mapping[str, Mapping[str, Sequence[Poin
     for axes, (panel, named) in zip(drawn, panels.items(), strict=True):
         for number, (name, points) in enumerate(named.items()):
             of, middle, low, high = map(list, zip(*points, strict=True))
-            errors = [list(map(sub, middle, low)), list(map(sub, high, middle))]
+            # Of few requests, what all of them had together may lie outside their range.
+            errors = [[max(0.0, end) for end in map(sub, *ends)] for ends in ((middle, low), (high, middle))]
             aside = [places.index(place) + (number - len(named) / 2) * 0.5 / len(named) for place in of]
             axes.errorbar(aside, middle, errors, fmt="o", capsize=3, label=name)
         axes.axhline(1, color="0.4", lw=1, ls="--")

@@ -43,6 +43,10 @@ _FRONT_END = (
         _CUSTOM_CLASS,
         "V1 is gone",
     ),
+    Seam(
+        "instance config/speculative.py SpeculativeConfig: num_speculative_tokens_per_batch_size",
+        "graphs of one token a request beside those of K + 1",
+    ),
     Seam("instance config/parallel.py ParallelConfig: worker_cls", "documented: names our worker class"),
     Seam(
         "instance config/scheduler.py SchedulerConfig: scheduler_cls async_scheduling",
