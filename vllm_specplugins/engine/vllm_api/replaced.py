@@ -9,6 +9,9 @@ _OPTIONS = (REGISTRY, "a plugin may check and change a request's extra_args")
 _METRICS = (REGISTRY, "a worker has a public way to export metrics")
 _VERIFIES = (_PARAMETERS, "vLLM verifies with every sampling parameter")
 _V1_ENDS = (_CUSTOM_CLASS, "custom_class proposers get request ids, hidden states and events, or V1 is gone")
+# And why, where several do the same.
+_NEEDS_MORE = ("who needs more than the operation does", *_VERIFIES)
+_RESOLVES = ("resolves our options of a request", *_OPTIONS)
 
 
 # The front end: configurations, requests, metrics.
@@ -58,17 +61,9 @@ _FRONT_END = (
         *_VERIFIES,
     ),
     Seam("instance sampling_params.py SamplingParams: extra_args", "our options of a request", *_OPTIONS),
-    Seam(
-        "patch v1/engine/input_processor.py InputProcessor: __init__ process_inputs",
-        "resolves our options of a request",
-        *_OPTIONS,
-    ),
-    Seam("patch v1/engine/async_llm.py AsyncLLM: add_request", "resolves our options of a request", *_OPTIONS),
-    Seam(
-        "patch entrypoints/openai/chat_completion/protocol.py ChatCompletionRequest: to_sampling_params",
-        "resolves our options of a request",
-        *_OPTIONS,
-    ),
+    Seam("patch v1/engine/input_processor.py InputProcessor: __init__ process_inputs", *_RESOLVES),
+    Seam("patch v1/engine/async_llm.py AsyncLLM: add_request", *_RESOLVES),
+    Seam("patch entrypoints/openai/chat_completion/protocol.py ChatCompletionRequest: to_sampling_params", *_RESOLVES),
     Seam(
         "patch v1/engine/utils.py: get_engine_process_shutdown_timeout",
         "time to save, before engines are killed",
@@ -244,31 +239,11 @@ _RUNNER_V2 = (
         "off where an attention backend cannot",
     ),
     Seam("override v1/worker/gpu/sample/sampler.py Sampler: __call__ sample", "our operation samples", *_VERIFIES),
-    Seam(
-        "instance v1/worker/gpu/sample/sampler.py Sampler: add_request",
-        "who needs more than the operation does",
-        *_VERIFIES,
-    ),
-    Seam(
-        "instance v1/worker/gpu/model_states/interface.py ModelState: add_request",
-        "who needs more than the operation does",
-        *_VERIFIES,
-    ),
-    Seam(
-        "instance v1/worker/gpu/sample/logits_processor/interface.py LogitsProcessor: add_request",
-        "who needs more than the operation does",
-        *_VERIFIES,
-    ),
-    Seam(
-        "instance v1/worker/gpu/sample/thinking_budget.py ThinkingBudgetState: add_request",
-        "who needs more than the operation does",
-        *_VERIFIES,
-    ),
-    Seam(
-        "instance v1/worker/gpu/sample/logprob.py LogprobTokenIdsState: add_request",
-        "who needs more than the operation does",
-        *_VERIFIES,
-    ),
+    Seam("instance v1/worker/gpu/sample/sampler.py Sampler: add_request", *_NEEDS_MORE),
+    Seam("instance v1/worker/gpu/model_states/interface.py ModelState: add_request", *_NEEDS_MORE),
+    Seam("instance v1/worker/gpu/sample/logits_processor/interface.py LogitsProcessor: add_request", *_NEEDS_MORE),
+    Seam("instance v1/worker/gpu/sample/thinking_budget.py ThinkingBudgetState: add_request", *_NEEDS_MORE),
+    Seam("instance v1/worker/gpu/sample/logprob.py LogprobTokenIdsState: add_request", *_NEEDS_MORE),
     Seam(
         "override v1/worker/gpu/spec_decode/speculator.py BaseSpeculator: propose init_cudagraph_manager capture",
         "the interface of V2's speculators",
