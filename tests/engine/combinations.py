@@ -101,7 +101,7 @@ def results_of(
     defaults: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "block_size": 32}
     defaults |= {"num_gpu_blocks_override": 64, "max_num_seqs": 8, "disable_log_stats": False}
     defaults |= {"skip_tokenizer_init": True, "speculative_config": None}
-    paths = [str(HERE), str(HERE.parent / "proposers"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(HERE), str(HERE.parent / "isolation"), *filter(None, [os.environ.get("PYTHONPATH")])]
     all_need = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of the program's

@@ -27,10 +27,10 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_specplugins.kernels import rejection
     from vllm_specplugins.kernels.rejection import adjust, block, drafts
 
-    from vllm_specplugins.engine.v2.verification import self_check
+    from vllm_specplugins.engine import self_check
 
     monkeypatch.setattr(CPUWorker, "_should_warm_up_model", lambda self: True)
-    monkeypatch.setattr(self_check, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(self_check, "device", lambda: torch.device("cpu"))
     for module in (drafts, rejection, adjust, block):
         monkeypatch.setattr(module, "implementation_of", lambda logits, wanted, *on_cpu: wanted or "fused")
 
@@ -57,7 +57,7 @@ def test_only(on_a_device: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     from vllm_specplugins.kernels.self_check import Finding, Shapes
 
     from vllm_specplugins.config import ConfigError
-    from vllm_specplugins.engine.v2.verification import self_check
+    from vllm_specplugins.engine import self_check
 
     monkeypatch.setattr(self_check, "shapes_of", lambda _: Shapes(300, torch.float32, 1, samples=False, block=False))
     monkeypatch.setenv(self_check.VARIABLE, "1")
@@ -69,7 +69,7 @@ def test_only(on_a_device: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         with pytest.raises(SystemExit) as ended:
             self_check.stop_if_only(None)
         assert ended.value.code == code and len(capsys.readouterr().out.splitlines()) == 2
-    monkeypatch.setattr(self_check, "_device", lambda: None)
+    monkeypatch.setattr(self_check, "device", lambda: None)
     with pytest.raises(SystemExit) as ended:
         self_check.stop_if_only(None)
     assert ended.value.code == 0 and "a CPU" in capsys.readouterr().out

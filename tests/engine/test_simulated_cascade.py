@@ -39,10 +39,10 @@ def test_identity(engine: Any, device: Device, prompts: Any, expected: Any, poli
     """Without a wait, by replays. Fails if a step reads the device, if an exit's tokens stand behind another's, or if
     a stage is told what became of the other's tokens."""
     llm = on_device(engine, cascade(policy, draft_sample_method=method))
-    before, steps = (drafted(llm), replays(runner(llm).cudagraph_manager)), device.ledger.serving.steps
+    before, steps = (drafted(llm), replays(runner(llm).cudagraph_manager)), device.ledger.num_steps
     with device.waits_forbidden():
         assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
-    num_decoded = device.ledger.serving.steps - steps - 1  # all but the step of the prompts
+    num_decoded = device.ledger.num_steps - steps - 1  # all but the step of the prompts
     assert sum(drafted(llm).values()) - sum(before[0].values()) >= 0.95 * num_decoded
     assert replays(runner(llm).cudagraph_manager) - before[1] >= 0.95 * num_decoded
     stats = llm.collective_rpc("specplugins_stats")[0]

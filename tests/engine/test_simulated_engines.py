@@ -120,7 +120,7 @@ def planted(device: Device, all_layers: Any, monkeypatch: pytest.MonkeyPatch) ->
         replaced.append(True)
         monkeypatch.setattr(
             type(proposer),
-            "follow",
+            "draft_steps",
             lambda self, target, *args, **options: mistake(target) or original(self, target, *args, **options),
         )
         recapture(device, speculator)

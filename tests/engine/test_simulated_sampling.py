@@ -89,7 +89,7 @@ def test_noise_in_a_graph(
         return draft_steps(self, target, *rest)
 
     engine.stop()
-    monkeypatch.setattr(EarlyExit, "follow", seeded)
+    monkeypatch.setattr(EarlyExit, "draft_steps", seeded)
     counts, accepted = rate(start(engine, checkpoint, 2), BATCHES[4:])
     engine.stop()
     assert accepted == 1 and chi_squared([(counts, expected, expected)]).p_value < 1e-6

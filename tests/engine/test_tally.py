@@ -40,7 +40,7 @@ def test_counts_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from vllm_specplugins.engine.v2.feedback import tally as module
 
-    monkeypatch.setattr(module, "Arriving", Late)
+    monkeypatch.setattr(module, "AsyncCopy", Late)
     rng, tally = np.random.default_rng(0), module.Tally(SLOTS, K, STAGES, torch.device("cpu"))
     found, stages = Counters(), [StageCounters() for _ in range(STAGES)]
     expected, by_stage = Counters(), [StageCounters() for _ in range(STAGES)]

@@ -12,12 +12,14 @@ class Ledger:
     """Everything since the device was switched on."""
 
     places: Counter[str] = field(default_factory=Counter)  # where a step waited, "file:line what"
+    num_steps: int = 0
     in_step: bool = False
     step_began: float = 0.0  # time.perf_counter()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """A step, or one of its parts: executing the model, and sampling."""
+    def step(self, ends: bool = True) -> Iterator[None]:
+        """A step, or one of its parts: executing the model, and sampling, which ends it."""
+        self.num_steps += ends
         self.in_step, self.step_began = True, time.perf_counter()
         try:
             yield

@@ -162,7 +162,7 @@ def patch_worker(patches: Patches, guard: Guard, warm_up: bool) -> None:
 
     def serving(method: Any) -> Any:
         def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with guard.active(), guard.ledger.step():
+            with guard.active(), guard.ledger.step(ends=method is methods["sample_tokens"]):
                 return method(self, *args, **kwargs)
 
         return guarded

@@ -72,7 +72,7 @@ class Server:
     async def start(self) -> float:
         """Starts it and waits until it answers; returns the seconds that it took."""
         began = time.monotonic()
-        paths = [str(HERE), str(HERE.parent / "proposers"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(HERE), str(HERE.parent / "isolation"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -6,7 +6,7 @@ import re
 import resource
 import shlex
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,15 @@ def arguments(model: Path, data: list[Path], out: Path, steps: int) -> argparse.
     )  # fmt: skip
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, in what a shell has started in the background, too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_interrupted(
     tiny_model: Path,
     text_files: list[Path],
