@@ -43,7 +43,7 @@ def ask(table, store, row, flat, num_tokens=0, num_begun=0):
 
 
 def oracle(texts, ending, copies=()):
-    """What most places of the longest match go on with, texts newest first, and its length; see suffix_search.py."""
+    """What most places of the longest match go on with, texts newest first, and its length; see suffix/search.py."""
     reach = min(LONGEST_MATCH, len(ending))
     places = [(t, i) for t in texts for i in range(len(t) - 2, -1, -1) if t[i] == ending[-1]]
     lengths = [next((n for n in range(reach) if i < n or t[i - n] != ending[-1 - n]), reach) for t, i in places]

@@ -58,7 +58,7 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     method: str | None = None
     plugin_config: SkipValidation[Any] = None
-    stays_on_host: bool = False  # though it could draft on the device; see adaptive.py
+    stays_on_host: bool = False  # though it could draft on the device; see adaptive/
 
     def __post_init__(self) -> None:
         if self.built_in is not None:

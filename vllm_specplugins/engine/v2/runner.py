@@ -1,6 +1,6 @@
 """Adapter for Model Runner V2: the default wherever Triton works.
 
-What reads tokens on the host waits for them (on_host.py); everything else drafts on the device (on_device.py).
+What reads tokens on the host waits for them (speculators/host.py); the rest drafts on the device (device.py there).
 """
 
 from collections.abc import Iterator

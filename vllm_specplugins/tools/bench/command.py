@@ -98,7 +98,8 @@ def has_memory(model: str, num_engines: int) -> bool:
     import psutil  # type: ignore[import-untyped]  # comes with vLLM
 
     weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-    cache = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * GIB
+    asked = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    cache = (int(asked) if asked.isdecimal() else 1) * GIB
     return bool(num_engines * (ENGINE_GIB * GIB + cache + weights) <= psutil.virtual_memory().available)
 
 
