@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .acceptance import learn, num_worth, predict
+from .acceptance.state import new_state
+from .acceptance.testing import make_steps
 from .budget.testing import make_shares, shared
-from .calibration import learn, num_worth, predict
-from .calibration.state import new_state
-from .calibration.testing import make_steps
 from .history_match import history_match
 from .history_match.testing import make_lookup
 from .rejection import Sampling, rejection_sample
@@ -90,7 +90,7 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device], int]
         yield "noise", partial(_draws, shapes)
     if shapes.looks_up:
         yield "lookup", partial(_looks_up, shapes)
-        yield "calibration", partial(_rates, shapes)
+        yield "acceptance", partial(_rates, shapes)
     if shapes.trims:
         yield "budget", partial(_shares, shapes)
 

@@ -1,4 +1,4 @@
-"""Chances of acceptance as kernels/calibration says them: predicted against observed, on recorded texts and made-up
+"""Chances of acceptance as kernels/acceptance says them: predicted against observed, on recorded texts and made-up
 ones."""
 
 import sys
@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 from prompts import edit_answer, load_prompts
 from transformers import AutoTokenizer
-from vllm_specplugins.kernels.calibration import Drafts, learn, predict
-from vllm_specplugins.kernels.calibration.state import new_state
+from vllm_specplugins.kernels.acceptance import Drafts, learn, predict
+from vllm_specplugins.kernels.acceptance.state import new_state
 
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config

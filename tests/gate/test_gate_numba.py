@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_specplugins.kernels.calibration import DECAY, PRIOR_WEIGHT
+from vllm_specplugins.kernels.acceptance import DECAY, PRIOR_WEIGHT
 
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.gate.costs import StepCosts, break_even_rate

@@ -2,7 +2,7 @@
 
 Acceptance is counted by request, stage and grade of confidence. A request's own record fades by draft; that of all
 requests, which a request's begins with, fades by step, and what one step adds to it is limited: requests of one step
-are often of one kind, and would all at once make a grade look hopeless. kernels/calibration, for drafts on the device,
+are often of one kind, and would all at once make a grade look hopeless. kernels/acceptance, for drafts on the device,
 has coarser grades and a regression. One row of arrays for each request (rows.py). R: requests of a step, K: most tokens
 of a draft.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from vllm_specplugins.counters import StageCounters, count
 from vllm_specplugins.draft import Draft, Int32Array
 from vllm_specplugins.gate import ledger_numba as host
-from vllm_specplugins.kernels.calibration import PRIOR_WEIGHT
+from vllm_specplugins.kernels.acceptance import PRIOR_WEIGHT
 from vllm_specplugins.structures.draft_arrays import DraftArrays, dense_logits
 from vllm_specplugins.structures.slots import Floats, Ints, with_room
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from vllm_specplugins.kernels.calibration import DECAY, PRIOR_WEIGHT
+from vllm_specplugins.kernels.acceptance import DECAY, PRIOR_WEIGHT
 from vllm_specplugins.structures.compiled import compiled, inlined
 
 KEPT, DRAFTS, VERIFIED = range(3)

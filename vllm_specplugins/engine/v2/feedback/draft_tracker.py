@@ -15,8 +15,8 @@ from vllm_specplugins.cascade.on_device import Parts
 from vllm_specplugins.engine.adaptive.budget import new_confidences
 from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengths
 from vllm_specplugins.engine.v2.feedback.tally import Tally
-from vllm_specplugins.kernels import calibration
-from vllm_specplugins.kernels.calibration.state import clear, new_state
+from vllm_specplugins.kernels import acceptance
+from vllm_specplugins.kernels.acceptance.state import clear, new_state
 from vllm_specplugins.structures.draft_arrays import DraftArrays
 
 
@@ -28,7 +28,7 @@ class DraftTracker:
         max_num_draft: K.
     """
 
-    implementation: str | None = None  # of kernels/calibration; the reference where a kernel failed its check
+    implementation: str | None = None  # of kernels/acceptance; the reference where a kernel failed its check
 
     def __init__(self, num_stages: int, req_states: Any, max_num_draft: int, device: torch.device):
         num_slots = req_states.max_num_reqs
@@ -84,13 +84,13 @@ class DraftTracker:
 
     def learn(self, num_rows: int) -> None:
         """What became of the last drafts; once a step, before new ones are rated."""
-        calibration.learn(self._known, *self._told(num_rows), self.implementation)
+        acceptance.learn(self._known, *self._told(num_rows), self.implementation)
 
     def num_worth(self, drafts: DraftArrays, than: int, depth: int) -> torch.Tensor:
         """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage goes on behind
         them until there are so many."""
         slots = self._slots[: len(drafts.num_draft)]
-        kept: torch.Tensor = calibration.num_worth(self._known, slots, _rated(drafts), than, depth, self.implementation)
+        kept: torch.Tensor = acceptance.num_worth(self._known, slots, _rated(drafts), than, depth, self.implementation)
         return kept
 
     def keep(self, drafts: DraftArrays, max_draft: torch.Tensor, rates: bool, parts: Parts | None = None) -> None:
@@ -108,7 +108,7 @@ class DraftTracker:
             self.tally.add_stages(sampled - 1, sent, known.sent_stage[slots], drafts, told, parts.confirmed)
             known.num_sent[slots], known.sent_stage[slots] = drafts.num_draft.int(), drafts.stage.int()
         if rates:
-            calibration.predict(known, slots, _rated(drafts), self.probs[:num_rows], self.implementation)
+            acceptance.predict(known, slots, _rated(drafts), self.probs[:num_rows], self.implementation)
         if self.confidences is not None:
             for table in self.confidences[:2]:
                 table[slots] = self.probs[:num_rows]
@@ -123,6 +123,6 @@ class DraftTracker:
         return DraftLengths(AsyncCopy(request_ids, self._num_draft[: len(request_ids)]))
 
 
-def _rated(drafts: DraftArrays) -> calibration.Drafts:
+def _rated(drafts: DraftArrays) -> acceptance.Drafts:
     """What their chances go by."""
-    return calibration.Drafts(drafts.num_draft, drafts.stage, drafts.confidence)
+    return acceptance.Drafts(drafts.num_draft, drafts.stage, drafts.confidence)

@@ -21,7 +21,7 @@ logger = init_logger(__name__)
 _REMEDIES = {
     "noise": "drafting is switched off",
     "lookup": "its reference looks up, which is slower",
-    "calibration": "its reference rates drafts, which is slower",
+    "acceptance": "its reference rates drafts, which is slower",
     "budget": "its reference shares out what is verified, which is slower",
 }
 
@@ -54,7 +54,7 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
         stop_drafting(speculator)
     if "lookup" in failed:
         speculator.texts.implementation = "reference"
-    if "calibration" in failed:
+    if "acceptance" in failed:
         speculator.outcomes.implementation = "reference"
     if "budget" in failed:
         speculator.budget_implementation = "reference"

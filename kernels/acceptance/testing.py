@@ -1,4 +1,4 @@
-"""Inputs for whoever checks calibration: steps of drafts of which parts are verified, and what became of them."""
+"""Inputs for checks of acceptance: steps of drafts of which parts are verified, and what became of them."""
 
 from typing import Any, NamedTuple
 

@@ -95,7 +95,7 @@ def predict(state: State, slots: Any, drafts: Drafts, accept_probs: Any, impleme
         implementation: see `learn`.
 
     >>> import torch
-    >>> from vllm_specplugins.kernels.calibration.state import new_state
+    >>> from vllm_specplugins.kernels.acceptance.state import new_state
     >>> state, slots, chances = new_state(1, 3, 4, None), torch.tensor([2]), torch.zeros(1, 4)
     >>> drafts = Drafts(torch.tensor([3]), torch.zeros(1, 4).long(), torch.tensor([[2, 3, 9, 10]]))
     >>> predict(state, slots, drafts, chances)

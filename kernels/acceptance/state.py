@@ -1,4 +1,4 @@
-"""What calibration knows: how it begins, and how a request is forgotten."""
+"""What is known of acceptance: how it begins, and how a request is forgotten."""
 
 from typing import Any
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_specplugins.kernels.calibration import Drafts, State, learn, num_worth, predict
-from vllm_specplugins.kernels.calibration.state import clear, new_state
-from vllm_specplugins.kernels.calibration.testing import Step, make_steps
+from vllm_specplugins.kernels.acceptance import Drafts, State, learn, num_worth, predict
+from vllm_specplugins.kernels.acceptance.state import clear, new_state
+from vllm_specplugins.kernels.acceptance.testing import Step, make_steps
 from vllm_specplugins.kernels.self_check import Shapes, check_device
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,7 +20,7 @@ from interpreted import DEVICE, RUNS, needs_triton
 from launch_keys import recorded
 
 if RUNS:
-    from vllm_specplugins.kernels.calibration import fused
+    from vllm_specplugins.kernels.acceptance import fused
 
 POISON = 77.0
 
@@ -107,5 +107,5 @@ def test_self_check(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = Shapes(100, torch.float32, max_num_draft=3, samples=False, block=False, looks_up=True)
     if planted:
         monkeypatch.setattr(fused, planted, lambda *arguments: torch.zeros_like(arguments[1], dtype=torch.int32))
-    findings = list(check_device(torch.device(DEVICE), shapes, "calibration"))
+    findings = list(check_device(torch.device(DEVICE), shapes, "acceptance"))
     assert [bool(finding.problem) for finding in findings] == [bool(planted)]
