@@ -7,7 +7,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig, check_value
+from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig
 from vllm_specplugins.methods import BUILT_IN, METHODS
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -73,7 +73,7 @@ def rows(owner: type) -> Iterator[str]:
     yield "| field | allowed | default | meaning |"
     yield "|---|---|---|---|"
     for entry in fields(owner):
-        allowed = check_value(entry, None)[1].replace("'", "`")
+        allowed = entry.metadata["allowed"].replace("'", "`")
         yield f"| `{entry.name}` | {allowed} | {default(entry)} | {words[entry.name]} |"
 
 

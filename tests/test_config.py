@@ -12,7 +12,7 @@ import pytest
 
 from vllm_specplugins import methods
 from vllm_specplugins.config import ConfigError, PromptLookupConfig, built_in_stage
-from vllm_specplugins.config.elsewhere import ELSEWHERE
+from vllm_specplugins.config.fields import ELSEWHERE
 from vllm_specplugins.methods import BUILT_IN, METHODS, parse_config
 
 RUBBISH: list[Any] = [

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from vllm_specplugins.config import ConfigError, RegisteredConfig, SpecConfig
+from vllm_specplugins.config import ConfigError, CustomConfig, SpecConfig
+from vllm_specplugins.custom import registrations
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.methods import METHODS, build_proposer, parse_config, registered_methods
-from vllm_specplugins.registered import registrations
 from vllm_specplugins.request_options import Limits, understood
 
 THIRD_PARTY = Path(__file__).parent / "third_party"
@@ -29,7 +29,7 @@ def test_by_name() -> None:
     """Kills: a broken neighbour that takes the good ones down, or is imported before it is asked for."""
     assert set(registered_methods()) == {"repeat", "repeat_plain", "breaks", "exits", "old"}
     config = parse_config({"method": "repeat", "times": 3, "num_speculative_tokens": 4})
-    assert config.method == "repeat" and isinstance(config.own, RegisteredConfig)
+    assert config.method == "repeat" and isinstance(config.own, CustomConfig)
     assert built(config)._times == 3
     assert built(parse_config({"method": "repeat_plain", "options": {"times": 1}}))._times == 1
     assert "specplugins_example.exits" not in sys.modules

@@ -19,7 +19,7 @@ from vllm_specplugins.arguments import (
     words_list,
 )
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.config.gone import NAMES
+from vllm_specplugins.config.fields import GONE
 
 # A command's module, and what it needs beside this package.
 COMMANDS = {
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     """Refuses with one sentence, as everything here does."""
 
     def error(self, message: str) -> NoReturn:
-        gone = "".join(f"; {name} went: {instead}" for name, instead in NAMES.items() if repr(name) in message)
+        gone = "".join(f"; {name} went: {instead}" for name, instead in GONE.items() if repr(name) in message)
         self.exit(2, f"error: {message.removeprefix('argument ').rstrip('.')}{gone}.\n")
 
 

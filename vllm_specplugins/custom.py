@@ -1,43 +1,106 @@
-"""Proposers of the user's own, and of other packages: how they are found, asked what they want, and built."""
+"""Proposers of the user's own, and of other packages: how they are found, asked what they want, and built.
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+Other packages register methods as entry points of the group `vllm_specplugins.proposers`, "name = module:Class", whose
+class follows `draft.Proposer`. Names are read from the packages' metadata, and nothing of a package is imported
+before its method is asked for: a broken one harms nobody else, nor one that cannot be read.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.metadata import Distribution, distributions
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, CustomConfig, SpecConfig, brief, error_text, stage_configs
 from vllm_specplugins.draft import PROTOCOL_VERSION, Proposer, ProposerContext
 from vllm_specplugins.isolation.guard import cause_text
 
+logger = logging.getLogger("vllm.specplugins")
+
+GROUP = "vllm_specplugins.proposers"
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+OptionCheck = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """One registration: the method's name, "package.module:Class", the distribution, and why it cannot be used."""
+
+    name: str
+    proposer: str
+    package: str
+    refusal: str | None = None
+
+
+def registrations(reserved: Collection[str] = ()) -> list[Registered]:
+    """What is registered on this machine; a name that is reserved or taken twice has a refusal."""
+    by_package: dict[str, list[Registered]] = {}
+    for entries in filter(None, map(_entries, distributions())):
+        by_package.setdefault(entries[0].package, entries)  # what lies first on the path
+    found = sorted((entry for entries in by_package.values() for entry in entries), key=lambda entry: entry.name)
+    names = [entry.name for entry in found]
+    return [replace(entry, refusal=_refusal(entry, names, reserved)) for entry in found]
+
+
+def _entries(package: Distribution) -> list[Registered]:
+    """What one registers; nothing if that cannot be read."""
+    try:
+        points = package.entry_points.select(group=GROUP)
+        return [Registered(point.name, point.value.replace(" ", ""), package.name or "?") for point in points]
+    except Exception as error:
+        path = getattr(package, "_path", "?")
+        logger.error(
+            "vllm-specplugins: the package at %s is left out: it cannot be read (%s).", path, type(error).__name__
+        )
+        return []
+
+
+def _refusal(entry: Registered, names: list[str], reserved: Collection[str]) -> str | None:
+    why = None
+    if entry.name in reserved:
+        why = "the name is that of a method of ours or of vLLM's"
+    elif names.count(entry.name) > 1:
+        why = "another entry point registers the same name"
+    elif not _NAME.fullmatch(entry.name):
+        why = "a name is made of letters, digits, '_', '-' and '.', and begins with a letter"
+    return why and f"the method {entry.name!r} that the package {entry.package!r} registers is refused: {why}."
+
 
 def build_custom(method: str, config: CustomConfig, context: ProposerContext) -> Proposer:
     """A proposer of the user's own, which has no part in what ranks tell each other."""
-    build = import_object(config.proposer, method)
-    options = getattr(config, "settings", config.options)
+    build, who = import_object(config.proposer, method), f"{method}: proposer {config.proposer!r}"
     try:
-        proposer: Proposer = build(options, replace(context, num_ranks=1, rank=0, agreed=lambda value: value))
+        proposer: Proposer = build(config.options, replace(context, num_ranks=1, rank=0, agreed=lambda value: value))
         missing = [name for name in ("propose", "observe", "forget") if not callable(getattr(proposer, name, None))]
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise ConfigError(f"{method}: proposer {config.proposer!r} cannot be built ({cause_text(error)}).") from error
+        raise ConfigError(f"{who} cannot be built ({cause_text(error)}).") from error
     if missing:
-        raise ConfigError(f"{method}: proposer {config.proposer!r} has no method {', '.join(missing)}.")
+        raise ConfigError(f"{who} has no method {', '.join(missing)}.")
     return proposer
 
 
-def option_checks(config: SpecConfig) -> list[Callable[[Mapping[str, Any]], None]]:
+def option_checks(config: SpecConfig) -> list[OptionCheck]:
     """`check_options` of the user's own proposers in a method: it raises ValueError for options that it refuses."""
-    found = [check_of(part.proposer, config.method) for part in stage_configs(config, CustomConfig)]
-    return [check for check in found if check is not None]
+    found = _attributes(config, "check_options")
+    for path, check in found.items():
+        if check is not None and not callable(check):
+            raise ConfigError(f"{config.method}: check_options of {path} must be a function, not {brief(check)}.")
+    return [check for check in found.values() if check is not None]
 
 
-def check_of(path: str, method: str) -> Callable[[Mapping[str, Any]], None] | None:
-    check: Callable[[Mapping[str, Any]], None] | None
-    check = attribute(import_object(path, method), "check_options", method)
-    if check is not None and not callable(check):
-        raise ConfigError(f"{method}: check_options of {path} must be a function, not {brief(check)}.")
-    return check
+def reads_likeliest(config: SpecConfig) -> bool:
+    """Whether a proposer of the user's own asks for `DraftBatch.likeliest`: its class has `reads_likeliest = True`."""
+    return any(asks is True for asks in _attributes(config, "reads_likeliest").values())
+
+
+def _attributes(config: SpecConfig, name: str) -> dict[str, Any]:
+    """An attribute of each class of the user's own in a method, by its path."""
+    paths = [own.proposer for own in stage_configs(config, CustomConfig)]
+    return {path: attribute(import_object(path, config.method), name, config.method) for path in paths}
 
 
 def attribute(found: Any, name: str, method: str, default: Any = None) -> Any:
@@ -74,9 +137,3 @@ def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
             f"not {brief(version)}."
         )
     return found  # type: ignore[no-any-return]
-
-
-def reads_likeliest(config: SpecConfig) -> bool:
-    """Whether a proposer of the user's own asks for `DraftBatch.likeliest`: its class has `reads_likeliest = True`."""
-    found = [import_object(part.proposer, config.method) for part in stage_configs(config, CustomConfig)]
-    return any(attribute(its, "reads_likeliest", config.method) is True for its in found)

@@ -1,4 +1,4 @@
-"""The literal table of methods: the one place to add a proposer. Other packages may register more (registered.py)."""
+"""The literal table of methods: the one place to add a proposer. Other packages may register more (custom.py)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -15,7 +15,6 @@ from vllm_specplugins.config import (
     JumpConfig,
     MedusaConfig,
     PromptLookupConfig,
-    RegisteredConfig,
     SpecConfig,
     StageConfig,
     SuffixLookupConfig,
@@ -27,15 +26,15 @@ from vllm_specplugins.config import (
     with_default_length,
 )
 from vllm_specplugins.custom import (
+    Registered,
     attribute,
     build_custom,
-    check_of,
     import_object,
     option_checks,
     reads_likeliest,
+    registrations,
 )
 from vllm_specplugins.draft import Proposer, ProposerContext
-from vllm_specplugins.registered import Registered, usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,10 @@ class Method:
     Args:
         config: the class of the method's own configuration.
         proposer: "module:Class", called with (own configuration, ProposerContext); None: the configuration names it.
-        runs_target: gets `DraftBatch.target`, and K slots of the KV cache past the last token.
-        reads_history: gets `DraftBatch.token_ids`.
+            One that runs the target has a function `check` beside it, called with (own configuration,
+            target.TargetSizes) before an engine loads anything; it raises ConfigError.
+        runs_target: gets `DraftBatch.target`, and K slots of the KV cache past the last token; others get
+            `DraftBatch.token_ids`.
         is_lookup: copies what stands in texts, the option `reference` among them, and continues drafts.
         has_tenants: keeps what requests said for later ones of the same tenant.
         on_device: drafts there on Model Runner V2, without the host (v2/speculators/device.py); the class of one that
@@ -55,14 +56,11 @@ class Method:
         enters_states: whether an own configuration hands the target's layers states in place of tokens.
         knows_adapters: drafts as a request's adapter does.
         own_field: where vLLM has a method of the same name, ours is the one whose dictionary has this field.
-        check: "module:function", called with (own configuration, draft.TargetSizes) before an engine loads anything; it
-            raises ConfigError.
     """
 
     config: type
     proposer: str | None
     runs_target: bool = False
-    reads_history: bool = True
     is_lookup: bool = False
     has_tenants: bool = False
     on_device: bool = False
@@ -70,7 +68,11 @@ class Method:
     enters_states: Callable[[Any], bool] = lambda own: False
     knows_adapters: bool = True
     own_field: str | None = None
-    check: str | None = None
+
+    @property
+    def check(self) -> str | None:
+        """Where the function is that holds a configuration against a target."""
+        return self.proposer.partition(":")[0] + ":check" if self.proposer and self.runs_target else None
 
 
 METHODS: Mapping[str, Method] = {
@@ -90,29 +92,23 @@ METHODS: Mapping[str, Method] = {
         EarlyExitConfig,
         "vllm_specplugins.proposers.early_exit:EarlyExit",
         runs_target=True,
-        reads_history=False,
         on_device=True,
         cuts_layers=True,
         enters_states=lambda own: own.look_ahead is not None,
-        check="vllm_specplugins.proposers.early_exit:check",
     ),
     "jump": Method(
         JumpConfig,
         "vllm_specplugins.proposers.jump:Jump",
         runs_target=True,
-        reads_history=False,
         cuts_layers=True,
         enters_states=lambda own: True,
-        check="vllm_specplugins.proposers.jump:check",
     ),
     "medusa": Method(
         MedusaConfig,
         "vllm_specplugins.proposers.medusa:Medusa",
         runs_target=True,
-        reads_history=False,
         knows_adapters=False,
         own_field="heads",
-        check="vllm_specplugins.proposers.medusa:check",
     ),
     "cascade": Method(CascadeConfig, "vllm_specplugins.cascade.cascade:Cascade"),
     "custom": Method(CustomConfig, None),
@@ -121,70 +117,59 @@ METHODS: Mapping[str, Method] = {
 # Proposers built into vLLM that can be a stage of a cascade; alone, vLLM serves them itself.
 BUILT_IN: Mapping[str, Method] = dict.fromkeys(
     ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"),
-    Method(BuiltInConfig, "vllm_specplugins.cascade.built_in:BuiltIn", reads_history=False),
+    Method(BuiltInConfig, "vllm_specplugins.cascade.built_in:BuiltIn"),
 )
 
 LOOKUPS = tuple(name for name, row in METHODS.items() if row.is_lookup)
 # The stages of a cascade that drafts on the device.
-DEVICE_CASCADE = ("prompt_lookup", "early_exit")
+DEVICE_CASCADE = ["prompt_lookup", "early_exit"]
 
 
 def registered_methods() -> Mapping[str, Registered]:
     """The methods of other packages that can be asked for, by name."""
-    return usable((*METHODS, *BUILT_IN))
+    return {found.name: found for found in registrations((*METHODS, *BUILT_IN)) if found.refusal is None}
 
 
-def parse_config(raw: Mapping[str, Any]) -> SpecConfig:
+def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     """The checked configuration for a user's dictionary, whose "method" is one of METHODS, or registered.
+
+    Args:
+        raw: the dictionary.
+        greedy: drafts are drawn so where it does not say: nobody knows the noise of another verification.
 
     Raises:
         ConfigError: see SpecConfig.parse; a proposer class that cannot be imported; stages that do not fit.
     """
     own = {key: value for key, value in raw.items() if key != "method"}
-    if own.get("verification", "fused") != "fused":
-        own = _drawn_greedily(raw["method"], own)
-    if raw["method"] not in METHODS:
-        return _parse_registered(registered_methods()[raw["method"]], own)
-    stages = own.get("stages")
-    if raw["method"] == "cascade" and isinstance(stages, list | tuple) and len(stages) <= MAX_STAGES:
+    method, greedy = raw["method"], greedy or own.get("verification", "fused") != "fused"
+    row, stages = METHODS.get(method), own.get("stages")
+    if greedy and hasattr(row and row.config, "draft_sample_method"):
+        own.setdefault("draft_sample_method", "greedy")
+    if method == "cascade" and isinstance(stages, list | tuple) and len(stages) <= MAX_STAGES:
         names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name not in ("cascade", "medusa")]
-        own["stages"] = tuple(_parse_stage(index, stage, names) for index, stage in enumerate(stages))
-    config = SpecConfig.parse(raw["method"], METHODS[raw["method"]].config, own)
+        own["stages"] = tuple(_parse_stage(index, stage, names, greedy) for index, stage in enumerate(stages))
+    config = SpecConfig.parse(method, row.config, own) if row else _parse_registered(registered_methods()[method], own)
     if "num_speculative_tokens" not in own:
         config = with_default_length(config, LOOKUPS)
     option_checks(config)
-    if isinstance(config.own, CascadeConfig):
-        check_stages(config.own, config.length)
-    if "coupled" in sample_methods(config) and config.common.verification != "fused":
+    check_stages(config)
+    verification = config.common.verification
+    if "coupled" in sample_methods(config) and verification != "fused":
         raise ConfigError(
-            f"{config.method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
-            f"{config.common.verification!r}, whose noise nobody else knows, not 'coupled'."
+            f"{method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
+            f"{verification!r}, whose noise nobody else knows, not 'coupled'."
         )
-    if reads_likeliest(config) and config.common.verification != "fused":
+    if reads_likeliest(config) and verification != "fused":
         raise ConfigError(
-            f"{config.method}: verification must be 'fused' for a proposer that reads DraftBatch.likeliest, not "
-            f"{config.common.verification!r}."
+            f"{method}: verification must be 'fused' for a proposer that reads DraftBatch.likeliest, not "
+            f"{verification!r}."
         )
     return config
-
-
-def _drawn_greedily(method: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """A dictionary that says so where it says nothing: the noise of another verification nobody knows."""
-    stages = own.get("stages")
-    if method == "cascade" and isinstance(stages, list | tuple):
-        own["stages"] = [
-            _drawn_greedily(stage.get("method"), dict(stage)) if isinstance(stage, dict) else stage for stage in stages
-        ]
-    row = METHODS.get(method) if isinstance(method, str) else None
-    if row is not None and "draft_sample_method" in (entry.name for entry in fields(row.config)):
-        own.setdefault("draft_sample_method", "greedy")
-    return own
 
 
 def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecConfig:
     """Its class may bring a dataclass `Config`, whose fields stand in the dictionary; otherwise it takes `options`."""
     name, path = registered.name, registered.proposer
-    check_of(path, name)
     own_type = attribute(import_object(path, name), "Config", name)
     if own_type is None:
         if "proposer" in raw:
@@ -193,30 +178,33 @@ def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecCon
     if not (isinstance(own_type, type) and is_dataclass(own_type)):
         raise ConfigError(f"{name}: Config of {path} must be a dataclass, not {brief(own_type)}.")
     config = SpecConfig.parse(name, own_type, raw)
-    return replace(config, own=RegisteredConfig(proposer=path, settings=config.own))
+    return replace(config, own=CustomConfig(proposer=path, options=config.own))
 
 
-def _parse_stage(index: int, raw: Any, names: Sequence[str]) -> StageConfig:
+def _parse_stage(index: int, raw: Any, names: Sequence[str], greedy: bool) -> StageConfig:
     if not isinstance(raw, dict) or raw.get("method") not in names:
         found = raw.get("method") if isinstance(raw, dict) else raw
         allowed = f"a dictionary whose method is one of {', '.join(names)}"
         raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {brief(found)}{did_you_mean(found, names)}")
-    own = {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
-    most = raw.get("num_speculative_tokens")
+    method, own = raw["method"], {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
     for entry in fields(CommonConfig):
         if entry.name in own:
             raise ConfigError(f"cascade: stages[{index}] must not hold {entry.name}, which the whole cascade shares.")
-    if raw["method"] in BUILT_IN:
-        settings = {key: value for key, value in own.items() if key != "method"}
-        built_in = BuiltInConfig.parse(index, raw["method"], settings)
-        return StageConfig(method=raw["method"], own=built_in, num_speculative_tokens=most)
-    config = parse_config(own)
-    return StageConfig(method=config.method, own=config.own, num_speculative_tokens=most)
+    if method in BUILT_IN:
+        parsed: Any = BuiltInConfig.parse(index, method, {key: own[key] for key in own if key != "method"})
+    else:
+        parsed = parse_config(own, greedy).own
+    return StageConfig(method=method, own=parsed, num_speculative_tokens=raw.get("num_speculative_tokens"))
 
 
 def method_of(name: str) -> Method:
     """The row of a name; a registered method is a custom one."""
     return METHODS.get(name) or BUILT_IN.get(name) or METHODS["custom"]
+
+
+def drafters(config: SpecConfig) -> list[tuple[Method, Any]]:
+    """The row and the own configuration of each method that drafts: of a cascade's stages, or of the one alone."""
+    return [(method_of(part.method), part.own) for part in config.parts]
 
 
 def runs_target(config: SpecConfig) -> bool:
@@ -226,14 +214,7 @@ def runs_target(config: SpecConfig) -> bool:
 
 def reads_history(config: SpecConfig) -> bool:
     """Whether the method, or a stage of it, needs the tokens on the host."""
-    return bool(config.stages) or any(row.reads_history for row, _ in drafters(config))  # a cascade's gate does
-
-
-def drafts_on_device(config: SpecConfig) -> bool:
-    """Whether the method, on Model Runner V2, drafts without the host, and reads tokens where they lie if it does."""
-    if enters_states(config):
-        return False  # its graphs are of single tokens
-    return method_of(config.method).on_device or tuple(methods_of(config)) == DEVICE_CASCADE
+    return bool(config.stages) or not runs_target(config)  # a cascade's gate does
 
 
 def enters_states(config: SpecConfig) -> bool:
@@ -241,9 +222,11 @@ def enters_states(config: SpecConfig) -> bool:
     return any(row.enters_states(own) for row, own in drafters(config))
 
 
-def drafters(config: SpecConfig) -> list[tuple[Method, Any]]:
-    """The row and the own configuration of each method that drafts: of a cascade's stages, or of the one alone."""
-    return [(method_of(part.method), part.own) for part in config.stages or (config,)]
+def drafts_on_device(config: SpecConfig) -> bool:
+    """Whether the method, on Model Runner V2, drafts without the host, and reads tokens where they lie if it does."""
+    if enters_states(config):
+        return False  # its graphs are of single tokens
+    return method_of(config.method).on_device or methods_of(config) == DEVICE_CASCADE
 
 
 def behind_gate(config: SpecConfig) -> SpecConfig:
@@ -253,24 +236,16 @@ def behind_gate(config: SpecConfig) -> SpecConfig:
     return replace(config, own=CascadeConfig(stages=(StageConfig(method=config.method, own=config.own),)))
 
 
-def build_proposer(config: SpecConfig, context: ProposerContext) -> Proposer:
+def build_proposer(config: SpecConfig | StageConfig, context: ProposerContext) -> Proposer:
     """The proposer that `config` names, ready to propose."""
-    if isinstance(config.own, CascadeConfig):
-        stages = [build(stage, context) for stage in config.own.stages]
-        proposer: Proposer = import_object(_path("cascade"))(config, context, stages)
-        return proposer
-    return build(config, context)
-
-
-def build(config: SpecConfig | StageConfig, context: ProposerContext) -> Proposer:
-    """Of a method, or of a stage, that holds no others."""
-    if isinstance(config.own, CustomConfig):
-        return build_custom(config.method, config.own, context)
-    proposer: Proposer = import_object(_path(config.method))(config.own, context)
+    own = config.own
+    if isinstance(own, CustomConfig):
+        return build_custom(config.method, own, context)
+    row = METHODS["cascade"] if isinstance(own, CascadeConfig) else method_of(config.method)
+    build = import_object(str(row.proposer))
+    proposer: Proposer
+    if isinstance(own, CascadeConfig):
+        proposer = build(config, context, [build_proposer(stage, context) for stage in own.stages])
+    else:
+        proposer = build(own, context)
     return proposer
-
-
-def _path(name: str) -> str:
-    path = method_of(name).proposer
-    assert path is not None
-    return path

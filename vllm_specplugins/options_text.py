@@ -78,9 +78,9 @@ def read_options(raw: Any, max_model_len: int) -> Mapping[str, Any]:
             )
         try:
             options = _decoded(raw, max_model_len)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, ConfigError):
-                raise
+        except ConfigError:
+            raise
+        except (ValueError, RecursionError):
             options = None
     if not isinstance(options, Mapping):
         raise ConfigError(f"specplugins must be a dictionary or its JSON text, not {brief(raw)}.")
@@ -129,6 +129,7 @@ def _decoded_short(text: str) -> Any:
 
 
 def check_number(num_tokens: int, max_model_len: int) -> None:
+    """Raises ConfigError for a reference of more tokens than a request may have."""
     if num_tokens > max_model_len:
         raise ConfigError(
             f"specplugins: reference must be at most {max_model_len} tokens (max_model_len), not {num_tokens}."

@@ -6,7 +6,7 @@ reaches neither the engine nor another request. Knows nothing of vLLM.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from vllm_specplugins.config import (
     CustomConfig,
     SpecConfig,
     brief,
+    is_integer,
     methods_of,
     stage_configs,
     stage_names,
@@ -31,8 +32,21 @@ MAX_CONTEXT = 2**31 - 1
 # Of a reference; four are usual. One with more tokens than max_model_len is refused in any case.
 BYTES_PER_TOKEN = 8
 MAX_NESTING = 8
-SETTINGS = "enabled", "max_draft", "max_context", "stages", "learn"  # which no proposer of the user's own reads
 REFERENCE, DIGEST, TENANT = "reference", "reference_digest", "tenant"
+
+
+def _at_most(high: int) -> tuple[str, Callable[[Any], bool]]:
+    return f"an integer from 0 to {high}", lambda value: is_integer(value, 0, high)
+
+
+_FLAG = "true or false", lambda value: isinstance(value, bool)
+_PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "enabled": _FLAG,
+    "max_draft": _at_most(MAX_NUM_SPECULATIVE_TOKENS),
+    "max_context": _at_most(MAX_CONTEXT),
+    "learn": _FLAG,
+}
+SETTINGS = *_PLAIN, "stages"  # which no proposer of the user's own reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +64,14 @@ class Limits:
     max_model_len: int
 
     @property
-    def stages(self) -> list[str]:
-        """The methods that draft: of a method alone its own."""
-        return methods_of(self.config)
-
-    @property
     def passes_own(self) -> bool:
         """Whether a proposer that is not ours may have options of its own."""
         return bool(stage_configs(self.config, CustomConfig))
+
+    @property
+    def max_bytes(self) -> int:
+        """Of a reference that is a text."""
+        return BYTES_PER_TOKEN * self.max_model_len
 
 
 def understood(options: Options, limits: Limits) -> dict[str, Any]:
@@ -67,7 +81,7 @@ def understood(options: Options, limits: Limits) -> dict[str, Any]:
     max_draft: most tokens that it gets drafted in one step.
     max_context: beyond so many tokens of prompt and output together it is not drafted for.
     stages: those of a cascade that draft for it, by name, or by number and name as in metrics.
-    reference: what its output is likely to repeat, for prompt_lookup and suffix_lookup.
+    reference: what its output is likely to repeat, for prompt_lookup and suffix_lookup; ids become int32 bytes.
     learn: whether its output may be drafted from for later requests, by suffix_lookup.
 
     A proposer of the user's own may have options of its own, which pass if they are small.
@@ -78,30 +92,20 @@ def understood(options: Options, limits: Limits) -> dict[str, Any]:
     found: dict[str, Any] = {}
     own: dict[Any, Any] = {}
     for key, value in options.items():
-        match key:
-            case "enabled" | "learn":
-                fits, allowed = isinstance(value, bool), "true or false"
-            case "max_draft":
-                fits = _is_integer(value, 0, MAX_NUM_SPECULATIVE_TOKENS)
-                allowed = f"an integer from 0 to {MAX_NUM_SPECULATIVE_TOKENS}"
-            case "max_context":
-                fits, allowed = _is_integer(value, 0, MAX_CONTEXT), f"an integer from 0 to {MAX_CONTEXT}"
-            case "stages":
-                found[key] = _stages(value, limits)
-                continue
-            case "reference":
-                _check_reference(value, limits)
-                found[key] = value
-                continue
-            case _:
-                if not limits.passes_own:
-                    known = "enabled, max_draft, max_context, stages, reference, learn"
-                    raise ConfigError(f"specplugins: {brief(key)} is not an option; the options are {known}.")
-                own[key] = value
-                continue
-        if not fits:
-            raise ConfigError(f"specplugins: {key} must be {allowed}, not {brief(value)}.")
-        found[key] = value
+        if key in _PLAIN:
+            allowed, fits = _PLAIN[key]
+            if not fits(value):
+                raise ConfigError(f"specplugins: {key} must be {allowed}, not {brief(value)}.")
+            found[key] = value
+        elif key == "stages":
+            found[key] = _stages(value, limits)
+        elif key == REFERENCE:
+            found[key] = _reference(value, limits)
+        elif limits.passes_own:
+            own[key] = value
+        else:
+            known = "enabled, max_draft, max_context, stages, reference, learn"
+            raise ConfigError(f"specplugins: {brief(key)} is not an option; the options are {known}.")
     try:
         return {**_copied(own, MAX_NESTING, [MAX_OWN_SIZE]), **found}
     except _CannotTravel:
@@ -113,7 +117,7 @@ def understood(options: Options, limits: Limits) -> dict[str, Any]:
 
 def _stages(value: Any, limits: Limits) -> list[str]:
     """The names of stages that a request allows, each once."""
-    methods, by_name = limits.stages, dict[str, list[str]]()
+    methods, by_name = methods_of(limits.config), dict[str, list[str]]()
     for index, name in enumerate(stage_names(methods)):
         by_name.setdefault(methods[index], []).append(name)
         by_name[f"{index} {methods[index]}"] = [name]
@@ -125,38 +129,65 @@ def _stages(value: Any, limits: Limits) -> list[str]:
     return sorted({name for asked in value for name in by_name[asked]})
 
 
-def without_own(options: Options, limits: Limits) -> dict[str, Any]:
-    """What is left of resolved options of which a proposer of the user's own shall see nothing: it does not draft."""
-    owns = [part.own for part in limits.config.stages or (limits.config,)]
-    names = [
-        name
-        for name, own in zip(stage_names(limits.stages), owns, strict=True)
-        if not isinstance(own, CustomConfig) and name in options.get("stages", (name,))
-    ]
-    kept = {key: options[key] for key in options if key in (*SETTINGS, REFERENCE, DIGEST)}
-    return {**kept, "stages": names} if names else {**kept, "enabled": False}
+def _reference(value: Any, limits: Limits) -> Any:
+    """A text that may be tokenised, or int32 bytes of token ids."""
+    if not isinstance(value, str | Text):
+        return token_bytes(value, limits)
+    size = 0
+    for chunk in (value,) if isinstance(value, str) else value:
+        try:  # a character is a byte or more: what is too long is not encoded
+            size += len(chunk if size + len(chunk) > limits.max_bytes else chunk.encode())
+        except UnicodeEncodeError:
+            raise ConfigError(f"specplugins: reference must be valid UTF-8, not {brief(chunk)}.") from None
+    check_size(f"specplugins: {REFERENCE}", size, limits)
+    return value
 
 
-def resolved(options: Options, token_ids: Sequence[int] | bytearray | None, limits: Limits) -> dict[str, Any]:
-    """Checked options as they travel to the engine: a reference as bytes, with the digest that names its content.
+def check_size(name: str, size: int, limits: Limits) -> None:
+    """Raises ConfigError for a text of so many bytes, or more."""
+    if size > limits.max_bytes:
+        raise ConfigError(
+            f"{name} must be at most {limits.max_bytes} bytes of text where max_model_len is {limits.max_model_len}, "
+            f"not {size}."
+        )
+
+
+def token_bytes(value: Any, limits: Limits) -> bytes | bytearray:
+    """A list of token ids as int32 bytes, which a bytearray is; it may be most of what a request takes.
+
+    Raises:
+        ConfigError: it is none, is longer than max_model_len, and then no more of it is looked at, or holds other ids.
+    """
+    ids = np.frombuffer(value, np.int32) if isinstance(value, bytearray) and len(value) % 4 == 0 else value
+    is_list = isinstance(ids, list | tuple | np.ndarray)
+    if is_list:
+        check_number(len(ids), limits.max_model_len)
+    fits = is_list and (ids is not value or set(map(type, ids)) <= {int})
+    low, high = (min, max) if ids is value else (np.min, np.max)
+    if not fits or (len(ids) and not (low(ids) >= 0 and high(ids) < limits.vocab_size)):
+        given = value if ids is value else ids[:20].tolist()
+        raise ConfigError(
+            f"specplugins: reference must be a text or a list of token ids from 0 to {limits.vocab_size - 1}, not "
+            f"{brief(given)}."
+        )
+    return value if isinstance(value, bytearray) else np.array(value, np.int32).tobytes()
+
+
+def resolved(options: Options, limits: Limits, token_ids: Sequence[int] | bytearray | None = None) -> dict[str, Any]:
+    """Options as they travel to the engine: a reference as bytes, with the digest that names its content.
 
     Args:
         options: as `understood`.
-        token_ids: those of a reference that is a text, numbers or int32 bytes; None: it is none.
         limits: see there.
+        token_ids: those of a reference that is a text, numbers or int32 bytes.
 
     Raises:
         ConfigError: the text has too many tokens, or tokens that the model does not have.
     """
     found = {key: options[key] for key in options if key not in (REFERENCE, DIGEST, TENANT)}
-    reference = options.get(REFERENCE)
-    if token_ids is not None:
-        reference = token_ids
-        _check_token_ids(reference, limits)
-    if reference:
-        is_ready = isinstance(reference, bytearray)  # and sent as it is: it may be most of what a request takes
-        found[REFERENCE] = reference if is_ready else np.array(reference, np.int32).tobytes()
-        found[DIGEST] = hashlib.blake2b(found[REFERENCE], digest_size=16).digest()
+    if reference := options.get(REFERENCE) if token_ids is None else token_bytes(token_ids, limits):
+        found[REFERENCE] = reference
+        found[DIGEST] = hashlib.blake2b(reference, digest_size=16).digest()
     return found
 
 
@@ -183,42 +214,6 @@ def draft_limit(options: Options, num_tokens: int, max_num_draft: int, max_model
     return min(max_num_draft, int(options.get("max_draft", max_num_draft)))
 
 
-def _is_integer(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _check_reference(value: Any, limits: Limits) -> None:
-    """Raises ConfigError for a reference that must not be tokenised, or whose ids are none."""
-    if not isinstance(value, str | Text):
-        _check_token_ids(value, limits)
-        return
-    allowed, size = BYTES_PER_TOKEN * limits.max_model_len, 0
-    # A character is a byte or more: what is too long is not encoded.
-    for chunk in (value,) if isinstance(value, str) else value:
-        if size + len(chunk) <= allowed and not chunk.isascii() and not _is_utf8(chunk):
-            raise ConfigError(f"specplugins: reference must be valid UTF-8, not {brief(chunk)}.")
-        size += len(chunk) if chunk.isascii() or size + len(chunk) > allowed else len(chunk.encode())
-    if size > allowed:
-        raise ConfigError(
-            f"specplugins: reference must be at most {allowed} bytes of text where max_model_len is "
-            f"{limits.max_model_len}, not {size}."
-        )
-
-
-def _check_token_ids(value: Any, limits: Limits) -> None:
-    """Raises ConfigError unless `value` is a list of at most max_model_len token ids; looks at no more of them."""
-    ids = np.frombuffer(value, np.int32) if isinstance(value, bytearray) and len(value) % 4 == 0 else value
-    is_list = isinstance(ids, list | tuple | np.ndarray)
-    if is_list:
-        check_number(len(ids), limits.max_model_len)
-    fits = is_list and (ids is not value or set(map(type, ids)) <= {int})
-    low, high = (min, max) if ids is value else (np.min, np.max)
-    if not fits or (len(ids) and not (low(ids) >= 0 and high(ids) < limits.vocab_size)):
-        allowed = f"a text or a list of token ids from 0 to {limits.vocab_size - 1}"
-        given = value if ids is value else ids[:20].tolist()
-        raise ConfigError(f"specplugins: reference must be {allowed}, not {brief(given)}.")
-
-
 class _CannotTravel(Exception):
     """A value that the engine's messages cannot hold, or that is too large."""
 
@@ -243,15 +238,10 @@ def _copied(value: Any, levels: int, left: list[int]) -> Any:
             return float(value)
         case int() if -(2**63) <= value < 2**63:
             return int(value)
-        case str() if _is_utf8(value):
-            return str(value)
+        case str():
+            try:
+                value.encode()  # JSON may hold halves of characters
+                return str(value)
+            except UnicodeEncodeError:
+                pass
     raise _CannotTravel
-
-
-def _is_utf8(text: str) -> bool:
-    """Whether a text can be encoded: JSON may hold halves of characters."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -21,7 +21,7 @@ from vllm_specplugins.engine.v2.feedback import draft_tracker as outcomes
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.speculators.draft_limits import DraftLimits
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
-from vllm_specplugins.methods import build, parse_config
+from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.target import Sampling, Target
 
 outcomes.new_confidences = lambda *sizes: None  # there is no engine; see DeviceStep._publish
@@ -107,7 +107,7 @@ class DeviceStep:
         Budget(self._manager, Confidences(newest, newest, self._stale))
         if cascade:
             context = ProposerContext(VOCAB_SIZE, longest, num_slots, width, lambda text: [])
-            exits: Any = build(cascade.stages[1], context)
+            exits: Any = build_proposer(cascade.stages[1], context)
             exits.set_max_model_len(longest)
             own.barrier = SimpleNamespace(proposer=SimpleNamespace(exit=exits))
         self._depth = own._limits.of_stages[1] if cascade else 0

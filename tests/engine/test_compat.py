@@ -88,9 +88,9 @@ def test_changed_signature(tmp_path: Path) -> None:
 
 def test_records_are_complete() -> None:
     """Every record of what is replaced says why it is there, where upstream discusses it, and when it can go."""
-    for seam in compat.REPLACED:
-        assert seam.kind in {"wrap", "patch", "swap", "instance", "override"}
-        assert seam.why and seam.remove_when and seam.upstream.startswith("https://github.com/vllm-project/vllm/")
+    for record in compat.replaced():
+        assert record.kind in {"wrap", "patch", "swap", "instance", "override"}
+        assert record.why and record.remove_when and record.upstream.startswith("https://github.com/vllm-project/vllm/")
 
 
 def test_missing_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_specplugins.engine.frontend.option_checks import MOST_LEFT_BEHIND
 from vllm_specplugins.engine.frontend.options import OptionsResolver, request_options
 from vllm_specplugins.engine.frontend.prediction import Predicted
-from vllm_specplugins.engine.frontend.priority_executor import PIECE, PriorityExecutor, Work, finished, pieces
+from vllm_specplugins.engine.frontend.priority_executor import PIECE, PriorityExecutor, Work, pieces
 from vllm_specplugins.methods import parse_config
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
@@ -198,7 +197,11 @@ def test_pieces_of_a_text(tokenizer: Any, intake: OptionsResolver) -> None:
     assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
     long = "a b " * 8_000
     work = intake._tokenize(long)
-    assert len(finished(work)) // 4 < MAX_MODEL_LEN + PIECE < len(tokenizer.encode(long, add_special_tokens=False))
+    assert (
+        len(PriorityExecutor().submit(1, work).result(30)) // 4
+        < MAX_MODEL_LEN + PIECE
+        < len(tokenizer.encode(long, add_special_tokens=False))
+    )
     with pytest.raises(VLLMValidationError, match="reference must be at most 4096 tokens"):
         intake.resolved(params({"reference": long}))
 
@@ -250,8 +253,8 @@ def test_custom_check_options(tokenizer: Any) -> None:
 
 def test_check_options_that_hangs() -> None:
     """It costs its own request the budget, and a 400, and the event loop nothing; of such checks only so many are left
-    behind, until they return, and others are never refused. Kills: a check in the event loop's thread, one that is
-    waited for, threads without end, a check of options that are none of the proposer's.
+    behind, until they return, and others are never refused: they get no drafts. Kills: a check in the event loop's
+    thread, one that is waited for, threads without end, a check of options that are none of the proposer's.
     """
     intake = OptionsResolver(
         Configured(method="custom", proposer="test_intake:Choosy", time_budget_ms=200), Sizes(), None
@@ -274,8 +277,7 @@ def test_check_options_that_hangs() -> None:
     for options in ({"enabled": False}, {"learn": False}, {"max_draft": 1, "max_context": 5}, {"stages": ["custom"]}):
         assert request_options(intake.resolved(params(options))) == options, "no business of the check's"
     for found in (intake.resolved(good), asyncio.run(intake.resolved_beside(params({"depth": 3, "reference": [7]})))):
-        left = request_options(found)
-        assert left["enabled"] is False and "depth" not in left, "served, without drafts"
+        assert request_options(found) == {"enabled": False}, "served, without drafts"
     go_on.set()
     for check in intake._checks._left_behind:
         assert check.result(30) is None
@@ -284,19 +286,6 @@ def test_check_options_that_hangs() -> None:
     with pytest.raises(VLLMValidationError, match="did not return within 200 ms"):
         intake.resolved(hanging)
     go_on.set()
-
-
-def test_stages_that_need_no_check() -> None:
-    """While checks hang, a cascade's other stages draft. Kills: a request that loses all of its drafts, or gets a stage
-    that it does not allow."""
-    stages = [{"method": "prompt_lookup"}, {"method": "custom", "proposer": "test_intake:Choosy"}]
-    intake = OptionsResolver(Configured(method="cascade", stages=stages), Sizes(), None)
-    intake._checks._left_behind = [Future() for _ in range(MOST_LEFT_BEHIND)]
-    given = {"depth": 3, "reference": [7], "max_draft": 2}
-    left = request_options(intake.resolved(params(given)))
-    assert left.pop("reference").tolist() == [7] and left.pop("reference_digest")
-    assert left == {"stages": ["prompt_lookup"], "max_draft": 2}
-    assert request_options(intake.resolved(params({"depth": 3, "stages": ["custom"]})))["enabled"] is False
 
 
 def test_prediction(intake: OptionsResolver, tokenizer: Any) -> None:
@@ -312,6 +301,9 @@ def test_prediction(intake: OptionsResolver, tokenizer: Any) -> None:
             assert found["reference"].tolist() == ids and found.get("max_draft") == (options and 2)
     own = params(Predicted({"type": "content", "content": TEXT}, '{"reference": [1, 2]}'))
     assert request_options(intake.resolved(own))["reference"].tolist() == [1, 2]
+    long = [{"type": "text", "text": "abcd" * 1000}] * 9
+    with pytest.raises(VLLMValidationError, match=r"^prediction must be at most 32768 bytes of text"):
+        intake.resolved(params(Predicted({"content": long}, None)))
     for prediction in (5, {}, {"content": 5}, {"content": [5]}, {"content": [{"type": "image_url"}]}, [], "text"):
         with pytest.raises(VLLMValidationError, match=r"^prediction must be .*, not .*\.$"):
             intake.resolved(params(Predicted(prediction, None)))

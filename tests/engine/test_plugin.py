@@ -156,7 +156,7 @@ def test_nothing_stays_swapped(engine: Any) -> None:
     engine()
     before = snapshot()
     generate(engine(PROMPT_LOOKUP), [[5, 6, 7, 5, 6]], [1], max_tokens=4)
-    patches = {name for seam in compat.REPLACED if seam.kind == "patch" for name in seam.names}
+    patches = {name for record in compat.replaced() if record.kind == "patch" for name in record.names}
     assert {".".join(key[1:]) for key in changes(before, snapshot())} <= patches
 
 

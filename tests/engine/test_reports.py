@@ -11,7 +11,7 @@ import torch
 from conftest import EXAMPLES, RUNNER
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
-from vllm_specplugins.engine.metrics.names import TABLE
+from vllm_specplugins.engine.metrics.names import PREFIX, TABLE, Metric
 from vllm_specplugins.engine.metrics.report import Reporter
 from vllm_specplugins.isolation.barrier import FaultBarrier
 
@@ -120,12 +120,17 @@ def test_a_report_that_fails() -> None:
         assert reporter.attach(same, is_last=True) is same and same.ec_connector_output is None
 
 
+def name_of(metric: Metric) -> str:
+    """As Prometheus shows it."""
+    return PREFIX + metric.name + ("_total" if metric.kind == "counter" else "")
+
+
 def test_dashboard() -> None:
     """The dashboard asks for names that exist, and for all of them."""
     exported = {}
     for metric in TABLE:
         ends = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
-        exported |= {metric.exported_name + end: metric.name for end in ends}
+        exported |= {name_of(metric) + end: metric.name for end in ends}
     dashboard = (EXAMPLES / "grafana.json").read_text()
     asked = set(re.findall(r"vllm:\w+", dashboard))
     assert asked <= exported.keys()

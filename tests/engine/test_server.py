@@ -277,7 +277,7 @@ def test_metrics(client: openai.OpenAI) -> None:
     # No gate here, no fault, no store and no choice of a layer.
     absent = {"gate_lengths", "faults", "stored_outputs", "stored_tokens", "exit_layer"}
     for metric in TABLE:
-        shown = metric.exported_name + ("_count" if metric.kind == "histogram" else "")
+        shown = PREFIX + metric.name + {"counter": "_total", "gauge": "", "histogram": "_count"}[metric.kind]
         assert shown in after or metric.name in absent, metric.name
     names = [f"{PREFIX}{what}_tokens_total" for what in ("accepted", "verified", "kept", "drafted")]
     accepted, verified, kept, drafted = map(added, names)

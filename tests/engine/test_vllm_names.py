@@ -41,7 +41,7 @@ def test_parameters_are_listed() -> None:
 
 def test_all_that_is_replaced_has_a_reason() -> None:
     """Kills: an override, or an attribute of vLLM's that we set, without a record."""
-    replaced = {(seam.file, name) for seam in compat.REPLACED for name in seam.names}
+    replaced = {(record.file, name) for record in compat.replaced() for name in record.names}
     seen = {name for use in vllm_names.uses() if use.is_replaced for name in use.names}
     assert seen - replaced - OURS == set()
 

@@ -12,6 +12,7 @@ know, if something of ours, of Python, PyTorch or NumPy has an attribute of that
 """
 
 import ast
+import asyncio
 import importlib
 import json
 import multiprocessing
@@ -60,6 +61,7 @@ RECEIVERS: dict[str, str] = {
     "CUDAGraphMode": "CUDAGraphMode",
     "ChatCompletionRequest": "ChatCompletionRequest",
     "EngineArgs": "EngineArgs",
+    "EngineArgs()": "EngineArgs",
     "args": "EngineArgs",
     "array": "UvaBackedTensor",
     "attention_config": "AttentionConfig",
@@ -231,7 +233,7 @@ ATTRIBUTES = {"gpu": "UvaBackedTensor StagedWriteTensor", "np": "UvaBackedTensor
 _OF_PYTHON = (
     *(str, bytes, int, float, list, dict, set, tuple, type, property, BaseException, types.FunctionType),
     *(types.CodeType, types.ModuleType, types.FrameType, Path, re.Pattern, ast.AST, ast.Name, ast.Attribute, ast.alias),
-    *(ast.FunctionDef, ast.ImportFrom, ast.ClassDef, ast.arguments, ast.arg, ast.Module),
+    *(ast.FunctionDef, ast.ImportFrom, ast.ClassDef, ast.arguments, ast.arg, ast.Module, asyncio.AbstractEventLoop),
     *(
         Connection,
         Process,
@@ -289,7 +291,7 @@ def main(folders: list[str]) -> None:
 def names() -> set[Name]:
     """All that is used, and all that is replaced."""
     seen = {name for use in uses() for name in use.names}
-    replaced = {(seam.file, name) for seam in compat.REPLACED for name in seam.names}
+    replaced = {(record.file, name) for record in compat.replaced() for name in record.names}
     return seen | replaced | {(file, name) for file, unseen in UNSEEN.items() for name in unseen.split()}
 
 

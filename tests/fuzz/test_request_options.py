@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rubbish import JSON, TEXTS, check_sentence, dictionary
 
-from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config import ConfigError, methods_of
 from vllm_specplugins.methods import parse_config
 from vllm_specplugins.options_text import Text
 from vllm_specplugins.request_options import Limits, draft_limit, read_options, received, resolved, understood
@@ -49,7 +49,7 @@ def raw_options(draw: st.DrawFn) -> Any:
 
 
 def ids_of(reference: Any) -> list[int]:
-    return np.frombuffer(reference, np.int32).tolist() if isinstance(reference, bytearray) else list(reference or [])
+    return np.frombuffer(reference or b"", np.int32).tolist()
 
 
 @given(raw_options(), st.sampled_from(LIMITS), st.integers(1, MAX_MODEL_LEN))
@@ -68,7 +68,7 @@ def test_bounded_or_refused(raw: Any, limits: Limits, num_tokens: int) -> None:
         options = understood(read_options(raw, MAX_MODEL_LEN), limits)
         reference = options.get("reference")
         reference = "".join(reference) if isinstance(reference, Text) else reference
-        sent = resolved(options, [len(reference) % VOCAB_SIZE] * 3 if isinstance(reference, str) else None, limits)
+        sent = resolved(options, limits, [len(reference) % VOCAB_SIZE] * 3 if isinstance(reference, str) else None)
     except ConfigError as error:
         check_sentence(error)
         return
@@ -78,7 +78,7 @@ def test_bounded_or_refused(raw: Any, limits: Limits, num_tokens: int) -> None:
         "reference": None,
         "reference_digest": None,
     }
-    assert set(options.get("stages", ())) <= set(limits.stages) and len(options.get("stages", ())) <= len(limits.stages)
+    assert set(options.get("stages", ())) <= set(methods_of(limits.config))
     limit = draft_limit(found, num_tokens, 5, MAX_MODEL_LEN)
     assert isinstance(limit, int) and 0 <= limit <= max(0, min(5, MAX_MODEL_LEN - num_tokens - 1))
     if options.get("enabled") is False:

@@ -1,13 +1,16 @@
-"""One frozen dataclass per proposer, checked field by field."""
+"""One frozen dataclass per method; a whole configuration checks its fields (whole.py)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from vllm_specplugins.config.checks import (
+from vllm_specplugins.config.fields import (
     ConfigError,
     brief,
     check_fields,
+    checked,
     choice,
+    did_you_mean,
     integer,
     number,
     optional_path,
@@ -15,7 +18,7 @@ from vllm_specplugins.config.checks import (
     text,
 )
 
-MAX_NGRAM, MAX_NUM_LAYERS = 16, 10_000
+MAX_NGRAM, MAX_STAGES = 16, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +64,6 @@ class SuffixLookupConfig:
     save_every_s: int = integer(300, 1, 1_000_000)
     min_confidence: float = number(0.1, 0, 1)
 
-    def __post_init__(self) -> None:
-        check_fields(self, "suffix_lookup")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyExitConfig:
@@ -80,13 +80,10 @@ class EarlyExitConfig:
             one pass through the layers drafts all; null: a pass for each token.
     """
 
-    exit_layer: int = integer(1, 1, MAX_NUM_LAYERS)
+    exit_layer: int = integer(1, 1, 10_000)
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
     exit_head: str | None = optional_text()
     look_ahead: str | None = optional_text()
-
-    def __post_init__(self) -> None:
-        check_fields(self, "early_exit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +99,6 @@ class JumpConfig:
     head: str = text()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
 
-    def __post_init__(self) -> None:
-        check_fields(self, "jump")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig:
@@ -119,8 +113,14 @@ class MedusaConfig:
     heads: str = text()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
 
-    def __post_init__(self) -> None:
-        check_fields(self, "medusa")
+
+def _names_class(value: Any) -> bool:
+    module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), name))
+
+
+def _is_keyed(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,26 +130,89 @@ class CustomConfig:
     Args:
         proposer: "package.module:Class"; the class is called with (options, context) and follows
             `draft.Proposer`.
-        options: handed to the class unchanged.
+        options: handed to the class unchanged; an instance of its `Config` where another package registers it.
     """
 
-    proposer: str = text()
-    options: dict[str, Any] = field(default_factory=dict, metadata={"kind": dict})
+    proposer: str = checked("a string like 'package.module:Class'", _names_class)
+    options: Any = field(default_factory=dict, metadata={"allowed": "a dictionary with string keys", "fits": _is_keyed})
 
-    def __post_init__(self) -> None:
-        check_fields(self, "custom")
-        module, colon, name = self.proposer.partition(":")
-        dotted = [*module.split("."), name]
-        if not colon or not all(part.isidentifier() for part in dotted):
-            raise ConfigError(f"custom: proposer must be written 'package.module:Class', not {brief(self.proposer)}.")
+
+def _are_stages(value: Any) -> bool:
+    return isinstance(value, list | tuple) and 0 < len(value) <= MAX_STAGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredConfig(CustomConfig):
-    """A method that another package registers, whose class has a `Config` dataclass.
+class CascadeConfig:
+    """`cascade`: a proposer that holds proposers.
 
     Args:
-        settings: an instance of that, handed to the class instead of options.
+        stages: the configurations of proposers, cheapest first. A stage may have a num_speculative_tokens of its own,
+            at most the cascade's.
+        policy: "auto": by request and step what the gate expects to gain most: one stage, or one after the other
+            (without a gate the first stage that has something); "verify": each stage's tokens are checked, corrected
+            and extended by the next one, which runs the target.
     """
 
-    settings: Any = None
+    stages: tuple["StageConfig", ...] = checked(f"a list of 1 to {MAX_STAGES} dictionaries", _are_stages)
+    policy: str = choice("auto", "verify")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageConfig:
+    """One stage: the method's name, its own part, and the most tokens that it drafts; None: as many as the cascade."""
+
+    method: str
+    own: Any
+    num_speculative_tokens: int | None = None
+
+
+# Keys of vLLM's own speculative_config that a proposer built into vLLM may have as a stage; vLLM checks their values.
+BUILT_IN_SETTINGS = (
+    "attention_backend",
+    "code_revision",
+    "disable_lookahead_block_hashes",  # from vLLM 0.33 on, as draft_lm_head_quantization
+    "draft_lm_head_quantization",
+    "draft_load_config",
+    "draft_tensor_parallel_size",
+    "dspark_draft_topk",
+    "kv_cache_dtype",
+    "max_model_len",
+    "moe_backend",
+    "parallel_drafting",
+    "quantization",
+    "revision",
+    "use_local_argmax_reduction",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltInConfig:
+    """`draft_model`, `eagle`, `eagle3`, `mtp`, `dflash`, `dspark`: a proposer built into vLLM, as a stage of a cascade.
+
+    Args:
+        model: the draft model; None is the target itself, whose checkpoint holds the layers of `mtp`.
+        settings: what vLLM's own speculative_config shall hold beside it, of BUILT_IN_SETTINGS.
+    """
+
+    model: str | None = optional_text()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, index: int, method: str, raw: Mapping[str, Any]) -> Self:
+        """Builds the configuration of stages[index] from the user's dictionary (without its "method" key).
+
+        Raises:
+            ConfigError: unknown key, or no model.
+        """
+        for key in raw:
+            if key != "model" and key not in BUILT_IN_SETTINGS:
+                raise ConfigError(
+                    f"cascade: stages[{index}]: {brief(key)} is not a field; the fields are model and settings of "
+                    f"vLLM's that docs/configuration.md lists{did_you_mean(key, ('model', *BUILT_IN_SETTINGS))}"
+                )
+        model = raw.get("model")
+        if not (isinstance(model, str) and model) and (model is not None or method != "mtp"):
+            raise ConfigError(
+                f"cascade: stages[{index}]: model must be a non-empty string for {method}, not {brief(model)}."
+            )
+        return cls(model=model, settings={key: raw[key] for key in raw if key != "model"})

@@ -1,13 +1,16 @@
-"""The whole of a `speculative_config`: what all methods share, and the method's own part."""
+"""The whole of a `speculative_config`: what all methods share, and the method's own part or those of its stages."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from vllm_specplugins.config.cascade import CascadeConfig, StageConfig
-from vllm_specplugins.config.checks import ConfigError, brief, check_fields, check_value, choice, did_you_mean, integer
+from vllm_specplugins.config.fields import ConfigError, brief, check_fields, choice, did_you_mean, integer, is_integer
+from vllm_specplugins.config.proposers import BuiltInConfig, CascadeConfig, EarlyExitConfig, StageConfig
 
 MAX_NUM_SPECULATIVE_TOKENS = 64
+# K where nothing is said: what is copied costs nothing to draft, and is right all along or not at all.
+LONG, SHORT = 31, 5
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,7 @@ class CommonConfig:
             sampled ones (draft_sample_method "probabilistic").
     """
 
-    num_speculative_tokens: int = integer(5, 1, MAX_NUM_SPECULATIVE_TOKENS)
+    num_speculative_tokens: int = integer(SHORT, 1, MAX_NUM_SPECULATIVE_TOKENS)
     time_budget_ms: int = integer(1000, 1, 60_000)
     verification: str = choice("fused", "vllm")
     gate: str = choice("auto", "off")
@@ -62,9 +65,18 @@ class SpecConfig:
         """Of a cascade; of other methods none."""
         return self.own.stages if isinstance(self.own, CascadeConfig) else ()
 
+    @property
+    def parts(self) -> "tuple[StageConfig | Self, ...]":
+        """What drafts: the stages of a cascade, or the one method."""
+        return self.stages or (self,)
+
     def with_length(self, length: int) -> Self:
         """The same with another K, which nobody asked for."""
         return replace(self, common=replace(self.common, num_speculative_tokens=length), says_length=False)
+
+    def with_stages(self, stages: Sequence[StageConfig]) -> Self:
+        """The same with other stages."""
+        return replace(self, own=replace(self.own, stages=tuple(stages)))
 
     @classmethod
     def parse(cls, method: str, own_type: type, raw: Mapping[str, Any]) -> Self:
@@ -73,31 +85,106 @@ class SpecConfig:
         Raises:
             ConfigError: unknown key, wrong type, value out of range, or values that contradict each other.
         """
-        common_names = [entry.name for entry in fields(CommonConfig)]
-        own_names = [entry.name for entry in fields(own_type)]
+        own_names, common_names = ([entry.name for entry in fields(kind)] for kind in (own_type, CommonConfig))
+        names = own_names + common_names
         for key in raw:
-            if key not in common_names and key not in own_names:
-                names = own_names + common_names
+            if key not in names:
                 allowed = ", ".join(names) + did_you_mean(key, names)
                 raise ConfigError(f"{method}: {brief(key)} is not a field; the fields are {allowed}")
         for entry in fields(own_type):
             if entry.name not in raw and entry.default is MISSING and entry.default_factory is MISSING:
-                allowed = (
-                    f"it must be {check_value(entry, None)[1]}" if "kind" in entry.metadata else "it has no default"
-                )
-                raise ConfigError(f"{method}: {entry.name} is missing; {allowed}.")
+                words = entry.metadata.get("allowed")
+                needs = f"it must be {words}" if words else "it has no default"
+                raise ConfigError(f"{method}: {entry.name} is missing; {needs}.")
         common = CommonConfig(**{key: value for key, value in raw.items() if key in common_names})
-        own = _made(own_type, method, {key: value for key, value in raw.items() if key in own_names})
+        try:  # the class may be another package's
+            own = own_type(**{key: value for key, value in raw.items() if key in own_names})
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{method}: its configuration is refused ({type(error).__name__}: {error}).") from error
+        check_fields(own, method)
         return cls(method=method, common=common, own=own)
 
 
-def _made(own_type: type, method: str, values: Mapping[str, Any]) -> Any:
-    """A configuration, checked; the class may be another package's."""
-    try:
-        own = own_type(**values)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{method}: its configuration is refused ({type(error).__name__}: {error}).") from error
-    check_fields(own, method)
-    return own
+def stage_configs(config: SpecConfig, kind: type[T]) -> list[T]:
+    """The configurations of one kind in a method: its own, or those of its stages."""
+    return [part.own for part in config.parts if isinstance(part.own, kind)]
+
+
+def methods_of(config: SpecConfig) -> list[str]:
+    """The methods that draft: those of a cascade's stages, or the one alone."""
+    return [part.method for part in config.parts]
+
+
+def stage_names(methods: Sequence[str]) -> list[str]:
+    """What options call each stage in the engine: its method, with its number where several have the same.
+
+    >>> stage_names(["prompt_lookup", "early_exit", "early_exit"])
+    ['prompt_lookup', '1 early_exit', '2 early_exit']
+    """
+    return [name if methods.count(name) == 1 else f"{index} {name}" for index, name in enumerate(methods)]
+
+
+def built_in_stage(config: SpecConfig) -> StageConfig | None:
+    """The stage of a cascade that is built into vLLM, if there is one."""
+    return next((stage for stage in config.stages if isinstance(stage.own, BuiltInConfig)), None)
+
+
+def rule(config: SpecConfig) -> str | None:
+    """The policy that a cascade carries out: without a gate nobody chooses; None: there is none."""
+    if not isinstance(config.own, CascadeConfig):
+        return None
+    return "first" if (config.own.policy, config.common.gate) == ("auto", "off") else config.own.policy
+
+
+def sample_methods(config: SpecConfig) -> set[str]:
+    """How the drafts of a method's model proposers are drawn."""
+    return {part.own.draft_sample_method for part in config.parts if hasattr(part.own, "draft_sample_method")}
+
+
+def with_default_length(config: SpecConfig, lookups: Collection[str]) -> SpecConfig:
+    """K, and that of a cascade's stages, where the dictionary does not say it; the target may have it changed."""
+    # Drawn drafts keep the logits of each place, K rows of the vocabulary for each request.
+    if config.parts[0].method not in lookups or "probabilistic" in sample_methods(config):
+        return config.with_length(SHORT)
+    if config.stages:
+        config = config.with_stages(
+            [
+                replace(stage, num_speculative_tokens=SHORT)
+                if stage.num_speculative_tokens is None and stage.method not in (*lookups, "mtp")
+                else stage
+                for stage in config.stages
+            ]
+        )
+    return config.with_length(LONG)
+
+
+def check_stages(config: SpecConfig) -> None:
+    """Raises ConfigError for stages that do not fit each other, the policy or the cascade's K."""
+    stages = config.stages
+    for index, stage in enumerate(stages):
+        num = stage.num_speculative_tokens
+        if num is not None and not is_integer(num, 1, config.length):
+            raise ConfigError(
+                f"cascade: stages[{index}]: num_speculative_tokens must be an integer from 1 to {config.length}, the "
+                f"cascade's, not {brief(num)}."
+            )
+        if index and rule(config) == "verify" and not isinstance(stage.own, EarlyExitConfig):
+            raise ConfigError(
+                f"cascade: stages[{index}] must be early_exit where policy is 'verify', not {stage.method!r}."
+            )
+    if {"prompt_lookup", "suffix_lookup"} <= set(methods_of(config)):
+        raise ConfigError(
+            "cascade: stages must not hold prompt_lookup beside suffix_lookup, which does what it does, and more."
+        )
+    built_in = [stage.method for stage in stages if isinstance(stage.own, BuiltInConfig)]
+    if len(built_in) > 1:
+        raise ConfigError(
+            f"cascade: stages must not hold more than one proposer built into vLLM, like {' and '.join(built_in)}."
+        )
+    if built_in and "probabilistic" in sample_methods(config):
+        raise ConfigError(
+            f"cascade: draft_sample_method must be 'greedy' or 'coupled' in all stages beside {built_in[0]}, not "
+            f"'probabilistic'."
+        )

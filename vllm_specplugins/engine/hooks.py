@@ -17,13 +17,16 @@ def both(first: Any, second: Any) -> Any:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Has `around` called in place of a method of vLLM's, which is its first argument."""
+    """Has `around` called in place of a method of vLLM's, which is its first argument; once per process."""
     original = getattr(owner, name)
+    if getattr(original, "around", None) is around:
+        return
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
+    setattr(wrapped, "around", around)  # noqa: B010
     setattr(owner, name, wrapped)
 
 

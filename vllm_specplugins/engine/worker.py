@@ -1,7 +1,7 @@
 """vLLM's workers with our proposer in their model runner: the classes that `worker_cls` names.
 
 What has to be replaced in vLLM while a runner is built is put back, and everything else is set on that one runner;
-the patches that stay (kind "patch" in vllm_api/replaced.py) check the options of requests and, where verification is
+the patches that stay (kind "patch" in vllm_api/replaced.toml) check the options of requests and, where verification is
 vLLM's, mend its sampling on CPUs.
 """
 

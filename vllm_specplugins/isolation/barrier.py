@@ -94,15 +94,13 @@ class FaultBarrier:
             self.counters.propose_ms += (time.perf_counter() - start) * 1000
 
     def _propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
-        may_draft = self.guard.may_draft(batch.request_ids)
-        limits = batch.max_num_draft
-        given = for_proposer(batch)
-        if may_draft is not None:
-            rows = np.flatnonzero(may_draft)
-            limits = limits[rows]
-            given = rows_of(batch, rows.tolist(), limits)
+        may_draft, limits, given = self.guard.may_draft(batch.request_ids), batch.max_num_draft, for_proposer(batch)
+        rows = None if may_draft is None else np.flatnonzero(may_draft)
+        if rows is not None:
             if not len(rows):
                 return Draft.empty(batch.num_reqs)
+            limits = limits[rows]
+            given = rows_of(batch, rows.tolist(), limits)
         self.guard.observe(feedback)
         proposer, device = self.guard.proposer, None if batch.target is None else batch.target.num_tokens.device
         draft = self.guard.call(
@@ -111,7 +109,7 @@ class FaultBarrier:
         )
         if draft is None:
             return Draft.empty(batch.num_reqs)
-        return draft if may_draft is None else spread(draft, np.flatnonzero(may_draft), batch.num_reqs)
+        return draft if rows is None else spread(draft, rows, batch.num_reqs)
 
     def call_built_in(self, work: Callable[[], T], is_timed: bool) -> T | None:
         """The offer of a cascade's stage that is built into the engine; None where it fails. See Guard."""

@@ -4,7 +4,8 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+
+from vllm_specplugins.counters import Counters, StageCounters
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -14,15 +15,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 3600.0  # for so long, twice as long each
 FORGIVEN_AFTER_S = 3600.0  # unless it was on for so long
 
 Clock = Callable[[], float]
-
-
-class FaultCounters(Protocol):
-    """Where a guard counts: counters.Counters, or counters.StageCounters."""
-
-    faults: dict[str, int]
-    switched_off: bool
-    times_switched_off: int
-    pause_s: float
+FaultCounters = Counters | StageCounters  # where a guard counts
 
 
 @dataclass(slots=True)

@@ -6,12 +6,13 @@ those that a request is to blame for cost that request its drafts instead.
 
 import logging
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -51,11 +52,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that a proposer did wrong."""
+    """One thing that a proposer did wrong; `request_id` is to blame."""
 
     kind: str
     cause: str
-    request_id: str | None = None  # which is to blame
+    request_id: str | None = None
     count: int = 1
 
 
@@ -138,10 +139,19 @@ class Guard:
         if self._breaker.is_off() or (self._thread is not None and self._thread.is_busy):
             return None
         self._known.update(batch.request_ids)
-        turn = _Turn(self.proposer, tuple(self._to_forget), self._feedback, work)
-        self._feedback = None
+        to_forget, feedback, self._feedback = tuple(self._to_forget), self._feedback, None
+        has_forgotten = threading.Event()
+
+        def turn() -> T:
+            if to_forget:
+                self.proposer.forget(to_forget)
+            has_forgotten.set()
+            if feedback is not None and feedback.request_ids:
+                self.proposer.observe(feedback)
+            return work()
+
         outcome = self._run(turn, batch.request_ids)
-        if turn.has_forgotten:
+        if has_forgotten.is_set():
             self._to_forget.clear()
         if isinstance(outcome, Fault):
             self._record(outcome, self._to_blame(outcome, batch))
@@ -160,20 +170,20 @@ class Guard:
             return None
         start = time.perf_counter()
         outcome = self._attempt(work, ())
-        elapsed_ms = (time.perf_counter() - start) * 1000
+        ms = (time.perf_counter() - start) * 1000
         if isinstance(outcome, Fault):
             self._record(outcome, ())
             return None
-        if is_timed and self._budget_ms is not None and elapsed_ms > self._budget_ms:
-            self._record(Fault(SLOW, f"{elapsed_ms:.0f} ms where {self._budget_ms:.0f} are allowed"), ())
+        if is_timed and self._budget_ms is not None and ms > self._budget_ms:
+            self._record(Fault(SLOW, f"{ms:.0f} ms where {self._budget_ms:.0f} are allowed"), ())
         return outcome
 
-    def _run(self, turn: "_Turn[T]", request_ids: Sequence[str]) -> T | Fault:
+    def _run(self, turn: Callable[[], T], request_ids: Sequence[str]) -> T | Fault:
         if self._thread is None:
-            return self._attempt(turn.run, request_ids)
+            return self._attempt(turn, request_ids)
         start = time.perf_counter()
         try:
-            return self._thread.call(lambda: attempt(turn.run, request_ids), self._left_ms / 1000)
+            return self._thread.call(lambda: attempt(turn, request_ids), self._left_ms / 1000)
         except TimeoutError:
             return Fault(HANGS, f"no answer within its budget of {self._budget_ms:.0f} ms a step")
         finally:
@@ -193,11 +203,10 @@ class Guard:
         them, too, the next faults count. What runs in the engine's thread is ours, and does not fail at options."""
         if self._thread is None:
             return []
-        if fault.request_id is not None and fault.request_id not in self._set_aside:
-            return [fault.request_id]
         options = zip(batch.request_ids, batch.options, strict=True)
         own = [request_id for request_id, given in options if given and not OUR_OPTIONS.issuperset(given)]
-        return [request_id for request_id in own if request_id not in self._set_aside]
+        blamed = [fault.request_id] if fault.request_id in self._known - self._set_aside else own
+        return [request_id for request_id in blamed if request_id not in self._set_aside]
 
     def _record(self, fault: Fault, charged_to: Sequence[str]) -> None:
         """Counts a fault, and logs the first of its kind."""
@@ -213,22 +222,6 @@ class Guard:
             logger.warning(
                 "%s %s (%s); its drafts of this step are dropped, %s.", self._name, fault.kind, fault.cause, consequence
             )
-
-
-class _Turn(Generic[T]):
-    """What a proposer does in a step."""
-
-    def __init__(self, proposer: Proposer, to_forget: Sequence[str], feedback: Feedback | None, work: Callable[[], T]):
-        self._proposer, self._to_forget, self._feedback, self._work = proposer, to_forget, feedback, work
-        self.has_forgotten = False
-
-    def run(self) -> T:
-        if self._to_forget:
-            self._proposer.forget(self._to_forget)
-        self.has_forgotten = True
-        if self._feedback is not None and self._feedback.request_ids:
-            self._proposer.observe(self._feedback)
-        return self._work()
 
 
 def attempt(

@@ -5,6 +5,7 @@ It keeps off code that writes where it should not, by mistake or on purpose. Cod
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -46,14 +47,12 @@ def frozen(value: Any) -> Any:
 
 def for_proposer(batch: DraftBatch) -> DraftBatch:
     """The batch that a proposer is handed in the place of the engine's own."""
-    return DraftBatch(
-        tuple(batch.request_ids),
-        _views(batch.token_ids),
-        copy(batch.max_num_draft),
-        tuple(map(_frozen_options, batch.options)),
-        batch.target,
-        batch.offer,
-        batch.likeliest,
+    return replace(
+        batch,
+        request_ids=tuple(batch.request_ids),
+        token_ids=_views(batch.token_ids),
+        max_num_draft=copy(batch.max_num_draft),
+        options=tuple(map(_frozen_options, batch.options)),
     )
 
 
@@ -91,9 +90,8 @@ def likeliest_at(likeliest: Likeliest | None, places: Mapping[int, int], num_req
 
 def feedback_for_proposer(feedback: Feedback) -> Feedback:
     """The feedback that a proposer is handed in the place of the engine's own."""
-    return Feedback(
-        tuple(feedback.request_ids), copy(feedback.num_draft), copy(feedback.num_accepted), feedback.step_ms
-    )
+    numbers = copy(feedback.num_draft), copy(feedback.num_accepted)
+    return Feedback(tuple(feedback.request_ids), *numbers, feedback.step_ms)
 
 
 def _views(token_ids: Sequence[Int32Array]) -> Views:
@@ -102,7 +100,4 @@ def _views(token_ids: Sequence[Int32Array]) -> Views:
 
 def _frozen_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Adapters freeze a request's options once."""
-    if type(options) is MappingProxyType:
-        return options
-    result: Mapping[str, Any] = frozen(options)
-    return result
+    return options if type(options) is MappingProxyType else frozen(options)

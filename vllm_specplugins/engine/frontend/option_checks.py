@@ -4,13 +4,15 @@ That is code of theirs, and a client's data: it runs in a thread of its own, and
 its own request a budget of time, and no other's tokens.
 """
 
+import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from vllm_specplugins.config import error_text
+from vllm_specplugins.custom import OptionCheck
 from vllm_specplugins.request_options import SETTINGS
 
 logger = logging.getLogger("vllm.specplugins")
@@ -26,38 +28,35 @@ class OptionChecks:
         budget_ms: longest for all of a request's.
     """
 
-    def __init__(self, checks: Sequence[Callable[[Mapping[str, Any]], None]], budget_ms: float):
+    def __init__(self, checks: Sequence[OptionCheck], budget_ms: float):
         self._checks = checks
         self._budget_ms = budget_ms
         self._left_behind: list[Future[str | None]] = []
 
+    def concern(self, options: Mapping[str, Any]) -> bool:
+        """Whether somebody has to be asked about these options."""
+        return bool(self._checks) and not options.keys() <= {*SETTINGS}
+
     @property
-    def budget_s(self) -> float:
-        """How long to wait for what `begin` returns."""
-        return self._budget_ms / 1000
-
-    def begin(self, options: Mapping[str, Any]) -> "Future[str | None] | None":
-        """Why the options are refused, or None; it is running, or done at once. None: nobody can be asked now, because
-        too many earlier checks have not returned."""
-        found: Future[str | None] = Future()
-        found.set_running_or_notify_cancel()
+    def are_stuck(self) -> bool:
+        """Whether too many earlier checks have not returned."""
         self._left_behind = [check for check in self._left_behind if not check.done()]
-        if not self._checks or options.keys() <= {*SETTINGS}:
-            found.set_result(None)
-        elif len(self._left_behind) >= MOST_LEFT_BEHIND:
-            return None
-        else:
-            work = lambda: found.set_result(self._refusal(options))  # noqa: E731
-            threading.Thread(target=work, name="specplugins-check", daemon=True).start()
-        return found
+        return len(self._left_behind) >= MOST_LEFT_BEHIND
 
-    def leave_behind(self, check: "Future[str | None]") -> str:
-        """Why options are refused whose check was not done within the budget."""
-        self._left_behind.append(check)
+    async def refusal(self, options: Mapping[str, Any]) -> str | None:
+        """Why the options are refused, or None."""
+        check: Future[str | None] = Future()
+        check.set_running_or_notify_cancel()
+        work = lambda: check.set_result(self._refusal(options))  # noqa: E731
+        threading.Thread(target=work, name="specplugins-check", daemon=True).start()
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(check), self._budget_ms / 1000)
+        except TimeoutError:
+            self._left_behind.append(check)
         if len(self._left_behind) == MOST_LEFT_BEHIND:
             logger.warning(
                 "%d calls of check_options have not returned; until one does, requests with options of the proposer's "
-                "own get none of its drafts.",
+                "own get no drafts.",
                 MOST_LEFT_BEHIND,
             )
         return f"its check_options did not return within {self._budget_ms:.0f} ms"

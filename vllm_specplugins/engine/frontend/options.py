@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,7 @@ from vllm_specplugins.config import ConfigError, error_text
 from vllm_specplugins.custom import option_checks
 from vllm_specplugins.engine.frontend.option_checks import OptionChecks
 from vllm_specplugins.engine.frontend.prediction import Predicted, take_predictions, text_of
-from vllm_specplugins.engine.frontend.priority_executor import PriorityExecutor, Work, finished, pieces
+from vllm_specplugins.engine.frontend.priority_executor import PriorityExecutor, Work, pieces
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.methods import drafters
 from vllm_specplugins.options_text import Text
@@ -29,7 +30,6 @@ from vllm_specplugins.request_options import (
     received,
     resolved,
     understood,
-    without_own,
 )
 from vllm_specplugins.structures.suffix.store_file import tenant_of
 
@@ -62,48 +62,48 @@ class OptionsResolver:
         self._has_tenants = any(row.has_tenants for row in rows)
         self._checks = OptionChecks(option_checks(config), config.common.time_budget_ms)
         self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
-        self._line: PriorityExecutor | None = None
+        self._executor: PriorityExecutor | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def resolved(self, params: SamplingParams) -> SamplingParams:
+        """The same for a caller that has no event loop, or waits in it."""
+        if not _is_raw(params):
+            return params
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="specplugins-options", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(self.resolved_beside(params), self._loop).result()
+
+    async def resolved_beside(self, params: SamplingParams) -> SamplingParams:
         """The parameters with resolved options, the same object where there is nothing to resolve.
+
+        Texts are tokenised, and proposers of the user's own asked, beside the event loop, which streams to other
+        clients, too.
 
         Raises:
             VLLMValidationError: an option is not allowed; the front end answers 400.
         """
         if not _is_raw(params):
             return params
-        options = self._read(params)
-        text = options.get(REFERENCE)
-        found = self._resolve(options, finished(self._tokenize(text)) if isinstance(text, str | Text) else None)
-        check = self._checks.begin(_shown(found))
-        if check is None:
-            return _with(params, without_own(found, self._limits))
         try:
-            refusal = check.result(self._checks.budget_s)
-        except TimeoutError:
-            refusal = self._checks.leave_behind(check)
-        return _with(params, found, refusal)
-
-    async def resolved_beside(self, params: SamplingParams) -> SamplingParams:
-        """The same; texts are tokenised, and proposers of the user's own asked, beside the event loop, which streams to
-        other clients, too."""
-        if not _is_raw(params):
-            return params
-        options = self._read(params)
-        text, token_ids = options.get(REFERENCE), None
-        if isinstance(text, str | Text):
-            if self._line is None:
-                self._line = PriorityExecutor()
-            token_ids = await asyncio.wrap_future(self._line.submit(len(text), self._tokenize(text)))
-        found = self._resolve(options, token_ids)
-        check = self._checks.begin(_shown(found))
-        if check is None:
-            return _with(params, without_own(found, self._limits))
-        try:
-            refusal = await asyncio.wait_for(asyncio.wrap_future(check), self._checks.budget_s)
-        except TimeoutError:
-            refusal = self._checks.leave_behind(check)
-        return _with(params, found, refusal)
+            options = self._read(params.extra_args["specplugins"])
+            text, token_ids = options.get(REFERENCE), None
+            if isinstance(text, str | Text):
+                if self._executor is None:
+                    self._executor = PriorityExecutor()
+                token_ids = await asyncio.wrap_future(self._executor.submit(len(text), self._tokenize(text)))
+            found = resolved(options, self._limits, token_ids)
+            shown = MappingProxyType(dict(received(found)))
+            if self._checks.concern(shown):
+                if self._checks.are_stuck:
+                    found = {"enabled": False}  # nobody can be asked now
+                elif (refusal := await self._checks.refusal(shown)) is not None:
+                    raise ConfigError(f"specplugins: the proposer refuses the options: {refusal}.")
+        except ConfigError as error:
+            raise VLLMValidationError(str(error)) from None
+        mine = copy.copy(params)  # the caller may use them for other requests
+        mine.extra_args = {**params.extra_args, "specplugins": Resolved(found)}
+        return mine
 
     def name_tenant(self, core_request: Any) -> Any:
         """The same request for the engine, which does not tell its workers the `cache_salt`: its options do."""
@@ -114,56 +114,30 @@ class OptionsResolver:
             params.extra_args = {**extra, "specplugins": Resolved({**options, TENANT: tenant_of(salt)})}
         return core_request
 
-    def _read(self, params: SamplingParams) -> Options:
-        raw = params.extra_args["specplugins"]
-        try:
-            predicted: Options = {}
-            if isinstance(raw, Predicted):
-                predicted = {REFERENCE: text_of(raw.prediction)} if self._wants_reference else {}
-                raw = {} if raw.options in (None, False) else raw.options
-            options = understood({**predicted, **read_options(raw, self._limits.max_model_len)}, self._limits)
-        except ConfigError as error:
-            raise VLLMValidationError(str(error)) from None
-        if self._wants_reference:
-            return options
-        return {key: value for key, value in options.items() if key != REFERENCE}
+    def _read(self, raw: Any) -> Options:
+        predicted: Options = {}
+        if isinstance(raw, Predicted):
+            predicted = {REFERENCE: text_of(raw.prediction, self._limits)} if self._wants_reference else {}
+            raw = raw.options or {}
+        options = understood({**predicted, **read_options(raw, self._limits.max_model_len)}, self._limits)
+        if not self._wants_reference:
+            options.pop(REFERENCE, None)
+        return options
 
     def _tokenize(self, text: str | Text) -> Work[bytearray]:
         """A reference's tokens, int32, piece by piece; no more than one too many pieces."""
         if self._tokenizer is None:
-            raise VLLMValidationError("specplugins: reference must be token ids where the engine has no tokenizer.")
+            raise ConfigError("specplugins: reference must be token ids where the engine has no tokenizer.")
         token_ids = bytearray()
         for piece in pieces((text,) if isinstance(text, str) else text):
             try:
                 token_ids += np.array(self._tokenizer.encode(piece, add_special_tokens=False), np.int32).tobytes()
             except Exception as error:
-                raise VLLMValidationError(
-                    f"specplugins: reference cannot be tokenised ({error_text(error)})."
-                ) from None
+                raise ConfigError(f"specplugins: reference cannot be tokenised ({error_text(error)}).") from None
             if len(token_ids) > 4 * self._limits.max_model_len:
                 break
             yield
         return token_ids
-
-    def _resolve(self, options: Options, token_ids: bytearray | None) -> dict[str, Any]:
-        try:
-            return resolved(options, token_ids, self._limits)
-        except ConfigError as error:
-            raise VLLMValidationError(str(error)) from None
-
-
-def _shown(found: Mapping[str, Any]) -> Options:
-    """Resolved options as a proposer's check sees them."""
-    return MappingProxyType(dict(received(found)))
-
-
-def _with(params: SamplingParams, found: Mapping[str, Any], refusal: str | None = None) -> SamplingParams:
-    """The parameters with resolved options, unless a proposer refuses these."""
-    if refusal is not None:
-        raise VLLMValidationError(f"specplugins: the proposer refuses the options: {refusal}.")
-    mine = copy.copy(params)  # the caller may use them for other requests
-    mine.extra_args = {**params.extra_args, "specplugins": Resolved(found)}
-    return mine
 
 
 def _is_raw(params: Any) -> bool:
@@ -176,10 +150,8 @@ def check_requests() -> None:
 
     A call that is not about a configuration of ours goes to vLLM unchanged.
     """
-    if hasattr(SamplingParams._validate_spec_decode, "__wrapped__"):
-        return
     wrap(SamplingParams, "_validate_spec_decode", _with_every_parameter)
-    wrap(InputProcessor, "__init__", _with_intake)
+    wrap(InputProcessor, "__init__", _with_resolver)
     wrap(InputProcessor, "process_inputs", _with_resolved)
     wrap(AsyncLLM, "add_request", _with_resolved_beside)
 
@@ -193,7 +165,7 @@ def _with_every_parameter(original: Any, self: SamplingParams, speculative_confi
     original(self, speculative_config)
 
 
-def _with_intake(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+def _with_resolver(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     original(self, vllm_config, *args, **kwargs)
     if getattr(vllm_config.speculative_config, "plugin_config", None) is not None:
         take_predictions()
@@ -201,15 +173,15 @@ def _with_intake(original: Any, self: Any, vllm_config: Any, *args: Any, **kwarg
 
 
 def _with_resolved(original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any) -> Any:
-    intake = getattr(self, "specplugins", None)
-    if intake is None:
+    resolver = getattr(self, "specplugins", None)
+    if resolver is None:
         return original(self, request_id, prompt, params, *args, **kw)
-    return intake.name_tenant(original(self, request_id, prompt, intake.resolved(params), *args, **kw))
+    return resolver.name_tenant(original(self, request_id, prompt, resolver.resolved(params), *args, **kw))
 
 
 async def _with_resolved_beside(
     original: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if intake := getattr(self.input_processor, "specplugins", None):
-        params = await intake.resolved_beside(params)
+    if resolver := getattr(self.input_processor, "specplugins", None):
+        params = await resolver.resolved_beside(params)
     return await original(self, request_id, prompt, params, *args, **kwargs)

@@ -1,22 +1,21 @@
 """The entry point: lets vLLM's `--speculative-config` name our methods. Inert until one of them is asked for.
 
 Only two methods of `EngineArgs` are wrapped when the plugin is loaded; both hand every call that does not name a
-method of ours to vLLM unchanged. Everything else happens after such a call (vllm_api/replaced.py lists it).
+method of ours to vLLM unchanged. Everything else happens after such a call (vllm_api/replaced.toml lists it).
 """
 
-import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, SpecConfig, brief, did_you_mean
+from vllm_specplugins.custom import registrations
 from vllm_specplugins.engine.excepthook import sentence_instead_of_traceback
 from vllm_specplugins.engine.frontend.method_names import vllm_methods
-from vllm_specplugins.engine.hooks import replaced
+from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.engine.vllm_api import compat
 from vllm_specplugins.methods import METHODS, parse_config
-from vllm_specplugins.registered import registrations
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -29,13 +28,11 @@ def install() -> None:
     if missing:
         logger.error("vllm-specplugins does not support this vLLM: EngineArgs.%s is missing.", missing[0])
         return
-    if hasattr(EngineArgs.create_engine_config, "__wrapped__"):
-        return
     if os.environ.get("VLLM_SPECPLUGINS_DISABLE", "0") not in ("", "0"):
-        EngineArgs.create_engine_config = _wrap_refusing(EngineArgs.create_engine_config)
+        wrap(EngineArgs, "create_engine_config", _refuse_ours)
         return
-    EngineArgs.create_speculative_config = _wrap_speculative(EngineArgs.create_speculative_config)
-    EngineArgs.create_engine_config = _wrap_engine(EngineArgs.create_engine_config)
+    wrap(EngineArgs, "create_speculative_config", _speculative_config)
+    wrap(EngineArgs, "create_engine_config", _engine_config)
 
 
 def requested(args: Any) -> dict[str, Any] | None:
@@ -47,11 +44,12 @@ def requested(args: Any) -> dict[str, Any] | None:
     raw = args.speculative_config
     if raw is not None and not isinstance(raw, Mapping):
         return None
-    merged = {_field_name(key): value for key, value in (raw or {}).items()}
     written: dict[Any, Any] = {}
     for key in raw or {}:
-        if (other := written.setdefault(_field_name(key), key)) != key:
-            raise ConfigError(f"speculative_config: {_field_name(key)} is given twice, as {other!r} and as {key!r}.")
+        name = key.replace("-", "_") if isinstance(key, str) else key
+        if (other := written.setdefault(name, key)) != key:
+            raise ConfigError(f"speculative_config: {name} is given twice, as {other!r} and as {key!r}.")
+    merged = {name: (raw or {})[key] for name, key in written.items()}
     flags = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
     given = {key: value for key, value in flags.items() if value is not None}
     method = given.get("method", merged.get("method"))
@@ -74,70 +72,48 @@ def requested(args: Any) -> dict[str, Any] | None:
     return {**merged, **given}
 
 
-def _field_name(key: Any) -> Any:
-    return key.replace("-", "_") if isinstance(key, str) else key
-
-
-def _wrap_speculative(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = getattr(self, "_specplugins_config", None)
-        if config is None:
-            return original(self, *args, **kwargs)
-        from vllm_specplugins.engine.frontend.spec_config import build
-
-        return build(config, *args, **kwargs)
-
-    return create_speculative_config
-
-
-def _wrap_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with sentence_instead_of_traceback():
-            raw = requested(self)
-            if raw is None:
-                return original(self, *args, **kwargs)
-            config = parse_config(raw)
-            if problems := compat.probe_installed():
-                logger.error(
-                    "vllm-specplugins does not support this vLLM (%s); serving without speculative decoding.",
-                    problems[0],
-                )
-                return _without_speculation(original, self, *args, **kwargs)
-            return _with_method(config, original, self, *args, **kwargs)
-
-    return create_engine_config
-
-
-def _wrap_refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raw = self.speculative_config
-        method = self.spec_method or (raw.get("method") if isinstance(raw, Mapping) else None)
-        if isinstance(method, str) and method in METHODS and method not in vllm_methods():
-            with sentence_instead_of_traceback():
-                raise ConfigError(
-                    f"speculative_config: method must be one of vLLM's own while VLLM_SPECPLUGINS_DISABLE is set, "
-                    f"not {method!r}."
-                )
+def _speculative_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    config = getattr(self, "_specplugins_config", None)
+    if config is None:
         return original(self, *args, **kwargs)
+    from vllm_specplugins.engine.frontend.spec_config import build
 
-    return create_engine_config
-
-
-def _without_speculation(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
-    nothing = {"speculative_config": None, "spec_method": None, "spec_model": None, "spec_tokens": None}
-    with replaced(engine_args, nothing):
-        return original(engine_args, *args, **kwargs)
+    return build(config, *args, **kwargs)
 
 
-def _with_method(config: SpecConfig, original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+def _engine_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with sentence_instead_of_traceback():
+        raw = requested(self)
+        if raw is None:
+            return original(self, *args, **kwargs)
+        config, problems = parse_config(raw), compat.probe_installed()
+        if not problems:
+            return _with_method(config, original, self, *args, **kwargs)
+        logger.error(
+            "vllm-specplugins does not support this vLLM (%s); serving without speculative decoding.", problems[0]
+        )
+        nothing = {"speculative_config": None, "spec_method": None, "spec_model": None, "spec_tokens": None}
+        with replaced(self, nothing):
+            return original(self, *args, **kwargs)
+
+
+def _refuse_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    raw = self.speculative_config
+    method = self.spec_method or (raw.get("method") if isinstance(raw, Mapping) else None)
+    if isinstance(method, str) and method in METHODS and method not in vllm_methods():
+        with sentence_instead_of_traceback():
+            raise ConfigError(
+                f"speculative_config: method must be one of vLLM's own while VLLM_SPECPLUGINS_DISABLE is set, not "
+                f"{method!r}."
+            )
+    return original(self, *args, **kwargs)
+
+
+def _with_method(config: SpecConfig, original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's configuration with our method in it, our worker and, where scheduling is asynchronous, our scheduler."""
     from vllm_specplugins.engine.frontend import grace, scheduling, spec_config
 
-    if grace.keeps_files(config):
-        grace.give_time()
+    grace.give_time(config)
     asked = engine_args.async_scheduling
     asynchronous = scheduling.wanted_of_vllm(config, asked, engine_args.pipeline_parallel_size)
     with (

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.request_options import Limits, check_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,7 @@ def take_predictions() -> None:
     """Has chat completions pass on what they predict; once per process, where requests come in."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    if not hasattr(ChatCompletionRequest.to_sampling_params, "__wrapped__"):
-        wrap(ChatCompletionRequest, "to_sampling_params", _with_prediction)
+    wrap(ChatCompletionRequest, "to_sampling_params", _with_prediction)
 
 
 def _with_prediction(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,21 +31,20 @@ def _with_prediction(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     return params
 
 
-def text_of(prediction: Any) -> str:
+def text_of(prediction: Any, limits: Limits) -> str:
     """The text of `{"type": "content", "content": ...}`, which is a text or a list of text parts.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else, or longer than a reference may be.
     """
     content = prediction.get("content") if isinstance(prediction, dict) else None
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if isinstance(parts, list):
-        texts = [text for part in parts if isinstance(text := _text(part), str)]
-        if len(texts) == len(parts):
-            return "".join(texts)
-    allowed = "{'type': 'content', 'content': a text or a list of text parts}"
-    raise ConfigError(f"prediction must be {allowed}, not {brief(prediction)}.")
+    if not isinstance(parts, list) or not all(map(_is_text, parts)):
+        allowed = "{'type': 'content', 'content': a text or a list of text parts}"
+        raise ConfigError(f"prediction must be {allowed}, not {brief(prediction)}.")
+    check_size("prediction", sum(len(part["text"]) for part in parts), limits)
+    return "".join(part["text"] for part in parts)
 
 
-def _text(part: Any) -> Any:
-    return part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

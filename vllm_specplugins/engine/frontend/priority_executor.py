@@ -41,16 +41,6 @@ def _begins_word(text: str, place: int) -> bool:
     return text[place] == " " and not text[place - 1].isspace() and not text[place + 1 : place + 2].isspace()
 
 
-def finished(work: Work[T]) -> T:
-    """What work returns that is done at once."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            value: T = end.value
-            return value
-
-
 class PriorityExecutor:
     """Does work in a daemon thread of its own.
 

@@ -22,7 +22,6 @@ from vllm_specplugins.config import (
     built_in_stage,
     sample_methods,
     stage_configs,
-    with_stage,
 )
 from vllm_specplugins.custom import reads_likeliest
 from vllm_specplugins.engine.adaptive import conditions
@@ -181,7 +180,8 @@ def _build_with(stage: StageConfig, common: dict[str, Any]) -> PluginSpeculative
         raise ConfigError(f"cascade: method must be {result.method!r} for {stage.own.model}, not {stage.method!r}.")
     if is_models_own:
         length = min(num_tokens, result.num_speculative_tokens)
-        result.plugin_config = with_stage(config, stage, replace(stage, num_speculative_tokens=length))
+        short = replace(stage, num_speculative_tokens=length)
+        result.plugin_config = config.with_stages([short if its is stage else its for its in config.stages])
     result.num_speculative_tokens = num_tokens
     return result
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from vllm_specplugins import __version__
 from vllm_specplugins.config import ConfigError, brief, did_you_mean
+from vllm_specplugins.custom import registrations
 from vllm_specplugins.engine.vllm_api import compat
 from vllm_specplugins.methods import BUILT_IN, METHODS, parse_config
-from vllm_specplugins.registered import registrations
 
 OK, ADVICE, PROBLEM = "ok", "advice", "problem"
 READY = {"method": "prompt_lookup", "num_speculative_tokens": 5}
@@ -152,7 +152,7 @@ def _seams() -> Iterator[Finding]:
         yield Finding("seam", f"{problem}; vLLM would serve without speculation", PROBLEM)
     if not problems:
         yield Finding("seams", f"all {sum(map(len, compat.names().values()))} names of vLLM that we touch are there")
-    patches = sorted(name for seam in compat.REPLACED if seam.kind == "patch" for name in seam.names)
+    patches = sorted(name for record in compat.replaced() if record.kind == "patch" for name in record.names)
     yield Finding("patches that stay", ", ".join(patches))
 
 

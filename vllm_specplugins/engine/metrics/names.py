@@ -18,58 +18,55 @@ class Metric:
     Args:
         kind: "counter", "gauge" or "histogram".
         name: without PREFIX, and without the "_total" that a counter gets.
-        labels: its own, after LABELS.
         words: what it counts.
+        field: of `counters.StageCounters`, where it stands; a list or dictionary has a series for each entry.
+        labels: its own, after LABELS.
         buckets: upper bounds of a histogram.
     """
 
     kind: str
     name: str
-    labels: tuple[str, ...]
     words: str
-    buckets: tuple[float, ...] = ()
-
-    @property
-    def exported_name(self) -> str:
-        """As Prometheus shows it; a histogram's series have _bucket, _sum and _count after that."""
-        return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
+    field: str = ""
+    labels: tuple[str, ...] = ("stage",)
+    buckets: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)  # seconds
 
 
-_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 _RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+_KEPT = "Tokens of a stage that the stage after it kept, or that went to the target where there is none."
+_AT = "Tokens of a stage that the target accepted, by position in the draft."
+_GATE = "Decisions of a cascade's gate, by the length it chose."
+_OFF = "times_switched_off"
 
-TABLE: tuple[Metric, ...] = (
-    Metric("counter", "asked", ("stage",), "How often a stage was asked to draft for a request."),
-    Metric("counter", "drafts", ("stage",), "Steps of single requests in which a draft had tokens of a stage."),
-    Metric("counter", "drafted_tokens", ("stage",), "Tokens that a stage drafted."),
-    Metric(
-        "counter",
-        "kept_tokens",
-        ("stage",),
-        "Tokens of a stage that the stage behind it kept, or that went to the target where there is none.",
-    ),
-    Metric("counter", "verified_tokens", ("stage",), "Tokens of a stage that the target verified."),
-    Metric("counter", "accepted_tokens", ("stage",), "Tokens of a stage that the target accepted."),
-    Metric(
-        "counter",
-        "accepted_tokens_by_position",
-        ("stage", "position"),
-        "Tokens of a stage that the target accepted, by position in the draft.",
-    ),
-    Metric("counter", "draft_lengths", ("length",), "Steps of single requests, by the length of their draft."),
-    Metric("counter", "gate_lengths", ("stage", "length"), "Decisions of a cascade's gate, by the length it chose."),
-    Metric("counter", "faults", ("stage", "cause"), "Faults of a stage that the barrier stopped."),
-    Metric("counter", "times_switched_off", ("stage",), "How often a stage was switched off after repeated faults."),
-    Metric("gauge", "switched_off", ("stage",), "Whether a stage is switched off now."),
-    Metric("gauge", "store_bytes", ("stage",), "Memory of what a stage keeps of requests, in bytes."),
-    Metric("gauge", "stored_outputs", ("stage",), "Outputs of earlier requests that suffix_lookup drafts from."),
-    Metric("gauge", "stored_tokens", ("stage",), "Their tokens."),
-    Metric("histogram", "draft_seconds", ("stage",), "Host time that a stage took for a step.", _SECONDS),
-    Metric("histogram", "step_draft_seconds", (), "Host time of all drafting of a step.", _SECONDS),
-    Metric("histogram", "verification_seconds", (), "Time of verification of a step with drafts, one in 64.", _SECONDS),
-    Metric("histogram", "request_acceptance_rate", (), "Accepted / verified tokens of finished requests.", _RATES),
+COUNTS = (
+    Metric("counter", "asked", "How often a stage was asked to draft for a request.", "asked"),
+    Metric("counter", "drafts", "Steps of single requests in which a draft had tokens of a stage.", "drafts"),
+    Metric("counter", "drafted_tokens", "Tokens that a stage drafted.", "drafted"),
+    Metric("counter", "kept_tokens", _KEPT, "kept"),
+    Metric("counter", "verified_tokens", "Tokens of a stage that the target verified.", "verified"),
+    Metric("counter", "accepted_tokens", "Tokens of a stage that the target accepted.", "accepted"),
+    Metric("counter", "accepted_tokens_by_position", _AT, "accepted_at", ("stage", "position")),
+    Metric("counter", "gate_lengths", _GATE, "gate_lengths", ("stage", "length")),
 )
-BY_NAME = {metric.name: metric for metric in TABLE}
+HEALTH = (
+    Metric("counter", "faults", "Faults of a stage that the barrier stopped.", "faults", ("stage", "cause")),
+    Metric("counter", _OFF, "How often a stage was switched off after repeated faults.", _OFF),
+    Metric("gauge", "switched_off", "Whether a stage is switched off now.", "switched_off"),
+)
+TABLE: tuple[Metric, ...] = (
+    *COUNTS,
+    Metric("counter", "draft_lengths", "Steps of single requests, by the length of their draft.", labels=("length",)),
+    *HEALTH,
+    Metric("gauge", "store_bytes", "Memory of what a stage keeps of requests, in bytes."),
+    Metric("gauge", "stored_outputs", "Outputs of earlier requests that suffix_lookup drafts from."),
+    Metric("gauge", "stored_tokens", "Their tokens."),
+    Metric("histogram", "draft_seconds", "Host time that a stage took for a step."),
+    Metric("histogram", "step_draft_seconds", "Host time of all drafting of a step.", labels=()),
+    Metric(
+        "histogram", "verification_seconds", "Time of verification with drafts; on a GPU of one step in 64.", labels=()
+    ),
+    Metric("histogram", "request_acceptance_rate", "Accepted / verified tokens of finished requests.", "", (), _RATES),
+)
 REPORT = "specplugins"  # what a report is called in the dictionary that vLLM carries
 SEPARATOR = "\t"  # between a metric's name and the values of its own labels, in a report's keys
 

@@ -6,9 +6,9 @@ front end's socket as they are. Where such a connector is configured, that way i
 
 import copy
 import logging
-import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,23 +17,13 @@ from vllm.v1.outputs import ECConnectorOutput
 
 from vllm_specplugins.counters import Counters, StageCounters
 from vllm_specplugins.engine.metrics.clock import LONGEST_LIST, DeviceClock
-from vllm_specplugins.engine.metrics.names import REPORT, key
+from vllm_specplugins.engine.metrics.names import COUNTS, HEALTH, REPORT, key
 from vllm_specplugins.isolation.barrier import FaultBarrier
 
 logger = logging.getLogger("vllm.specplugins")
 
 SHARE = 0.005  # of the time is spent on reports, at the most
-_FIELDS = {
-    "asked": "asked",
-    "drafts": "drafts",
-    "drafted_tokens": "drafted",
-    "kept_tokens": "kept",
-    "verified_tokens": "verified",
-    "accepted_tokens": "accepted",
-}
-_values_of = operator.attrgetter(*_FIELDS.values())
 _STEP = "step_draft_seconds"
-_LISTS = {"accepted_tokens_by_position": "accepted_at", "gate_lengths": "gate_lengths"}
 
 
 class Reporter:
@@ -62,7 +52,7 @@ class Reporter:
         self._sent: dict[str, float] = {}
         self._shown: dict[str, float] = {}  # gauges
         self._ms: dict[str, float] = {}  # of drafting, by series, up to the last step
-        self._observed: dict[str, list[float]] = {}  # of histograms, since the last report
+        self._observed = defaultdict[str, list[float]](list)  # of histograms, since the last report
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Notes how well requests that finished were guessed."""
@@ -112,27 +102,15 @@ class Reporter:
     def _stages(self, counters: Counters) -> Mapping[str, StageCounters]:
         return counters.stages or {f"0 {self.method}": counters.whole}
 
-    def _sizes(self) -> dict[str, int]:
-        """Of the stages of ours that keep something; a user's code is not called from here."""
-        return {
-            name: stage.num_bytes()
-            for name, stage in stages_of(self._barrier.proposer, self.method)
-            if is_ours(stage, "num_bytes")
-        }
-
     def _observe(self, series: str, value: float) -> None:
-        values = self._observed.setdefault(series, [])
-        if len(values) < LONGEST_LIST:
-            values.append(value)
+        if len(self._observed[series]) < LONGEST_LIST:
+            self._observed[series].append(value)
 
     def _time_step(self, counters: Counters) -> None:
         """How long this step's drafting took, by stage and altogether."""
         counters.whole.ms = counters.propose_ms
-        ms_of = {stage: own.ms for stage, own in self._stages(counters).items()}
-        for series, ms in (
-            *((key("draft_seconds", stage), ms) for stage, ms in ms_of.items()),
-            (_STEP, counters.propose_ms),
-        ):
+        ms_of = {key("draft_seconds", stage): own.ms for stage, own in self._stages(counters).items()}
+        for series, ms in {**ms_of, _STEP: counters.propose_ms}.items():
             if ms > self._ms.get(series, 0.0):
                 self._observe(series, (ms - self._ms.get(series, 0.0)) / 1000)
                 self._ms[series] = ms
@@ -140,52 +118,58 @@ class Reporter:
     def _report(self, counters: Counters) -> dict[str, Any]:
         """Counters as what was added to them, gauges as they are, histograms as lists of what they shall observe."""
         self.forget(())
-        totals: dict[str, float] = {}
-        health: dict[str, Any] = {}
-        for stage, own in self._stages(counters).items():
-            totals.update(zip([key(name, stage) for name in _FIELDS], _values_of(own), strict=True))
-            for name, attribute in _LISTS.items():
-                for index, count in enumerate(getattr(own, attribute)):
-                    totals[key(name, stage, index)] = count
-            health[stage] = own if counters.stages else counters
-        if counters.stages:
-            health[self.method] = counters
-        for length, count in enumerate(counters.draft_lengths):
-            totals[key("draft_lengths", length)] = count
-        gauges = {key("store_bytes", stage): float(size) for stage, size in self._sizes().items()}
-        for stage, proposer in stages_of(self._barrier.proposer, self.method):
-            if is_ours(proposer, "store_stats"):
-                held = proposer.store_stats()
-                gauges[key("stored_outputs", stage)], gauges[key("stored_tokens", stage)] = (
-                    held["texts"],
-                    held["tokens"],
-                )
-        for stage, state in health.items():
-            for cause, count in state.faults.items():
-                totals[key("faults", stage, cause)] = count
-            totals[key("times_switched_off", stage)] = state.times_switched_off
-            gauges[key("switched_off", stage)] = float(state.switched_off)
+        now: dict[str, float] = {
+            key("draft_lengths", length): count for length, count in enumerate(counters.draft_lengths)
+        }
+        now.update(self._counts(counters))
+        gauges = {series: float(now.pop(series)) for series in list(now) if series.startswith("switched_off")}
+        gauges.update(self._sizes())
         report: dict[str, Any] = {
             # A total that is smaller than before began anew, as in a barrier that took another's place.
             series: total - sent if total > (sent := self._sent.get(series, 0)) else total
-            for series, total in totals.items()
+            for series, total in now.items()
             if total != self._sent.get(series, 0)
         }
         report |= {series: value for series, value in gauges.items() if value != self._shown.get(series)}
-        self._sent, self._shown = totals, gauges
+        self._sent, self._shown = now, gauges
         if seconds := self.verification.take():
             self._observed["verification_seconds"] = seconds
         report |= self._observed
-        self._observed = {}
+        self._observed.clear()
         return report
+
+    def _counts(self, counters: Counters) -> Iterator[tuple[str, float]]:
+        """Series and totals of the stages, and of the method's own faults."""
+        for length, count in enumerate(counters.draft_lengths):
+            yield key("draft_lengths", length), count
+        parts = [(stage, own, COUNTS) for stage, own in self._stages(counters).items()]
+        healths: dict[str, Any] = (
+            {**counters.stages, self.method: counters} if counters.stages else {parts[0][0]: counters}
+        )
+        for stage, own, metrics in (*parts, *((stage, own, HEALTH) for stage, own in healths.items())):
+            for metric in metrics:
+                value = getattr(own, metric.field)
+                if isinstance(value, dict | list):
+                    for label, count in value.items() if isinstance(value, dict) else enumerate(value):
+                        yield key(metric.name, stage, label), count
+                else:
+                    yield key(metric.name, stage), value
+
+    def _sizes(self) -> Iterator[tuple[str, float]]:
+        """Of the stages of ours that keep something; a user's code is not called from here."""
+        for name, stage in stages_of(self._barrier.proposer, self.method):
+            if is_ours(stage, "num_bytes"):
+                yield key("store_bytes", name), float(stage.num_bytes())
+            if is_ours(stage, "store_stats"):
+                held = stage.store_stats()
+                yield key("stored_outputs", name), held["texts"]
+                yield key("stored_tokens", name), held["tokens"]
 
 
 def stages_of(proposer: Any, method: str) -> list[tuple[str, Any]]:
     """The stages of a cascade, or the proposer that is its only one, under the names that their counters have."""
-    stages: list[tuple[str, Any]] = (
-        proposer.named_stages() if hasattr(proposer, "named_stages") else [(f"0 {method}", proposer)]
-    )
-    return stages
+    named: Callable[[], list[tuple[str, Any]]] = getattr(proposer, "named_stages", lambda: [(f"0 {method}", proposer)])
+    return named()
 
 
 def is_ours(stage: Any, method: str) -> bool:

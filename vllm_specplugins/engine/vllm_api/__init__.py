@@ -1,1 +1,1 @@
-"""The names of vLLM that we touch: what we replace and why (`replaced.py`), and what a version must have."""
+"""The names of vLLM that we touch: what we replace and why (`replaced.toml`), and what a version must have."""

@@ -1,6 +1,6 @@
 """The version contract: every name of vLLM that we replace, override or read, checked before a method of ours runs.
 
-What is replaced stands in replaced.py, with its reasons. All names, those too that are merely read, stand in
+What is replaced stands in replaced.toml, with its reasons. All names, those too that are merely read, stand in
 vllm_names.json with the parameters of functions; tests/engine/vllm_names.py writes it from our sources and vLLM's, and
 a test compares. The check reads vLLM's source and imports nothing of it, so it serves an installed vLLM as well as an
 unpacked wheel of another version.
@@ -8,15 +8,42 @@ unpacked wheel of another version.
 
 import ast
 import json
+import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_specplugins.engine.vllm_api.replaced import REPLACED as REPLACED
-
 SUPPORTED = ">=0.32,<0.34"
 NAMES_FILE = Path(__file__).with_name("vllm_names.json")
+RECORDS_FILE = Path(__file__).with_name("replaced.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Names of vLLM, as vllm_names.json has them, that we replace: how, in which file, why, and until when."""
+
+    kind: str
+    file: str
+    names: list[str]
+    why: str
+    upstream: str
+    remove_when: str
+
+
+@cache
+def replaced() -> tuple[Replaced, ...]:
+    """What replaced.toml holds."""
+    defaults = tomllib.loads(RECORDS_FILE.read_text())
+    found = []
+    for record in defaults.pop("record"):
+        reasons = {**defaults, **record}
+        for target in reasons.pop("targets"):
+            place, _, members = target.partition(": ")
+            kind, file, *owner = place.split()
+            found.append(Replaced(kind, file, [".".join((*owner, name)) for name in members.split()], **reasons))
+    return tuple(found)
 
 
 @cache

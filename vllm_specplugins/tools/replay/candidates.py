@@ -73,7 +73,7 @@ def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candida
 def _default() -> Iterator[str]:
     """Names of every history proposer."""
     for name, method in METHODS.items():
-        if method.reads_history and not method.runs_target and name not in ("cascade", "custom"):
+        if not method.runs_target and name not in ("cascade", "custom"):
             yield name
     yield from registered_methods()
 

@@ -26,7 +26,7 @@ from vllm_specplugins.engine.v2.speculators.graphs import graphs_of_rows, record
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
 from vllm_specplugins.gate.step_times import lengths_up_to
-from vllm_specplugins.methods import build, build_proposer
+from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
 
 
@@ -62,7 +62,7 @@ class DeviceSpeculator(Speculator):
         """What the barrier shall hold."""
         if self._policy is not None:
             stages = config.own.stages
-            exits: Any = build(stages[EXIT], context)
+            exits: Any = build_proposer(stages[EXIT], context)
             return Stages([stage.method for stage in stages], self.texts, exits)
         return self.texts or build_proposer(config, context)
 
