@@ -28,14 +28,6 @@ class StageCounters:
     gate_lengths: list[int] = field(default_factory=list)  # how often the gate chose each length, 0 first
 
 
-def _troubles(counters: "StageCounters | Counters") -> str:
-    """What went wrong, for a log."""
-    if not counters.faults:
-        return ""
-    off = f", switched off {counters.times_switched_off} times" if counters.times_switched_off else ""
-    return f", faults: {counters.faults}{off}{' (now)' if counters.switched_off else ''}"
-
-
 @dataclass(slots=True)
 class Counters:
     """Running totals over all requests, for logs and `LLM.collective_rpc("specplugins_stats")`."""
@@ -61,14 +53,17 @@ class Counters:
         """
         steps = max(1, self.request_steps)
         words = [
-            f"{1 + self.accepted_tokens / steps:.2f} tokens a step, {self.drafts / steps:.0%} of {self.request_steps} "
-            f"steps with a draft; drafted {self.drafted_tokens}, accepted {self.accepted_tokens}".replace("%", " %")
+            f"{1 + self.accepted_tokens / steps:.2f} tokens a step, {100 * self.drafts / steps:.0f} % of "
+            f"{self.request_steps} steps with a draft; drafted {self.drafted_tokens}, accepted {self.accepted_tokens}"
         ]
         for name, stage in self.stages.items():
             counts = f"drafted {stage.drafted}, kept {stage.kept}, accepted {stage.accepted}, {stage.ms:.0f} ms"
-            words.append(f"stage {name}: {counts}{_troubles(stage)}")
-        if self.faults:
-            words.append(_troubles(self).removeprefix(", "))
+            words.append(f"stage {name}: {counts}")
+        parts: dict[str, Counters | StageCounters] = {"": self, **self.stages}
+        for name, part in parts.items():
+            if part.faults:
+                off = f", switched off {part.times_switched_off} times" if part.times_switched_off else ""
+                words.append(f"{name} faults: {part.faults}{off}{' (now)' if part.switched_off else ''}".lstrip())
         return "; ".join(words)
 
     def add(self, feedback: Feedback) -> None:

@@ -1,12 +1,8 @@
-"""The value types between engine and proposers, and the protocol that a proposer follows.
+"""The value types between engine and proposers, and the protocol that a proposer follows, on both model runners.
 
-Engine-neutral: the same proposer runs on both of vLLM's model runners. Dimensions: num_reqs requests of a step
-that may get a draft, K = num_speculative_tokens.
-
-What is public: ProposerContext, DraftBatch, Draft, Feedback, RequestFault and Proposer. PROTOCOL_VERSION goes up by one
-with every change that a working proposer could notice: a field that goes or means something else, a method that is
-called at another place or must be there. A new field with a default, or a new method that may be absent, leaves it as
-it is. A class may say `protocol_version = 1`; one that says another version is refused before the engine starts.
+Public: ProposerContext, DraftBatch, Draft, Feedback, RequestFault and Proposer. Dimensions: num_reqs requests of a step
+that may get a draft, K = num_speculative_tokens. PROTOCOL_VERSION goes up by one with every change that a working
+proposer could notice. A class may say `protocol_version = 1`; one that says another is refused at the start.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +12,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.target import Target
+from vllm_specplugins.target import Int32Array, Likeliest, Offer, Target
 
 PROTOCOL_VERSION = 1
 
-Int32Array = npt.NDArray[np.int32]
 T = TypeVar("T")
 
 
@@ -51,14 +46,11 @@ class ProposerContext:
         max_num_reqs: most requests in one batch.
         max_num_draft: K.
         tokenize: text to token ids, without special tokens; slow (it may load the tokenizer).
-        device: where the target is (a torch.device).
-        dtype: what the target computes in (a torch.dtype).
-        time_budget_ms: longest that a proposer that runs on the host may take for one step; None: as long as it likes.
-        num_ranks: of the tensor-parallel group.
-        rank: of this process among those that draft for the same requests.
+        device, dtype: where the target is, and what it computes in (torch's).
+        time_budget_ms: longest that a proposer on the host may take for one step; None: as long as it likes.
+        num_ranks, rank: of the tensor-parallel group, whose members draft for the same requests.
         agreed: a value (times, drafts) to that which rank 0 has; every rank calls it at the same places.
-        file_suffix: what the names of files end with that this engine saves to, since several may have one
-            configuration; None in a process that shall save nothing: another rank does.
+        file_suffix: what names of files end with that this engine saves to; None: another rank saves.
     """
 
     vocab_size: int
@@ -76,51 +68,19 @@ class ProposerContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """What a proposer built into the engine drafted in this step, before ours is asked.
-
-    Args:
-        token_ids: [num_reqs, K] int32.
-        ms: how long that took.
-        chances: [num_reqs, K] float32, how likely it thinks it is that each token is accepted if those before it are;
-            None where it does not say.
-    """
-
-    token_ids: Int32Array
-    ms: float
-    chances: npt.NDArray[np.float32] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Likeliest:
-    """The token that the target found likeliest after each one that it read in the step before, rejected drafts
-    included. Arrays that cannot be written to; N: such places.
-
-    Args:
-        requests: [N] int32, whose place it is, an index into the batch; in ascending order.
-        token_ids: [N] int32, the token that was read.
-        next_ids: [N] int32, the likeliest after it.
-    """
-
-    requests: Int32Array
-    token_ids: Int32Array
-    next_ids: Int32Array
-
-
-@dataclass(frozen=True, slots=True)
 class DraftBatch:
     """The requests that want a draft in this step. A proposer gets one of its own, in which nothing can be written.
 
     Args:
         request_ids: one id a request, stable from its first step to `forget`.
-        token_ids: a request's prompt and output so far, [num_tokens] int32 each; read-only views that are valid
-            during the call only. Empty for a model proposer: the tokens need not be on the host.
+        token_ids: a request's prompt and output so far, [num_tokens] int32 each, valid during the call only. Empty for
+            a model proposer: the tokens need not be on the host.
         max_num_draft: [num_reqs] int32, most tokens wanted for each request: 0..K.
         options: `SamplingParams.extra_args["specplugins"]` of each request, empty where it has none; lists are tuples.
-        target: the target, for a model proposer.
+        target: for a model proposer.
         offer: the drafts of a cascade's stage that is built into the engine; None where it could not draft.
-        likeliest: what the target found in the step before; None unless the proposer's class has
-            `reads_likeliest = True`, and of a cascade's stage in steps in which it is asked for no draft.
+        likeliest: None unless the proposer's class has `reads_likeliest = True`, and of a cascade's stage in steps in
+            which it is asked for no draft.
     """
 
     request_ids: Sequence[str]
@@ -141,13 +101,12 @@ class Draft:
     """What a proposer guesses for a batch, in the batch's order: this class and NumPy's arrays, no subclasses.
 
     Args:
-        token_ids: [num_reqs, <= K] int32, an array, or a tensor of a model proposer; what stands past a
-            request's num_draft is ignored.
+        token_ids: [num_reqs, <= K] int32, an array, or a tensor of a model proposer; ignored past num_draft.
         num_draft: [num_reqs] int32, 0 where it has no guess.
         confidence: [num_reqs] float32, finite, larger is surer, in the proposer's own unit (match length, probability).
-        logits: [num_reqs, <= K, vocab_size], of the width of token_ids, of a model proposer that samples: q is their
-            softmax at the request's temperature. None means that q is one-hot, as that of a proposer that runs on the
-            host always is: tokens that it draws are verified as exactly, and it must not return logits.
+        logits: [num_reqs, <= K, vocab_size], as wide as token_ids, of a model proposer that samples: q is their softmax
+            at the request's temperature. None: q is one-hot, as a proposer's on the host always is; tokens that it
+            draws are verified as exactly.
         stage: [num_reqs] int32, which stage of a cascade made the draft.
     """
 

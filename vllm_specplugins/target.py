@@ -1,8 +1,16 @@
-"""The target as a model proposer sees it: `DraftBatch.target`. Dimensions as in draft.py."""
+"""The target as a model proposer sees it, `DraftBatch.target`, and what else the engine tells some proposers.
+
+Dimensions as in draft.py.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +94,33 @@ class Target:
     last_hidden_states: Any
     sampling: Sampling
     edit: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a proposer built into the engine drafted in this step, before ours is asked.
+
+    Args:
+        token_ids: [num_reqs, K] int32.
+        ms: how long that took.
+        accept_probs: [num_reqs, K] float32, of each token if those before it are accepted; None: it does not say.
+    """
+
+    token_ids: Int32Array
+    ms: float
+    accept_probs: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """The target's argmax after each of the N tokens that it read in the step before, rejected drafts included.
+
+    Args:
+        requests: [N] int32, whose token it is, an index into the batch; in ascending order.
+        token_ids: [N] int32, the token that was read.
+        next_ids: [N] int32, the likeliest after it.
+    """
+
+    requests: Int32Array
+    token_ids: Int32Array
+    next_ids: Int32Array

@@ -110,7 +110,7 @@ def test_its_own_chances_reach_the_gate() -> None:
         batch = batch_of([[1, 2, 3, 4]], [[7, 8, 9]])
         assert batch.offer is not None
         chances = np.array([[0.995, 0.995, 0.2] if is_sure else [0.2, 0.995, 0.995]], np.float32)
-        batch = replace(batch, request_ids=[str(step)], offer=replace(batch.offer, chances=chances))
+        batch = replace(batch, request_ids=[str(step)], offer=replace(batch.offer, accept_probs=chances))
         num_draft = proposer.propose(batch).num_draft
         lengths.append(int(num_draft[0]))
         num_right = np.minimum(num_draft, 2 if is_sure else 0)
@@ -122,7 +122,7 @@ def test_chances_of_what_is_continued() -> None:
     """Fails if tokens behind another stage's have the chances of those in front of them."""
     batch = batch_of([[1]], [[7, 8, 9]])
     assert batch.offer is not None
-    sure = replace(batch.offer, chances=np.array([[0.0, 0.75, 0.9375]], np.float32))
+    sure = replace(batch.offer, accept_probs=np.array([[0.0, 0.75, 0.9375]], np.float32))
     prefix = of_stage(0, np.array([[7, 0, 0]], np.int32), np.array([1]), np.ones(1))
     drafts = BuiltInDrafter(1, StageCounters(), K).draft(replace(batch, offer=sure), prefix, np.array([2]))
     assert drafts.confidence[0, : drafts.num_draft[0]].tolist() == [2.0, 4.0]

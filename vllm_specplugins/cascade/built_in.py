@@ -53,8 +53,8 @@ class BuiltInDrafter:
         offered = batch.offer.token_ids.shape[1]  # fewer than K in a step for which the engine wants fewer
         rest = (0, 0), (0, self.width - offered)
         own, sure = np.pad(batch.offer.token_ids, rest), None
-        if batch.offer.chances is not None:
-            sure = np.pad(confidence_of(batch.offer.chances), rest)
+        if batch.offer.accept_probs is not None:
+            sure = np.pad(confidence_of(batch.offer.accept_probs), rest)
         num_draft = np.minimum(max_draft, offered)
         if prefix is not None:
             places, starts = columns(own), prefix.num_draft[:, None]

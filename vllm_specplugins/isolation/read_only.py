@@ -26,8 +26,8 @@ def copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def frozen(value: Any) -> Any:
     """A copy of a client's value: tuples for lists, read-only dictionaries and arrays.
 
-    >>> frozen({"a": [1, {"b": {2}}]})
-    mappingproxy({'a': (1, mappingproxy({'b': frozenset({2})}))})
+    >>> frozen({"a": [1, {"b": 2}]})
+    mappingproxy({'a': (1, mappingproxy({'b': 2}))})
     """
     match value:
         case Mapping():
@@ -36,10 +36,6 @@ def frozen(value: Any) -> Any:
             if _IMMUTABLE.issuperset(map(type, value)):  # as fast as a long list of ids deserves
                 return tuple(value)
             return tuple(map(frozen, value))
-        case set() | frozenset():
-            return frozenset(value)
-        case bytearray():
-            return bytes(value)
         case np.ndarray():
             return view(np.array(value))
     return value

@@ -117,9 +117,7 @@ class PluginSpeculativeConfig(SpeculativeConfig):
     @property
     def chooses_length(self) -> bool:
         """Whether the scheduler chooses how many tokens a step drafts, on Model Runner V2; on the host a gate does."""
-        config = self.plugin_config
-        gates = (getattr(part, "gate", "auto") for part in (config.common, config.own))
-        return not self.reads_on_host and "off" not in gates
+        return not self.reads_on_host and self.plugin_config.common.gate != "off"
 
     def use_ngram(self) -> bool:
         """What vLLM asks to know whether all tokens shall be in the device's memory."""
@@ -151,27 +149,25 @@ def build(
     """
     if not config.says_length:
         config = _with_length_for(config, target_model_config)
-    common: dict[str, Any] = {
-        "num_speculative_tokens": config.length,
+    common = {
         "plugin_config": config,
         "target_model_config": target_model_config,
         "target_parallel_config": target_parallel_config,
     }
-    stage = built_in_stage(config)
-    if stage is not None:
-        return _build_with(stage, common)
+    if stage := built_in_stage(config):
+        return _build_with(stage, config, common)
     return PluginSpeculativeConfig(
         method=name_in_vllm(config.method),
+        num_speculative_tokens=config.length,
         draft_sample_method="probabilistic" if "probabilistic" in sample_methods(config) else "greedy",
         **common,
     )
 
 
-def _build_with(stage: StageConfig, common: dict[str, Any]) -> PluginSpeculativeConfig:
-    config, num_tokens = common["plugin_config"], common.pop("num_speculative_tokens")
+def _build_with(stage: StageConfig, config: SpecConfig, common: dict[str, Any]) -> PluginSpeculativeConfig:
     is_models_own = stage.method == "mtp" and not (stage.num_speculative_tokens or config.says_length)
     if not is_models_own:
-        common["num_speculative_tokens"] = stage.num_speculative_tokens or num_tokens  # what vLLM checks for its method
+        common["num_speculative_tokens"] = stage.num_speculative_tokens or config.length
     try:
         result = PluginSpeculativeConfig(method=stage.method, model=stage.own.model, **stage.own.settings, **common)
     except Exception as error:  # whatever vLLM, pydantic and transformers raise
@@ -179,10 +175,10 @@ def _build_with(stage: StageConfig, common: dict[str, Any]) -> PluginSpeculative
     if result.method != stage.method:
         raise ConfigError(f"cascade: method must be {result.method!r} for {stage.own.model}, not {stage.method!r}.")
     if is_models_own:
-        length = min(num_tokens, result.num_speculative_tokens)
+        length = min(config.length, result.num_speculative_tokens)
         short = replace(stage, num_speculative_tokens=length)
         result.plugin_config = config.with_stages([short if its is stage else its for its in config.stages])
-    result.num_speculative_tokens = num_tokens
+    result.num_speculative_tokens = config.length
     return result
 
 

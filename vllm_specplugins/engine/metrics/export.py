@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
 from vllm_specplugins.engine.hooks import wrap
-from vllm_specplugins.engine.metrics.names import LABELS, PREFIX, REPORT, SEPARATOR, TABLE, Metric, key
+from vllm_specplugins.engine.metrics.names import HEALTH, LABELS, PREFIX, REPORT, SEPARATOR, TABLE, Metric, key
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -73,22 +73,14 @@ def _made(metric: Metric, theirs: PrometheusStatLogger) -> Any:
 
 
 def _known_series(config: Any) -> Iterator[str]:
-    """Those that are shown from the start, as zeros."""
+    """Those that are shown from the start, as zeros; others, by position or cause, when they have a count."""
     stages = [f"{index} {part.method}" for index, part in enumerate(config.parts)]
-    has_gate = config.stages and config.common.gate != "off"
     for metric in TABLE:
-        of_method = [config.method] if len(stages) > 1 and metric.name.endswith("switched_off") else []
-        match metric.labels:
-            case ():
-                yield metric.name
-            case ("stage",) if metric.name not in _OF_SOME:
-                yield from (key(metric.name, stage) for stage in (*stages, *of_method))
-            case ("length",):
-                yield from (key(metric.name, length) for length in range(config.length + 1))
-            case ("stage", "position"):
-                yield from (key(metric.name, stage, place) for stage in stages for place in range(config.length))
-            case ("stage", "length") if has_gate:
-                yield from (key(metric.name, stage, length) for stage in stages for length in range(config.length + 1))
+        if not metric.labels:
+            yield metric.name
+        elif metric.labels == ("stage",) and metric.name not in _OF_SOME:
+            of_method = [config.method] if len(stages) > 1 and metric in HEALTH else []
+            yield from (key(metric.name, stage) for stage in (*stages, *of_method))
 
 
 def export_metrics() -> None:
