@@ -31,7 +31,7 @@ from vllm_specplugins.structures.views import Views, view
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile import HANGS, HOSTILE, RAISED, VOCAB_SIZE, HostileProposer, K
 
-GOOD = Draft(np.array([[1, 2], [3, 0]], np.int32), np.array([2, 1], np.int32))
+GOOD = Draft(np.array([[1, 2], [3, 1 << 20]], np.int32), np.array([2, 1], np.int32))  # past num_draft anything
 
 
 def batch(*request_ids: str, options: Any = {}) -> DraftBatch:  # noqa: B006
@@ -103,15 +103,6 @@ def test_good_drafts_pass(budget_ms: float | None) -> None:
     assert counters.faults == {}
 
 
-def untouched(given: DraftBatch) -> bool:
-    return (
-        given.request_ids == ["a", "b"]
-        and [tokens.tolist() for tokens in given.token_ids] == [[0, 1, 2, 3]] * 2
-        and given.max_num_draft.tolist() == [3, 3]
-        and given.options == [{}, {}]
-    )
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: each single check, copy and read-only view; an exception that leaves; a fault under another name."""
@@ -125,7 +116,7 @@ def test_hostile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = barrier.propose(given, feedback())
     kept = draft.token_ids.tolist(), draft.num_draft.tolist()
     assert (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
-    assert untouched(given)
+    assert repr(given) == repr(batch())
     assert barrier.counters.faults == ({} if kind is None else {kind: 1})
     if kind is not None:
         assert draft.num_draft.tolist() == [0, 0]
@@ -137,7 +128,7 @@ def test_hostile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("method", ["propose", "observe", "forget"])
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, RecursionError])
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 def test_each_method_may_fail(method: str, error: type[BaseException]) -> None:
     def fail(*args: Any) -> Any:
         raise error
@@ -176,11 +167,6 @@ def test_a_fault_on_one_of_several_ranks_ends_the_process(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit):
         step(guard(Scripted(raises), budget_ms=None, ends_process=True))
-
-
-def test_what_stands_past_num_draft_is_ignored() -> None:
-    draft = Draft(np.array([[1, 1 << 20], [-7, 999]], np.int32), np.array([1, 0], np.int32))
-    assert step(guard(Scripted(lambda: draft))) == [1, 0]
 
 
 def test_logged_once_and_switched_off(caplog: pytest.LogCaptureFixture) -> None:
@@ -341,7 +327,7 @@ def test_state_is_bounded() -> None:
     for index in range(1000):
         barrier.forget([str(index)])
         barrier.count(feedback())
-    assert sizes() == 0
+    assert step(barrier, DraftBatch([], [], np.zeros(0, np.int32), [])) == [] and sizes() == 0, "nobody is asked"
     step(barrier)
     for index in range(1000):  # it hangs
         step(barrier, batch(str(index), str(-index)))
@@ -360,14 +346,6 @@ def test_a_pause_is_no_part_of_a_step() -> None:
         barrier.paused_ms += paused_ms
         barrier.propose(batch(), replace(feedback(), step_ms=step_ms))
     assert told == [200.0, 200.0, None, 200.0]
-
-
-def test_empty_batch_is_not_proposed_for() -> None:
-    proposer = Scripted(raises)
-    barrier = guard(proposer)
-    empty = DraftBatch([], [], np.zeros(0, np.int32), [])
-    assert barrier.propose(empty, Feedback([], np.zeros(0, np.int32), np.zeros(0, np.int32))).num_draft.shape == (0,)
-    assert proposer.seen == []
 
 
 class Picky:
@@ -413,36 +391,26 @@ def test_a_clients_fault_is_its_own(fault: str, caplog: pytest.LogCaptureFixture
     assert step(barrier) == [1, 1]
 
 
-def test_a_fault_that_is_not_the_clients_counts() -> None:
-    """Kills: requests with options of their own as an excuse for a proposer that always fails."""
-    barrier = guard(Scripted(raises))
-    options = {"a": {"mine": 1}}
+@pytest.mark.parametrize(
+    ("error", "charged"),
+    [
+        (RuntimeError("planted"), 1),
+        (RequestFault("a", "again"), 1),
+        *((RequestFault(blamed, "not mine"), 0) for blamed in ("unknown", 5, None)),
+    ],
+)
+def test_a_fault_that_is_not_the_clients_counts(error: Exception, charged: int) -> None:
+    """Kills: requests as an excuse for a proposer that always fails: with options of their own, or blamed again though
+    it is no longer asked for them; a blame of a request that is not in the batch."""
+
+    def fail() -> Any:
+        raise error
+
+    barrier, options = guard(Scripted(fail)), {"a": {"mine": 1}} if type(error) is RuntimeError else {}
     for _ in range(MAX_FAULTS + 1):
         step(barrier, batch(options=options))
-    assert barrier.counters.faults == {CHARGED: 1, RAISED: MAX_FAULTS}
-    assert barrier.counters.switched_off
-
-
-def test_one_request_is_blamed_once() -> None:
-    """Kills: a proposer that fails for ever, and puts it on a request that it is no longer asked for."""
-
-    def fail() -> Any:
-        raise RequestFault("a", "again")
-
-    barrier = guard(Scripted(fail))
-    for _ in range(MAX_FAULTS + 1):
-        step(barrier)
-    assert barrier.counters.faults == {CHARGED: 1, RAISED: MAX_FAULTS} and barrier.counters.switched_off
-
-
-@pytest.mark.parametrize("blamed", ["unknown", 5, None])
-def test_only_requests_of_the_batch_can_be_blamed(blamed: Any) -> None:
-    def fail() -> Any:
-        raise RequestFault(blamed, "not mine")
-
-    barrier = guard(Scripted(fail))
-    step(barrier)
-    assert barrier.counters.faults == {RAISED: 1} and not barrier.guard._set_aside
+    assert barrier.counters.faults == ({CHARGED: charged} if charged else {}) | {RAISED: MAX_FAULTS}
+    assert barrier.counters.switched_off and len(barrier.guard._set_aside) == charged
 
 
 def test_histories_of_adapters() -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from server import Server
@@ -44,11 +43,6 @@ class Memory:
         """How long the second half was."""
         judged = self.seconds[len(self.seconds) // 2 :]
         return (judged[-1] - judged[0]) / 60 if judged else 0.0
-
-    def save(self, path: Path) -> None:
-        """As text, for a plot: seconds and MiB of each sample."""
-        rows = zip(self.seconds, self.rss, strict=True)
-        path.write_text("".join(f"{second - self.seconds[0]:.1f} {size / MIB:.2f}\n" for second, size in rows))
 
     def last(self) -> float:
         """MiB at the end."""

@@ -54,7 +54,6 @@ def methods(chaos: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "cascade": {**cascade, "stages": [lookup, *several, early_exit]},
         "custom": {**planted(0, 1), **common},
         "prompt_lookup": {**lookup, **common, "gate": "off"},  # on a small model drafts hardly pay
-        "early_exit": {**early_exit, **common, "gate": "off"},
         "verify": {**cascade, "policy": "verify", "stages": [planted(0, 1), early_exit]},
     }
 
@@ -158,7 +157,6 @@ class Soak:
         finally:
             for task in (running, polling):
                 task.cancel()
-        memory.save(FOLDER / f"{phase.name.replace(' ', '_')}.rss")
         phase.mib, phase.slope, phase.judged_minutes = memory.last(), memory.slope(), memory.judged_minutes()
         await self._check_end(phase, server, traffic)
 
