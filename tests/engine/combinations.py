@@ -16,7 +16,7 @@ from families import EXIT_LAYER, NUM_LAYERS, SHAPE, checkpoint
 from parts import write_head
 from safetensors.torch import save_file
 
-from vllm_specplugins.proposers.heads.look_ahead import LookAheadConfig, save_look_ahead
+from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
 
 HERE = Path(__file__).parent
 HIDDEN = SHAPE["hidden_size"]
@@ -40,7 +40,7 @@ def cascade(*stages: dict[str, Any]) -> dict[str, Any]:
 def look_ahead(folder: Path, exit_layer: int, hidden_size: int, num_draft: int = K) -> dict[str, Any]:
     """An exit that drafts by one pass, with embeddings that say nothing."""
     config = LookAheadConfig(exit_layer=exit_layer, hidden_size=hidden_size, num_embeddings=num_draft - 1)
-    save_look_ahead(folder, config, torch.zeros(num_draft - 1, hidden_size) + 0.01)
+    LookAhead(config, {"embeddings.weight": torch.full((num_draft - 1, hidden_size), 0.01)}).save(folder)
     return {**early_exit(exit_layer, num_draft), "look_ahead": str(folder)}
 
 

@@ -9,7 +9,7 @@ from conftest import DEMO_MODEL, NUM_LAYERS
 from safetensors.torch import load_file
 
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
-from vllm_specplugins.proposers.heads.look_ahead import LookAheadConfig, save_look_ahead
+from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
 
 HIDDEN, K = 256, 4
 
@@ -19,7 +19,8 @@ def write_head(folder: Path, early_layers: int, late_layer: int, scale: float, *
     sizes = {"num_layers": NUM_LAYERS, "hidden_size": HIDDEN, **other}
     config = JumpHeadConfig(early_layers=early_layers, late_layer=late_layer, inner_size=16, rms_norm_eps=1e-5, **sizes)
     generator = torch.Generator().manual_seed(0)
-    weights = {name: scale * torch.randn(shape, generator=generator) for name, shape in config.shapes().items()}
+    shapes = JumpHead(config).state_dict()
+    weights = {name: scale * torch.randn(like.shape, generator=generator) for name, like in shapes.items()}
     JumpHead(config, weights | {"norm.weight": torch.ones(config.hidden_size)}).save(folder)
     return {"method": "jump", "head": str(folder), "num_speculative_tokens": K}
 
@@ -28,5 +29,6 @@ def with_embeddings(folder: Path, layer: int, num_draft: int, **other: int) -> d
     """An exit that drafts by one pass, with embeddings of some tokens."""
     table = load_file(DEMO_MODEL / "model.safetensors")["model.embed_tokens.weight"].float()
     sizes = {"exit_layer": layer, "hidden_size": table.shape[1], "num_embeddings": num_draft - 1, **other}
-    save_look_ahead(folder, LookAheadConfig(**sizes), torch.zeros(sizes["num_embeddings"], sizes["hidden_size"]) + 0.01)
+    weights = {"embeddings.weight": torch.full((sizes["num_embeddings"], sizes["hidden_size"]), 0.01)}
+    LookAhead(LookAheadConfig(**sizes), weights).save(folder)
     return {**early_exit(layer, num_draft), "look_ahead": str(folder)}

@@ -23,10 +23,9 @@ from vllm_specplugins.tools.verify_lossless import NO_SPECULATION, Verification
 NUM_REQS, NUM_SAMPLES = 16, 240
 CELLS = [cell(1.0)]
 CASES = [
-    ("cascade-first", {}),
-    ("cascade-extend", {}),
+    ("cascade-auto", {}),
     ("cascade-verify", {}),
-    ("cascade-extend", {"rejection": "block"}),
+    ("cascade-auto", {"rejection": "block"}),
     ("early_exit-probabilistic", {}),
     ("prompt_lookup", {}),
 ]

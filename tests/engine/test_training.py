@@ -10,7 +10,7 @@ from conftest import DEMO_MODEL, RUNNER, spec_metrics
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.training import own_text
-from vllm_specplugins.tools.training.exit_head import TrainedExitHead, initial_head
+from vllm_specplugins.tools.training.kinds import exit_guesser, initial_head
 from vllm_specplugins.tools.training.scores import own_texts, scores
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the engine of the tools is V1's on a CPU")
@@ -39,7 +39,7 @@ def test_printed_is_measured(engine: Any, base: BaseModel, rows: list[list[int]]
     # First the engine: vLLM's kernels on a CPU do not come up where the host's compiled loops already are.
     llm = engine({**early_exit(2, K), "draft_sample_method": "coupled"})
     texts = [own_texts(base, rows, heat) for heat in (0.0, 1.0)]
-    found = scores(base, *texts, TrainedExitHead(initial_head(base, 2, 0)), K)
+    found = scores(base, *texts, exit_guesser(initial_head(base, 2, 0)), K)
     for own, printed in zip(texts, (found.length, found.sampled_lengths["coupled"]), strict=True):
         before = spec_metrics(llm)
         prompts = [{"prompt_token_ids": text.row[: text.begin]} for text in own]

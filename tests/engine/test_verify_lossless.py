@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from vllm_specplugins.tools.lossless.report import PASSED, WRONG, Judged, Report
 from vllm_specplugins.tools.verify_lossless import NO_SPECULATION, Verification
 
 pytestmark = pytest.mark.slow
+PAGE = Path(__file__).parents[2] / "docs" / "write-a-proposer.md"
 WITHOUT_TAPES = "64 samples a step take minutes in Triton's interpreter"
 NUM_SAMPLES = 300 if INTERPRETED else 1500
 PASSING = ["cascade-verify"] if INTERPRETED else ["prompt_lookup", "cascade-verify", "jump-probabilistic"]
@@ -155,11 +157,18 @@ def test_planted_errors_are_caught(plant: Any, judge: Judge, monkeypatch: pytest
 
 @pytest.mark.skipif(INTERPRETED, reason="the same program on both runners, and 34 cells through the interpreter")
 def test_command(tmp_path: Path) -> None:
-    """From the command line to its exit status: engines in processes of their own."""
+    """From the command line to its exit status, with the documentation's proposer: engines in processes of their own.
+
+    Kills: an engine that the user's module does not reach, counts that nobody prints."""
+    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "my_proposer.py").write_text(code)
+    config = {"method": "custom", "proposer": "my_proposer:LastSuccessor", "gate": "off", "num_speculative_tokens": 2}
     command = [sys.executable, "-m", "vllm_specplugins", "verify-lossless", "--json", tmp_path / "report.json"]
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [*command, "--method", SAMPLED, "--samples", "200"], capture_output=True, text=True, env=os.environ
-    )
+        [*command, "--method", json.dumps(config), "--samples", "200"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["lossless"] and {cell["verdict"] for cell in report["cells"]} == {PASSED}

@@ -14,13 +14,8 @@ from safetensors.torch import save
 from spoil import spoilt
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.proposers.heads.exit_head import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    ExitHead,
-    ExitHeadConfig,
-    check_exit_head,
-)
+from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
+from vllm_specplugins.proposers.heads.trained import CONFIG_FILE
 
 SIZES = {"exit_layer": 2, "hidden_size": 4, "vocab_size": 6}
 CONFIG: dict[str, Any] = {**SIZES, "rank": 0, "rms_norm_eps": 1e-5}
@@ -35,7 +30,8 @@ ranked = st.builds(lambda config, rank: {**config, "rank": rank}, configs, st.sa
 @st.composite
 def tensors(draw: st.DrawFn, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A head's, mostly; sometimes of another shape, dtype or name."""
-    shapes = ExitHeadConfig(**{**CONFIG, "rank": 2 if config["rank"] == 2 else 0}).shapes()
+    whole = ExitHead(ExitHeadConfig(**{**CONFIG, "rank": 2 if config["rank"] == 2 else 0})).state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
     if draw(st.booleans()):
         shapes = shapes | draw(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(SHAPES), max_size=2))
     dtype = draw(st.sampled_from(DTYPES))
@@ -66,14 +62,13 @@ def test_loads_or_is_refused(files: tuple[bytes, bytes]) -> None:
     """Kills: a check that looks at names and forgets shapes or dtypes; a traceback of json's or safetensors'."""
     with TemporaryDirectory() as folder:
         (Path(folder) / CONFIG_FILE).write_bytes(files[0])
-        (Path(folder) / WEIGHTS_FILE).write_bytes(files[1])
+        (Path(folder) / ExitHead.file).write_bytes(files[1])
         try:
-            check_exit_head(folder, **SIZES)
+            ExitHead.check(folder, **SIZES)
         except ConfigError as error:
             check_sentence(error)
             return
         head = ExitHead.load(folder)
-    assert all(tensor.dtype == torch.float32 for tensor in head.weights.values())
-    assert {name: tuple(tensor.shape) for name, tensor in head.weights.items()} == head.config.shapes()
+    assert all(tensor.dtype == torch.float32 for tensor in head.state_dict().values())
     assert head.logits(torch.ones(3, 4)).shape == (3, 6)
     assert 0 <= head.config.rms_norm_eps < float("inf")

@@ -118,8 +118,8 @@ def changed(name: str, tensor: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     "damage, words",
     [
-        (without("1.0.linear.weight"), "weights of head 1 layer 0"),
-        (without("2.2.weight"), "weights of head 2"),
+        (without("1.0.linear.weight"), "with the 1.0.weight of its heads"),
+        (without("2.2.weight"), "with the 2.head of its heads"),
         (without(*(f"2.{layer}.linear.{kind}" for layer in range(2) for kind in ("weight", "bias"))), "one with 2"),
         (changed("1.0.linear.weight", torch.zeros(4, 4)), "one shape"),
         (changed("1.0.linear.weight", torch.zeros(8)), "2 dimensions"),

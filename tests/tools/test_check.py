@@ -124,36 +124,38 @@ def test_oracle() -> None:
 
     Kills: a draft compared one position off; a preempted request that loses a token or gets its old draft's feedback.
     """
-    findings = checked("Oracle")
-    assert findings.violations == []
-    assert 0 < findings.counters.accepted_tokens == findings.counters.drafted_tokens
-    worse = checked("Oracle", exact=False)
-    assert worse.violations == []
-    assert 0 < worse.counters.accepted_tokens < worse.counters.drafted_tokens
-    assert worse.counters.request_steps > findings.counters.request_steps
+    violations, exact = checked("Oracle")
+    assert violations == []
+    assert 0 < exact.accepted_tokens == exact.drafted_tokens
+    violations, worse = checked("Oracle", exact=False)
+    assert violations == []
+    assert 0 < worse.accepted_tokens < worse.drafted_tokens
+    assert worse.request_steps > exact.request_steps
     # Every request ends with its recorded text: what is accepted and what is said makes up the outputs.
     trace = load()
     said = sum(len(history) for history in trace.histories) - sum(trace.prompt_lengths)
-    for found in (findings.counters, worse.counters):
+    for found in (exact, worse):
         assert 0 <= found.request_steps + found.accepted_tokens - said <= 2 * len(trace.histories)
 
 
 FAULTS = {
-    "raises": "It raised in 3 steps: RuntimeError: planted.",
-    "writes": "It raised in 3 steps: ValueError: assignment destination is read-only.",
-    "too long": "It returned nonsense in 3 steps: num_draft is outside of 0..max_num_draft.",
-    "blames": "It failed at a request's own options in ",
-    "keeps": "Its kept still holds 16 of 16 requests that it was told to forget.",
+    "raises": ("It raised in 3 steps.", "RuntimeError: planted"),
+    "writes": ("It raised in 3 steps.", "ValueError: assignment destination is read-only"),
+    "too long": ("It returned nonsense in 3 steps.", "num_draft is outside of 0..max_num_draft"),
+    "blames": ("It failed at a request's own options in ", "its text"),
+    "keeps": ("Its kept still holds 16 of 16 requests that it was told to forget.", ""),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults(fault: str) -> None:
-    findings = checked("Faulty", fault=fault)
-    assert findings.violations[0].startswith(FAULTS[fault])
-    assert len(findings.violations) == (1 if fault in ("keeps", "blames") else 2), "three faults switch it off"
-    assert all(sentence.endswith(".") and "\n" not in sentence for sentence in findings.violations)
-    assert findings.counters.accepted_tokens > 0, "the other steps count"
+def test_faults(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A sentence each, and the first cause of each kind in the log."""
+    violations, counters = checked("Faulty", fault=fault)
+    words, cause = FAULTS[fault]
+    assert violations[0].startswith(words) and cause in caplog.text
+    assert len(violations) == (1 if fault in ("keeps", "blames") else 2), "three faults switch it off"
+    assert all(sentence.endswith(".") and "\n" not in sentence for sentence in violations)
+    assert counters.accepted_tokens > 0, "the other steps count"
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,18 +16,24 @@ import torch
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.methods import parse_config
-from vllm_specplugins.proposers.heads.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, check_exit_head
+from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig, check_jump
-from vllm_specplugins.proposers.heads.look_ahead import LookAheadConfig, check_look_ahead
+from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig, check_look_ahead
+from vllm_specplugins.proposers.heads.trained import CONFIG_FILE
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_tokenizer
 from vllm_specplugins.tools.data import token_rows
 from vllm_specplugins.tools.files import save_whole
 from vllm_specplugins.tools.training import command, core
-from vllm_specplugins.tools.training.core import rows_of_step, schedule, train
-from vllm_specplugins.tools.training.exit_head import ExitHeadSettings, TrainedExitHead, initial_head
-from vllm_specplugins.tools.training.jump import JumpSettings, TrainedJump
-from vllm_specplugins.tools.training.look_ahead import LookAheadSettings, TrainedLookAhead
-from vllm_specplugins.tools.training.parts import Guess
+from vllm_specplugins.tools.training.core import Guess, Guesser, rows_of_step, schedule, train
+from vllm_specplugins.tools.training.kinds import (
+    ExitHeadSettings,
+    JumpSettings,
+    LookAheadSettings,
+    exit_guesser,
+    initial_head,
+    jump_guesser,
+    look_ahead_guesser,
+)
 from vllm_specplugins.tools.training.report import Trained
 from vllm_specplugins.tools.training.scores import Scores, Text, own_texts, scores, walk
 
@@ -55,14 +61,21 @@ def written(base: BaseModel, rows: list[list[int]]) -> list[list[int]]:
     return [text.row for heat in (0.0, 1.0) for text in own_texts(base, rows[:-8], heat)]
 
 
-def score(base: BaseModel, rows: list[list[int]], part: Any, num_draft: int) -> Scores:
-    return scores(base, own_texts(base, rows, 0.0), own_texts(base, rows, 1.0), part, num_draft)
+def score(base: BaseModel, rows: list[list[int]], guesser: Guesser, num_draft: int) -> Scores:
+    return scores(base, own_texts(base, rows, 0.0), own_texts(base, rows, 1.0), guesser, num_draft)
 
 
-def overlaps(base: BaseModel, rows: list[list[int]], part: Any, num_draft: int) -> list[float]:
-    """On these rows as they are: of a tiny model that wrote nothing, and has learned nothing."""
+def overlaps(base: BaseModel, rows: list[list[int]], head: Any) -> float:
+    """Of a jump's two tokens, on these rows as they are: of a tiny model that has learned nothing."""
     texts = [Text(row, 1, 1.0, seed) for seed, row in enumerate(rows)]
-    return scores(base, [], texts, part, num_draft).overlap
+    return sum(scores(base, [], texts, jump_guesser(base, head), 2).overlap)
+
+
+def jump_head(scale: float, **config: int) -> JumpHead:
+    """Of random weights."""
+    torch.manual_seed(0)
+    own = JumpHeadConfig(num_layers=3, hidden_size=32, rms_norm_eps=1e-5, **config)
+    return JumpHead(own, {k: scale * torch.randn(like.shape) for k, like in JumpHead(own).state_dict().items()})
 
 
 def test_hidden_states(base: BaseModel, rows: list[list[int]]) -> None:
@@ -88,7 +101,7 @@ def test_starts_as_the_models_own(base: BaseModel, rows: list[list[int]], rank: 
 
 def test_low_rank_is_the_nearest(base: BaseModel) -> None:
     """Kills: directions that are not the largest."""
-    weights = initial_head(base, 1, 5).weights
+    weights = initial_head(base, 1, 5).state_dict()
     u, s, v = torch.linalg.svd(base.head_weight, full_matrices=False)
     nearest = u[:, :5] * s[:5] @ v[:5]
     assert torch.allclose(weights["up.weight"] @ weights["down.weight"], nearest, atol=1e-3)
@@ -102,10 +115,10 @@ def test_learns(
     settings = replace(SETTINGS, rank=rank, steps=60, batch_tokens=256)
     train(base, written, settings, tmp_path)
     heads = initial_head(base, 1, rank), ExitHead.load(tmp_path)
-    before, after = (score(base, rows[-8:], TrainedExitHead(head), 1) for head in heads)
+    before, after = (score(base, rows[-8:], exit_guesser(head), 1) for head in heads)
     assert before.match[0] < 0.7 and after.match[0] > least, (before, after)
     assert after.overlap[0] > before.overlap[0] + 0.1
-    check_exit_head(tmp_path, exit_layer=1, hidden_size=32, vocab_size=3072)
+    ExitHead.check(tmp_path, exit_layer=1, hidden_size=32, vocab_size=3072)
 
 
 def test_saved_in_the_models_dtype(tiny_model: Path, rows: list[list[int]], tmp_path: Path) -> None:
@@ -117,7 +130,7 @@ def test_saved_in_the_models_dtype(tiny_model: Path, rows: list[list[int]], tmp_
     base = BaseModel.load(str(tmp_path / "half"), "cpu")
     assert base.model.dtype == torch.float32
     train(base, rows, replace(SETTINGS, steps=1), tmp_path / "head")
-    assert {tensor.dtype for tensor in load_file(tmp_path / "head" / WEIGHTS_FILE).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "head" / ExitHead.file).values()} == {torch.bfloat16}
 
 
 class Killed(Exception):
@@ -157,7 +170,7 @@ def test_resumed_is_uninterrupted(
             patched.undo()
             patched.setattr(core.time, "monotonic", lambda: float(next(clock)))
     assert done.count(4) == 2 and done[-1] == 12 and len(done) < 20
-    for name in (WEIGHTS_FILE, CONFIG_FILE):
+    for name in (ExitHead.file, CONFIG_FILE):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     # A run that is over stays as it is.
     train(base, rows, settings, tmp_path / "killed", lambda step, loss: pytest.fail("it went on"))
@@ -249,7 +262,7 @@ def test_interrupted(
     )
     assert len(calls) == 3 and command.run(args) == 0
     assert len(calls) == 3 + 4
-    for name in (WEIGHTS_FILE, CONFIG_FILE):
+    for name in (ExitHead.file, CONFIG_FILE):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
@@ -300,14 +313,10 @@ def test_jump_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]], early
 
     Fails if a pass sees text that its draft replaces, or not what an earlier pass left, or stands at another place.
     """
-    torch.manual_seed(0)
-    config = JumpHeadConfig(
-        early_layers=early_layers, late_layer=late_layer, num_layers=3, hidden_size=32, inner_size=8, rms_norm_eps=1e-5
-    )
-    head = JumpHead(config, {name: 0.1 * torch.randn(shape) for name, shape in config.shapes().items()})
+    head = jump_head(0.1, early_layers=early_layers, late_layer=late_layer, inner_size=8)
     row = rows[0][:12]
     [states] = base.hidden_states([row])
-    guesses = list(TrainedJump(head).guesses(base, states, 3))
+    guesses = list(jump_guesser(base, head)(states, 3))
     assert [guess.start for guess in guesses] == [1, 2, 3] and len(guesses[2].logits) == 12 - 3
     for begin in (1, 5, 9):  # of the newest token
         late, last = states[late_layer][:begin], states[-1][begin - 1]
@@ -321,9 +330,8 @@ def test_jump_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]], early
 
 def test_exact_jump(base: BaseModel, rows: list[list[int]]) -> None:
     """What adds nothing to the exact state says what the model says. Fails if a guess is compared at another place."""
-    config = JumpHeadConfig(early_layers=2, late_layer=2, num_layers=3, hidden_size=32, inner_size=1, rms_norm_eps=1e-5)
-    head = JumpHead(config, {name: torch.zeros(shape) for name, shape in config.shapes().items()})
-    found = score(base, rows[:3], TrainedJump(head), 3)
+    head = jump_head(0.0, early_layers=2, late_layer=2, inner_size=1)
+    found = score(base, rows[:3], jump_guesser(base, head), 3)
     assert found.match == [1, 1, 1] and min(found.overlap) > 0.999
     assert found.length == pytest.approx(4)
 
@@ -339,13 +347,13 @@ def test_jump_learns(
     """
     settings = replace(JUMP, steps=40, learning_rate=0.003, late_layer=late_layer)
     fitted, nothing = settings.begin(base, rows[:-8]), settings.begin(base, rows[:-8])
-    nothing.weights["mix.weight"].zero_()
-    before, by_fit = (sum(overlaps(base, rows[-8:], part, 2)) for part in (nothing, fitted))
+    nothing.mix.weight.zero_()
+    before, by_fit = (overlaps(base, rows[-8:], head) for head in (nothing, fitted))
     monkeypatch.setattr(JumpSettings, "begin", lambda *_: nothing)
-    by_steps = sum(overlaps(base, rows[-8:], train(base, rows[:-8], settings, tmp_path), 2))
+    by_steps = overlaps(base, rows[-8:], train(base, rows[:-8], settings, tmp_path))
     assert before + 0.3 < min(by_fit, by_steps), (before, by_fit, by_steps)
     check_jump(tmp_path, num_layers=3, hidden_size=32)
-    assert sum(overlaps(base, rows[-8:], TrainedJump(JumpHead.load(tmp_path)), 2)) == by_steps
+    assert overlaps(base, rows[-8:], JumpHead.load(tmp_path)) == by_steps
 
 
 def test_look_ahead_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]]) -> None:
@@ -354,11 +362,13 @@ def test_look_ahead_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]])
     Fails if an embedding sees text that its draft replaces, or another draft's embeddings, or stands elsewhere.
     """
     torch.manual_seed(0)
-    config = LookAheadConfig(exit_layer=2, hidden_size=32, num_embeddings=2)
     embeddings = torch.randn(2, 32)
+    ahead = LookAhead(
+        LookAheadConfig(exit_layer=2, hidden_size=32, num_embeddings=2), {"embeddings.weight": embeddings}
+    )
     row = rows[0][:12]
     [states] = base.hidden_states([row])
-    guesses = list(TrainedLookAhead(config, embeddings).guesses(base, states, 3))
+    guesses = list(look_ahead_guesser(base, ahead)(states, 3))
     assert [guess.start for guess in guesses] == [0, 1, 2]
     for newest in (0, 5, 9):
         fed = torch.cat((states[0][: newest + 1], embeddings))
@@ -375,8 +385,8 @@ def test_look_ahead_learns(base: BaseModel, rows: list[list[int]], tmp_path: Pat
         initial_head(base, 2, 0).save(tmp_path / "head")
         head = str(tmp_path / "head")
     settings = LookAheadSettings(**{**COMMON, "steps": 30}, exit_layer=2, exit_head=head, num_draft=2)
-    before = score(base, rows[-8:], settings.begin(base, rows[:-8]), 2)
-    after = score(base, rows[-8:], train(base, rows[:-8], settings, tmp_path), 2)
+    parts = settings.begin(base, rows[:-8]), train(base, rows[:-8], settings, tmp_path)
+    before, after = (score(base, rows[-8:], settings.guesser(base, part), 2) for part in parts)
     check_look_ahead(tmp_path, exit_layer=2, hidden_size=32, num_draft=2)
     assert after.match[0] == before.match[0] and after.overlap[1] > 2 * before.overlap[1], (before, after)
 
@@ -402,10 +412,10 @@ def test_commands(
     config = json.loads(shlex.split(said.rpartition("--speculative-config ")[2])[0])
     assert parse_config(config).common.num_speculative_tokens == own.get("num_draft", 3) or name == "train-jump"
     card = (tmp_path / "README.md").read_text()
-    assert json.dumps(config) in card and "| trained |" in card and "* heldout: 0.2" in card
+    assert json.dumps(config) in card and "T 1, trained " in card and "* heldout: 0.2" in card
     assert f"* text: {text_files[0]} ({text_files[0].stat().st_size:,} bytes)\n" in card and "* data: " not in card
     assert re.search(r"^\* trained on \d+ rows of [\d,]+ tokens\n\* loss of the last step: \d", card, re.MULTILINE)
-    assert "2nd draft token" in said and "T 1, coupled" in said
+    assert "if those before it are" in said and "T 1, coupled" in said
     assert all(len(line) <= 100 for line in said.splitlines() if not line.startswith(("--", "Saved")))
 
 
@@ -424,16 +434,15 @@ def test_verdict(before: float, after: float, words: str) -> None:
     assert words in Trained(*scores, {"method": "jump"}, JUMP, 10, []).verdict
 
 
-class HalfRight:
+def half_right(base: BaseModel, wrong: int) -> Guesser:
     """Guesses wrongly at one place of a draft, and as the model does at the others."""
 
-    def __init__(self, wrong: int):
-        self._wrong = wrong
-
-    def guesses(self, base: BaseModel, states: Any, num_draft: int) -> Any:
+    def guesses(states: Any, num_draft: int) -> Any:
         full = base.logits(states[-1])
         for place in range(num_draft):
-            yield Guess(-full[place:] if place == self._wrong else full[place:], place)
+            yield Guess(-full[place:] if place == wrong else full[place:], place)
+
+    return guesses
 
 
 def test_walk() -> None:
@@ -463,8 +472,7 @@ def test_own_texts(base: BaseModel, rows: list[list[int]]) -> None:
         assert text.begin == 16 and text.row[16:] == said[15:-1]
     assert [text.row[:16] for text in cold] == [text.row[:16] for text in warm] == [row[:16] for row in rows[:3]]
     assert warm[0].row != warm[1].row != cold[1].row
-    everything: Any = HalfRight(3)
-    found = scores(base, cold, warm, everything, 3)
+    found = scores(base, cold, warm, half_right(base, 3), 3)
     assert [found.length, *found.sampled_lengths.values()] == pytest.approx(
         [4.0, found.sampled_lengths["greedy"], 4, 4]
     )
@@ -474,7 +482,6 @@ def test_own_texts(base: BaseModel, rows: list[list[int]]) -> None:
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_a_draft_ends_at_its_first_wrong_token(base: BaseModel, rows: list[list[int]], wrong: int) -> None:
     """Fails if what stands behind a wrong token counts."""
-    part: Any = HalfRight(wrong)
-    found = score(base, rows[:2], part, 3)
+    found = score(base, rows[:2], half_right(base, wrong), 3)
     assert found.length == pytest.approx(1 + wrong)
     assert found.match == [float(place != wrong) for place in range(3)]

@@ -17,6 +17,8 @@ from vllm_specplugins.tools import progress, verify_lossless
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, make_model
 from vllm_specplugins.tools.lossless.exact import ExactModel
+from vllm_specplugins.tools.lossless.report import Judged, Report
+from vllm_specplugins.tools.lossless.statistics import ChiSquared
 
 pytest.importorskip("vllm")
 EXACT = ExactModel(make_model(0), grid.NUM_TOKENS)  # of --seed 0
@@ -111,8 +113,8 @@ def test_right_samples_pass(
     assert set(verdicts(report).values()) == {"passed"} == set(verdicts(report, "no speculation").values())
     assert len(verdicts(report)) == len(grid.cells()) + 1
     output, lines = capsys.readouterr()
-    assert re.search(r"^prompt_lookup, lowest p-value so far .*: \d+ of 34, .* left$", lines, re.MULTILINE)
-    assert "Lossless: 34 passed." in output and "T 1.5, top-k 3, seeds" in output and "Holm" in output
+    assert re.search(r"^prompt_lookup: \d+ of 34, .* left$", lines, re.MULTILINE)
+    assert "Lossless: 34 passed." in output and "T 1.5, top-k 3, seeds" in output and "Bonferroni" in output
 
 
 @pytest.mark.parametrize(
@@ -168,13 +170,22 @@ def test_all_refused_is_no_proof(engine: Any, tmp_path: Path) -> None:
     assert status == 1 and set(verdicts(report).values()) == {"refused"}
 
 
-def test_an_engine_that_dies_fails_its_cell(engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And another one serves the rest."""
+def test_an_engine_that_dies_ends_its_method(engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the next method is verified. Kills: a method that passes by what it did before."""
     engine(dies_of="top_k")
-    status, report = run(tmp_path)
-    found = verdicts(report)
-    assert status == 1 and found["T 0.7, top-k 3"] == "DIED" and found["T 1.0"] == "passed"
-    assert "DIED: It died." in capsys.readouterr().out
+    status, report = run(tmp_path, "--method", "prompt_lookup", "early_exit-coupled")
+    for method in ("prompt_lookup", "early_exit-coupled"):
+        found = verdicts(report, method)
+        assert list(found.items())[-1] == ("T 0.7, top-k 3", "DIED") and found["T 1.0"] == "passed"
+    assert status == 1 and "DIED: It died." in capsys.readouterr().out
+
+
+def test_false_alarms() -> None:
+    """Kills: a limit of one test for all, or none that counts."""
+    for p_value, verdict in ((2e-4, "passed"), (0.9e-4, "WRONG")):
+        tests = [ChiSquared(1.0, 1, p) for p in (p_value, *[0.5] * 9)]
+        cells = [Judged("none", "", 0, 0, test) for test in tests]
+        assert Report(cells, {}).verdicts == [verdict, *["passed"] * 9]
 
 
 def test_wrong_without_speculation(engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

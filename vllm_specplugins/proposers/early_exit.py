@@ -14,8 +14,8 @@ import torch
 from vllm_specplugins.config import ConfigError, EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import DraftSampler
-from vllm_specplugins.proposers.heads.exit_head import ExitHead, check_exit_head
-from vllm_specplugins.proposers.heads.look_ahead import check_look_ahead, load_look_ahead
+from vllm_specplugins.proposers.heads.exit_head import ExitHead
+from vllm_specplugins.proposers.heads.look_ahead import LookAhead, check_look_ahead
 from vllm_specplugins.target import Target, TargetSizes
 
 
@@ -58,7 +58,8 @@ class EarlyExit:
         self.set_max_model_len(context.max_model_len)
         self._ahead = None
         if config.look_ahead is not None:
-            self._ahead = load_look_ahead(config.look_ahead, context.device, context.dtype or torch.float32)
+            dtype = context.dtype or torch.float32
+            self._ahead = LookAhead.load(config.look_ahead, context.device, dtype).embeddings.weight
         self._head = None
         if config.exit_head is not None:
             self._head = ExitHead.load(config.exit_head, context.device, context.dtype)
@@ -240,6 +241,6 @@ def check(config: EarlyExitConfig, sizes: TargetSizes) -> None:
         )
     made_for = {"exit_layer": config.exit_layer, "hidden_size": sizes.hidden_size}
     if config.exit_head is not None:
-        check_exit_head(config.exit_head, **made_for, vocab_size=sizes.vocab_size)
+        ExitHead.check(config.exit_head, **made_for, vocab_size=sizes.vocab_size)
     if config.look_ahead is not None:
         check_look_ahead(config.look_ahead, **made_for, num_draft=sizes.num_draft)

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.methods import METHODS, parse_config
-from vllm_specplugins.proposers.heads.exit_head import ExitHead, check_exit_head, read_head_config
+from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer
 from vllm_specplugins.tools.bench.command import Served, report, report_of, serve
 from vllm_specplugins.tools.bench.workloads import Workload
@@ -93,9 +93,9 @@ def pick_exits(args: argparse.Namespace) -> list[tuple[int, Path | None]]:
         raise ConfigError(f"--layers must be integers from 1 to {last} for this model, not {brief(args.layers)}.")
     exits: list[tuple[int, Path | None]] = [(layer, None) for layer in layers]
     if args.exit_head:
-        layer = read_head_config(args.exit_head).exit_layer
+        layer = ExitHead.read_config(args.exit_head).exit_layer
         sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-        check_exit_head(args.exit_head, exit_layer=min(layer, last), **sizes)
+        ExitHead.check(args.exit_head, exit_layer=min(layer, last), **sizes)
         exits.append((layer, args.exit_head))
     return exits
 

@@ -34,7 +34,7 @@ def other_run(name: str, stored: Any, value: Any, folder: Path) -> ConfigError:
     return ConfigError(f"{flag} must be {was}, as in the run in {folder}, or --out new, not {found}.")
 
 
-def save_whole(folder: Path, save: Callable[[Path], None]) -> None:
+def save_whole(folder: Path, save: Callable[[Path], object]) -> None:
     """Has `save` write files into a folder, all or none: they are written beside, and moved there when they are whole.
 
     Raises:

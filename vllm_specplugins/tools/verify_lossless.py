@@ -8,20 +8,19 @@ nothing of vLLM; at temperature 0, outputs are held against those without specul
 import argparse
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine.harness.samples import SETTINGS, Draw, Drawn, Request, sampling_engine
+from vllm_specplugins.engine.harness.samples import SETTINGS, Draw, Request, sampling_engine
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.exact import ExactModel
-from vllm_specplugins.tools.lossless.report import DIED, Judged, Report, facts, show, so_far
-from vllm_specplugins.tools.lossless.statistics import Counts, chi_squared
+from vllm_specplugins.tools.lossless.report import DIED, Judged, Report, facts, show
+from vllm_specplugins.tools.lossless.statistics import chi_squared
 from vllm_specplugins.tools.picker import pick
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_files, stdout, write_json
@@ -53,27 +52,27 @@ class Verification:
         self._greedy: dict[str, list[list[int]]] = {}  # outputs without speculation
 
     def judge(self, draw: Draw, method: str) -> list[Judged]:
-        """All cells of a method; NO_SPECULATION comes first of all methods."""
-        judged, served = [], []
-        for cell in self._cells:
-            judged.append(self._judge_cell(draw, method, cell))
-            if judged[-1].was_served:
+        """All cells of a method, up to the one in which its engine dies; NO_SPECULATION comes first of all methods."""
+        judged: list[Judged] = []
+        served: list[grid.Cell] = []
+        for cell in (*self._cells, None):
+            if cell is None and sum(not own.is_greedy for own in served) < 2:
+                break
+            cell = cell or grid.mixed(served)
+            try:
+                judged.append((self._judge_greedy if cell.is_greedy else self._judge_sampled)(draw, method, cell))
+            except ConfigError as error:
+                return [*judged, Judged(method, cell.name, failure=str(error))]
+            if judged[-1].refusal is None:
                 served.append(cell)
-        if sum(not cell.is_greedy for cell in served) > 1:
-            judged.append(self._judge_cell(draw, method, grid.mixed(served)))
-        return judged
-
-    def _judge_cell(self, draw: Draw, method: str, cell: grid.Cell) -> Judged:
-        judge = self._judge_greedy if cell.is_greedy else self._judge_sampled
-        judged = judge(draw, method, cell)
-        self._advance()
+            self._advance()
         return judged
 
     def _judge_greedy(self, draw: Draw, method: str, cell: grid.Cell) -> Judged:
         params = {**cell.params[0], "max_tokens": grid.NUM_GREEDY_TOKENS}
         drawn = draw([Request(prompt, params) for prompt in self._greedy_prompts])
-        if not drawn.token_ids:
-            return Judged(method, cell.name, refusal=drawn.refusal, failure=drawn.failure)
+        if drawn.refusal is not None:
+            return Judged(method, cell.name, refusal=drawn.refusal)
         outputs = [output for request in drawn.token_ids for output in request]
         expected = self._greedy.setdefault(cell.name, outputs)
         num_different = sum(output != other for output, other in zip(outputs, expected, strict=True))
@@ -83,11 +82,12 @@ class Verification:
         groups = grid.groups(cell, self._prompts)
         indices, requests = zip(*grid.requests(groups, self._num_samples), strict=True)
         drawn = draw(requests)
-        if not drawn.token_ids:
-            return Judged(method, cell.name, refusal=drawn.refusal, failure=drawn.failure)
-        counts = [np.zeros([VOCAB_SIZE] * grid.NUM_TOKENS, np.int64) for _ in groups]
+        if drawn.refusal is not None:
+            return Judged(method, cell.name, refusal=drawn.refusal)
+        counts = np.zeros([len(groups), *[VOCAB_SIZE] * grid.NUM_TOKENS], np.int64)
         for index, outputs in zip(indices, drawn.token_ids, strict=True):
-            _count(outputs, counts[index])
+            for output in outputs:  # one that was stopped goes on with its last token
+                counts[(index, *output, *output[-1:] * (grid.NUM_TOKENS - len(output)))] += 1
         probs, possible = (
             [self._exact.joint(group.prompt, group.params, slack) for group in groups] for slack in (0.0, ROUNDING)
         )
@@ -95,55 +95,23 @@ class Verification:
         return Judged(method, cell.name, drawn.num_drafted, drawn.num_accepted, test=test)
 
 
-def _count(outputs: Sequence[list[int]], counts: Counts) -> None:
-    """Adds outputs to the counts; one that was stopped goes on with its last token."""
-    for output in outputs:
-        counts[(*output, *output[-1:] * (grid.NUM_TOKENS - len(output)))] += 1
-
-
-def restarting(method: str, config: Mapping[str, Any] | None, seed: int, folder: Path, running: ExitStack) -> Draw:
-    """Draws with engines of one method, one after the other: where one dies, the next request goes to another.
-
-    Args:
-        folder: of the model, and for the engines' output.
-        running: closes what is started here.
-    """
-    up: list[Draw] = []
-
-    def draw(requests: Sequence[Request]) -> Drawn:
-        """What an engine died of is a failure; ConfigError where one does not start."""
-        if not up:
-            log = folder / f"engine-{len(list(folder.glob('engine-*.log')))}.log"
-            blame, settings = f"{method} could not be verified", {**SETTINGS, "seed": seed}
-            up.append(running.enter_context(sampling_engine(blame, log, folder / "model", config, settings)))
-        try:
-            return up[0](requests)
-        except ConfigError as error:
-            running.close()
-            up.clear()
-            return Drawn(failure=str(error))
-
-    return draw
-
-
 def run(args: argparse.Namespace) -> int:
     """The command; prints its report, and returns 0 if nothing is wrong, else 1."""
     methods = pick_methods(args.method)
     check_files(args)
-    cells = grid.cells()
-    folder = Path(tempfile.mkdtemp(prefix="specplugins-"))
+    cells, folder = grid.cells(), Path(tempfile.mkdtemp(prefix="specplugins-"))
     model = write_checkpoint(folder / "model", args.seed)
     write_parts(folder, args.seed)
-
     judged: list[Judged] = []
     with progress() as bars:
         task = bars.add_task("", total=(len(cells) + 1) * (len(methods) + 1))
         verification = Verification(model, cells, args.samples, args.seed, lambda: bars.advance(task))
-        for method, config in {NO_SPECULATION: None, **methods}.items():
-            bars.update(task, description=f"{method}, {so_far(judged)}")
-            placed = None if config is None else grid.placed(config, folder)
-            with ExitStack() as engines:
-                judged += verification.judge(restarting(method, placed, args.seed, folder, engines), method)
+        for number, (method, config) in enumerate([(NO_SPECULATION, None), *methods.items()]):
+            bars.update(task, description=method)
+            blame, log = f"{method} could not be verified", folder / f"engine-{number}.log"
+            settings, placed = {**SETTINGS, "seed": args.seed}, grid.placed(config, folder)
+            with sampling_engine(blame, log, folder / "model", placed, settings) as draw:
+                judged += verification.judge(draw, method)
     report = Report(judged, {"samples": args.samples, "seed": args.seed, "methods": methods})
     show(report, stdout())
     if args.json:

@@ -6,11 +6,10 @@ by `python -m vllm_specplugins train-look-ahead`. Knows nothing of vLLM. M: embe
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
+from torch.nn import Embedding
 
-from vllm_specplugins.proposers.heads.trained import Kind
+from vllm_specplugins.proposers.heads.trained import TrainedPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,27 +26,21 @@ class LookAheadConfig:
     hidden_size: int
     num_embeddings: int
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of the weights file and their shapes."""
-        return {"embeddings.weight": (self.num_embeddings, self.hidden_size)}
 
+class LookAhead(TrainedPart):
+    """See the module."""
 
-KIND = Kind(LookAheadConfig, "look_ahead.safetensors", "early_exit: look_ahead", "set of embeddings")
+    Config = LookAheadConfig
+    file, field, noun = "look_ahead.safetensors", "early_exit: look_ahead", "set of embeddings"
 
-
-def save_look_ahead(folder: Path, config: LookAheadConfig, embeddings: torch.Tensor) -> None:
-    """Writes embeddings [M, H] into a folder, which is made if need be."""
-    KIND.save(folder, config, {"embeddings.weight": embeddings})
-
-
-def load_look_ahead(folder: str | Path, device: Any = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The embeddings [M, H] in a folder that `check_look_ahead` has passed."""
-    return KIND.load(folder, device, dtype)[1]["embeddings.weight"]
+    def make_layers(self) -> None:
+        """See TrainedPart."""
+        self.embeddings = Embedding(self.config.num_embeddings, self.config.hidden_size)
 
 
 def check_look_ahead(folder: str | Path, *, exit_layer: int, hidden_size: int, num_draft: int) -> None:
     """Raises ConfigError unless a folder holds embeddings for drafts of so many tokens at this layer."""
-    config: LookAheadConfig = KIND.check(folder, exit_layer=exit_layer, hidden_size=hidden_size)
+    config = LookAhead.check(folder, exit_layer=exit_layer, hidden_size=hidden_size)
     if config.num_embeddings < num_draft - 1:
-        wanted = f"a {KIND.noun} of at least {num_draft - 1}, one less than num_speculative_tokens"
-        KIND.refuse(folder, wanted, f"of {config.num_embeddings}")
+        wanted = f"a {LookAhead.noun} of at least {num_draft - 1}, one less than num_speculative_tokens"
+        LookAhead.refuse(folder, wanted, f"of {config.num_embeddings}")

@@ -7,7 +7,7 @@ themselves. M: heads, N: tokens, H: hidden size, V: vocabulary, W: tokens that t
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,9 +19,15 @@ from safetensors.torch import load_file
 from vllm_specplugins.config import ConfigError, error_text
 
 FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
-_LAYER = re.compile(r"(?:(\d+)\.(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)")
-_HEAD = re.compile(r"(?:(\d+)\.\d+|lm_heads\.(\d+))\.weight")
-Tensors = list[torch.Tensor]
+# Of both formats, and what a tensor is called here: HEAD.LAYER.weight, HEAD.LAYER.bias or HEAD.head.
+_NAMES = {
+    r"(?:medusa_heads\.)?(\d+)\.(\d+)\.linear\.(weight|bias)": r"\1.\2.\3",
+    r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)": r"\1.\2.\3",
+    r"(?:medusa_heads\.)?(\d+)\.\d+\.weight|lm_heads\.(\d+)\.weight": r"\1\2.head",
+    r"lm_head\.weight": "0.head",
+    r"token_map": "token_map",
+}
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,32 +78,44 @@ class MedusaHeads:
         Raises:
             ConfigError: the folder holds no heads, fewer, or such as do not fit together.
         """
-        layers, heads, token_map = _parts(folder, num_heads)
-        made = [
-            (_stack(folder, weights, device, dtype), _stack(folder, biases, device, dtype)[:, None])
-            for weights, biases in layers
-        ]
-        hidden_size = made[0][0].shape[-1]
-        for weight, bias in made:
+        tensors = _read(folder)
+        if (found := _count(tensors)) < num_heads:
+            wanted = f"a folder with a head for each of the {num_heads} num_speculative_tokens"
+            _refuse(folder, wanted, f"one with {found}")
+
+        def stacked(part: str, num_dims: int, heads: Sequence[int] = range(num_heads)) -> torch.Tensor:
+            own = [_checked(folder, tensors, f"{number}.{part}", num_dims) for number in heads]
+            if len(shapes := sorted({tuple(tensor.shape) for tensor in own})) > 1:
+                _refuse(folder, "heads of one shape", f"{list(shapes[0])} and {list(shapes[1])}")
+            return torch.stack([tensor.to(device=device, dtype=dtype) for tensor in own])
+
+        layers = []
+        for layer in range(1 + max(int(name.split(".")[1]) for name in tensors if name.endswith(".weight"))):
+            weight = stacked(f"{layer}.weight", 2)
+            for number in range(num_heads):
+                tensors.setdefault(f"{number}.{layer}.bias", torch.zeros(weight.shape[1]))
+            layers.append((weight, stacked(f"{layer}.bias", 1)[:, None]))
+        hidden_size = layers[0][0].shape[-1]
+        for weight, bias in layers:
             if weight.shape[1:] != (hidden_size, hidden_size) or bias.shape[2:] != (hidden_size,):
-                _refuse(folder, "heads whose layers are square", _words(weight.shape[1:]))
-        head = None
-        if heads:
-            head = heads[0].to(device=device, dtype=dtype) if len(heads) == 1 else _stack(folder, heads, device, dtype)
-            if token_map is not None and head.shape[-2] > len(token_map):
+                _refuse(folder, "heads whose layers are square", str(list(weight.shape[1:])))
+        num_own = sum(name.endswith(".head") for name in tensors)
+        if not num_own:
+            return cls(layers, None, None, vocab_size)
+        head = stacked("head", 2) if num_own > 1 else stacked("head", 2, [0])[0]
+        num_tokens, token_map = vocab_size, None
+        if "token_map" in tensors:
+            token_map = _checked(folder, tensors, "token_map", 1).long()
+            num_tokens = len(token_map)
+            if head.shape[-2] > num_tokens:
                 head = head.index_select(head.ndim - 2, token_map.to(head.device))
-            num_tokens = vocab_size if token_map is None else len(token_map)
-            if head.shape[-1] != hidden_size or not 1 <= head.shape[-2] <= num_tokens:
-                wanted = f"heads of at most {num_tokens} tokens and {hidden_size} numbers each"
-                _refuse(folder, wanted, _words(head.shape[-2:]))
-            if token_map is not None:
-                fits = (
-                    len(token_map) == head.shape[-2] and 0 <= int(token_map.min()) <= int(token_map.max()) < vocab_size
-                )
-                if not fits:
-                    _refuse(folder, f"heads whose token_map has a token below {vocab_size} for each row", "others")
-                token_map = token_map.to(device)
-        return cls(made, head, token_map, vocab_size)
+            if num_tokens != head.shape[-2] or not 0 <= int(token_map.min()) <= int(token_map.max()) < vocab_size:
+                _refuse(folder, f"heads whose token_map has a token below {vocab_size} for each row", "others")
+            token_map = token_map.to(device)
+        if head.shape[-1] != hidden_size or not 1 <= head.shape[-2] <= num_tokens:
+            wanted = f"heads of at most {num_tokens} tokens and {hidden_size} numbers each"
+            _refuse(folder, wanted, str(list(head.shape[-2:])))
+        return cls(layers, head, token_map, vocab_size)
 
 
 def check_medusa(folder: str | Path, *, num_heads: int, hidden_size: int, vocab_size: int) -> None:
@@ -109,47 +127,15 @@ def check_medusa(folder: str | Path, *, num_heads: int, hidden_size: int, vocab_
 
 def num_heads(folder: str | Path) -> int:
     """How many heads a folder holds; ConfigError if none."""
-    names = [name.replace("medusa_heads.", "") for name in _read(folder)]
-    found = {next(filter(None, match.groups()[:4:2])) for name in names if (match := _LAYER.fullmatch(name))}
-    if not found:
-        _refuse(folder, "a folder with heads", "one without any")
-    return len(found)
+    return _count(_read(folder)) or _refuse(folder, "a folder with heads", "one without any")
 
 
-def _parts(folder: str | Path, num_heads: int) -> tuple[list[tuple[Tensors, Tensors]], Tensors, torch.Tensor | None]:
-    """Weights and biases of the first heads by layer; their heads, or one for all, or none; the token map."""
-    layers: dict[tuple[int, int, str], torch.Tensor] = {}
-    heads: dict[int, torch.Tensor] = {}
-    token_map = None
-    for name, tensor in _read(folder).items():
-        name = name.replace("medusa_heads.", "")
-        if match := _LAYER.fullmatch(name):
-            head, layer = (int(number) for number in match.groups()[:4] if number is not None)
-            layers[head, layer, match[5]] = _of_dimensions(folder, name, tensor, 2 if match[5] == "weight" else 1)
-        elif match := _HEAD.fullmatch(name):
-            heads[int(match[1] or match[2])] = _of_dimensions(folder, name, tensor, 2)
-        elif name == "lm_head.weight":
-            heads[0] = _of_dimensions(folder, name, tensor, 2)
-        elif name == "token_map":
-            token_map = _of_dimensions(folder, name, tensor, 1).long()
-    num_found = 1 + max((head for head, *_ in layers), default=-1)
-    if num_found < num_heads:
-        wanted = f"a folder with a head for each of the {num_heads} num_speculative_tokens"
-        _refuse(folder, wanted, f"one with {num_found}")
-
-    def of_all(layer: int) -> tuple[Tensors, Tensors]:
-        weights = [_taken(folder, layers, (head, layer, "weight")) for head in range(num_heads)]
-        places = [(head, layer, "bias") for head in range(num_heads)]
-        return weights, [layers.get(at, torch.zeros(len(weight))) for at, weight in zip(places, weights, strict=True)]
-
-    num_layers = 1 + max(layer for _, layer, _ in layers)
-    shared = len(heads) <= 1
-    own = list(heads.values()) if shared else [_taken(folder, heads, (head,)) for head in range(num_heads)]
-    return [of_all(layer) for layer in range(num_layers)], own, token_map
+def _count(tensors: Tensors) -> int:
+    return 1 + max((int(name.split(".")[0]) for name in tensors if name.endswith(".weight")), default=-1)
 
 
-def _read(folder: str | Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint by name, where they lie on the disk."""
+def _read(folder: str | Path) -> Tensors:
+    """The tensors of a checkpoint by their name here, where they lie on the disk."""
     path = next((path for name in FILES if (path := Path(folder) / name).is_file()), None)
     if path is None:
         _refuse(folder, f"a folder with {' or '.join(FILES)}", "one without")
@@ -162,33 +148,23 @@ def _read(folder: str | Path) -> dict[str, torch.Tensor]:
         _refuse(folder, f"a folder with a whole {path.name}", f"one that cannot be read ({error_text(error)})")
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         _refuse(folder, f"a folder whose {path.name} holds tensors by name", "something else")
-    return {str(name): tensor for name, tensor in tensors.items()}
+    found = {}
+    for name, tensor in tensors.items():
+        for pattern, ours in _NAMES.items():
+            if match := re.fullmatch(pattern, str(name)):
+                found[match.expand(ours)] = tensor
+                break
+    return found
 
 
-def _of_dimensions(folder: str | Path, name: str, tensor: torch.Tensor, dimensions: int) -> torch.Tensor:
-    if tensor.ndim != dimensions or not tensor.numel() or tensor.is_complex():
-        _refuse(folder, f"heads with {name} of {dimensions} dimensions", _words(tensor.shape))
+def _checked(folder: str | Path, tensors: Tensors, name: str, num_dims: int) -> torch.Tensor:
+    if (tensor := tensors.get(name)) is None:
+        _refuse(folder, f"a folder with the {name} of its heads", "one without it")
+    if tensor.ndim != num_dims or not tensor.numel() or tensor.is_complex():
+        _refuse(folder, f"heads with {name} of {num_dims} dimensions", str(list(tensor.shape)))
     if not tensor.float().isfinite().all():
         _refuse(folder, f"heads with finite numbers in {name}", "some with NaN or infinity")
     return tensor
-
-
-def _taken(folder: str | Path, tensors: dict[Any, torch.Tensor], key: tuple[Any, ...]) -> torch.Tensor:
-    tensor = tensors.get(key if len(key) > 1 else key[0])
-    if tensor is None:
-        _refuse(folder, f"a folder with the weights of head {' layer '.join(map(str, key[:2]))}", "one without them")
-    return tensor
-
-
-def _stack(folder: str | Path, tensors: Tensors, device: Any, dtype: torch.dtype | None) -> torch.Tensor:
-    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
-    if len(shapes) > 1:
-        _refuse(folder, "heads of one shape", " and ".join(map(_words, shapes[:2])))
-    return torch.stack([tensor.to(device=device, dtype=dtype) for tensor in tensors])
-
-
-def _words(shape: Iterable[int]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _refuse(folder: str | Path, wanted: str, found: str) -> NoReturn:

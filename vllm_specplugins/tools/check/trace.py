@@ -5,8 +5,9 @@ gets in a step is up to the drafts: what the target said next is known, and a dr
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -58,50 +59,32 @@ def load(path: Path = SHIPPED) -> Trace:
         )
 
 
-class Replay:
-    """One run through a trace.
+def play(
+    trace: Trace,
+    propose: Callable[[DraftBatch, Feedback], Draft],
+    forget: Callable[[Sequence[str]], None],
+    advance: Callable[[], None] = lambda: None,
+) -> None:
+    """One run through a trace with a fault barrier's functions: all steps, and as many more as slow requests need."""
+    player = Player(trace, trace.max_num_draft, trace.max_model_len, propose, forget)
+    last = {number: step for step, (requests, _) in enumerate(trace.steps) for number in requests}
+    over: set[int] = set()
 
-    Args:
-        trace: what to run through.
-        propose: a fault barrier's.
-        forget: a fault barrier's.
-    """
+    def forget_all(numbers: Sequence[int]) -> None:
+        player.forget(numbers)
+        over.update(filter(player.is_said, numbers))
 
-    def __init__(
-        self,
-        trace: Trace,
-        propose: Callable[[DraftBatch, Feedback], Draft],
-        forget: Callable[[Sequence[str]], None],
-    ):
-        self._trace, self._propose = trace, propose
-        self._player = Player(trace, trace.max_num_draft, trace.max_model_len, propose, forget)
-        self._is_over: set[int] = set()
-
-    def run(self, advance: Callable[[], None] = lambda: None) -> None:
-        """All steps, and as many more as slow requests need."""
-        for requests, forgotten in self._steps():
-            advance()
-            self._forget_all([number for number in forgotten if number not in self._is_over])
-            running = [number for number in requests if number not in self._is_over]
-            if running:
-                self._player.step(running)
-                self._forget_all([number for number in running if self._player.is_said(number)])
-        # What is to be forgotten, a barrier tells a proposer before it next proposes.
-        newcomer = replace(self._player.batch([0]), request_ids=[NEWCOMER])
-        self._propose(newcomer, feedback([NEWCOMER], [0], [0]))
-
-    def _steps(self) -> Iterator[tuple[list[int], list[int]]]:
-        last = {number: step for step, (requests, _) in enumerate(self._trace.steps) for number in requests}
-        for step, (requests, forgotten) in enumerate(self._trace.steps):
-            # A request that the recorded drafts had brought further goes on until it is over.
-            late = [number for number, end in last.items() if end < step and number not in self._is_over]
-            yield (
-                list(dict.fromkeys([*requests, *late])),
-                [number for number in forgotten if last[number] >= step],
-            )
-        while late := [number for number in last if number not in self._is_over]:
-            yield late, []
-
-    def _forget_all(self, numbers: Sequence[int]) -> None:
-        self._player.forget(numbers)
-        self._is_over.update(number for number in numbers if self._player.is_said(number))
+    for step in count():
+        requests, forgotten = trace.steps[step] if step < len(trace.steps) else ([], [])
+        advance()
+        forget_all([number for number in forgotten if number not in over and last[number] >= step])
+        # A request that the recorded drafts had brought further goes on until it is over.
+        late = [number for number, end in last.items() if end < step]
+        running = [number for number in dict.fromkeys([*requests, *late]) if number not in over]
+        if running:
+            player.step(running)
+            forget_all(list(filter(player.is_said, running)))
+        elif step >= len(trace.steps):
+            break
+    # What is to be forgotten, a barrier tells a proposer before it next proposes.
+    propose(replace(player.batch([0]), request_ids=[NEWCOMER]), feedback([NEWCOMER], [0], [0]))

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
-from vllm_specplugins.proposers.heads.look_ahead import LookAheadConfig, save_look_ahead
+from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
 
 VOCAB_SIZE = 10
 MAX_MODEL_LEN = 64
@@ -38,10 +38,12 @@ def write_parts(folder: Path, seed: int) -> None:
     config = JumpHeadConfig(
         early_layers=1, late_layer=1, num_layers=NUM_LAYERS, hidden_size=HIDDEN_SIZE, inner_size=8, rms_norm_eps=1e-6
     )
-    weights = {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in config.shapes().items()}
+    shapes = JumpHead(config).state_dict()
+    weights = {name: 0.05 * torch.randn(like.shape, generator=generator) for name, like in shapes.items()}
     JumpHead(config, weights | {"norm.weight": torch.ones(HIDDEN_SIZE)}).save(folder / "jump")
-    embeddings = LookAheadConfig(exit_layer=1, hidden_size=HIDDEN_SIZE, num_embeddings=1)
-    save_look_ahead(folder / "look_ahead", embeddings, 0.2 * torch.randn(1, HIDDEN_SIZE, generator=generator))
+    embeddings = {"embeddings.weight": 0.2 * torch.randn(1, HIDDEN_SIZE, generator=generator)}
+    ahead = LookAheadConfig(exit_layer=1, hidden_size=HIDDEN_SIZE, num_embeddings=1)
+    LookAhead(ahead, embeddings).save(folder / "look_ahead")
 
 
 def _write_eagle(folder: Path, model: LlamaForCausalLM) -> None:

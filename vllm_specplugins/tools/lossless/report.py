@@ -1,12 +1,12 @@
 """What a verification found: a table for the terminal, and JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 
-from vllm_specplugins.tools.lossless.statistics import ChiSquared, holm
+from vllm_specplugins.tools.lossless.statistics import ChiSquared
 from vllm_specplugins.tools.report import say, show_table, table_of, versions
 
 FALSE_ALARMS = 1e-3  # share of runs in which a lossless method is called lossy
@@ -16,14 +16,14 @@ STYLES = {WRONG: "bold red", DIED: "bold red", UNPROVEN: "red", REFUSED: "yellow
 LEGEND = (
     "chi-squared, free: of the counts of the first tokens against their exact probabilities, rare outcomes merged, and "
     "its degrees of freedom. Temperature 0: outputs against those without speculation, token for token. p: how "
-    "probable such a deviation is if nothing is wrong. The verdict is Holm's over all rows: if nothing is wrong, at "
-    f"most one run in {1 / FALSE_ALARMS:,.0f} says {WRONG}."
+    "probable such a deviation is if nothing is wrong. The verdict is Bonferroni's over all rows: if nothing is wrong, "
+    f"at most one run in {1 / FALSE_ALARMS:,.0f} says {WRONG}."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A cell of a method: refused by vLLM, or the end of an engine, or compared token for token, or tested.
+    """A cell of a method: refused by vLLM, or the end of its engine, or compared token for token, or tested.
 
     Args:
         num_different: outputs at temperature 0 that differ from those without speculation.
@@ -38,10 +38,6 @@ class Judged:
     refusal: str | None = None
     failure: str | None = None
 
-    @property
-    def was_served(self) -> bool:
-        return self.refusal is None and self.failure is None
-
 
 class Report:
     """All judged cells and their verdicts; the first method is no speculation at all.
@@ -53,7 +49,8 @@ class Report:
 
     def __init__(self, judged: list[Judged], conditions: dict[str, Any]):
         self.judged, self.conditions = judged, conditions
-        self.verdicts = list(_verdicts(judged))
+        limit = FALSE_ALARMS / max(1, sum(cell.test is not None for cell in judged))
+        self.verdicts = [_verdict(cell, limit, must_draft=cell.method != judged[0].method) for cell in judged]
 
     @property
     def is_lossless(self) -> bool:
@@ -62,21 +59,14 @@ class Report:
         return passed == {cell.method for cell in self.judged} and set(self.verdicts) <= {PASSED, REFUSED}
 
 
-def _verdicts(judged: list[Judged]) -> Iterator[str]:
-    tested = [index for index, cell in enumerate(judged) if cell.test]
-    rejected = holm([cell.test.p_value for cell in judged if cell.test], FALSE_ALARMS)
-    wrong = {index for index, reject in zip(tested, rejected, strict=True) if reject}
-    for index, cell in enumerate(judged):
-        if cell.refusal is not None:
-            yield REFUSED
-        elif cell.failure is not None:
-            yield DIED
-        elif index in wrong or cell.num_different:
-            yield WRONG
-        elif not cell.num_drafted and cell.method != judged[0].method:
-            yield UNPROVEN
-        else:
-            yield PASSED
+def _verdict(cell: Judged, limit: float, must_draft: bool) -> str:
+    if cell.refusal is not None:
+        return REFUSED
+    if cell.failure is not None:
+        return DIED
+    if cell.num_different or (cell.test is not None and cell.test.p_value < limit):
+        return WRONG
+    return UNPROVEN if must_draft and not cell.num_drafted else PASSED
 
 
 def show(report: Report, console: Console) -> None:
@@ -88,26 +78,21 @@ def show(report: Report, console: Console) -> None:
                 table.add_row(cell.cell, *_numbers(cell), verdict, style=STYLES.get(verdict))
         show_table(console, table)
     say(console, LEGEND)
-    for verdict, name in ((REFUSED, "refusal"), (DIED, "failure")):
-        for sentence in dict.fromkeys(getattr(cell, name) for cell in report.judged if getattr(cell, name)):
-            say(console, f"{verdict}: {sentence}")
+    for sentence in dict.fromkeys(f"{REFUSED}: {cell.refusal}" for cell in report.judged if cell.refusal):
+        say(console, sentence)
+    for cell in report.judged:
+        if cell.failure:
+            say(console, f"{DIED}: {cell.failure}")
     say(console, f"\n{_conclusion(report)}")
 
 
-def _numbers(cell: Judged) -> tuple[str, str, str, str, str]:
-    if not cell.was_served:
-        return "", "", "", "", ""
+def _numbers(cell: Judged) -> Sequence[str]:
     drafts = f"{cell.num_drafted:,}", f"{cell.num_accepted:,}"
-    if cell.test is None:
-        return *drafts, "same" if not cell.num_different else f"{cell.num_different} differ", "", ""
-    return *drafts, f"{cell.test.statistic:.1f}", str(cell.test.num_free), f"{cell.test.p_value:.2g}"
-
-
-def so_far(judged: Sequence[Judged]) -> str:
-    """How the cells that are judged look before all are."""
-    lowest = min((cell.test.p_value for cell in judged if cell.test), default=1.0)
-    num_different = sum(cell.num_different or 0 for cell in judged)
-    return f"lowest p-value so far {lowest:.2g}, {num_different} outputs differ at temperature 0"
+    if cell.test is not None:
+        return *drafts, f"{cell.test.statistic:.1f}", str(cell.test.num_free), f"{cell.test.p_value:.2g}"
+    if cell.num_different is None:
+        return [""] * 5
+    return *drafts, "same" if not cell.num_different else f"{cell.num_different} differ", "", ""
 
 
 def _conclusion(report: Report) -> str:

@@ -7,7 +7,7 @@ follow from its number alone, so that a run that was killed goes on as if it had
 import time
 import zipfile
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,40 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.proposers.heads.trained import TrainedPart
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.files import other_run, save_whole
-from vllm_specplugins.tools.training.parts import Part
 
 STATE_FILE = "training_state.pt"
 SAVE_SECONDS = 60.0
 WARM_UP = 0.05  # of the steps
+States = list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """One draft token of every draft of a row; the tokens of one draft have the same index in all guesses.
+
+    Args:
+        logits: [N, V] float32.
+        start: the first one is about what the model says at this token of the row.
+    """
+
+    logits: torch.Tensor
+    start: int
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """[N, V] of what the model says, [T, V], that which this is a guess of."""
+        return full[self.start : self.start + len(self.logits)]
+
+
+# The guesses, one for each of K draft tokens, in a row of which n layers left states[n], [T, H]; the last is normed.
+Guesser = Callable[[States, int], Iterator[Guess]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What decides the weights of a run; a run can only be resumed with the same. Each part has fields of its own.
+    """What decides the weights of a run, which is only resumed with the same. Each kind of part has fields of its own.
 
     Args:
         model: path or name.
@@ -62,8 +84,16 @@ class Settings:
         """The least and the most that the part's own fields may be for a model."""
 
     @abstractmethod
-    def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> Part:
+    def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> TrainedPart:
         """The part before its training, in float32; it may look at some rows."""
+
+    @abstractmethod
+    def guesser(self, base: BaseModel, part: Any) -> Guesser:
+        """What drafts with the part, as it does when served, on all of a row at once."""
+
+    @abstractmethod
+    def serving(self, folder: Path) -> dict[str, Any]:
+        """The value of --speculative-config."""
 
     def check(self, base: BaseModel) -> None:
         """Raises ConfigError for a field that the model does not allow."""
@@ -79,7 +109,7 @@ def train(
     settings: Settings,
     out: Path,
     advance: Callable[[int, float], None] = lambda step, loss: None,
-) -> Part:
+) -> TrainedPart:
     """Trains a part and saves it in `out`, in the model's dtype; goes on where a run in `out` stopped.
 
     Args:
@@ -93,39 +123,35 @@ def train(
         ConfigError: `out` holds a run with other settings, or cannot be written.
     """
     part = settings.begin(base, rows)
-    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in part.weights.items()}
-    part.weights.update(parameters)
-    optimizer = torch.optim.AdamW(parameters.values(), betas=(0.9, 0.95), weight_decay=0.0)
-    first = _resume(out / STATE_FILE, settings, parameters, optimizer)
-    saved = time.monotonic()
+    part.requires_grad_()
+    optimizer = torch.optim.AdamW(part.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    first, saved = resume(out / STATE_FILE, settings, part, optimizer), time.monotonic()
+    guesser = settings.guesser(base, part)
     for step in range(first, settings.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * schedule(step, settings.steps)
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * schedule(step, settings.steps)
         picked = rows_of_step(step, len(rows), settings.batch_rows, settings.seed)
-        loss = distil(base, part, [rows[index] for index in picked], settings)
+        loss = distil(base, guesser, [rows[index] for index in picked], settings.num_draft)
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 == settings.steps or time.monotonic() - saved > SAVE_SECONDS:
-            _save_state(out / STATE_FILE, settings, parameters, optimizer, step + 1)
+            save_state(out / STATE_FILE, settings, part, optimizer, step + 1)
             saved = time.monotonic()
         advance(step + 1, loss)
     save_whole(out, lambda folder: part.save(folder, base.dtype))
-    # What is scored is what was saved.
-    part.weights.update({name: tensor.detach().to(base.dtype).float() for name, tensor in parameters.items()})
+    part.requires_grad_(False).to(base.dtype).float()  # what is scored is what was saved
     return part
 
 
-def distil(base: BaseModel, part: Part, rows: Sequence[Sequence[int]], settings: Settings) -> float:
+def distil(base: BaseModel, guesser: Guesser, rows: Sequence[Sequence[int]], num_draft: int) -> float:
     """Adds the gradient of the mean loss of some rows to the part's; returns it, in nats a draft token."""
-    num_tokens = sum(map(len, rows)) * settings.num_draft
-    total = 0.0
+    num_tokens, total = sum(map(len, rows)) * num_draft, 0.0
     with torch.autocast("cuda", torch.bfloat16, enabled=base.model.device.type == "cuda"):
         # A row at a time: logits [T, V], of which a part may make num_draft, are the largest thing here.
         for states in base.hidden_states(rows):
             full = base.logits(states[-1])
-            guesses = part.guesses(base, states, settings.num_draft)
             loss = sum(
-                cross_entropy(guess.logits.float(), guess.of(full).softmax(-1), reduction="sum") for guess in guesses
+                cross_entropy(guess.logits.float(), guess.of(full).softmax(-1), reduction="sum")
+                for guess in guesser(states, num_draft)
             )
             (loss / num_tokens).backward()
             total += loss.item() / num_tokens
@@ -139,54 +165,40 @@ def schedule(step: int, steps: int) -> float:
 
 def rows_of_step(step: int, num_rows: int, batch_rows: int, seed: int) -> list[int]:
     """The rows of a step: each row once an epoch, in an order of that epoch's own."""
-    picked: list[int] = []
-    orders: dict[int, torch.Tensor] = {}
-    for index in range(step * batch_rows, (step + 1) * batch_rows):
-        epoch, place = divmod(index, num_rows)
-        if epoch not in orders:
-            orders[epoch] = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-        picked.append(int(orders[epoch][place]))
+    first, last = step * batch_rows, (step + 1) * batch_rows
+    epochs = range(first // num_rows, (last - 1) // num_rows + 1)
+    seeds = [torch.Generator().manual_seed(seed * 1_000_003 + epoch) for epoch in epochs]
+    orders = torch.cat([torch.randperm(num_rows, generator=generator) for generator in seeds])
+    picked: list[int] = orders[first - epochs[0] * num_rows :][: last - first].tolist()
     return picked
 
 
-def _resume(path: Path, settings: Settings, parameters: dict[str, Any], optimizer: Any) -> int:
+def resume(path: Path, settings: Settings, part: TrainedPart, optimizer: torch.optim.Optimizer) -> int:
     """Loads the state at `path`, if there is one; returns the number of steps that it has done."""
     if not path.exists():
         return 0
-    whole = ConfigError(f"--out must be a folder whose {STATE_FILE} is whole, not {path.parent}.")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load looks at no checksum
             if archive.testzip() is not None:
-                raise whole
-        state = torch.load(path, weights_only=True, map_location=next(iter(parameters.values())).device)
+                raise ValueError("a damaged archive")
+        state = torch.load(path, weights_only=True, map_location=next(part.parameters()).device)
         stored, step = dict(state["settings"]), state["step"]
         differing = [name for name, value in asdict(settings).items() if stored.get(name) != value]
+        if not differing:
+            if type(step) is not int or not 0 <= step <= settings.steps:
+                raise ValueError("no step of this run")
+            part.load_state_dict(state["weights"])
+            optimizer.load_state_dict(state["optimizer"])
     except Exception as error:
-        raise whole from error
+        raise ConfigError(f"--out must be a folder whose {STATE_FILE} is whole, not {path.parent}.") from error
     if differing:
-        raise other_run(differing[0], stored.get(differing[0]), getattr(settings, differing[0]), path.parent)
-    try:
-        if not 0 <= step <= settings.steps or type(step) is not int:
-            raise whole
-        _restore(state, parameters, optimizer)
-    except Exception as error:
-        raise whole from error
-    return step
+        name = differing[0]
+        raise other_run(name, stored.get(name), getattr(settings, name), path.parent)
+    return int(step)
 
 
-@torch.no_grad()
-def _restore(state: dict[str, Any], parameters: dict[str, Any], optimizer: Any) -> None:
-    """Raises whatever it may where the state is another's."""
-    for name, tensor in parameters.items():
-        found = state["weights"][name]
-        if found.shape != tensor.shape:
-            raise ValueError(f"{name} has the shape {tuple(found.shape)}")
-        tensor.copy_(found)
-    optimizer.load_state_dict(state["optimizer"])
-
-
-def _save_state(path: Path, settings: Settings, parameters: dict[str, Any], optimizer: Any, step: int) -> None:
+def save_state(path: Path, settings: Settings, part: TrainedPart, optimizer: Any, step: int) -> None:
     """Writes the state of a run; a reader finds the old one or the new one, never a part."""
     state = {"settings": asdict(settings), "step": step, "optimizer": optimizer.state_dict()}
-    state["weights"] = {name: tensor.data for name, tensor in parameters.items()}
+    state["weights"] = part.state_dict()
     save_whole(path.parent, lambda folder: torch.save(state, folder / path.name))

@@ -11,8 +11,7 @@ from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.harness.samples import Request, sampling_engine
 from vllm_specplugins.tools.files import other_run, save_whole
 
-FILE = "own_text.json"
-LOG = "own_text.log"
+FILE, LOG = "own_text.json", "own_text.log"
 AT_A_TIME = 64  # requests
 PROMPT_SHARE = 4  # one token of so many is the prompt's
 
@@ -26,9 +25,10 @@ def own_rows(
     out: Path,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
-    """The beginning of each row, a quarter of `row_tokens` at most, and what the model says after it.
+    """The beginning of each row, a quarter of `row_tokens` at most, and what the model writes after it.
 
-    A second call with the same arguments reads what the first one wrote.
+    A second call with the same arguments reads what the first one wrote. `advance` is called with the number of rows
+    that are done.
 
     Raises:
         ConfigError: `out` holds the text of other arguments, or cannot be read or written; the engine failed.
@@ -41,35 +41,24 @@ def own_rows(
     if find_spec("vllm") is None:
         raise ConfigError("--self needs vllm, which is not installed (pip install 'vllm-specplugins[vllm]').")
     found = list(continued(model, prompts, row_tokens, temperature, seed, out / LOG, advance))
-    save_whole(out, lambda folder: _write(folder / FILE, {"made_of": made_of, "rows": found}))
+    content = json.dumps({"made_of": made_of, "rows": found})
+    save_whole(out, lambda folder: (folder / FILE).write_text(content))
     return found
 
 
 def continued(
-    model: str,
-    prompts: Sequence[Sequence[int]],
-    num_tokens: int,
-    temperature: float,
-    seed: int,
-    log: Path,
+    model: str, prompts: list[list[int]], num_tokens: int, temperature: float, seed: int, log: Path,
     advance: Callable[[int], None],
-) -> Iterator[list[int]]:
-    """Each prompt and what the model says after it, up to its end or to `num_tokens` together; `advance` is called with
-    the number of prompts that are done."""
+) -> Iterator[list[int]]:  # fmt: skip
+    """Each prompt and what the model writes after it, up to its end or to `num_tokens` together."""
     settings = {"max_model_len": num_tokens + 1, "max_num_seqs": AT_A_TIME, "seed": seed}
     with sampling_engine("MODEL must be one that vLLM can serve", log, model, settings=settings) as draw:
         for start in range(0, len(prompts), AT_A_TIME):
-            some = [list(prompt) for prompt in prompts[start : start + AT_A_TIME]]
-            asked = [
-                Request(prompt, {"temperature": temperature, "max_tokens": num_tokens - len(prompt)}) for prompt in some
-            ]
-            for prompt, [output] in zip(some, draw(asked).token_ids, strict=True):
-                yield prompt + output
+            some = prompts[start : start + AT_A_TIME]
+            params = [{"temperature": temperature, "max_tokens": num_tokens - len(prompt)} for prompt in some]
+            drawn = draw([Request(*asked) for asked in zip(some, params, strict=True)])
+            yield from (prompt + output for prompt, [output] in zip(some, drawn.token_ids, strict=True))
             advance(start + len(some))
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content))
 
 
 def _read(out: Path, made_of: dict[str, Any]) -> list[list[int]]:

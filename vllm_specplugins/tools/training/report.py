@@ -1,14 +1,17 @@
-"""What a training found: tables on the terminal, and a model card beside the weights."""
+"""What a training found: tables on the terminal, and the same in a model card beside the weights."""
 
+import io
 import json
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.tools.report import say, serve_with, show_table, stdout, table_of
+from rich.console import Console
+
+from vllm_specplugins.tools.report import WIDTH, say, serve_with, show_table, stdout, table_of
 from vllm_specplugins.tools.training.core import Settings
 from vllm_specplugins.tools.training.scores import Scores
 
@@ -31,22 +34,16 @@ which stays as it is. To serve with it, with vllm-specplugins installed:
 
     vllm serve {model} --speculative-config {config}
 
-{verdict}
-
-## Scores, on {num_tokens:,} tokens
-
-{tables}
-
-{meaning}
+```
+{scores}
+```
 
 ## How it was trained
 
-{data}
-{settings}
+{trained}
 
 The weights were made from those of {model} and from the text: their licences bind it.
 """
-Rows = list[list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,64 +74,46 @@ class Trained:
         words = f"At temperature 0 it has {length:.2f} tokens a step"
         if length < LITTLE:
             return f"{words}: it will not pay. Train it for longer, on text like what you serve, or leave it out."
-        if length < ENOUGH:
-            return (
-                f"{words}, and a step with drafts may take 1.1 to 1.5 times as long: it hardly pays. Measure it: bench."
-            )
-        return f"{words}: it may pay. Measure it before you serve with it: bench."
-
-    def tables(self) -> Iterator[tuple[str, Rows]]:
-        """A title, and rows of which the first is the head's."""
-        states = (("as it began", self.before), ("trained", self.after))
-        places = [f"{ordinal(place)} draft token" for place in range(1, 1 + min(MOST_PLACES, len(self.after.match)))]
-        right = [
-            [f"T {heat}, {name}", *(f"{100 * share:.0f}" for share in getattr(found, kind)[:MOST_PLACES])]
-            for heat, kind in ((0, "match"), (1, "overlap"))
-            for name, found in states
-        ]
-        yield RIGHT, [["", *places], *right]
-        drawn = [f"T 1, {method}" for method in self.after.sampled_lengths]
-        lengths = [
-            [name, f"{found.length:.2f}", *(f"{length:.2f}" for length in found.sampled_lengths.values())]
-            for name, found in states
-        ]
-        yield LENGTHS, [["", "T 0", *drawn], *lengths]
+        cost = ", and a step with drafts may take 1.1 to 1.5 times as long: it hardly pays" * (length < ENOUGH)
+        return f"{words}{cost or ': it may pay'}. Measure it before you serve with it: bench."
 
 
-def ordinal(number: int) -> str:
-    """Of a small number.
+def show(found: Trained, console: Console) -> None:
+    """Prints the scores and the verdict."""
+    states = (("as it began", found.before), ("trained", found.after))
+    places = range(1, 1 + min(MOST_PLACES, len(found.after.match)))
+    table = table_of("draft token", map(str, places))
+    say(console, RIGHT)
+    for heat, kind in ((0, "match"), (1, "overlap")):
+        for name, scores in states:
+            table.add_row(f"T {heat}, {name}", *(f"{100 * share:.0f}" for share in getattr(scores, kind)[:MOST_PLACES]))
+    show_table(console, table)
+    table = table_of("", ["T 0", *(f"T 1, {method}" for method in found.after.sampled_lengths)])
+    say(console, LENGTHS)
+    for name, scores in states:
+        table.add_row(name, *(f"{length:.2f}" for length in (scores.length, *scores.sampled_lengths.values())))
+    show_table(console, table)
+    say(console, f"{MEANING} {found.num_tokens:,} tokens were scored.\n\n{found.verdict}")
 
-    >>> [ordinal(number) for number in (1, 2, 3, 4)]
-    ['1st', '2nd', '3rd', '4th']
-    """
-    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number, 'th') }"
 
-
-def show(found: Trained, out: Path) -> None:
-    """Prints the scores, the verdict and what to serve with."""
-    console = stdout()
-    for title, (head, *rows) in found.tables():
-        table = table_of(head[0], head[1:], title)
-        for row in rows:
-            table.add_row(*row)
-        show_table(console, table)
-    say(console, f"{MEANING} {found.num_tokens:,} tokens were scored.")
-    say(console, f"\n{found.verdict}\nSaved in {out}. To serve with it:\n{serve_with(found.config)}")
+def show_all(found: Trained, out: Path) -> None:
+    """The same on the terminal, and what to serve with."""
+    show(found, stdout())
+    say(stdout(), f"Saved in {out}. To serve with it:\n{serve_with(found.config)}")
 
 
 def card(found: Trained) -> str:
     """The model card, in Markdown."""
+    text = io.StringIO()
+    show(found, Console(file=text, width=WIDTH))
     kept = {name: value for name, value in asdict(found.settings).items() if value is not None and name != "data"}
+    lines = [*found.data, *(f"{name.replace('_', ' ')}: {value}" for name, value in kept.items())]
     return CARD.format(
         method=found.config["method"],
         model=found.settings.model,
         config=shlex.quote(json.dumps(found.config)),
-        verdict=textwrap.fill(found.verdict, 100),
-        num_tokens=found.num_tokens,
-        tables="\n\n".join(f"{title}:\n\n{_markdown(rows)}" for title, rows in found.tables()),
-        meaning=textwrap.fill(MEANING, 100),
-        data="\n".join(f"* {line}" for line in found.data),
-        settings="\n".join(f"* {name.replace('_', ' ')}: {value}" for name, value in kept.items()),
+        scores=textwrap.dedent(text.getvalue()).rstrip(),
+        trained="\n".join(f"* {line}" for line in lines),
     )
 
 
@@ -145,8 +124,3 @@ def about_data(files: Sequence[Path], built_in: str, rows: Sequence[Sequence[int
     ended = [] if loss is None else [f"loss of the last step: {loss:.3f} nats a draft token"]
     sizes = f"trained on {len(rows):,} rows of {sum(map(len, rows)):,} tokens"
     return [f"text: {name}" for name in (named or [built_in])] + more + [sizes] + ended
-
-
-def _markdown(rows: Rows) -> str:
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

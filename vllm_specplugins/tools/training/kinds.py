@@ -1,0 +1,188 @@
+"""The kinds of parts that can be trained: an exit head, a jump, and look-ahead embeddings.
+
+The target's keys and values of the tokens before a draft are the target's own, those of the draft are the part's: K
+passes over a row, the k-th of which sees of the text what stands k tokens or more before it (as in EAGLE-3, Li et al.
+2025, "training-time test"). T: tokens of a row, H: hidden size, M: embeddings.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
+from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
+from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
+from vllm_specplugins.tools.base_model import BaseModel
+from vllm_specplugins.tools.files import every_nth
+from vllm_specplugins.tools.training.core import Guess, Guesser, Settings, States
+
+RIDGE = 1e-3  # of the mean square of a state
+FITTED_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitHeadSettings(Settings):
+    """A norm and a head that read an early layer as the model's own read its last one; see ExitHeadConfig."""
+
+    exit_layer: int
+    rank: int
+
+    def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
+        """See Settings."""
+        return {"exit_layer": (1, base.num_layers - 1), "rank": (0, min(base.head_weight.shape))}
+
+    def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> ExitHead:
+        """See Settings."""
+        return initial_head(base, self.exit_layer, self.rank)
+
+    def guesser(self, base: BaseModel, part: ExitHead) -> Guesser:
+        """See Settings."""
+        return exit_guesser(part)
+
+    def serving(self, folder: Path) -> dict[str, Any]:
+        """See Settings."""
+        return {"method": "early_exit", "exit_layer": self.exit_layer, "exit_head": str(folder.resolve())}
+
+
+def initial_head(base: BaseModel, exit_layer: int, rank: int) -> ExitHead:
+    """The model's own norm and head, in float32; with a rank, the nearest matrix of that rank (Eckart, Young 1936)."""
+    weight = base.head_weight.float()
+    sizes: dict[str, Any] = {"hidden_size": base.hidden_size, "vocab_size": len(weight), "rms_norm_eps": base.norm_eps}
+    weights = {"norm.weight": base.norm_weight.clone()}
+    if rank == 0:
+        weights["head.weight"] = weight.clone()
+    else:
+        # [H, R]: the directions in which the head's rows are longest; cheaper than an SVD of [V, H].
+        directions = torch.linalg.eigh(weight.T @ weight).eigenvectors[:, -rank:]
+        weights |= {"down.weight": directions.T.contiguous(), "up.weight": weight @ directions}
+    return ExitHead(ExitHeadConfig(exit_layer=exit_layer, rank=rank, **sizes), weights)
+
+
+def exit_guesser(head: ExitHead) -> Guesser:
+    """Its draft tokens are all drafted in the same way."""
+
+    def guesses(states: States, num_draft: int) -> Iterator[Guess]:
+        logits = head.logits(states[head.config.exit_layer].float())
+        for start in range(min(num_draft, len(logits))):
+            yield Guess(logits[start:], start)
+
+    return guesses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JumpSettings(Settings):
+    """What predicts the state in front of a late layer; see JumpHeadConfig."""
+
+    early_layers: int
+    late_layer: int
+    inner_size: int
+
+    def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
+        """See Settings."""
+        layers = {"early_layers": (0, base.num_layers - 1), "late_layer": (self.early_layers, base.num_layers)}
+        return {**layers, "inner_size": (1, 1_000_000)}
+
+    def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> JumpHead:
+        """The linear part fits some rows' states best (ridge regression); the other adds nothing yet."""
+        hidden, eps, norm_weight = base.hidden_size, base.norm_eps, base.norm_weight.cpu()
+        gram, cross = torch.zeros(2 * hidden, 2 * hidden), torch.zeros(2 * hidden, hidden)
+        for states in base.hidden_states([rows[index] for index in every_nth(len(rows), FITTED_ROWS)]):
+            early, late, last = (states[index].float().cpu() for index in (self.early_layers, self.late_layer, -1))
+            if self.late_layer == base.num_layers:  # the final norm is still to come
+                late = late / norm_weight
+            both = torch.cat((F.rms_norm(early, (hidden,), eps=eps)[1:], last[:-1]), dim=-1)
+            gram += both.T @ both
+            cross += both.T @ (late - early)[1:]
+        gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+        up = torch.randn(self.inner_size, 2 * hidden, generator=torch.Generator().manual_seed(0))
+        weights = {
+            "norm.weight": torch.ones(hidden),
+            "mix.weight": torch.linalg.solve(gram, cross).T.contiguous(),
+            "up.weight": up / (2 * hidden) ** 0.5,
+            "down.weight": torch.zeros(hidden, self.inner_size),
+        }
+        own = {"early_layers": self.early_layers, "late_layer": self.late_layer, "inner_size": self.inner_size}
+        config = JumpHeadConfig(num_layers=base.num_layers, hidden_size=hidden, rms_norm_eps=eps, **own)
+        device = base.model.device
+        return JumpHead(config, {name: tensor.to(device) for name, tensor in weights.items()})
+
+    def guesser(self, base: BaseModel, part: JumpHead) -> Guesser:
+        """See Settings."""
+        return jump_guesser(base, part)
+
+    def serving(self, folder: Path) -> dict[str, Any]:
+        """See Settings."""
+        return {"method": "jump", "head": str(folder.resolve())}
+
+
+def jump_guesser(base: BaseModel, head: JumpHead) -> Guesser:
+    """Drafts begin after each token of the row but the first, before which there is no state."""
+
+    def guesses(states: States, num_draft: int) -> Iterator[Guess]:
+        config, num_tokens = head.config, len(states[0])
+        early, last = states[config.early_layers].float(), states[-1].float()
+        text = base.passes(config.late_layer, num_tokens)
+        text.run(states[config.late_layer])
+        for step in range(1, min(num_draft, num_tokens - 1) + 1):
+            last = F.pad(last[:-1], (0, 0, 1, 0))  # of the token before
+            last = text.run(head.states(early, last), step)
+            yield Guess(base.logits(last[step:]), step)
+
+    return guesses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookAheadSettings(Settings):
+    """Embeddings that stand for draft tokens not yet known.
+
+    Args:
+        exit_layer: how many layers they run through.
+        exit_head: folder of a trained head for this layer; None is the model's own norm and head.
+    """
+
+    exit_layer: int
+    exit_head: str | None
+
+    def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
+        """See Settings."""
+        return {"exit_layer": (1, base.num_layers), "num_draft": (2, 64)}
+
+    def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> LookAhead:
+        """See Settings. All embeddings begin as the mean of the tokens' in some rows."""
+        some = [rows[index] for index in every_nth(len(rows), FITTED_ROWS)]
+        mean = torch.cat([states[0].float() for states in base.hidden_states(some)]).mean(0)
+        config = LookAheadConfig(
+            exit_layer=self.exit_layer, hidden_size=base.hidden_size, num_embeddings=self.num_draft - 1
+        )
+        return LookAhead(config, {"embeddings.weight": mean.repeat(self.num_draft - 1, 1)})
+
+    def guesser(self, base: BaseModel, part: LookAhead) -> Guesser:
+        """See Settings."""
+        if self.exit_head is None:
+            return look_ahead_guesser(base, part)
+        vocab_size, hidden_size = base.head_weight.shape
+        ExitHead.check(self.exit_head, exit_layer=self.exit_layer, hidden_size=hidden_size, vocab_size=vocab_size)
+        return look_ahead_guesser(base, part, ExitHead.load(self.exit_head, base.model.device))
+
+    def serving(self, folder: Path) -> dict[str, Any]:
+        """See Settings."""
+        head = {} if self.exit_head is None else {"exit_head": str(Path(self.exit_head).resolve())}
+        own = {"look_ahead": str(folder.resolve()), "num_speculative_tokens": self.num_draft}
+        return {"method": "early_exit", "exit_layer": self.exit_layer, **head, **own}
+
+
+def look_ahead_guesser(base: BaseModel, part: LookAhead, head: ExitHead | None = None) -> Guesser:
+    """The first draft token is the exit's own; the k-th pass is that of the k-th embedding, after every token."""
+
+    def guesses(states: States, num_draft: int) -> Iterator[Guess]:
+        num_tokens = len(states[0])
+        layers = base.passes(0, num_tokens, part.config.exit_layer, normed=head is None)
+        fed = [states[0], *(own.expand(num_tokens, -1) for own in part.embeddings.weight[: num_draft - 1])]
+        for step, own in enumerate(fed[:num_tokens]):
+            yield Guess((base if head is None else head).logits(layers.run(own, step)[step:]), step)
+
+    return guesses
