@@ -2,77 +2,40 @@
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vllm_specplugins.config import brief
 
 Value = TypeVar("Value")
+Number = TypeVar("Number", int, float)
+
+
+def number(read: Callable[[str], Number], fits: Callable[[Number], bool], words: str) -> Callable[[str], Number]:
+    """Reads a number that fits."""
+
+    def checked(text: str) -> Number:
+        try:
+            value = read(text)
+        except ValueError:
+            pass
+        else:
+            if fits(value):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {words}, not {brief(text)}")
+
+    return checked
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
     """Reads an integer in [low, high]."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be an integer from {low} to {high}, not {brief(text)}")
-        return value
-
-    return read
+    return number(int, lambda value: low <= value <= high, f"an integer from {low} to {high}")
 
 
-def fraction(low: float, high: float) -> Callable[[str], float]:
-    """Reads a number between low and high, neither included."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = low
-        if not low < value < high:
-            raise argparse.ArgumentTypeError(f"must be a number between {low:g} and {high:g}, not {brief(text)}")
-        return value
-
-    return read
-
-
-def layer_list(text: str) -> list[int]:
-    """Reads layers, as in "1,2,4"."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"must be integers with commas between them, not {brief(text)}")
-    return [int(part) for part in parts]
-
-
-def temperature(text: str) -> float:
-    """Reads a number from 0 to 10, both included."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 10:
-        raise argparse.ArgumentTypeError(f"must be numbers from 0 to 10, not {brief(text)}")
-    return value
-
-
-def positive(text: str) -> float:
-    """Reads a number that is not negative."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of 0 or more, not {brief(text)}")
-    return value
-
-
-def words_list(text: str) -> list[str]:
-    """Reads names, as in "code,copy"."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+share = number(float, lambda value: 0 < value < 1, "a number between 0 and 1")
+temperature = number(float, lambda value: 0 <= value <= 10, "numbers from 0 to 10")
+positive = number(float, lambda value: 0 <= value < math.inf, "a number of 0 or more")
 
 
 def listed(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:

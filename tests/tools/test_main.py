@@ -29,7 +29,7 @@ REFUSED = {
         "MODEL must be a checkpoint that transformers can load",
     ),
     "out is a file": ([*TRAIN, "--out", "SHORT"], "--out must be a folder that can be written, not "),
-    "layers": ([*CALIBRATE, "--layers", "1;2"], "--layers: must be integers with commas between them, not '1;2'"),
+    "layers": ([*CALIBRATE, "--layers", "1;2"], "--layers: must be an integer from 1 to 10000, not '1;2'"),
     "layers too high": (
         [*CALIBRATE, "--layers", "1,3"],
         "--layers must be integers from 1 to 2 for this model, not [1, 3]",

@@ -413,7 +413,7 @@ def test_commands(
     assert parse_config(config).common.num_speculative_tokens == own.get("num_draft", 3) or name == "train-jump"
     card = (tmp_path / "README.md").read_text()
     assert json.dumps(config) in card and "T 1, trained " in card and "* heldout: 0.2" in card
-    assert f"* text: {text_files[0]} ({text_files[0].stat().st_size:,} bytes)\n" in card and "* data: " not in card
+    assert f"* text: {text_files[0]}, {text_files[1]}\n" in card and "* data: " not in card
     assert re.search(r"^\* trained on \d+ rows of [\d,]+ tokens\n\* loss of the last step: \d", card, re.MULTILINE)
     assert "if those before it are" in said and "T 1, coupled" in said
     assert all(len(line) <= 100 for line in said.splitlines() if not line.startswith(("--", "Saved")))

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import fields
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.training.core import Settings, train
 from vllm_specplugins.tools.training.kinds import ExitHeadSettings, JumpSettings, LookAheadSettings
 from vllm_specplugins.tools.training.own_text import own_rows
-from vllm_specplugins.tools.training.report import Trained, about_data, card, show_all
+from vllm_specplugins.tools.training.report import Trained, card, show_all
 from vllm_specplugins.tools.training.scores import Scores, own_texts, scores
 
 KINDS: dict[str, type[Settings]] = {
@@ -81,8 +82,9 @@ def _trained(
     test_rows = [test_rows[i] for i in every_nth(len(test_rows), MAX_SCORED_ROWS)]
     parts = settings.begin(base, rows), part
     before, after, num_tokens = _scored(base, test_rows, settings, parts, config["num_speculative_tokens"], bars)
-    built_in = f"{BUILT_IN_FILES} files of Python's standard library"
-    data = about_data(args.data, built_in, rows, next(iter(losses), None))
+    files = ", ".join(map(str, args.data)) or f"{BUILT_IN_FILES} files of Python's standard library"
+    data = [f"text: {shorten(files, 1000)}", f"trained on {len(rows):,} rows of {sum(map(len, rows)):,} tokens"]
+    data += [f"loss of the last step: {loss:.3f} nats a draft token" for loss in losses]
     return Trained(before, after, config, settings, num_tokens, data)
 
 

@@ -5,44 +5,39 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.harness.samples import Request, sampling_engine
-from vllm_specplugins.tools.files import other_run, save_whole
+from vllm_specplugins.tools.files import save_whole
 
-FILE, LOG = "own_text.json", "own_text.log"
 AT_A_TIME = 64  # requests
 PROMPT_SHARE = 4  # one token of so many is the prompt's
 
 
 def own_rows(
-    model: str,
-    rows: Sequence[Sequence[int]],
-    row_tokens: int,
-    temperature: float,
-    seed: int,
-    out: Path,
+    model: str, rows: Sequence[Sequence[int]], row_tokens: int, temperature: float, seed: int, out: Path,
     advance: Callable[[int], None] = lambda count: None,
-) -> list[list[int]]:
+) -> list[list[int]]:  # fmt: skip
     """The beginning of each row, a quarter of `row_tokens` at most, and what the model writes after it.
 
     A second call with the same arguments reads what the first one wrote. `advance` is called with the number of rows
     that are done.
 
     Raises:
-        ConfigError: `out` holds the text of other arguments, or cannot be read or written; the engine failed.
+        ConfigError: `out` cannot be read or written; the engine failed.
     """
     prompts = [list(row[: max(1, row_tokens // PROMPT_SHARE)]) for row in rows]
-    made_of = {"model": model, "self": temperature, "row_tokens": row_tokens, "seed": seed}
-    made_of["data"] = zlib.crc32(json.dumps(prompts).encode())
-    if (out / FILE).exists():
-        return _read(out, made_of)
+    made_of = zlib.crc32(json.dumps([model, temperature, row_tokens, seed, prompts]).encode())
+    path = out / f"own_text-{made_of:08x}.json"
+    if path.exists():
+        try:
+            return [list(map(int, row)) for row in json.loads(path.read_text())]
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"--out must be a folder whose {path.name} is whole, not {out}.") from error
     if find_spec("vllm") is None:
         raise ConfigError("--self needs vllm, which is not installed (pip install 'vllm-specplugins[vllm]').")
-    found = list(continued(model, prompts, row_tokens, temperature, seed, out / LOG, advance))
-    content = json.dumps({"made_of": made_of, "rows": found})
-    save_whole(out, lambda folder: (folder / FILE).write_text(content))
+    found = list(continued(model, prompts, row_tokens, temperature, seed, path.with_suffix(".log"), advance))
+    save_whole(out, lambda folder: (folder / path.name).write_text(json.dumps(found)))
     return found
 
 
@@ -59,15 +54,3 @@ def continued(
             drawn = draw([Request(*asked) for asked in zip(some, params, strict=True)])
             yield from (prompt + output for prompt, [output] in zip(some, drawn.token_ids, strict=True))
             advance(start + len(some))
-
-
-def _read(out: Path, made_of: dict[str, Any]) -> list[list[int]]:
-    try:
-        content = json.loads((out / FILE).read_text())
-        stored, rows = dict(content["made_of"]), [list(map(int, row)) for row in content["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--out must be a folder whose {FILE} is whole, not {out}.") from error
-    for name, value in made_of.items():
-        if stored.get(name) != value:
-            raise other_run(name, stored.get(name), value, out)
-    return rows

@@ -4,7 +4,6 @@ import io
 import json
 import shlex
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from vllm_specplugins.tools.training.core import Settings
 from vllm_specplugins.tools.training.scores import Scores
 
 MOST_PLACES = 4  # of a draft that are shown
-MOST_FILES = 20  # that a card names
 # A step with drafts in one without, on an H100 with one request: 1.26 with a jump, 1.49 with an exit.
 LITTLE, ENOUGH = 1.1, 1.5
 RIGHT = "How often a draft token is right, if those before it are, %"
@@ -115,12 +113,3 @@ def card(found: Trained) -> str:
         scores=textwrap.dedent(text.getvalue()).rstrip(),
         trained="\n".join(f"* {line}" for line in lines),
     )
-
-
-def about_data(files: Sequence[Path], built_in: str, rows: Sequence[Sequence[int]], loss: float | None) -> list[str]:
-    """Lines of a card: the files with their sizes, or what is built in, the tokens, and the loss at the end."""
-    named = [f"{file} ({file.stat().st_size:,} bytes)" if file.is_file() else str(file) for file in files[:MOST_FILES]]
-    more = [f"and {len(files) - MOST_FILES} more files"] * (len(files) > MOST_FILES)
-    ended = [] if loss is None else [f"loss of the last step: {loss:.3f} nats a draft token"]
-    sizes = f"trained on {len(rows):,} rows of {sum(map(len, rows)):,} tokens"
-    return [f"text: {name}" for name in (named or [built_in])] + more + [sizes] + ended
