@@ -12,43 +12,45 @@ from rubbish import JSON, NUMBERS, check_sentence
 from spoil import spoilt
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.tools.training.core import STATE_FILE, _resume, _save_state
-from vllm_specplugins.tools.training.exit_head import ExitHeadSettings
+from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
+from vllm_specplugins.tools.training.core import STATE_FILE, resume, save_state
+from vllm_specplugins.tools.training.kinds import ExitHeadSettings
 
 SETTINGS = ExitHeadSettings(
     model="m", exit_layer=1, rank=0, steps=12, batch_tokens=128, row_tokens=64, learning_rate=0.02, seed=0,
     heldout=0.1, data=1,
 )  # fmt: skip
-SHAPES = {"norm.weight": (64,), "head.weight": (100, 64)}
+CONFIG = ExitHeadConfig(exit_layer=1, hidden_size=64, vocab_size=100, rank=0, rms_norm_eps=1e-5)
 
 
-def fresh() -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
-    """Parameters and their optimizer, as a run begins."""
-    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    return parameters, torch.optim.AdamW(parameters.values(), betas=(0.9, 0.95), weight_decay=0.0)
+class Run:
+    """A part and its optimizer, as a run begins."""
+
+    def __init__(self) -> None:
+        self.part = ExitHead(CONFIG, {"norm.weight": torch.zeros(64), "head.weight": torch.zeros(100, 64)})
+        self.part.requires_grad_()
+        self.optimizer = torch.optim.AdamW(self.part.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(self) -> None:
+        sum(parameter.square().sum() + parameter.sum() for parameter in self.part.parameters()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def step(parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    sum(parameter.square().sum() + parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def whole_state() -> tuple[bytes, dict[str, torch.nn.Parameter]]:
+def whole_state() -> tuple[bytes, dict[str, torch.Tensor]]:
     """The file of a run that has done 3 steps, and its parameters after 4."""
-    parameters, optimizer = fresh()
+    run = Run()
     for _ in range(3):
-        step(parameters, optimizer)
+        run.step()
     with TemporaryDirectory() as folder:
-        _save_state(Path(folder) / STATE_FILE, SETTINGS, parameters, optimizer, 3)
+        save_state(Path(folder) / STATE_FILE, SETTINGS, run.part, run.optimizer, 3)
         data = (Path(folder) / STATE_FILE).read_bytes()
-    step(parameters, optimizer)
-    return data, parameters
+    run.step()
+    return data, run.part.state_dict()
 
 
 WHOLE, RESUMED = whole_state()
 TENSORS = st.sampled_from([(), (64,), (100, 64), (0,), (64, 100)]).map(torch.zeros)
-LEAVES = JSON | NUMBERS | TENSORS
 
 
 @st.composite
@@ -58,7 +60,8 @@ def edited(draw: st.DrawFn) -> bytes:
     place = draw(st.sampled_from([state, state["settings"], state["weights"]]))
     key = draw(st.sampled_from(sorted(place)))
     if draw(st.integers(0, 4)):
-        place[key] = draw(TENSORS if place is state["weights"] and draw(st.booleans()) else LEAVES)
+        tensors = place is state["weights"] and draw(st.booleans())
+        place[key] = draw(TENSORS if tensors else JSON | NUMBERS | TENSORS)
     else:
         del place[key]
     file = io.BytesIO()
@@ -66,25 +69,21 @@ def edited(draw: st.DrawFn) -> bytes:
     return file.getvalue()
 
 
-def resumed(data: bytes) -> dict[str, torch.nn.Parameter] | None:
+def resumed(data: bytes) -> dict[str, torch.Tensor] | None:
     """The parameters of a run that began with this state, one step on; None if it was refused."""
-    parameters, optimizer = fresh()
+    run = Run()
     with TemporaryDirectory() as folder:
         (Path(folder) / STATE_FILE).write_bytes(data)
         try:
-            done = _resume(Path(folder) / STATE_FILE, SETTINGS, parameters, optimizer)
+            done = resume(Path(folder) / STATE_FILE, SETTINGS, run.part, run.optimizer)
         except ConfigError as error:
             check_sentence(error)
             return None
     assert isinstance(done, int) and 0 <= done <= SETTINGS.steps
-    step(parameters, optimizer)
-    assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == SHAPES
-    return parameters
-
-
-def test_a_whole_one_goes_on() -> None:
-    parameters = resumed(WHOLE)
-    assert parameters is not None and all(torch.equal(parameters[name], RESUMED[name]) for name in SHAPES)
+    run.step()
+    weights = run.part.state_dict()
+    assert {name: tensor.shape for name, tensor in weights.items()} == {name: RESUMED[name].shape for name in weights}
+    return weights
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -93,13 +92,14 @@ def test_an_edited_one(data: bytes) -> None:
     """Kills: an entry that is not looked at before it is used; weights of another shape that are spread over ours."""
     if resumed(data) is not None:
         weights = torch.load(io.BytesIO(data), weights_only=True)["weights"]
-        assert {name: tuple(weights[name].shape) for name in SHAPES} == SHAPES
+        assert {name: weights[name].shape for name in RESUMED} == {name: RESUMED[name].shape for name in RESUMED}
 
 
 @pytest.mark.filterwarnings("ignore")
 @given(spoilt(WHOLE))
 def test_a_spoilt_one(data: bytes) -> None:
-    """Kills: a traceback of torch's or pickle's; weights that are read with bits that are not theirs."""
-    parameters = resumed(data)
-    if parameters is not None:
-        assert all(torch.equal(parameters[name], RESUMED[name]) for name in SHAPES)
+    """Kills: a traceback of torch's or pickle's; weights that are read with bits that are not theirs; a whole one
+    that does not go on."""
+    weights = resumed(data)
+    assert weights is not None or data != WHOLE
+    assert weights is None or all(torch.equal(weights[name], RESUMED[name]) for name in RESUMED)

@@ -5,8 +5,8 @@ import json
 import re
 import resource
 import shlex
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,21 +133,20 @@ def test_saved_in_the_models_dtype(tiny_model: Path, rows: list[list[int]], tmp_
     assert {tensor.dtype for tensor in load_file(tmp_path / "head" / ExitHead.file).values()} == {torch.bfloat16}
 
 
-class Killed(Exception):
-    pass
-
-
-def dying(distil: Callable[..., float], calls: int) -> Callable[..., float]:
-    """`distil` that fails at the call after so many."""
-    left = [calls]
+def failing(calls: int, error: BaseException) -> Callable[..., float]:
+    """`distil`, but the call after so many raises."""
+    distil, left = core.distil, iter(range(calls))
 
     def wrapped(*args: Any) -> float:
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
+        if next(left, None) is None:
+            raise error
         return distil(*args)
 
     return wrapped
+
+
+def same_part(folder: Path, other: Path) -> bool:
+    return all((folder / name).read_bytes() == (other / name).read_bytes() for name in (ExitHead.file, CONFIG_FILE))
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -159,19 +158,13 @@ def test_resumed_is_uninterrupted(
     train(base, rows, settings, tmp_path / "whole")
     clock = iter(range(0, 10**6, 25))  # seconds: saved at every third step
     done: list[int] = []
-    with monkeypatch.context() as patched:
-        patched.setattr(core.time, "monotonic", lambda: float(next(clock)))
-        for calls in (5, 4, 100):
-            patched.setattr(core, "distil", dying(core.distil, calls))
-            try:
-                train(base, rows, settings, tmp_path / "killed", lambda step, loss: done.append(step))
-            except Killed:
-                assert calls < 100
-            patched.undo()
-            patched.setattr(core.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(core.time, "monotonic", lambda: float(next(clock)))
+    for calls in (5, 4, 100):
+        with monkeypatch.context() as patched, suppress(OSError):
+            patched.setattr(core, "distil", failing(calls, OSError("killed")))
+            train(base, rows, settings, tmp_path / "killed", lambda step, loss: done.append(step))
     assert done.count(4) == 2 and done[-1] == 12 and len(done) < 20
-    for name in (ExitHead.file, CONFIG_FILE):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert same_part(tmp_path / "killed", tmp_path / "whole")
     # A run that is over stays as it is.
     train(base, rows, settings, tmp_path / "killed", lambda step, loss: pytest.fail("it went on"))
 
@@ -222,15 +215,6 @@ def arguments(model: Path, data: list[Path], out: Path, steps: int) -> argparse.
     )  # fmt: skip
 
 
-@pytest.fixture
-def interrupts() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, in what a shell has started in the background, too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interrupts")
 def test_interrupted(
     tiny_model: Path,
     text_files: list[Path],
@@ -238,46 +222,37 @@ def test_interrupted(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ctrl-C in the middle of the third step: status 130 and a sentence; the head in the end is as if it had not come.
+    """Ctrl-C in the third step: status 130 and a sentence; the head in the end is as if it had not come.
 
     Kills: a traceback, and a step that is cut in two and saved.
     """
     assert command.run(arguments(tiny_model, text_files, tmp_path / "whole", steps=6)) == 0
-    calls: list[int] = []
-
-    def interrupting(*args: Any) -> float:
-        calls.append(1)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGINT)
-        return distil(*args)
-
-    distil = core.distil
-    monkeypatch.setattr(core, "SAVE_SECONDS", -1)  # after each step
-    monkeypatch.setattr(core, "distil", interrupting)
     args = arguments(tiny_model, text_files, tmp_path / "cut", steps=6)
+    monkeypatch.setattr(core, "SAVE_SECONDS", -1)  # after each step
     capsys.readouterr()
-    assert command.run(args) == 130
+    for calls, status in ((2, 130), (4, 0)):
+        with monkeypatch.context() as patched:
+            patched.setattr(core, "distil", failing(calls, KeyboardInterrupt()))
+            assert command.run(args) == status
     assert capsys.readouterr().err == (
         f"Interrupted. The training is saved in {args.out} once a minute: the same command goes on from there.\n"
     )
-    assert len(calls) == 3 and command.run(args) == 0
-    assert len(calls) == 3 + 4
-    for name in (ExitHead.file, CONFIG_FILE):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert same_part(tmp_path / "cut", tmp_path / "whole")
 
 
 def test_full_disk(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk. Kills: a traceback of torch's, and half a file left behind."""
-    train(base, rows, replace(SETTINGS, steps=1), tmp_path)
+    """A limit on the size of files stands for the disk. Kills: a traceback of torch's, and half a file left there."""
+    settings, full = replace(SETTINGS, steps=1), r"^--out must be a folder on a disk with room, not .* \(.+\)\.$"
+    train(base, rows, settings, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        for out in (tmp_path, tmp_path / "new"):
-            with pytest.raises(ConfigError, match=r"^--out must be a folder on a disk with room, not .* \(.+\)\.$"):
-                save_whole(out, initial_head(base, 1, 0).save)
-            with pytest.raises(ConfigError, match=r"^--out must be a folder on a disk with room, not .* \(.+\)\.$"):
-                train(base, rows, replace(SETTINGS, steps=1, seed=0), tmp_path / "new")
+        for save in (initial_head(base, 1, 0).save, lambda folder: torch.save(torch.zeros(1000), folder / "state.pt")):
+            with pytest.raises(ConfigError, match=full):
+                save_whole(tmp_path, save)
+        with pytest.raises(ConfigError, match=full):
+            train(base, rows, settings, tmp_path / "new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list((tmp_path / "new").iterdir()) == []
