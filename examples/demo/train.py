@@ -11,7 +11,7 @@ the standard library of the running interpreter, plus copy-and-rename tasks made
 
 Under glibc, page faults can cost as much as the arithmetic; this keeps freed memory in the process:
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_MMAP_THRESHOLD_=8589934592.
-Needs torch, transformers, tokenizers and tqdm. B: rows, T: tokens per row, H: hidden size, V: vocabulary.
+B: rows, T: tokens per row, H: hidden size, V: vocabulary.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+LIBRARIES = (torch, transformers, tokenizers)
 STEP_TOKENS = 4096
 EXIT_ROTATION = (1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7)
 EXIT_WEIGHT = 1.0
@@ -153,22 +154,18 @@ class Trainer:
     """The model in float32, its optimizers (Muon for matrices, AdamW for the rest) and the counts."""
 
     def __init__(self, model: LlamaForCausalLM, minutes: float, max_steps: int, seed: int, plain: bool) -> None:
-        self.model, self.seconds, self.max_steps, self.seed = model, 60 * minutes, max_steps, seed
-        self.plain = plain
+        self.model, self.seconds, self.max_steps = model, 60 * minutes, max_steps
+        self.seed, self.plain = seed, plain
         matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-        ids = {id(p) for p in matrices}
-        others = [p for p in model.parameters() if id(p) not in ids]
+        others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
         muon = torch.optim.Muon(matrices, lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw")
         adam = torch.optim.AdamW(others, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.optimizers = (muon, adam)
         self.num_steps, self.elapsed = 0, 0.0
-        self.layers = []
+        self.layers = []  # norms and matrices, in the order of their modules
         for layer in model.model.layers:
-            attn, mlp = layer.self_attn, layer.mlp
-            attention = (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj)
-            linears = (*attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-            norms = [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
-            self.layers.append((norms, [linear.weight for linear in linears]))
+            linears = [module.weight for module in layer.modules() if isinstance(module, torch.nn.Linear)]
+            self.layers.append(([layer.input_layernorm.weight, layer.post_attention_layernorm.weight], linears))
 
     @property
     def progress(self) -> float:
@@ -185,10 +182,9 @@ class Trainer:
         batch = rows.batch(progress, rng)
         x = self.model.model.embed_tokens(batch[:, :-1]).bfloat16()
         cos, sin = self.model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
-        num_layers = len(self.layers)
         for index, (norms, weights) in enumerate(self.layers):
             # LayerSkip equation 1: 0 at the first layer, MAX_LAYER_DROPOUT at the last.
-            if self.plain or rng.random() >= MAX_LAYER_DROPOUT * (2 ** (index / (num_layers - 1)) - 1):
+            if self.plain or rng.random() >= MAX_LAYER_DROPOUT * (2 ** (index / (len(self.layers) - 1)) - 1):
                 x = block(x, cos, sin, norms, weights)
             if index + 1 == exit_layer:
                 early = x
@@ -212,19 +208,14 @@ class Trainer:
 
     def state(self, rows: Rows) -> dict:
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        weights = {"model": self.model.state_dict(), "optimizers": optimizers}
         counts = {"num_steps": self.num_steps, "elapsed": self.elapsed, "cursor": rows.cursor}
-        return {
-            "seed": self.seed,
-            "plain": self.plain,
-            "model": self.model.state_dict(),
-            "optimizers": optimizers,
-        } | counts
+        return {"seed": self.seed, "plain": self.plain, **weights, **counts}
 
     def load(self, state: dict, rows: Rows) -> None:
-        if state["seed"] != self.seed:
-            raise SystemExit(f"error: --seed is {self.seed}, but the run in --state has seed {state['seed']}")
-        if state["plain"] != self.plain:
-            raise SystemExit(f"error: --plain is {self.plain}, but the run in --state has {state['plain']}")
+        for name in ("seed", "plain"):
+            if state[name] != getattr(self, name):
+                raise SystemExit(f"error: --{name} is {getattr(self, name)}, but the run in --state has {state[name]}")
         self.model.load_state_dict(state["model"])
         for optimizer, optimizer_state in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer_state)
@@ -239,8 +230,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path,
         tokenizer.save_pretrained(folder)
         for name, fact in facts.items():
             (Path(folder) / name).write_text(json.dumps(fact, indent=1) + "\n")
-        if "training.json" in facts:
-            (Path(folder) / "README.md").write_text(evaluate.model_card(facts["training.json"]))
+        (Path(folder) / "README.md").write_text(evaluate.model_card(facts["training.json"]))
         for path in Path(folder).iterdir():
             os.replace(path, out / path.name)
 
@@ -252,23 +242,21 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=55.0, help="time box of the training steps")
     parser.add_argument("--steps", type=int, default=100_000, help="stop here at the latest; repeatable")
     parser.add_argument("--seed", type=int, default=0)
-    state_path = Path(tempfile.gettempdir()) / "specplugins_demo_train.pt"
-    parser.add_argument("--state", type=Path, default=state_path, help="resume from here where it exists")
+    path = Path(tempfile.gettempdir()) / "specplugins_demo_train.pt"
+    parser.add_argument("--state", type=Path, default=path, help="resume from here where it exists")
     args = parser.parse_args()
     if args.minutes <= 0 or args.steps < 1:
         parser.error(f"--minutes is {args.minutes}, --steps is {args.steps}; allowed: more than 0, 1 or more")
-    if args.plain and args.out is None:
+    if args.out is None and args.plain:
         parser.error("--out is missing; with --plain it must be given")
-    args.out = args.out or prompts.HERE / "model"
+    out = args.out or prompts.HERE / "model"
 
     files = list(prompts.library_files())
     train_files = [file for file in files if not prompts.is_held_out(file[0])]
-    rng = random.Random(args.seed)
-    texts = [text for _, text in train_files]
+    rng, texts = random.Random(args.seed), [text for _, text in train_files]
     tokenizer = train_tokenizer(texts)
-    edits = evaluate.encode(
-        tokenizer, [prompt + answer for prompt, answer in evaluate.edit_tasks(train_files, 20_000, 3, rng)]
-    )
+    tasks = [prompt + answer for prompt, answer in evaluate.edit_tasks(train_files, 20_000, 3, rng)]
+    edits = evaluate.encode(tokenizer, tasks)
     rows = Rows(evaluate.encode(tokenizer, texts), [ids for ids in edits if len(ids) <= 2048], rng)
 
     torch.manual_seed(args.seed)
@@ -282,20 +270,17 @@ def main() -> None:
         trainer.load(torch.load(args.state), rows)
     print(f"{trainer.model.num_parameters():,} parameters, {len(rows.stream):,} training tokens")
 
-    facts: dict = {"heldout_files.json": [source for source, _ in files if prompts.is_held_out(source)]}
     saved = trainer.elapsed
-    with tqdm(
-        total=100.0, initial=100 * trainer.progress, unit="%", bar_format="{l_bar}{bar}| {elapsed} {postfix}"
-    ) as bar:
+    look = "{l_bar}{bar}| {elapsed} {postfix}"
+    with tqdm(total=100.0, initial=100 * trainer.progress, unit="%", bar_format=look) as bar:
         while trainer.progress < 1:
             bar.set_postfix(step=trainer.num_steps, **trainer.step(rows))
             bar.update(100 * trainer.progress - bar.n)
             if trainer.elapsed - saved > 240:
                 saved = trainer.elapsed
-                save(trainer.model, tokenizer, args.out, facts)
                 torch.save(trainer.state(rows), args.state)
 
-    save(trainer.model, tokenizer, args.out, facts)
+    facts: dict = {"heldout_files.json": [source for source, _ in files if prompts.is_held_out(source)]}
     facts["training.json"] = {
         "seed": args.seed,
         "steps": trainer.num_steps,
@@ -303,11 +288,10 @@ def main() -> None:
         "training_minutes": round(trainer.elapsed / 60, 1),
         "plain": args.plain,
         "parameters": trainer.model.num_parameters(),
-        "versions": {"python": platform.python_version()}
-        | {module.__name__: module.__version__ for module in (torch, transformers, tokenizers)},
+        "versions": {"python": platform.python_version(), **{m.__name__: m.__version__ for m in LIBRARIES}},
         "heldout": evaluate.scores(trainer.model, tokenizer),
     }
-    save(trainer.model, tokenizer, args.out, facts)
+    save(trainer.model, tokenizer, out, facts)
     args.state.unlink(missing_ok=True)
     print(json.dumps(facts["training.json"], indent=1))
 

@@ -82,13 +82,7 @@ def widen(small: LlamaForCausalLM, config: LlamaConfig) -> LlamaForCausalLM:
         norms.append((layer.input_layernorm, source.input_layernorm))
         norms.append((layer.post_attention_layernorm, source.post_attention_layernorm))
         # [A, H] and [I, H]: the added heads and MLP units compute something, which nothing reads.
-        for name in (
-            "self_attn.q_proj",
-            "self_attn.k_proj",
-            "self_attn.v_proj",
-            "mlp.gate_proj",
-            "mlp.up_proj",
-        ):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             fill(layer.get_submodule(name), source.get_submodule(name), others_zero=False)
         # [H, A] and [H, I]
         fill(layer.self_attn.o_proj, source.self_attn.o_proj, others_zero=True)
