@@ -1,6 +1,7 @@
 """What is verified: methods, and cells of sampling parameters. A cell is one test of one method."""
 
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,14 +54,7 @@ def placed(config: Any, folder: Path) -> Any:
     >>> placed({"method": "cascade", "stages": [{"method": "jump", "head": "MADE/jump"}]}, Path("/parts"))
     {'method': 'cascade', 'stages': [{'method': 'jump', 'head': '/parts/jump'}]}
     """
-    match config:
-        case dict():
-            return {key: placed(value, folder) for key, value in config.items()}
-        case list():
-            return [placed(value, folder) for value in config]
-        case str() if config.startswith("MADE/"):
-            return str(folder / config.removeprefix("MADE/"))
-    return config
+    return json.loads(json.dumps(config).replace("MADE/", f"{folder}/"))
 
 
 # Keyword arguments of SamplingParams, and how a table names them.

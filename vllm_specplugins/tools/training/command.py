@@ -3,18 +3,16 @@
 import argparse
 import json
 import math
+import sys
 import zlib
-from collections.abc import Sequence
 from dataclasses import fields
 from textwrap import shorten
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.proposers.heads.trained import TrainedPart
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.bench.library import is_held_out, library_files
 from vllm_specplugins.tools.data import rows_of, token_rows
@@ -24,7 +22,7 @@ from vllm_specplugins.tools.training.core import Settings, train
 from vllm_specplugins.tools.training.kinds import ExitHeadSettings, JumpSettings, LookAheadSettings
 from vllm_specplugins.tools.training.own_text import own_rows
 from vllm_specplugins.tools.training.report import Trained, card, show_all
-from vllm_specplugins.tools.training.scores import Scores, own_texts, scores
+from vllm_specplugins.tools.training.scores import own_texts, scores
 
 KINDS: dict[str, type[Settings]] = {
     "train-exit-head": ExitHeadSettings,
@@ -53,11 +51,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             found = _trained(base, train_rows, test_rows, settings, args, bars)
         except KeyboardInterrupt:
-            Console(stderr=True).print(
-                f"Interrupted. The training is saved in {args.out} once a minute: the same command goes on from there.",
-                highlight=False,
-                soft_wrap=True,
-            )
+            words = f"The training is saved in {args.out} once a minute: the same command goes on from there."
+            sys.stderr.write(f"Interrupted. {words}\n")
             return 130
         except torch.OutOfMemoryError:
             raise ConfigError("--batch-tokens and --row-tokens must be smaller: the GPU's memory is full.") from None
@@ -79,9 +74,14 @@ def _trained(
     part = train(base, rows, settings, args.out, advance)
     config = settings.serving(args.out)
     config.setdefault("num_speculative_tokens", NUM_SCORED_TOKENS)
-    test_rows = [test_rows[i] for i in every_nth(len(test_rows), MAX_SCORED_ROWS)]
-    parts = settings.begin(base, rows), part
-    before, after, num_tokens = _scored(base, test_rows, settings, parts, config["num_speculative_tokens"], bars)
+    bars.add_task("writing text to score on, and scoring", total=None)
+    some = [test_rows[i] for i in every_nth(len(test_rows), MAX_SCORED_ROWS)]
+    greedy, sampled = (own_texts(base, some, temperature) for temperature in (0.0, 1.0))
+    before, after = (
+        scores(base, greedy, sampled, settings.guesser(base, own), config["num_speculative_tokens"])
+        for own in (settings.begin(base, rows), part)
+    )
+    num_tokens = sum(len(text.row) - text.begin for text in (*greedy, *sampled))
     files = ", ".join(map(str, args.data)) or f"{BUILT_IN_FILES} files of Python's standard library"
     data = [f"text: {shorten(files, 1000)}", f"trained on {len(rows):,} rows of {sum(map(len, rows)):,} tokens"]
     data += [f"loss of the last step: {loss:.3f} nats a draft token" for loss in losses]
@@ -127,23 +127,3 @@ def _settings(args: argparse.Namespace, base: BaseModel, data: int) -> Settings:
     settings = kind(**{**values, "data": data})
     settings.check(base)
     return settings
-
-
-def _scored(
-    base: BaseModel, rows: list[list[int]], settings: Settings, parts: Sequence[TrainedPart], num_draft: int,
-    bars: Progress,
-) -> tuple[Scores, Scores, int]:  # fmt: skip
-    """How a part did before its training and after, and on how many tokens of the model's own."""
-    texts = []
-    for temperature in (0.0, 1.0):
-        task = bars.add_task(f"writing text to score on, at temperature {temperature:g}, tokens of each of {len(rows)}")
-        texts.append(
-            own_texts(
-                base, rows, temperature, lambda done, all, task=task: bars.update(task, completed=done, total=all)
-            )
-        )
-    task = bars.add_task("scoring", total=len(parts) * sum(map(len, texts)))
-    before, after = (
-        scores(base, *texts, settings.guesser(base, part), num_draft, lambda: bars.advance(task)) for part in parts
-    )
-    return before, after, sum(len(text.row) - text.begin for text in (*texts[0], *texts[1]))

@@ -7,7 +7,7 @@ walk is taken over that text: the probability that a token is accepted, given th
 to go on there. N: drafts of a row, K: draft tokens, V: vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,17 +49,8 @@ class Scores:
 
 
 @torch.no_grad()
-def own_texts(
-    base: BaseModel,
-    rows: Sequence[Sequence[int]],
-    temperature: float,
-    advance: Callable[[int, int], None] = lambda done, all: None,
-) -> list[Text]:
-    """What the model writes after the first quarter of rows, up to the longest one's length or to its own end.
-
-    Args:
-        advance: called for each token of a row with how many there are, and how many there will be at most.
-    """
+def own_texts(base: BaseModel, rows: Sequence[Sequence[int]], temperature: float) -> list[Text]:
+    """What the model writes after the first quarter of rows, up to the longest one's length or to its own end."""
     longest = max(map(len, rows))
     begin = max(1, longest // PROMPT_SHARE)
     prompts = torch.tensor([row[:begin] for row in rows if len(row) >= begin], device=base.model.device)
@@ -67,7 +58,6 @@ def own_texts(
     sampling = Sampling(torch.full(seeds.shape, temperature, device=seeds.device), seeds)
 
     def choose(logits: torch.Tensor, place: int) -> torch.Tensor:
-        advance(place + 1 - begin, longest - begin)
         return coupled_sample(logits, torch.full_like(seeds, place), sampling)
 
     texts = base.go_on(prompts, longest, choose)
@@ -76,14 +66,9 @@ def own_texts(
 
 @torch.no_grad()
 def scores(
-    base: BaseModel,
-    greedy: Sequence[Text],
-    sampled: Sequence[Text],
-    guesser: Guesser,
-    num_draft: int,
-    advance: Callable[[], None] = lambda: None,
+    base: BaseModel, greedy: Sequence[Text], sampled: Sequence[Text], guesser: Guesser, num_draft: int
 ) -> Scores:
-    """How a part does on texts of temperature 0 and of temperature 1; `advance` is called after each text."""
+    """How a part does on texts of temperature 0 and of temperature 1."""
     nothing = torch.zeros(num_draft, 0)
     found = []
     for texts in (greedy, sampled):
@@ -91,7 +76,6 @@ def scores(
         for text in texts:
             for name, own in _of_text(base, text, guesser, num_draft).items():
                 figures[name].append(own.cpu())
-            advance()
         found.append(figures)
     cold, warm = found
     match, shared = (torch.cat(own, dim=1) for own in (cold["greedy"], warm["overlap"]))
