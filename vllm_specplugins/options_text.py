@@ -32,13 +32,7 @@ PIECE = 1 << 14  # characters
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text that JSON holds, decoded piece by piece whenever it is read: no second one is kept.
-
-    Args:
-        json: a text that holds its string.
-        start: of what is in the string.
-        end: of that.
-    """
+    """A text that JSON holds from `start` to `end`, decoded by pieces whenever it is read: no second one is kept."""
 
     json: str
     start: int
@@ -63,11 +57,7 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 def read_options(raw: Any, max_model_len: int) -> Mapping[str, Any]:
-    """The dictionary that a request's `extra_args["specplugins"]` is, or holds as text.
-
-    Raises:
-        ConfigError: it is neither, or the text is too long.
-    """
+    """The dictionary that a request's options are, or hold as text; ConfigError if neither, or the text is too long."""
     options = raw
     if isinstance(raw, str):
         allowed = OTHER_CHARACTERS + CHARACTERS_PER_TOKEN * max_model_len

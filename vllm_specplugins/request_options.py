@@ -153,11 +153,7 @@ def check_size(name: str, size: int, limits: Limits) -> None:
 
 
 def token_bytes(value: Any, limits: Limits) -> bytes | bytearray:
-    """A list of token ids as int32 bytes, which a bytearray is; it may be most of what a request takes.
-
-    Raises:
-        ConfigError: it is none, is longer than max_model_len, and then no more of it is looked at, or holds other ids.
-    """
+    """A list of token ids as int32 bytes, which a bytearray is; ConfigError unless they are few and the model's."""
     ids = np.frombuffer(value, np.int32) if isinstance(value, bytearray) and len(value) % 4 == 0 else value
     is_list = isinstance(ids, list | tuple | np.ndarray)
     if is_list:
@@ -174,15 +170,9 @@ def token_bytes(value: Any, limits: Limits) -> bytes | bytearray:
 
 
 def resolved(options: Options, limits: Limits, token_ids: Sequence[int] | bytearray | None = None) -> dict[str, Any]:
-    """Options as they travel to the engine: a reference as bytes, with the digest that names its content.
+    """Options that were understood as they travel to the engine: a reference as bytes, with a digest of them.
 
-    Args:
-        options: as `understood`.
-        limits: see there.
-        token_ids: those of a reference that is a text, numbers or int32 bytes.
-
-    Raises:
-        ConfigError: the text has too many tokens, or tokens that the model does not have.
+    `token_ids` are those of a reference that is a text: ConfigError if they are too many, or others than the model has.
     """
     found = {key: options[key] for key in options if key not in (REFERENCE, DIGEST, TENANT)}
     if reference := options.get(REFERENCE) if token_ids is None else token_bytes(token_ids, limits):
@@ -221,8 +211,7 @@ class _CannotTravel(Exception):
 def _copied(value: Any, levels: int, left: list[int]) -> Any:
     """A copy in plain dictionaries, lists, texts and numbers; `left` of the size that it may have is counted down.
 
-    Raises:
-        _CannotTravel: it is larger or deeper, and no more of it is looked at; or it holds something else.
+    Raises _CannotTravel where it is larger or deeper, or holds something else, and looks at no more of it.
     """
     left[0] -= 1 + (len(value) if isinstance(value, str | bytes | list | tuple | Mapping) else 0)
     if left[0] < 0 or levels == 0:

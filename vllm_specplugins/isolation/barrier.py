@@ -30,12 +30,11 @@ class FaultBarrier:
     """Calls a proposer so that nothing it does can reach a request.
 
     Args:
-        proposer: the proposer to guard; an adapter that records a CUDA graph calls it directly.
+        proposer: an adapter that records a CUDA graph calls it directly.
         vocab_size: draft token ids must be in [0, vocab_size).
         max_num_draft: K.
         time_budget_ms: longest time for one step, in a thread of the proposer's own; None calls it in the caller's
-            thread, unbounded (for proposers that run the target's layers, and for cascades, whose stages have guards of
-            their own).
+            thread, unbounded (for those that run the target, and for cascades, whose stages have guards of their own).
         ends_process: see Guard.
         clock: seconds, for pauses and logs.
     """
@@ -74,10 +73,7 @@ class FaultBarrier:
         return self.guard.proposer
 
     def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
-        """What became of the last drafts, in; the drafts of this step, out: valid ones, whatever happens.
-
-        Requests that were to be forgotten are forgotten first, in the proposer's own thread.
-        """
+        """What became of the last drafts, in; the drafts of this step, out: valid ones, whatever happens."""
         self.count(feedback)
         if batch.num_reqs == 0:
             return Draft.empty(0)
@@ -102,11 +98,8 @@ class FaultBarrier:
             limits = limits[rows]
             given = rows_of(batch, rows.tolist(), limits)
         self.guard.observe(feedback)
-        proposer, device = self.guard.proposer, None if batch.target is None else batch.target.num_tokens.device
-        draft = self.guard.call(
-            batch,
-            lambda: checked_draft(proposer.propose(given), limits, self._max_num_draft, self._vocab_size, device),
-        )
+        proposer, sizes, runs_target = self.proposer, (self._max_num_draft, self._vocab_size), batch.target is not None
+        draft = self.guard.call(batch, lambda: checked_draft(proposer.propose(given), limits, *sizes, runs_target))
         if draft is None:
             return Draft.empty(batch.num_reqs)
         return draft if rows is None else spread(draft, rows, batch.num_reqs)
@@ -114,7 +107,7 @@ class FaultBarrier:
     def call_built_in(self, work: Callable[[], T], is_timed: bool) -> T | None:
         """The offer of a cascade's stage that is built into the engine; None where it fails. See Guard."""
         guard: Guard | None = getattr(self.proposer, "built_in_guard", None)
-        return work() if guard is None else guard.call_built_in(work, is_timed)
+        return guard.call_built_in(work, is_timed) if guard else work()
 
     def needs_built_in(self, request_ids: Sequence[str], num_accepted: Int32Array) -> bool:
         """See Cascade.needs_built_in; asked as a part of that work."""

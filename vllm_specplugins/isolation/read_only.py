@@ -30,6 +30,8 @@ def frozen(value: Any) -> Any:
     mappingproxy({'a': (1, mappingproxy({'b': 2}))})
     """
     match value:
+        case MappingProxyType():
+            return value  # adapters freeze a request's options once
         case Mapping():
             return MappingProxyType({key: frozen(item) for key, item in value.items()})
         case list() | tuple():
@@ -48,7 +50,7 @@ def for_proposer(batch: DraftBatch) -> DraftBatch:
         request_ids=tuple(batch.request_ids),
         token_ids=_views(batch.token_ids),
         max_num_draft=copy(batch.max_num_draft),
-        options=tuple(map(_frozen_options, batch.options)),
+        options=tuple(map(frozen, batch.options)),
     )
 
 
@@ -63,7 +65,7 @@ def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -
         tuple(batch.request_ids[row] for row in rows),
         own,
         copy(max_num_draft),
-        tuple(_frozen_options(batch.options[row]) for row in rows),
+        tuple(frozen(batch.options[row]) for row in rows),
         likeliest=likeliest_at(batch.likeliest, {row: place for place, row in enumerate(rows)}, batch.num_reqs),
     )
 
@@ -92,8 +94,3 @@ def feedback_for_proposer(feedback: Feedback) -> Feedback:
 
 def _views(token_ids: Sequence[Int32Array]) -> Views:
     return token_ids if type(token_ids) is Views else Views(map(view, token_ids))
-
-
-def _frozen_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Adapters freeze a request's options once."""
-    return options if type(options) is MappingProxyType else frozen(options)

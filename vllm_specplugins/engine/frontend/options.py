@@ -77,11 +77,8 @@ class OptionsResolver:
     async def resolved_beside(self, params: SamplingParams) -> SamplingParams:
         """The parameters with resolved options, the same object where there is nothing to resolve.
 
-        Texts are tokenised, and proposers of the user's own asked, beside the event loop, which streams to other
-        clients, too.
-
-        Raises:
-            VLLMValidationError: an option is not allowed; the front end answers 400.
+        Texts are tokenised, and proposers of the user's own asked, beside the event loop, which streams to others, too.
+        VLLMValidationError: an option is not allowed; the front end answers 400.
         """
         if not _is_raw(params):
             return params

@@ -142,11 +142,7 @@ class PluginVllmConfig(VllmConfig):
 def build(
     config: SpecConfig, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
 ) -> PluginSpeculativeConfig:
-    """vLLM's view of a configuration of ours.
-
-    Raises:
-        ConfigError: vLLM refuses the stage that is built into it.
-    """
+    """vLLM's view of a configuration of ours; ConfigError where vLLM refuses the stage that is built into it."""
     if not config.says_length:
         config = _with_length_for(config, target_model_config)
     common = {
@@ -223,11 +219,7 @@ def _first_sentence(error: Exception) -> str:
 def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     """Puts our worker, and our scheduler where it is needed, into a finished configuration.
 
-    Args:
-        async_scheduling: what the user asks for; None: what suits the method.
-
-    Raises:
-        ConfigError: the configuration holds something that our methods cannot run with.
+    `async_scheduling` is what the user asks for. ConfigError: it holds something that our methods cannot run with.
     """
     speculative_config = vllm_config.speculative_config
     method = speculative_config.plugin_config.method

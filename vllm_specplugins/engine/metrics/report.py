@@ -27,14 +27,7 @@ _STEP = "step_draft_seconds"
 
 
 class Reporter:
-    """Reports of one worker.
-
-    Args:
-        barrier: holds the counters.
-        method: its name.
-        device: where verification runs.
-        clock: seconds.
-    """
+    """Reports of one worker, whose barrier holds the counters and whose verification runs on `device`."""
 
     def __init__(
         self,
@@ -68,9 +61,7 @@ class Reporter:
     def attach(self, output: Any, is_last: bool = False) -> Any:
         """A step's output with a report, where one is due; nothing that goes wrong here reaches a request.
 
-        Args:
-            output: ModelRunnerOutput, or what holds one that arrives later. It may be one that all steps share.
-            is_last: whether no step may follow for a while.
+        `output` may be one that all steps share, or hold one that arrives later; is_last: no step follows for a while.
         """
         if self._has_failed:
             return output
