@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .acceptance import learn, num_worth, predict
+from .acceptance import learn, predict
 from .acceptance.state import new_state
 from .acceptance.testing import make_steps
+from .acceptance.worth import num_worth
 from .budget.testing import make_shares, shared
 from .history_match import history_match
 from .history_match.testing import make_lookup
@@ -203,7 +204,7 @@ def _rates(shapes: Shapes, device: torch.device, num_stages: int = 2) -> int:
             predict(state, slots, drafts, accept_probs, name)
             learn(state, slots, sampled, rejected, name)
             results += [worth.cpu(), accept_probs.cpu()]
-        results += [array.cpu() for array in state[:6]]
+        results += [array.cpu() for array in state[:4]]
     pairs = zip(found["fused"], found["reference"], strict=True)
     # The chances of the last steps and what is known go by all of what was learned.
     return 2 * sum(not torch.allclose(mine, theirs, rtol=_TOLERANCE, atol=_TOLERANCE) for mine, theirs in pairs)

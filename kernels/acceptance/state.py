@@ -4,21 +4,17 @@ from typing import Any
 
 import torch
 
-from . import FIRST_CURVATURE, FIRST_GUESSES, NUM_FEATURES, NUM_GRADES, PRIOR_WEIGHT, RECORD, State
+from . import FIRST_GUESSES, NUM_GRADES, PRIOR_WEIGHT, State
 
 
 def new_state(num_stages: int, num_slots: int, max_num_draft: int, device: Any) -> State:
     """Of requests of which nothing is known."""
     tried, accepted = torch.zeros(2, num_slots, num_stages, NUM_GRADES, dtype=torch.float64, device=device)
     shared_tried = torch.full((num_stages, NUM_GRADES), PRIOR_WEIGHT, dtype=torch.float64, device=device)
-    weights = torch.zeros(num_stages, NUM_FEATURES, dtype=torch.float64, device=device)
-    weights[:, RECORD] = 1.0
     sent = torch.zeros(num_slots, max_num_draft, dtype=torch.float64, device=device)
     guesses = torch.tensor(FIRST_GUESSES, dtype=torch.float64).to(device)
-    return State(
-        tried, accepted, shared_tried, shared_tried * guesses, weights, torch.full_like(weights, FIRST_CURVATURE),
-        torch.zeros(num_slots, dtype=torch.int32, device=device), sent.int(), sent,
-    )  # fmt: skip
+    num_sent = torch.zeros(num_slots, dtype=torch.int32, device=device)
+    return State(tried, accepted, shared_tried, shared_tried * guesses, num_sent, sent.int(), sent)
 
 
 def clear(state: State, slots: torch.Tensor) -> None:

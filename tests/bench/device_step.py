@@ -36,7 +36,7 @@ class Recorded:
         self._starts = np.cumsum([0, *(len(said.token_ids) for said in texts)])
         self._tokens = np.concatenate([said.token_ids for said in texts])
         self._drafted = np.concatenate([said.drafted for said in texts])
-        self._chances = np.concatenate([said.accept_probs for said in texts]).astype(np.float32)
+        self._chances = np.concatenate([said.chances for said in texts]).astype(np.float32)
         self.calls: list[int] = []  # tokens fed in each, since `begin`
 
     def begin(self, texts: Ints, lengths: Ints) -> None:

@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 from prompts import edit_answer, load_prompts
 from transformers import AutoTokenizer
-from vllm_specplugins.kernels.acceptance.reference import num_kept
+from vllm_specplugins.kernels.acceptance.worth import num_kept
 from vllm_specplugins.kernels.history_match import NO_MATCH, References, Texts, history_match
 
 from vllm_specplugins.cascade.drafters import Drafter, OptionFilter

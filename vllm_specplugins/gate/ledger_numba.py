@@ -6,15 +6,17 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from vllm_specplugins.kernels.acceptance import DECAY, PRIOR_WEIGHT
+from vllm_specplugins.kernels.acceptance import (
+    DECAY,
+    GRADES,
+    MOST_OF_A_STEP,
+    PRIOR_WEIGHT,
+    SHARED_DECAY,
+)
 from vllm_specplugins.structures.compiled import compiled, inlined
 
 KEPT, DRAFTS, VERIFIED = range(3)
 NUM_TOTALS = 3
-GRADES = 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 31.0  # each grade's largest, but for the last one's
-NUM_GRADES = len(GRADES) + 1
-SHARED_DECAY = 0.99
-MOST_OF_A_STEP = 8.0
 
 _ids, ints, reals, _counts = types.int32[::1], types.int64[::1], types.float64[:, ::1], types.float64[:, :, ::1]
 _table = types.int64[:, ::1]
@@ -25,7 +27,7 @@ records_type = types.Tuple((_counts, _counts, reals, reals, reals))
 
 @inlined
 def grade_of(confidence: float) -> int:
-    """Of ten, in few steps: a match of 2 tokens is right every other time, one of 32 hardly ever wrong."""
+    """See GRADES."""
     grade = 0
     for above in GRADES:
         grade += int(confidence > above)
@@ -79,39 +81,35 @@ def settle(rows: Any, num_draft: Any, num_accepted: Any, sent: Any, totals: Any,
     num_sent, stages, confidence = sent
     counts, accepted_at = totals
     tried, accepted, whole, shared_tried, shared_accepted = records
-    step_tried, step_accepted = np.zeros_like(shared_tried), np.zeros_like(shared_tried)
+    found, step = np.empty((2, *shared_tried.shape)), np.zeros((2, *shared_tried.shape))  # tried, accepted
     for index in range(len(rows)):
         row, num_right = rows[index], num_accepted[index]
         length = min(num_sent[row], num_draft[index])
-        num_sent[row] = 0
-        last_cell, start = -1, 0
+        num_sent[row] = start = 0
+        found[:] = 0.0
         for place in range(length):
-            stage, is_right = stages[row, place], place < num_right
+            stage, is_right, end = stages[row, place], place < num_right, place + 1
             counts[stage, VERIFIED] += 1
             accepted_at[stage, place] += is_right
             if place <= num_right:
                 grade = grade_of(confidence[row, place])
-                if stage * NUM_GRADES + grade != last_cell:
-                    last_cell = stage * NUM_GRADES + grade
-                    tried[row, stage, grade] *= DECAY
-                    accepted[row, stage, grade] *= DECAY
-                tried[row, stage, grade] += 1.0
-                accepted[row, stage, grade] += is_right
-                step_tried[stage, grade] += 1.0
-                step_accepted[stage, grade] += is_right
-            end = place + 1
+                found[0, stage, grade] += 1.0
+                found[1, stage, grade] += is_right
             if end == length or stages[row, end] != stage:  # a stage's stretch
                 if num_right >= start:
                     whole[row, stage] = end - start if num_right >= end else 0
                 start = end
-    for stage in range(shared_tried.shape[0]):
-        for grade in range(NUM_GRADES):
-            new = step_tried[stage, grade]
-            if new > 0:
-                share = min(1.0, MOST_OF_A_STEP / new)
-                shared_tried[stage, grade] = SHARED_DECAY * shared_tried[stage, grade] + share * new
-                right = share * step_accepted[stage, grade]
-                shared_accepted[stage, grade] = SHARED_DECAY * shared_accepted[stage, grade] + right
+        step += found
+        for stage, grade in np.ndindex(shared_tried.shape):
+            if found[0, stage, grade] > 0:
+                tried[row, stage, grade] = DECAY * tried[row, stage, grade] + found[0, stage, grade]
+                accepted[row, stage, grade] = DECAY * accepted[row, stage, grade] + found[1, stage, grade]
+    for stage, grade in np.ndindex(shared_tried.shape):
+        new, right = step[0, stage, grade], step[1, stage, grade]
+        if new > 0:
+            share = min(1.0, MOST_OF_A_STEP / new)
+            shared_tried[stage, grade] = SHARED_DECAY * shared_tried[stage, grade] + share * new
+            shared_accepted[stage, grade] = SHARED_DECAY * shared_accepted[stage, grade] + share * right
 
 
 @compiled(types.void(ints, ints, ints))

@@ -17,6 +17,7 @@ from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengt
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.kernels import acceptance
 from vllm_specplugins.kernels.acceptance.state import clear, new_state
+from vllm_specplugins.kernels.acceptance.worth import num_worth
 from vllm_specplugins.structures.draft_arrays import DraftArrays
 
 
@@ -90,7 +91,7 @@ class DraftTracker:
         """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage goes on behind
         them until there are so many."""
         slots = self._slots[: len(drafts.num_draft)]
-        kept: torch.Tensor = acceptance.num_worth(self._known, slots, _rated(drafts), than, depth, self.implementation)
+        kept: torch.Tensor = num_worth(self._known, slots, _rated(drafts), than, depth, self.implementation)
         return kept
 
     def keep(self, drafts: DraftArrays, max_draft: torch.Tensor, rates: bool, parts: Parts | None = None) -> None:
