@@ -276,6 +276,18 @@ def test_step_costs_are_found() -> None:
     assert costs.mean_ms == pytest.approx(44.5, abs=2)
 
 
+def test_bent_costs_are_found() -> None:
+    """Tokens that are free up to the fourth one and dear after it. Fails if all have one price, or if a token may cost
+    less than the one before it."""
+    rng, costs = random.Random(4), StepCosts()
+    for _ in range(400):
+        num_draft = rng.randrange(9)
+        costs.add(40 + 3.0 * max(0, num_draft - 4) + rng.gauss(0, 0.5), 0.0, num_draft, 1)
+    found = costs.tokens_ms(16)
+    assert (np.diff(found) >= 0).all() and found[2] < 0.5 and found[6] == pytest.approx(3.0, abs=0.5)
+    assert found[12] == pytest.approx(3.0, abs=0.7), "after what was measured"
+
+
 def test_first_step_of_a_size_is_forgotten() -> None:
     """It may have compiled something for seconds. Kills: a gate that takes every step of that size for a slow one."""
     gates = [NamedGate(), NamedGate()]
@@ -297,10 +309,31 @@ def test_costs_by_context() -> None:
     assert found[500].mean_ms == pytest.approx(21, abs=0.3) and found[60_000].mean_ms == pytest.approx(46, abs=0.3)
     assert found[40_000] is found[60_000], "of the same size"
     assert found[900_000] == found[60_000] and found[900_000] is not found[60_000]
+    alone = gate._costs.of(1, 0)
+    assert alone.tokens_ms(3).tolist() == [alone.slope_ms] * 3, "the line's, of other numbers of requests"
     assert (
         gate._costs.of(64, 0).slope_ms == pytest.approx(found[500].slope_ms, abs=0.1)
         and NamedGate()._costs.of(64, 0) is None
     )
+
+
+def test_a_stage_of_no_use_is_asked_now_and_then() -> None:
+    """Of steps of 30 ms, 3 ms are spent once in ten. Fails if what never pays is asked in each step, if what costs next
+    to nothing is not, if what a stage brought does not count, or if a trial comes only after many askings."""
+    gate = NamedGate()
+    gate.rows_of(["a"])
+    for _ in range(3):
+        gate.add_step(1, 30.0, 0.0, 0, 1)
+    assert [gate.asks(LOOKUP, 1, 0.1) for _ in range(20)] == [True] * 20
+    gate = NamedGate()
+    gate.rows_of(["a"])
+    assert [gate.asks(LOOKUP, 1, 3.0) for _ in range(9)] == [True] * 9, "nothing is known of steps"
+    for _ in range(3):
+        gate.add_step(1, 30.0, 0.0, 0, 1)
+    assert sum(gate.asks(LOOKUP, 1, 3.0) for _ in range(100)) == 10
+    for accepted in range(5):
+        gate.add_fates({"a": (3, accepted % 2)}, LOOKUP, 4.0)
+        assert gate.asks(LOOKUP, 1, 3.0)
 
 
 def test_same_inputs_same_choices() -> None:

@@ -5,14 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_specplugins.kernels.acceptance import DECAY, PRIOR_WEIGHT
+import torch
+from vllm_specplugins.kernels.acceptance import Drafts, learn, predict
+from vllm_specplugins.kernels.acceptance.state import new_state
 
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.gate.costs import StepCosts, break_even_rate
 from vllm_specplugins.gate.gate import Gate
 from vllm_specplugins.gate.gate_numba import GOOD_ACCEPTANCE
-from vllm_specplugins.gate.ledger import FIRST_GUESSES, Ledger
-from vllm_specplugins.gate.ledger_numba import GRADES, MOST_OF_A_STEP, SHARED_DECAY
+from vllm_specplugins.gate.ledger import Ledger
 from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
 
 K, NUM_STAGES, NUM_ROWS = 5, 3, 9
@@ -39,17 +40,24 @@ def plain_counts(drafts: DraftArrays, most: Sequence[int], stage: int) -> tuple[
 
 
 def test_ledger() -> None:
-    """Beside plain loops and dictionaries. Fails if a row is mixed up, if a fate counts twice, if a token that was not
-    verified counts, or a draft once for each token; if a grade, a prior or a decay is another, or if one step adds more
-    to the record of all requests than it may."""
+    """Beside plain loops, and the reference of what is learned. Fails if a row is mixed up, if a fate counts twice, if
+    a token that was not verified counts, or a draft once for each token; if a grade, a prior or a decay is another, or
+    if one step adds more to the record of all requests than it may."""
     rng = np.random.default_rng(1)
-    ledger, records = Ledger(NUM_STAGES, K), PlainRecords()
+    ledger, reference = Ledger(NUM_STAGES, K), new_state(NUM_STAGES, NUM_ROWS, K, "cpu")
     ledger.make_room(NUM_ROWS)
     counters, plain = ([StageCounters() for _ in range(NUM_STAGES)] for _ in range(2))
     for _ in range(60):
         num_reqs = int(rng.integers(1, NUM_ROWS))
         rows, drafts = rng.permutation(NUM_ROWS)[:num_reqs], random_drafts(rng, num_reqs)
         lengths = drafts.num_draft.tolist()
+        own = Drafts(*map(torch.from_numpy, (drafts.num_draft, drafts.stage, drafts.confidence)))
+        expected = torch.empty(num_reqs, K, dtype=torch.float64)
+        predict(reference, torch.from_numpy(rows), own, expected)
+        for stage in range(NUM_STAGES):
+            is_own = drafts.is_drafted & (drafts.stage == stage)
+            found = ledger.acceptance(rows, stage, drafts.confidence)
+            np.testing.assert_allclose(found[is_own], expected.numpy()[is_own], rtol=0, atol=1e-12)
         draft = ledger.put(rows, drafts)
         assert draft.num_draft.tolist() == lengths and draft.token_ids.shape[1] == max(lengths)
         assert draft.stage is not None and draft.confidence is not None
@@ -61,7 +69,8 @@ def test_ledger() -> None:
         for _ in range(2):  # a step may be told twice
             ledger.settle(rows, verified, accepted)
         known = np.minimum(verified, drafts.num_draft)
-        records.add(rows.tolist(), drafts, known.tolist(), accepted.tolist())
+        fates = (torch.from_numpy(counts) for counts in (accepted + 1, verified - accepted))
+        learn(reference, torch.from_numpy(rows), *fates)
         for stage, own in enumerate(plain):
             kept, num_drafts = plain_counts(drafts, lengths, stage)
             own.kept, own.drafts = own.kept + kept, own.drafts + num_drafts
@@ -70,51 +79,10 @@ def test_ledger() -> None:
         if rng.random() < 0.5:
             ledger.move_to(counters)
     ledger.move_to(counters)
-    for found_stage, own in zip(counters, plain, strict=True):
-        assert sum(found_stage.accepted_at) == found_stage.accepted
+    for counted, own_plain in zip(counters, plain, strict=True):
+        assert sum(counted.accepted_at) == counted.accepted
         for name in ("kept", "drafts", "verified", "accepted"):
-            assert getattr(found_stage, name) == getattr(own, name) > 0
-    records.check(ledger)
-
-
-class PlainRecords:
-    """What the ledger learns."""
-
-    def __init__(self) -> None:
-        self.own: dict[tuple[int, ...], list[float]] = {}
-        self.shared: dict[tuple[int, int], list[float]] = {}
-
-    def add(self, rows: list[int], drafts: DraftArrays, verified: list[int], accepted: list[int]) -> None:
-        step: dict[tuple[int, int], list[float]] = {}
-        for index, row in enumerate(rows):
-            places = range(min(verified[index], accepted[index] + 1))
-            cells = [
-                (int(drafts.stage[index, place]), grade_of(float(drafts.confidence[index, place]))) for place in places
-            ]
-            for at, cell in enumerate(cells):
-                own = self.own.setdefault((row, *cell), [0.0, 0.0])
-                if at == 0 or cells[at - 1] != cell:
-                    own[:] = [DECAY * count for count in own]
-                for counts in (own, step.setdefault(cell, [0.0, 0.0])):
-                    counts[:] = counts[0] + 1, counts[1] + (at < accepted[index])
-        for cell, (tried, right) in step.items():
-            before = self.shared.get(cell, [PRIOR_WEIGHT, PRIOR_WEIGHT * FIRST_GUESSES[cell[1]]])
-            share = min(1.0, MOST_OF_A_STEP / tried)
-            self.shared[cell] = [
-                SHARED_DECAY * old + share * new for old, new in zip(before, (tried, right), strict=True)
-            ]
-
-    def check(self, ledger: Ledger) -> None:
-        assert len(self.own) > NUM_STAGES * NUM_ROWS
-        for (row, stage, grade), (tried, right) in self.own.items():
-            prior = self.shared[stage, grade][1] / self.shared[stage, grade][0]
-            confidence = np.full((1, K), [*GRADES, 99.0][grade])
-            expected = (right + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
-            np.testing.assert_allclose(ledger.acceptance(np.array([row]), stage, confidence), expected, atol=1e-9)
-
-
-def grade_of(confidence: float) -> int:
-    return sum(confidence > above for above in GRADES)
+            assert getattr(counted, name) == getattr(own_plain, name) > 0
 
 
 def learned(rng: np.random.Generator) -> Ledger:
@@ -130,9 +98,9 @@ def learned(rng: np.random.Generator) -> Ledger:
     return ledger
 
 
-def worth_of(accept_probs: list[float], price: float) -> float:
-    """Of tokens behind each other."""
-    return sum(survival - price for survival in np.cumprod(accept_probs).tolist())
+def worth_of(accept_probs: list[float], prices: Any) -> float:
+    """Of tokens after each other."""
+    return sum(survival - price for survival, price in zip(np.cumprod(accept_probs).tolist(), prices, strict=False))
 
 
 def expected_shares(
@@ -140,7 +108,8 @@ def expected_shares(
 ) -> tuple[list[int], list[int]]:
     """By trying every depth, and for each request every draft that it allows."""
     rate = break_even_rate(costs, len(rows))
-    price, draft_price = rate * costs.slope_ms, rate * gate._draft_ms[1]
+    prices = rate * (costs.tokens_ms(K) if len(rows) == 1 else np.full(K, costs.slope_ms))
+    price, draft_price = prices[0], rate * gate._draft_ms[1]
     own = [
         gate._ledger.acceptance(rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))
     ]
@@ -152,11 +121,11 @@ def expected_shares(
                 float(gate._ledger.acceptance(rows[index : index + 1], int(stage), np.full((1, 1), at))[0, 0])
                 for stage, at in zip(found.stage[index], found.confidence[index], strict=True)
             ][: found.num_draft[index]]
-            pays = sum(survival >= price for survival in np.cumprod(had))
+            pays = next((at for at, survival in enumerate(np.cumprod(had)) if survival < prices[at]), len(had))
             room = int(min(most[index], depth))
             drafts = [(0, count) for count in range(room + 1)]
             drafts += [(pays, count) for count in range(min(room, max_draft[index] - pays) + 1 if continues else 1)]
-            values = [worth_of(had[:kept] + own[index][:count], price) for kept, count in drafts]
+            values = [worth_of(had[:kept] + own[index][:count], prices) for kept, count in drafts]
             best = max(values)
             total += best
             # Of those as good the shortest of the exit's, and rather behind the lookup's than alone.
@@ -193,7 +162,7 @@ def test_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gate, "_explored", lambda self, lengths, *rest: lengths)
     for _ in range(9):
         count = int(rng.integers(0, 9))
-        gate.add_step(num_reqs, 20 + 0.4 * count, 0.5, count, num_reqs + count // 2)
+        gate.add_step(num_reqs, 20 + 0.4 * count + 0.5 * max(0, count - 2), 0.5, count, num_reqs + count // 2)
         gate.add_drafting(1, 4 * float(rng.random()), 1)
     [costs] = gate._costs.by_load.values()
     rows, max_draft = rng.permutation(NUM_ROWS)[:num_reqs], rng.integers(0, K + 1, num_reqs)

@@ -146,9 +146,3 @@ def test_a_longer_draft_is_never_cheaper() -> None:
             times.add(8, k, 10.0 - at + step % 2, [1] * 8)
     expected = times.expected_ms(8)
     assert expected == sorted(expected) and expected[0] == pytest.approx(7.5, abs=0.5)
-
-
-def test_measured_before() -> None:
-    """Fails if what was measured at the start does not count: drafts would be long where tokens are dear."""
-    measured = {tokens: dear(tokens) for tokens in (1, 32, 512)}
-    assert StepTimes(K, measured).choose(32) <= 1 < StepTimes(K).choose(32)

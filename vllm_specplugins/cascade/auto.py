@@ -1,10 +1,9 @@
 """The policy `auto`: by request and step, the first drafter's tokens, the second's, or both, one after the other.
 
 What each choice gains is the sum of its tokens' acceptance probabilities, by the ledger, less their price; what it
-costs the batch are the passes of the second drafter (see Gate.split_draft). Two things are free where a lookup stands
-first: a model stage may check what that has found, as under `verify`, where it is the quicker for it; and what the
-lookup finds after the model's tokens is added. Where these are what it had found, its match is the longer for it: a
-short match alone brings little, one that a model begins alike a lot. A stage alone has no other one beside it.
+costs the batch are the passes of the second drafter (see Gate.split_draft). Where a lookup stands first, what it finds
+after the model's tokens is added for free. Where these are what it had found, its match is the longer for it: a short
+match alone brings little, one that a model begins alike a lot. A stage alone has no other one beside it.
 """
 
 import time
@@ -30,7 +29,6 @@ class Auto:
         width: K.
         first: its drafts are free, or paid for; None: there is none.
         second: None: there is none.
-        checked: the second one, which checks what a lookup finds, and makes the same tokens; None: it cannot.
         lookup: continues drafts at no cost; None: there is none.
         is_free: whether the second's drafts cost nothing; these do not continue the first's.
         continues: whether the second continues drafts; otherwise it only begins some.
@@ -45,7 +43,6 @@ class Auto:
     width: int
     first: Drafter | None = None
     second: Drafter | None = None
-    checked: Drafter | None = None
     lookup: Drafter | None = None
     is_free: bool = False
     continues: bool = False
@@ -53,7 +50,6 @@ class Auto:
     most: int = 0
     drafting_ms: float = 0.0  # of the last step
     num_drafted: int = 0  # tokens that this was for, of each request
-    has_checked: bool | None = None  # in the last step; None: there was nothing to check
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
         max_draft, most = max_draft.astype(np.int64, copy=False), self._most(batch, max_draft)
@@ -74,8 +70,10 @@ class Auto:
             return drafts
         if offered is None:
             self.num_drafted = int(own.max())
-            has_found = self.first is None or bool(((kept == 0) & (found.num_draft > 0)).any())
-            offered = self._drafted(batch, _after(prefix, drafts), own, has_found)
+            start = time.perf_counter()
+            assert self.second is not None
+            offered = self.second.draft(batch, _after(prefix, drafts), own)
+            self.drafting_ms = (time.perf_counter() - start) * 1000
         drafts = offered if self.first is None else drafts.followed_by(offered._replace(num_draft=own))
         return self._prolonged(batch, prefix, drafts, rows, own > 0, max_draft)
 
@@ -84,18 +82,6 @@ class Auto:
         most: Ints = np.minimum(max_draft, self.most, dtype=np.int64)
         allowed = None if self.name is None else allows(batch.options, self.name)
         return most if allowed is None else np.where(allowed, most, 0)
-
-    def _drafted(self, batch: DraftBatch, prefix: DraftArrays, own: Ints, has_found: bool) -> DraftArrays:
-        self.has_checked = None
-        assert self.second is not None
-        drafter = self.second
-        if has_found and self.checked is not None and self.num_drafted > 1:
-            self.has_checked = self.gate.checks(self.index)
-            drafter = self.checked if self.has_checked else drafter
-        start = time.perf_counter()
-        drafts = drafter.draft(batch, prefix, own)
-        self.drafting_ms = (time.perf_counter() - start) * 1000
-        return drafts
 
     def _prolonged(
         self,

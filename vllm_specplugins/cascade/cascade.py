@@ -13,8 +13,7 @@ import numpy as np
 
 from vllm_specplugins.cascade.auto import Auto
 from vllm_specplugins.cascade.built_in import BuiltIn, BuiltInDrafter
-from vllm_specplugins.cascade.drafters import Drafter, First, HostDrafter, LookupDrafter, OptionFilter
-from vllm_specplugins.cascade.isolated import IsolatedDrafter
+from vllm_specplugins.cascade.drafters import Drafter, First, HostDrafter, OptionFilter
 from vllm_specplugins.cascade.staged import ModelDrafter, StagedDrafter
 from vllm_specplugins.config import SpecConfig, rule, stage_names
 from vllm_specplugins.counters import StageCounters
@@ -133,7 +132,7 @@ class Cascade:
             [step_ms, self._drafting_ms, self._num_context, *(stage.drafting_ms for stage in stages)]
         )
         for stage, ms in zip(stages, drafting_ms, strict=True):
-            gate.add_drafting(stage.index, ms, stage.num_drafted, stage.has_checked)
+            gate.add_drafting(stage.index, ms, stage.num_drafted)
         num_reqs = len(feedback.request_ids)
         num_emitted = num_reqs + int(feedback.num_accepted.sum())
         gate.add_step(num_reqs, step_ms, whole_ms, int(feedback.num_draft.sum()), num_emitted)
@@ -174,15 +173,14 @@ class Cascade:
         return OptionFilter(self._drafter_of(index), None, self._asked[index], self._most[index])
 
     def _verified(self) -> Drafter:
-        drafter, alone = self._allowed(0), None
+        drafter = self._allowed(0)
         for index, stage in enumerate(self._stages[1:], start=1):
             assert isinstance(stage, EarlyExit)
             checked = StagedDrafter(drafter, stage, index, self._counters[index], self._counters[index - 1])
-            own = self._drafter_of(index), drafter, self._asked[index], self._most[index]
-            drafter, alone = OptionFilter(checked, *own[1:]), OptionFilter(*own)
-        if self._gate is None or alone is None:
+            drafter = OptionFilter(checked, drafter, self._asked[index], self._most[index])
+        if self._gate is None or len(self._stages) == 1:
             return drafter
-        return self._auto(self._gate, index, second=alone, checked=drafter, most=self._width)
+        return self._auto(self._gate, index, second=drafter, most=self._width)
 
     def _by_gate(self, gate: Gate) -> Drafter:
         drafter, is_lookup = self._allowed(0), self._names[0] in LOOKUPS
@@ -193,15 +191,11 @@ class Cascade:
         elif len(self._stages) == 1:
             drafter = self._auto(gate, 0, first=drafter)
         for index, stage in enumerate(self._stages[1:], start=1):
-            checked = None
-            if lookup is not None and isinstance(stage, EarlyExit):
-                checked = StagedDrafter(lookup, stage, index, self._counters[index], self._counters[0])
             drafter = self._auto(
                 gate,
                 index,
                 first=drafter,
                 second=self._drafter_of(index),
-                checked=checked,
                 lookup=lookup,
                 is_free=not isinstance(stage, RUN_TARGET),
                 continues=isinstance(stage, EarlyExit),
@@ -220,12 +214,9 @@ class Cascade:
             return ModelDrafter(stage, index, counters)
         if isinstance(stage, BuiltIn):
             return BuiltInDrafter(index, counters, self._width)
-        if self._names[index] in LOOKUPS:
-            drafter: Drafter = LookupDrafter(stage, index)
-        else:
-            drafter = HostDrafter(stage, index, self._width, self._context.vocab_size)
-        guard = self._guards[index]
-        return IsolatedDrafter(drafter, guard, counters, self._width, self._context.rank, self._context.agreed)
+        is_lookup = self._names[index] in LOOKUPS
+        gate = None if is_lookup else self._gate  # lookups cost next to nothing
+        return HostDrafter(stage, index, is_lookup, self._guards[index], counters, self._context, gate)
 
     def _guard(self, index: int, clock: Clock) -> Guard:
         """What runs the target has none: it fails with the cascade, or with the target."""

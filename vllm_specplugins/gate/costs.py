@@ -1,7 +1,12 @@
 """The time of an engine's step by its draft tokens, learned from measured steps; and what a ms must bring."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
+
+from vllm_specplugins.gate.step_times import never_less, size_of
+from vllm_specplugins.structures.slots import Floats
 
 COST_DECAY = 0.95  # of the record of times, by step
 MARGIN = 1.05  # a token must be worth so many times its price: estimates err, and the highest of them most
@@ -17,6 +22,8 @@ SLOPE_MEMORY = 64.0  # how much of a record is kept at most, where steps differ 
 LEAST_KEPT = 0.8  # of a record, by step: one long draft does not make all others forgotten
 OUTLIER_RATIO = 3.0  # what takes so many times what was expected was held up: times err upwards alone
 MAX_OUTLIERS = 3  # in a row; a fourth one says that steps have become slower
+BEND_SHARE, BEND_WEIGHT = 0.1, 4.0  # of a time that is known, by step; as so many steps the line alone counts
+BEYOND_WEIGHT = 0.05  # of the line there where it was not measured
 MAX_STEP_BLAME = 0.5  # of a step without drafts: how much of what was not expected one step may lay to its drafts
 
 
@@ -33,6 +40,8 @@ class StepCosts:
     variation: float = 0.0  # sum of squares of the number of draft tokens about its mean
     covariation: float = 0.0  # with the time
     num_outliers: int = 0  # in a row, so far
+    # By the number of draft tokens, rounded: their mean, that of such steps' times, how many there were.
+    by_draft: dict[int, tuple[float, float, float]] = field(default_factory=dict)
 
     def add(self, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
         """One step's time without drafting, the drafting before it, the draft tokens that it verified, its tokens."""
@@ -44,6 +53,13 @@ class StepCosts:
         if self.num_outliers or ms * OUTLIER_RATIO < expected_ms:  # what was learned holds no longer, or was of hiccups
             self.weight = self.variation = self.covariation = 0.0
             self.num_outliers = 0
+            self.by_draft.clear()
+        place = size_of(1 + num_draft)[1]
+        mean_draft, mean_ms, count = self.by_draft.get(place, (0.0, 0.0, 0.0))
+        weight = max(BEND_SHARE, 1 / (count + 1))
+        self.by_draft[place] = (
+            mean_draft + weight * (num_draft - mean_draft), mean_ms + weight * (ms - mean_ms), count + 1
+        )  # fmt: skip
         usual_ms, most_ms = self.slope_ms * off_draft, MAX_STEP_BLAME * self.mean_ms
         drafts_ms = usual_ms + min(max(off_ms - usual_ms, -most_ms), most_ms)
         self.weight = self.weight * COST_DECAY + 1
@@ -61,11 +77,12 @@ class StepCosts:
     def of_size(self, num_reqs: int | None) -> "StepCosts":
         """A copy, to begin with among so many requests; None: among as many. A token takes as long among them."""
         if num_reqs is None:
-            return replace(self)
+            return replace(self, by_draft=dict(self.by_draft))
         ratio = num_reqs / self.num_reqs
         return replace(
             self,
             num_reqs=num_reqs,
+            by_draft={},
             weight=min(self.weight, FIRST_WEIGHT),
             mean_emitted=ratio * self.mean_emitted,
             variation=ratio**2 * self.variation,
@@ -78,6 +95,19 @@ class StepCosts:
         guess = (FIRST_SLOPE if self.num_reqs == 1 else min(SHARED_SLOPE, TOKEN_SHARE / self.num_reqs)) * self.mean_ms
         weight = SLOPE_WEIGHT * self.num_reqs**2
         return max(0.0, (self.covariation + weight * guess) / (self.variation + weight))
+
+    def tokens_ms(self, max_num_draft: int) -> Floats:
+        """[K], what each token more of a draft adds to a step of one request: by the line, and how far it is off where
+        there were steps; never less than the one before it."""
+        if not self.by_draft:  # known from other numbers of requests alone
+            return np.full(max_num_draft, self.slope_ms)
+        lengths = np.arange(max_num_draft + 1)
+        line = self.mean_ms + self.slope_ms * (lengths - self.mean_draft)
+        places, ms, counts = np.array(sorted(self.by_draft.values())).T
+        off = (ms - np.interp(places, lengths, line)) * counts / (counts + BEND_WEIGHT)
+        weights = np.where(lengths[:-1] < places[-1], 1.0, BEYOND_WEIGHT)
+        found: Floats = np.maximum(never_less(np.diff(line + np.interp(lengths, places, off)), weights), 0.0)
+        return found
 
     @property
     def plain_ms(self) -> float:

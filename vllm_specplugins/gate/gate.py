@@ -22,7 +22,7 @@ EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pa
 FEW_CALLS = 10  # of a stage, after which its time is known
 MIN_CALLS = 3  # of a stage, before which its time may be that of a hiccup, and trials may cost anything
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
-FOUND, CHECKED = 1 << 8, 1 << 9  # trials of what there is in front of a stage, and of its other way, by stage
+FOUND, ASKED = 1 << 8, 1 << 9  # trials of what there is in front of a stage, and of asking it, by stage
 
 
 class Gate:
@@ -39,7 +39,7 @@ class Gate:
         self._sizes: set[int] = set()  # of batches that there have been
         self._draft_ms: dict[int, float] = {}  # by stage, a token of the whole batch
         self._draft_calls: dict[int, int] = {}
-        self._check_ms: dict[tuple[int, bool], tuple[float, int]] = {}  # where there was something to check, and calls
+        self._kept: dict[int, int] = {}  # by stage, tokens kept in all when it was last asked
         self._drafted: set[int] = set()  # stages
         self._quiet: dict[int, int] = {}  # by stage, steps in which somebody went without and nobody was tried
 
@@ -51,15 +51,10 @@ class Gate:
             return
         self._costs.add(num_reqs, self.num_context, ms, drafting_ms, num_draft, num_emitted)
 
-    def add_drafting(self, stage: int, ms: float, num_tokens: int, has_checked: bool | None = None) -> None:
-        """What a stage took to draft so many tokens for each request of the batch, all at once; whether it checked what
-        another had found, where there was something."""
+    def add_drafting(self, stage: int, ms: float, num_tokens: int) -> None:
+        """What a stage took to draft so many tokens for each request of the batch, all at once."""
         if num_tokens == 0:
             return
-        if has_checked is not None:
-            old, calls = self._check_ms.get((stage, has_checked), (0.0, 0))
-            share = max(1 / FEW_CALLS, 1 / (calls + 1))
-            self._check_ms[stage, has_checked] = old + share * (ms / num_tokens - old), calls + 1
         if stage not in self._drafted:  # the first time warms up caches and compilers
             self._drafted.add(stage)
             return
@@ -104,7 +99,8 @@ class Gate:
     ) -> tuple[Ints, Ints]:
         kept, own = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
         rate = break_even_rate(costs, len(rows))
-        prices = rate * costs.slope_ms, rate * self._draft_ms.get(stage, 0.0)
+        tokens_ms = costs.tokens_ms(self._width) if len(rows) == 1 else np.full(self._width, costs.slope_ms)
+        prices = rate * tokens_ms, rate * self._draft_ms.get(stage, 0.0)
         drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
         limits = self._of_each(confidence), most, room
         host.share(kept, own, rows, drafts, stage, *limits, prices, costs.longest, self._ledger.records)
@@ -117,19 +113,16 @@ class Gate:
             return none
         return self._split_draft(costs, rows, drafts, 0, np.ones(len(rows)), none, none)[0]
 
-    def checks(self, stage: int) -> bool:
-        """Whether a stage is quicker where it checks what another has found; now and then the other way."""
-        (with_ms, num_with), (without_ms, num_without) = (
-            self._check_ms.get((stage, has_checked), (0.0, 0)) for has_checked in (True, False)
-        )
-        if min(num_with, num_without) < FEW_CALLS:
-            return num_with <= num_without
-        is_better = with_ms < without_ms
-        quiet = self._quiet[stage + CHECKED] = self._quiet.get(stage + CHECKED, 0) + 1
-        if quiet < max(EXPLORE_EVERY, abs(with_ms - without_ms) / min(with_ms, without_ms) / EXPLORE_SHARE):
-            return is_better
-        self._quiet[stage + CHECKED] = 0
-        return not is_better
+    def asks(self, stage: int, num_reqs: int, ms: float) -> bool:
+        """Whether to ask a stage on the host, which takes so long. One that brought nothing when it was last asked is
+        asked as often as EXPLORE_SHARE allows."""
+        kept, costs = self._ledger.num_kept(stage), self._costs.of(num_reqs, self.num_context)
+        quiet = self._quiet[stage + ASKED] = self._quiet.get(stage + ASKED, 0) + 1
+        if costs is not None and kept == self._kept.get(stage) and quiet < ms / costs.step_ms / EXPLORE_SHARE:
+            return False
+        self._kept[stage], self._quiet[stage + ASKED] = kept, 0
+        self._quiet[stage + FOUND] = self._quiet.get(stage + FOUND, 0) + quiet - 1
+        return True
 
     def _of_each(self, confidence: Floats) -> Floats:
         """[R, K], of each token; where only the first one's is known, a token is surer by 1 than the one before it."""

@@ -9,7 +9,7 @@ from vllm_specplugins.gate.ledger_numba import accept_prob, drafts_type, ints, r
 from vllm_specplugins.structures.compiled import compiled, inlined
 
 GOOD_ACCEPTANCE = 0.75  # what text that suits a stage may be expected to have, whatever the record of other text
-_prices_type = types.UniTuple(types.float64, 2)
+_prices_type = types.Tuple((types.float64[::1], types.float64))
 
 
 @inlined
@@ -21,7 +21,7 @@ def _candidates(
     confidence: Any,
     most: int,
     room: int,
-    price: float,
+    prices: Any,
     records: Any,
     alone: Any,
     after: Any,
@@ -32,19 +32,19 @@ def _candidates(
     survival, gain, kept = 1.0, 0.0, 0
     while kept < num_found[index]:
         next_survival = survival * accept_prob(records, row, stages[index, kept], found_confidence[index, kept])
-        if next_survival < price:
+        if next_survival < prices[kept]:
             break
+        gain += next_survival - prices[kept]
         survival, kept = next_survival, kept + 1
-        gain += survival - price
     own = 1.0
     alone[0], after[0] = 0.0, gain
     for place in range(len(alone) - 1):
         alone[place + 1], after[place + 1] = alone[place], after[place]
         if place < most:
             own *= accept_prob(records, row, stage, confidence[place])
-            alone[place + 1] += max(0.0, own - price)
+            alone[place + 1] += max(0.0, own - prices[place])
             if place < room - kept:
-                after[place + 1] += max(0.0, survival * own - price)
+                after[place + 1] += max(0.0, survival * own - prices[kept + place])
     return kept
 
 
@@ -73,11 +73,12 @@ def share(
         found: drafts that there are.
         confidence: [R, K], of the stage.
         room: [R], tokens up to which the stage may continue drafts; 0 where it only begins some.
-        prices: of verifying a token, and of drafting one more of the stage for all, in tokens.
+        prices: of verifying each token of a draft [K], and of drafting one more of the stage for all, in tokens.
         longest: of the drafts.
         records: of the ledger.
     """
-    price, draft_price = prices
+    token_prices, draft_price = prices
+    price = token_prices[0]
     whole = records[2]
     width = found[1].shape[1]
     shape = len(rows), width + 1
@@ -86,7 +87,7 @@ def share(
         alone, after = all_alone[index], all_after[index]
         own_confidence, its_most, its_room = confidence[index], most[index], room[index]
         lengths[index] = _candidates(
-            rows[index], found, index, stage, own_confidence, its_most, its_room, price, records, alone, after
+            rows[index], found, index, stage, own_confidence, its_most, its_room, token_prices, records, alone, after
         )
         for depth in range(width + 1):
             gains[depth] += max(alone[depth], after[depth])

@@ -1,10 +1,7 @@
 """The drafts that a cascade sent last, how many of their tokens were accepted, and acceptance by stage since.
 
-Acceptance is counted by request, stage and grade of confidence. A request's own record fades by draft; that of all
-requests, which a request's begins with, fades by step, and what one step adds to it is limited: requests of one step
-are often of one kind, and would all at once make a grade look hopeless. kernels/acceptance, for drafts on the device,
-has coarser grades and a regression. One row of arrays for each request (rows.py). R: requests of a step, K: most tokens
-of a draft.
+The model of acceptance is that of kernels/acceptance, which has it for drafts on the device; here its loops are
+compiled for the host. One row of arrays for each request (rows.py). R: requests of a step, K: most tokens of a draft.
 """
 
 from collections.abc import Sequence
@@ -15,12 +12,9 @@ import numpy as np
 from vllm_specplugins.counters import StageCounters, count
 from vllm_specplugins.draft import Draft, Int32Array
 from vllm_specplugins.gate import ledger_numba as host
-from vllm_specplugins.kernels.acceptance import PRIOR_WEIGHT
+from vllm_specplugins.kernels.acceptance import FIRST_GUESSES, NUM_GRADES, PRIOR_WEIGHT
 from vllm_specplugins.structures.draft_arrays import DraftArrays, dense_logits
 from vllm_specplugins.structures.slots import Floats, Ints, with_room
-
-# What the record of all requests begins with, as if PRIOR_WEIGHT tokens had been tried, by grade: see ledger_numba.py.
-FIRST_GUESSES = 0.5, 0.6, 0.65, 0.75, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99
 
 
 class Ledger:
@@ -30,7 +24,7 @@ class Ledger:
         self._sent = np.zeros(1, np.int64), np.zeros((1, width), np.int64), np.zeros((1, width))
         self._totals = np.zeros((num_stages, host.NUM_TOTALS), np.int64), np.zeros((num_stages, width), np.int64)
         self._lengths = np.zeros((num_stages, width + 1), np.int64)
-        shape = num_stages, host.NUM_GRADES
+        shape = num_stages, NUM_GRADES
         self._own = np.zeros((1, *shape)), np.zeros((1, *shape)), np.zeros((1, num_stages))
         tried = np.full(shape, PRIOR_WEIGHT)
         self._shared = tried, tried * np.array(FIRST_GUESSES)
@@ -79,6 +73,10 @@ class Ledger:
         found = np.empty_like(confidence)
         host.acceptance(found, self.records, rows, stage, confidence)
         return found
+
+    def num_kept(self, stage: int) -> int:
+        """Tokens of a stage that went to the target, since the counts were moved."""
+        return int(self._totals[0][stage, host.KEPT])
 
     def clear(self, rows: Ints) -> None:
         """Forgets these requests."""

@@ -6,7 +6,7 @@ brings is kept by place in the draft: a draft of k tokens says what all shorter 
 with the most tokens a ms. Pure arithmetic: times come in, nothing is measured here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf, log
 from typing import Any
 
@@ -20,8 +20,11 @@ CLIFF_COST = 1.5  # of a step above it, before it is known
 ROOM = 256  # tokens that make a step twice as long as none, before it is known
 DECAY = 0.85  # of what drafts bring, by step that tells
 FORGOTTEN = 0.99  # by step that does not: text changes
-GUESS, GUESS_WEIGHT = 0.75, 0.25  # of what is not known: a token's chance, and for how many requests that counts
-WHOLE = 0.95  # the chance of tokens after a draft that was accepted whole
+GUESS, GUESS_WEIGHT = (
+    0.75,
+    0.25,
+)  # a token's acceptance probability, as if so many requests had shown it
+WHOLE = 0.95  # that of tokens after a draft that was accepted whole
 MOST_SAVED = 4.0  # steps, for trials
 TRIAL_EVERY, TRIAL_SHARE = 8, 0.005  # steps between trials, at the least, and of the time, at the most
 MAX_DEVIATIONS = 3.0  # standard deviations
@@ -33,13 +36,17 @@ SHARE = 0.1  # of a time that is known, by step
 MOST_SIZES = 34  # of batches, see size_of
 
 
-def lengths_up_to(most: int) -> tuple[int, ...]:
+def lengths_up_to(max_num_draft: int) -> tuple[int, ...]:
     """The lengths that are tried of drafts of at most so many tokens.
 
     >>> lengths_up_to(31), lengths_up_to(5), lengths_up_to(1)
     ((0, 1, 2, 4, 8, 16, 31), (0, 1, 2, 4, 5), (0, 1))
     """
-    return (0, *(1 << power for power in range(most.bit_length()) if 1 << power < most), most)
+    return (
+        0,
+        *(1 << power for power in range(max_num_draft.bit_length()) if 1 << power < max_num_draft),
+        max_num_draft,
+    )
 
 
 @inlined
@@ -61,19 +68,17 @@ class StepTimes:
     """See the module. L: lengths.
 
     Args:
-        most: K.
-        measured: ms of a step by its tokens, where that was measured before; relations count, not the times.
+        max_num_draft: K.
     """
 
-    def __init__(self, most: int, measured: Mapping[int, float] | None = None):
-        self.lengths = lengths_up_to(most)
+    def __init__(self, max_num_draft: int):
+        self.lengths = lengths_up_to(max_num_draft)
         shape = MOST_SIZES, 2, len(self.lengths)  # by size, whether that is above the cliff, and length
         self._times = np.zeros((*shape, 3))  # ms, and of how many steps; slow ones in a row, so far
         self._brought = np.zeros((len(self.lengths) - 1, 3))  # by stretch: entered, accepted, whole
         self._arrays = (
             np.array(self.lengths),
             self._times,
-            np.array(sorted((measured or {1: ROOM + 1, 2: ROOM + 2}).items()), np.float64),
             self._brought,
         )
         self._follows = 0, 0.0  # up to which length to go on, by index, and what that should bring
@@ -102,30 +107,25 @@ class StepTimes:
 
     def expected_ms(self, num_reqs: int) -> list[float]:
         """Of a step, by length: never less than of a shorter one, neighbours that say otherwise have their mean."""
-        found: list[float] = _expected_ms(num_reqs, *self._arrays[:3]).tolist()
+        found: list[float] = _expected_ms(num_reqs, *self._arrays[:2]).tolist()
         return found
 
 
-_lengths, _times, _table = types.int64[::1], types.float64[:, :, :, ::1], types.float64[:, ::1]
-_known = _lengths, _times, _table  # lengths, times and shape: see StepTimes.__init__
+_known = types.int64[::1], types.float64[:, :, :, ::1]  # lengths, and times: see StepTimes.__init__
+_table = types.float64[:, ::1]
 
 
 @inlined
-def _shaped(tokens: int, shape: Any) -> float:
-    """ms of a step of so many tokens, but for a factor; after what was measured it goes on as before."""
-    last, at = shape[-1, 0], 1
-    while at < len(shape) - 1 and shape[at, 0] < tokens:
-        at += 1
-    start, end = shape[at - 1], shape[at]
-    guess: float = start[1] + (end[1] - start[1]) * (max(tokens, shape[0, 0]) - start[0]) / (end[0] - start[0])
-    return guess * CLIFF_COST if tokens > max(CLIFF, last) and last <= CLIFF else guess
+def _shaped(num_tokens: float) -> float:
+    """ms of a step of so many tokens, but for a factor, before any is known."""
+    return (ROOM + num_tokens) * (CLIFF_COST if num_tokens > CLIFF else 1.0)
 
 
 @inlined
-def _guess(num_reqs: int, at: int, lengths: Any, times: Any, shape: Any) -> float:
+def _guess(num_reqs: int, at: int, lengths: Any, times: Any) -> float:
     """By what steps took that had about as many tokens, of as many requests if there were some."""
     tokens, (_, own_place) = num_reqs * (1 + lengths[at]), size_of(num_reqs)
-    guess, nearest, has_own = _shaped(tokens, shape), inf, False
+    guess, nearest, has_own = _shaped(tokens), inf, False
     for place, is_above, other in np.ndindex(times.shape[:3]):
         is_own = place == own_place
         if times[place, is_above, other, 1] < UNSURE or (has_own and not is_own):
@@ -136,35 +136,47 @@ def _guess(num_reqs: int, at: int, lengths: Any, times: Any, shape: Any) -> floa
         distance = abs(log(its_tokens / tokens))
         if distance < nearest or (is_own and not has_own):
             nearest, has_own = distance, is_own
-            guess = times[place, is_above, other, 0] * _shaped(tokens, shape) / _shaped(its_tokens, shape)
+            guess = times[place, is_above, other, 0] * _shaped(tokens) / _shaped(its_tokens)
     return guess
 
 
-@compiled(types.float64[::1](types.int64, *_known))
-def _expected_ms(num_reqs: int, lengths: Any, times: Any, shape: Any) -> Any:
-    """See StepTimes.expected_ms."""
-    found = np.empty(len(lengths))
-    weights, starts, num_pools = np.empty(len(lengths)), np.empty(len(lengths), np.int64), 0  # of equal lengths
-    place = size_of(num_reqs)[1]
-    for at, length in enumerate(lengths):
-        ms, count = times[place, int(num_reqs * (1 + length) > CLIFF), at, :2]
-        start, weight = at, 1.0
-        if count < UNSURE:
-            guess, weight = _guess(num_reqs, at, lengths, times, shape), 0.5 if count else 0.1
-            ms = min(ms, guess) if count else guess
-        while num_pools and found[starts[num_pools - 1]] >= ms:
+@compiled(types.float64[::1](types.float64[::1], types.float64[::1]))
+def never_less(values: Any, weights: Any) -> Any:
+    """What is nearest to these values and never falls: neighbours that do have their mean.
+
+    >>> never_less(np.array([1.0, 3.0, 2.0, 4.0]), np.ones(4)).tolist()
+    [1.0, 2.5, 2.5, 4.0]
+    """
+    found = np.empty(len(values))
+    pools, starts, num_pools = np.empty(len(values)), np.empty(len(values), np.int64), 0  # weights of equal ones
+    for at in range(len(values)):
+        start, value, weight = at, values[at], weights[at]
+        while num_pools and found[starts[num_pools - 1]] >= value:
             num_pools -= 1
-            start, its = starts[num_pools], weights[num_pools]
-            ms, weight = (ms * weight + found[start] * its) / (weight + its), weight + its
-        starts[num_pools], weights[num_pools] = start, weight
-        found[start : at + 1] = ms
+            start, its = starts[num_pools], pools[num_pools]
+            value, weight = (value * weight + found[start] * its) / (weight + its), weight + its
+        starts[num_pools], pools[num_pools] = start, weight
+        found[start : at + 1] = value
         num_pools += 1
     return found
 
 
+@compiled(types.float64[::1](types.int64, *_known))
+def _expected_ms(num_reqs: int, lengths: Any, times: Any) -> Any:
+    """See StepTimes.expected_ms."""
+    found, weights, place = np.empty(len(lengths)), np.ones(len(lengths)), size_of(num_reqs)[1]
+    for at, length in enumerate(lengths):
+        ms, count = times[place, int(num_reqs * (1 + length) > CLIFF), at, :2]
+        if count < UNSURE:
+            guess, weights[at] = _guess(num_reqs, at, lengths, times), 0.5 if count else 0.1
+            ms = min(ms, guess) if count else guess
+        found[at] = ms
+    return never_less(found, weights)
+
+
 @inlined
 def _run(accept_prob: float, length: int) -> float:
-    """Tokens of a draft that are accepted, where each is with this chance if those before it were."""
+    """Tokens of a draft that are accepted, where each is with this probability if those before it were."""
     return accept_prob * (1 - accept_prob**length) / (1 - accept_prob)
 
 
@@ -172,7 +184,7 @@ def _run(accept_prob: float, length: int) -> float:
 def _survive(tokens: Any, survival: Any, lengths: Any, brought: Any) -> None:
     """By length, tokens of a request, and how likely all drafted ones are accepted.
 
-    The chance of a token where nothing is known is that of those before it: right all along, or not at all.
+    Where nothing is known of a token it is as likely as those before it: right all along, or not at all.
     """
     tokens[0], survival[0], accept_prob = 1.0, 1.0, GUESS
     for at in range(len(brought)):
@@ -189,10 +201,10 @@ def _survive(tokens: Any, survival: Any, lengths: Any, brought: Any) -> None:
     )
 )
 def _choose(
-    num_reqs: int, num_trials: int, up_to: int, follows: float, lengths: Any, times: Any, shape: Any, brought: Any
+    num_reqs: int, num_trials: int, up_to: int, follows: float, lengths: Any, times: Any, brought: Any
 ) -> tuple[int, float, int, float]:
     """The best length, by index, and its ms; one to try, and what that costs, in ms."""
-    ms, (tokens, survival) = _expected_ms(num_reqs, lengths, times, shape), np.empty((2, len(lengths)))
+    ms, (tokens, survival) = _expected_ms(num_reqs, lengths, times), np.empty((2, len(lengths)))
     _survive(tokens, survival, lengths, brought)
     tokens[up_to] = max(tokens[up_to], follows)
     rates = tokens / ms
@@ -222,9 +234,7 @@ def _add_time(known: Any, ms: float) -> None:
         types.int64, types.int64, types.float64, types.int64[::1], *_known, _table
     )
 )
-def _add(
-    num_reqs: int, at: int, ms: float, emitted: Any, lengths: Any, times: Any, shape: Any, brought: Any
-) -> tuple[int, float]:
+def _add(num_reqs: int, at: int, ms: float, emitted: Any, lengths: Any, times: Any, brought: Any) -> tuple[int, float]:
     """Takes a step in. Drafts that were accepted whole far more often than the record says are followed by longer ones:
     up to which length, by index, and what that should bring."""
     _add_time(times[size_of(num_reqs)[1], int(num_reqs * (1 + lengths[at]) > CLIFF), at], ms)
