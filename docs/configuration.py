@@ -69,6 +69,8 @@ def default(entry: "Field[Any]") -> str:
 
 
 def rows(owner: type) -> Iterator[str]:
+    if not fields(owner):
+        return
     words = arguments(owner)
     yield "| field | allowed | default | meaning |"
     yield "|---|---|---|---|"

@@ -228,6 +228,8 @@ def test_broken_module_of_a_custom_proposer(
         ({"method": "cascade", "stages": [LOOKUP, {**EXIT, "draft_sample_method": "probabilistic"}]}, [5, None, None]),
         ({"method": "cascade", "stages": [EXIT, LOOKUP]}, [5, None, None]),
         ({"method": "cascade", "stages": [LOOKUP, {"method": "mtp"}]}, [31, None, None]),
+        ({"method": "grammar"}, [31]),
+        ({"method": "cascade", "stages": [LOOKUP, {"method": "grammar"}]}, [31, None, None]),
     ],
 )
 def test_default_lengths(raw, lengths) -> None:
@@ -247,6 +249,16 @@ def test_built_in_stage() -> None:
     assert found is config.own.stages[1] and found is not None and found.method == "eagle3"
     assert (found.own.model, found.own.settings) == ("m", {"quantization": "fp8"})
     assert built_in_stage(parse_config({"method": "prompt_lookup"})) is None
+
+
+def test_grammar() -> None:
+    """Kills: a grammar twice; forced tokens that another verification takes for drawn ones."""
+    grammar, drawn = {"method": "grammar"}, {**EXIT, "draft_sample_method": "probabilistic"}
+    with pytest.raises(ConfigError, match="grammar once"):
+        parse_config({"method": "cascade", "stages": [grammar, grammar]})
+    with pytest.raises(ConfigError, match="must be 'greedy' beside grammar where verification is 'vllm'"):
+        parse_config({"method": "cascade", "stages": [drawn, grammar], "verification": "vllm"})
+    parse_config({"method": "cascade", "stages": [drawn, grammar]})
 
 
 @pytest.mark.parametrize("name", METHODS)

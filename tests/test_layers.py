@@ -65,6 +65,7 @@ MAY_IMPORT = {
 # Likewise the rooms of the engine.
 IN_ENGINE_MAY_IMPORT = {
     "hooks": set(),
+    "grammar": {"frontend"},
     "excepthook": set(),
     "self_check": set(),
     "vllm_api": set(),
@@ -73,8 +74,8 @@ IN_ENGINE_MAY_IMPORT = {
     "verify": set(),
     "target": {"excepthook"},
     "frontend": {"adaptive", "excepthook", "hooks", "metrics", "self_check", "target", "vllm_api"},
-    "v1": {"frontend", "hooks", "target", "verify"},
-    "v2": {"adaptive", "frontend", "hooks", "self_check", "target", "verify"},
+    "v1": {"frontend", "grammar", "hooks", "target", "verify"},
+    "v2": {"adaptive", "frontend", "grammar", "hooks", "self_check", "target", "verify"},
     "worker": {"metrics", "v1", "v2"},
     "harness": {"frontend", "vllm_api"},
     "__init__": set(),
@@ -82,9 +83,10 @@ IN_ENGINE_MAY_IMPORT = {
 IN_V2_MAY_IMPORT = {
     "adapters": set(),
     "feedback": set(),
+    "forced": set(),
     "verification": set(),
     "speculators": {"feedback", "verification"},
-    "runner": {"adapters", "feedback", "speculators", "verification"},
+    "runner": {"adapters", "feedback", "forced", "speculators", "verification"},
     "scheduler": {"feedback"},
     "__init__": set(),
 }

@@ -12,6 +12,7 @@ from vllm_specplugins.config import (
     ConfigError,
     CustomConfig,
     EarlyExitConfig,
+    GrammarConfig,
     JumpConfig,
     MedusaConfig,
     PromptLookupConfig,
@@ -110,6 +111,7 @@ METHODS: Mapping[str, Method] = {
         knows_adapters=False,
         own_field="heads",
     ),
+    "grammar": Method(GrammarConfig, "vllm_specplugins.proposers.grammar:Grammar"),
     "cascade": Method(CascadeConfig, "vllm_specplugins.cascade.cascade:Cascade"),
     "custom": Method(CustomConfig, None),
 }
@@ -150,7 +152,7 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
         own["stages"] = tuple(_parse_stage(index, stage, names, greedy) for index, stage in enumerate(stages))
     config = SpecConfig.parse(method, row.config, own) if row else _parse_registered(registered_methods()[method], own)
     if "num_speculative_tokens" not in own:
-        config = with_default_length(config, LOOKUPS)
+        config = with_default_length(config, (*LOOKUPS, "grammar"))
     option_checks(config)
     check_stages(config)
     verification = config.common.verification
@@ -158,6 +160,11 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
         raise ConfigError(
             f"{method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
             f"{verification!r}, whose noise nobody else knows, not 'coupled'."
+        )
+    if "grammar" in methods_of(config) and "probabilistic" in sample_methods(config) and verification != "fused":
+        raise ConfigError(
+            f"{method}: draft_sample_method must be 'greedy' beside grammar where verification is {verification!r}, "
+            "which would take forced tokens for drawn ones, not 'probabilistic'."
         )
     if reads_likeliest(config) and verification != "fused":
         raise ConfigError(

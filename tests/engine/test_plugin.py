@@ -234,6 +234,9 @@ def test_asynchronous_scheduling() -> None:
             take_over(config, True)
         return
     assert config.scheduler_config.scheduler_cls == "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
+    with pytest.raises(ConfigError, match="async_scheduling and scheduler_cls must be left alone with grammar"):
+        engine_config({"method": "grammar"}, async_scheduling=True)
+    assert engine_config({"method": "grammar"}).scheduler_config.scheduler_cls == scheduling.GRAMMAR
     with pytest.raises(ConfigError, match="scheduler_cls must be left alone"):
         engine_config(PROMPT_LOOKUP, async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
 

@@ -35,8 +35,10 @@ from typing import NamedTuple
 import numpy as np
 import prometheus_client
 import torch
+from llguidance import LLMatcher, LLTokenizer
 from pydantic import ValidationError
 from torch import distributed
+from xgrammar import GrammarMatcher
 
 from vllm_specplugins.engine.vllm_api import compat
 
@@ -66,7 +68,7 @@ RECEIVERS: dict[str, str] = {
     "array": "UvaBackedTensor",
     "attention_config": "AttentionConfig",
     "aux_output_config": "AuxOutputConfig",
-    "backend": "AttentionBackendEnum AttentionBackend",
+    "backend": "AttentionBackendEnum AttentionBackend StructuredOutputBackend",
     "bad_words": "BadWordsState",
     "batch": "InputBatch BatchExecutionDescriptor",
     "bias": "LogitBiasState",
@@ -98,6 +100,11 @@ RECEIVERS: dict[str, str] = {
     "cudagraph_mode": "CUDAGraphMode",
     "cut": "LlamaModel compilation/decorators.py",
     "engine_args": "EngineArgs",
+    "grammar": "XgrammarGrammar GuidanceGrammar",
+    "draft_token_ids": "DraftTokenIds",
+    "structured_outputs": "StructuredOutputManager",
+    "structured_output_manager": "StructuredOutputManager",
+    "structured_output_request": "StructuredOutputRequest",
     "get_class()": "AttentionBackend",
     "get_tp_group()": "GroupCoordinator",
     "group": "AttentionGroup GroupCoordinator KVCacheGroupSpec",
@@ -195,6 +202,11 @@ FILES: dict[str, str] = {
     "v1/sample/thinking_budget_state.py": "ThinkingBudgetStateHolder",
     "v1/spec_decode/llm_base_proposer.py": "SpecDecodeBaseProposer",
     "v1/spec_decode/metadata.py": "SpecDecodeMetadata",
+    "v1/structured_output/__init__.py": "StructuredOutputManager",
+    "v1/structured_output/backend_guidance.py": "GuidanceGrammar",
+    "v1/structured_output/backend_xgrammar.py": "XgrammarGrammar",
+    "v1/structured_output/backend_types.py": "StructuredOutputBackend",
+    "v1/structured_output/request.py": "StructuredOutputRequest",
     "v1/worker/block_table.py": "BlockTable",
     "v1/worker/cpu_worker.py": "CPUWorker",
     "v1/worker/gpu/async_utils.py": "AsyncOutput",
@@ -231,7 +243,21 @@ FILES: dict[str, str] = {
 _SET_BY_US = frozenset({"adapter", "specplugins", "aux_hidden_state_layers"})  # on objects of vLLM's
 ATTRIBUTES = {"gpu": "UvaBackedTensor StagedWriteTensor", "np": "UvaBackedTensor UvaBuffer CpuGpuBuffer"}
 _OF_PYTHON = (
-    *(str, bytes, int, float, list, dict, set, tuple, type, property, BaseException, types.FunctionType),
+    *(
+        str,
+        bytes,
+        int,
+        float,
+        list,
+        dict,
+        set,
+        tuple,
+        type,
+        property,
+        BaseException,
+        UnicodeDecodeError,
+        types.FunctionType,
+    ),
     *(types.CodeType, types.ModuleType, types.FrameType, Path, re.Pattern, ast.AST, ast.Name, ast.Attribute, ast.alias),
     *(ast.FunctionDef, ast.ImportFrom, ast.ClassDef, ast.arguments, ast.arg, ast.Module, asyncio.AbstractEventLoop),
     *(
@@ -270,6 +296,9 @@ _OF_PYTHON = (
         torch.Generator,
         np.ndarray,
         np.generic,
+        LLMatcher,
+        LLTokenizer,
+        GrammarMatcher,
     ),
 )
 

@@ -20,6 +20,7 @@ from vllm_specplugins.config.proposers import (
     CascadeConfig,
     CustomConfig,
     EarlyExitConfig,
+    GrammarConfig,
     JumpConfig,
     MedusaConfig,
     PromptLookupConfig,

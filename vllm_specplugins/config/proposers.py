@@ -124,6 +124,12 @@ def _is_keyed(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarConfig:
+    """`grammar`: where a request's grammar, of xgrammar or guidance, allows one text only, as keys of a schema, that
+    text; as a stage it goes on where the others' drafts end, wherever it stands among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CustomConfig:
     """`custom`: a proposer of the user's own.
 

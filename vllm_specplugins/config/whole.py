@@ -178,6 +178,8 @@ def check_stages(config: SpecConfig) -> None:
         raise ConfigError(
             "cascade: stages must not hold prompt_lookup beside suffix_lookup, which does what it does, and more."
         )
+    if methods_of(config).count("grammar") > 1:
+        raise ConfigError("cascade: stages must hold grammar once, not more often: it goes on where all others end.")
     built_in = [stage.method for stage in stages if isinstance(stage.own, BuiltInConfig)]
     if len(built_in) > 1:
         raise ConfigError(

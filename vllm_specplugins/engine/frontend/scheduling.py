@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
-from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.config import ConfigError, SpecConfig, methods_of
 from vllm_specplugins.engine.frontend.method_names import name_in_vllm
 from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.methods import drafts_on_device, reads_history
@@ -19,6 +19,7 @@ from vllm_specplugins.methods import drafts_on_device, reads_history
 logger = logging.getLogger("vllm.specplugins")
 
 SCHEDULER = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
+GRAMMAR = "vllm_specplugins.engine.grammar.scheduler.GrammarScheduler"
 SYNCHRONOUS = "vllm_specplugins.engine.v2.scheduler.ChoosingScheduler"
 
 
@@ -54,12 +55,20 @@ def settle(vllm_config: Any, asked: bool | None) -> None:
             f"synchronously, for {synchronous_for}" if synchronous_for else "asynchronously, as vLLM's own methods are",
         )
     num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    forces = "grammar" in methods_of(vllm_config.speculative_config.plugin_config)
+    if forces and (scheduler.async_scheduling or scheduler.scheduler_cls is not None):
+        raise ConfigError(
+            f"{method}: async_scheduling and scheduler_cls must be left alone with grammar, whose text depends on all "
+            f"tokens before it, not {scheduler.async_scheduling} and {scheduler.scheduler_cls!r}."
+        )
     if not scheduler.async_scheduling:
         if num_stages > 1:
             raise ConfigError(
                 f"{method}: pipeline_parallel_size must be 1 without async_scheduling, where vLLM plans drafts for a "
                 f"request whose last step is still under way, not {num_stages}."
             )
+        if forces:
+            scheduler.scheduler_cls = GRAMMAR
         chooses = vllm_config.use_v2_model_runner and vllm_config.speculative_config.chooses_length
         if chooses and scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = SYNCHRONOUS

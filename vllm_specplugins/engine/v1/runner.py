@@ -17,8 +17,10 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
+from vllm_specplugins.config import methods_of
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer
 from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.engine.grammar.output import NEVER, forced_in
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
@@ -106,10 +108,16 @@ class _Adapter:
         # Requests without a seed get theirs in the order in which they come: the same on every rank.
         self._random = np.random.default_rng(runner.model_config.seed)
         self._target: TargetV1 | None = None
+        self._forces = "grammar" in methods_of(runner.speculative_config.plugin_config)
         self._drafted_at = 0.0  # when the last drafting ended
 
     def _may_draft(self, row: int) -> bool:
         return self.verifier is None or self.verifier.may_draft(row)
+
+    def _is_forced_and_alone(self, row: int) -> bool:
+        """Whether a request has a grammar, and can be verified at one position only."""
+        params = self._runner.requests[self._runner.input_batch.req_ids[row]].sampling_params
+        return params is not None and params.structured_outputs is not None and not self._may_draft(row)
 
     def _lacks_ids(self, row: int) -> bool:
         """Whether a history is read of which places have no ids: V1 leaves there what stood in the row before."""
@@ -138,6 +146,7 @@ class _Adapter:
             # Our noise needs none of torch's generators. vLLM would wind back that of a seeded request in the middle of
             # its prompt, which a CPU's generator cannot do: the server dies of it.
             self._runner.input_batch.generators.clear()
+            self.verifier.forced = forced_in(scheduler_output)
         return result
 
     def _request(self, request_id: str) -> _Request:
@@ -208,8 +217,10 @@ class _Adapter:
         draft = self._barrier.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
         self._keep(batch, draft)
+        if self._forces:
+            drafts = [NEVER if self._is_forced_and_alone(row) else [] for row in range(len(drafts))]
         for row, tokens, count in zip(rows, draft.token_ids.tolist(), draft.num_draft.tolist(), strict=True):
-            drafts[row] = tokens[:count]
+            drafts[row] = tokens[:count] or drafts[row]
         return drafts
 
     def _limits(self, rows: list[int], requests: list[_Request], num_tokens: Any) -> Any:

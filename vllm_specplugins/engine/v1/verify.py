@@ -18,6 +18,7 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, MinPLogitsPr
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import Likeliest
+from vllm_specplugins.engine.grammar.output import Forced
 from vllm_specplugins.engine.v1.edits import custom, edit, edit_of_drafts
 from vllm_specplugins.engine.v1.rows import Rows
 from vllm_specplugins.engine.verify import OPERATIONS, LikeliestLog
@@ -56,6 +57,7 @@ class Verifier:
         self._counts = np.zeros(0, np.int64)  # rows of each request in the newest step
         self._draft_logits: torch.Tensor | None = None
         self._drafted_for: Sequence[str] = ()
+        self.forced: Forced = {}  # in the newest step
         if runner.device.type == "cpu":
             load("host")  # compiles now, and not while a request waits
 
@@ -171,18 +173,19 @@ class Verifier:
             for request_id in request_ids:
                 if self._runner.requests[request_id].sampling_params.structured_outputs is not None:
                     place.pop(request_id, None)
-        if list(place) == request_ids and self._draft_logits.shape[1] >= max_num_draft:
+        if list(place) == request_ids and self._draft_logits.shape[1] >= max_num_draft and not self.forced:
             return self._draft_logits
         logits = self._draft_logits
         result = logits.new_full((len(request_ids), max_num_draft, logits.shape[-1]), -torch.inf)
         for index, (request_id, num_draft) in enumerate(zip(request_ids, rows.num_draft, strict=True)):
-            if request_id in place:
-                result[index, :num_draft] = logits[place[request_id], :num_draft]
-            else:
-                first = rows.starts[index] + 1
-                fed = rows.fed[first : first + num_draft]
-                [drafted] = np.nonzero(fed >= 0)
-                result[index, drafted, fed[drafted]] = 0.0
+            num_drawn, _ = self.forced.get(request_id, (num_draft, ()))
+            num_drawn = num_drawn if request_id in place else 0
+            if num_drawn:
+                result[index, :num_drawn] = logits[place[request_id], :num_drawn]
+            first = rows.starts[index] + 1
+            fed = rows.fed[first : first + num_draft]
+            [certain] = np.nonzero((fed >= 0) & (np.arange(num_draft) >= num_drawn))
+            result[index, certain, fed[certain]] = 0.0
         return result
 
     def _logprobs(

@@ -16,6 +16,7 @@ from vllm_specplugins.engine.frontend.spec_config import without_built_in
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
+from vllm_specplugins.engine.v2.forced import put_forced
 from vllm_specplugins.engine.v2.speculators.built_in import not_trimmed, rating, run_before
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.speculators.host import HostSpeculator
@@ -60,6 +61,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     def add(scheduler_output: Any) -> None:
         add_requests(scheduler_output)
         speculator.add(scheduler_output.scheduled_new_reqs)
+        put_forced(runner, scheduler_output)
 
     def finish(scheduler_output: Any) -> None:
         finish_requests(scheduler_output)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_specplugins.config import CommonConfig, ConfigError, built_in_stage
+from vllm_specplugins.config import CommonConfig, ConfigError, built_in_stage, methods_of
 from vllm_specplugins.custom import reads_likeliest
 from vllm_specplugins.methods import (
     METHODS,
@@ -73,7 +73,7 @@ def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candida
 def _default() -> Iterator[str]:
     """Names of every history proposer."""
     for name, method in METHODS.items():
-        if not method.runs_target and name not in ("cascade", "custom"):
+        if not method.runs_target and name not in ("cascade", "custom", "grammar"):
             yield name
     yield from registered_methods()
 
@@ -81,7 +81,8 @@ def _default() -> Iterator[str]:
 def _check_reads_histories(name: str, config: Config) -> None:
     if config["method"] in (*METHODS, *registered_methods()):
         parsed = parse_config(config)
-        if not (runs_target(parsed) or reads_likeliest(parsed)) and built_in_stage(parsed) is None:
+        needs_more = runs_target(parsed) or reads_likeliest(parsed) or "grammar" in methods_of(parsed)
+        if not needs_more and built_in_stage(parsed) is None:
             return
     raise ConfigError(f"--methods must be proposers that read token ids alone, as prompt_lookup does, not {name}.")
 

@@ -1,0 +1,147 @@
+"""What a grammar forces, with matchers of xgrammar and llguidance and the demo model's tokenizer."""
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import DEMO_MODEL, RUNNER
+from transformers import AutoTokenizer
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+from vllm_specplugins.engine.grammar.forced import ForcedTokens
+
+pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
+K = 15
+BACKENDS = {"xgrammar": XgrammarBackend, "guidance": GuidanceBackend}
+TOKENIZER = AutoTokenizer.from_pretrained(DEMO_MODEL)
+SIZE = len(TOKENIZER)
+KEYS = ("customer_number", "delivery_address")
+SCHEMA = {
+    "type": "object",
+    "properties": {key: {"type": "integer"} for key in KEYS},
+    "required": list(KEYS),
+    "additionalProperties": False,
+}
+
+
+class Case:
+    """A grammar of a backend, and what it forces."""
+
+    def __init__(self, name: str, any_whitespace: bool = False):
+        structured = SimpleNamespace(disable_any_whitespace=not any_whitespace, disable_additional_properties=False)
+        config = SimpleNamespace(
+            structured_outputs_config=structured,
+            model_config=None,
+            speculative_config=SimpleNamespace(num_speculative_tokens=K),
+        )
+        self.backend: Any = BACKENDS[name](config, tokenizer=TOKENIZER, vocab_size=SIZE)
+        self.forced = ForcedTokens(TOKENIZER, SIZE, lambda: self.backend.allocate_token_bitmask(1))
+
+    def compile(self, spec: Any, read: str = "") -> Any:
+        """The grammar of a schema or a regular expression, after it has read a text."""
+        is_regex = isinstance(spec, str)
+        kind = StructuredOutputOptions.REGEX if is_regex else StructuredOutputOptions.JSON
+        grammar = self.backend.compile_grammar(kind, spec if is_regex else json.dumps(spec))
+        assert all(grammar.accept_tokens("", [token]) for token in ids(read))
+        return grammar
+
+    def after(self, grammar: Any, draft: str = "", most: int = K) -> str:
+        """The text that is forced. Kills: a state that is not rolled back."""
+        before = self.allowed(grammar)
+        tokens = self.forced.after(grammar, ids(draft), most)
+        assert self.allowed(grammar) == before and len(tokens) <= most
+        assert tokens == ids(TOKENIZER.decode(tokens))[: len(tokens)]  # as the model would
+        return str(TOKENIZER.decode(tokens))
+
+    def allowed(self, grammar: Any) -> list[int]:
+        bitmask = self.backend.allocate_token_bitmask(1)
+        if not grammar.is_terminated():
+            grammar.fill_bitmask(bitmask, 0)
+        return list(np.flatnonzero(np.unpackbits(bitmask.numpy().view(np.uint8), bitorder="little")))
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+@pytest.fixture(params=BACKENDS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_keys_of_a_schema(name: str) -> None:
+    """Kills: nothing forced at the start; a draft whose tokens the grammar has not read; more than was asked for."""
+    case = Case(name)
+    grammar = case.compile(SCHEMA)
+    assert case.after(grammar) == '{"customer_number":'
+    assert case.after(grammar, most=3) == TOKENIZER.decode(ids('{"customer_number":')[:3])
+    assert case.after(grammar, '{"customer_number":') == case.after(grammar, '{"customer_number":1') == ""
+    assert case.after(grammar, '{"customer_number":1,') == '"delivery_address":'
+    assert case.after(case.compile(SCHEMA, '{"customer_number":1,'), '"deli') == 'very_address":'
+
+
+def test_last_token_may_join() -> None:
+    """Where white space may follow, a key's last quote may be one token with the colon: it is left out.
+
+    Kills: the last token kept always; left out always.
+    """
+    case = Case("xgrammar", any_whitespace=True)
+    assert case.after(case.compile(SCHEMA, '{"')) == "customer_number"
+    assert case.after(case.compile(SCHEMA, '{"customer_number": 1, "')) == "delivery_address"
+
+
+def pair() -> tuple[str, str]:
+    """A word that is a token, of which a letter more makes another token."""
+    words = {TOKENIZER.decode([token]): token for token in range(SIZE)}
+    whole = (word for word in words if word.isascii() and word.isalpha() and word.islower() and len(word) > 2)
+    return next((word[:-1], word) for word in whole if ids(word[:-1]) == [words.get(word[:-1])] and len(ids(word)) == 1)
+
+
+def test_words_that_join(name: str) -> None:
+    case, (short, long) = Case(name), pair()
+    assert case.after(case.compile(short + "[a-z]+")) == ""
+    assert case.after(case.compile(short + "[A-Z]{9}")) == short
+    assert case.after(case.compile(f"({long})({long})")).startswith(long)
+
+
+def test_ends(name: str) -> None:
+    """Kills: a state that is wrong where a draft, or what was read, ends the grammar."""
+    case, eos = Case(name), TOKENIZER.eos_token_id
+    grammar = case.compile("abc")
+    assert "abc".startswith(case.after(grammar)) and case.after(grammar, "ab") in ("", "c")
+    before = case.allowed(grammar)
+    assert case.forced.after(grammar, [*ids("abc"), eos], K) == [] and case.allowed(grammar) == before
+    assert all(grammar.accept_tokens("", [token]) for token in [*ids("abc"), eos])
+    assert case.forced.after(grammar, [], K) == []
+    assert case.forced.after(case.compile("abc"), ids("x"), K) == []
+
+
+def test_free_choice_and_long_texts(name: str) -> None:
+    case = Case(name)
+    assert case.after(case.compile("[a-z ]{40}")) == ""
+    assert len(case.forced.after(case.compile("ab " * 3000), [], K)) == K
+
+
+def test_text_that_ends_within_a_character(name: str) -> None:
+    """Kills: a client's grammar with which nothing is forced any more."""
+    case = Case(name)
+    grammar = case.compile({"enum": ["\u00e91", "\u00e82"]})
+    before = case.allowed(grammar)
+    assert case.forced.after(grammar, [], K) == ids('"\u00e9')[:2] and case.allowed(grammar) == before
+
+
+def test_other_backends(caplog: pytest.LogCaptureFixture) -> None:
+    """Kills: a backend that says nothing of its text taken for one that does; a warning in each step."""
+    forced = Case("xgrammar").forced
+
+    class OutlinesGrammar:
+        pass
+
+    with caplog.at_level(logging.WARNING, "vllm.specplugins"):
+        assert forced.after(OutlinesGrammar(), [], K) == forced.after(OutlinesGrammar(), [], K) == []
+    assert len(caplog.messages) == 1 and "not Outlines" in caplog.messages[0]

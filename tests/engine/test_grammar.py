@@ -1,0 +1,245 @@
+"""Method `grammar` in real engines: outputs are those without it, and steps are fewer."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import LOOKUP, STRESS, early_exit
+from conftest import INTERPRETED, RUNNER
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_specplugins.engine.grammar.forced import ForcedTokens
+
+K = 7 if INTERPRETED else 15
+GRAMMAR = {"method": "grammar", "num_speculative_tokens": K}
+KEYS = ("customer_number", "delivery_address")
+SCHEMA = {
+    "type": "object",
+    "properties": {key: {"type": "integer", "maximum": 99} for key in KEYS},
+    "required": list(KEYS),
+    "additionalProperties": False,
+}
+BACKENDS = "xgrammar", "guidance"
+PROMPTS = ["def area(x, y):\n    return x * y\n", "{}\n", "x = 1\nx = 1\nx = 1\n"][: 2 if INTERPRETED else 3]
+NUM_TOKENS = 48
+ON_V1 = pytest.mark.skipif(RUNNER == "v2", reason="V1's")
+
+
+def start(engine: Any, backend: str, config: dict[str, Any] | None, **arguments: Any) -> Any:
+    structured = {"backend": backend, "disable_any_whitespace": True}
+    if RUNNER == "v1":
+        arguments["logits_processors"] = ["scripted:NeverTwice"]
+    return engine(config, **{"structured_outputs_config": structured, **arguments})
+
+
+def ask(llm: Any, temperature: float = 0, grammar: bool = True, **own: Any) -> list[list[int]]:
+    structured = StructuredOutputsParams(json=SCHEMA) if grammar else None
+    options = {"extra_args": own} if own else {}
+    params = SamplingParams(
+        temperature=temperature, max_tokens=NUM_TOKENS, seed=3, structured_outputs=structured, **options
+    )
+    return [list(done.outputs[0].token_ids) for done in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def counts(llm: Any) -> tuple[int, int, int]:
+    """Steps of requests, tokens drafted, tokens accepted."""
+    stats = llm.collective_rpc("specplugins_stats")[0]
+    assert not stats["faults"]
+    return stats["request_steps"], stats["drafted_tokens"], stats["accepted_tokens"]
+
+
+def counted(llm: Any, **how: Any) -> tuple[list[list[int]], tuple[int, ...]]:
+    before = counts(llm)
+    outputs = ask(llm, **how)
+    return outputs, tuple(now - then for now, then in zip(counts(llm), before, strict=True))
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Any, backend: str) -> list[list[int]]:
+    return ask(start(engine, backend, None))
+
+
+@pytest.fixture
+def llm(engine: Any, expected: Any, backend: str) -> Any:
+    return start(engine, backend, GRAMMAR)
+
+
+def test_outputs_and_steps(llm: Any, expected: Any) -> None:
+    """Kills: forced tokens that are not verified, or never sent; on V2 ids that do not reach the device."""
+    outputs, (steps, _, accepted) = counted(llm)
+    num_tokens = sum(map(len, outputs))
+    assert outputs == expected
+    assert num_tokens >= 1.5 * (steps + len(outputs)) and steps + accepted + len(outputs) >= num_tokens
+
+
+def test_seeded(llm: Any) -> None:
+    """At a temperature a seeded request says the same whether it is drafted for or not."""
+    without, (_, drafted, _) = counted(llm, temperature=0.8, specplugins={"enabled": False})
+    assert drafted == 0
+    assert counted(llm, temperature=0.8)[0] == without
+
+
+def test_options(llm: Any, expected: Any) -> None:
+    """Kills: a request's options that the scheduler does not look at."""
+    before = counts(llm)[1]
+    assert ask(llm, specplugins={"max_draft": 2}) == expected
+    assert ask(llm, specplugins={"max_context": 1}) == expected
+    assert counts(llm)[1] - before <= 2 * sum(map(len, expected))
+    assert counted(llm, grammar=False)[1][1] == 0
+
+
+def test_wrong_tokens(llm: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forced text in other tokens than the model's, and tokens that are not forced: they cost acceptance alone."""
+    own, scheduler = ForcedTokens.after, scheduler_of(llm)
+    tokenizer = scheduler._forced._tokenizer
+
+    def letters(self: Any, grammar: Any, draft: Any, most: int) -> list[int]:
+        text = bytes(tokenizer.decode_bytes(own(self, grammar, draft, most)))
+        spelt = [tokenizer.tokenize_bytes(text[place : place + 1])[0] for place in range(len(text))]
+        return grammar.validate_tokens([*draft, *spelt])[len(draft) :][:most]
+
+    monkeypatch.setattr(ForcedTokens, "after", letters)
+    outputs, (_, drafted, accepted) = counted(llm)
+    assert outputs == expected and drafted > accepted
+    monkeypatch.setattr(ForcedTokens, "after", lambda *_: [5, 6, 7])
+    assert ask(llm) == expected
+
+
+def test_faults_of_a_grammar(llm: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: an exception that ends the engine."""
+
+    def fail(*_: Any) -> list[int]:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(ForcedTokens, "after", fail)
+    assert ask(llm) == expected
+
+
+class Reasoner:
+    """Reasons until its third token."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def is_reasoning_end(self, token_ids: Any) -> bool:
+        return False
+
+    def is_reasoning_end_streaming(self, token_ids: Any, delta: Any) -> bool:
+        return len(token_ids) >= NUM_PROMPT[0] + 3
+
+
+NUM_PROMPT = [0]
+
+
+def test_reasoning(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: tokens that are forced before the grammar applies."""
+    scheduler, prompt = scheduler_of(llm), {"prompt_token_ids": [9, 10, 11, 12]}
+    NUM_PROMPT[0] = 4
+    monkeypatch.setattr(scheduler.structured_output_manager, "reasoner_cls", Reasoner)
+    lengths, own = [], ForcedTokens.after
+
+    def after(self: Any, grammar: Any, draft: Any, most: int) -> list[int]:
+        lengths.extend(request.num_output_tokens for request in scheduler.requests.values())
+        return own(self, grammar, draft, most)
+
+    monkeypatch.setattr(ForcedTokens, "after", after)
+    params = SamplingParams(temperature=0, max_tokens=24, structured_outputs=StructuredOutputsParams(json=SCHEMA))
+    outputs = []
+    for options in ({}, {"extra_args": {"specplugins": {"enabled": False}}}):
+        [done] = llm.generate([prompt], params.clone() if not options else _with(params, options), use_tqdm=False)
+        outputs.append(list(done.outputs[0].token_ids))
+    assert outputs[0] == outputs[1] and lengths and min(lengths) >= 3
+
+
+def _with(params: SamplingParams, options: dict[str, Any]) -> SamplingParams:
+    changed = params.clone()
+    changed.extra_args = options["extra_args"]
+    return changed
+
+
+@ON_V1
+def test_one_position(llm: Any, expected: Any) -> None:
+    """A logits processor with a state of its own is asked once a step. Kills: forced tokens for such a request."""
+    assert counted(llm, never_twice=True)[1][1] == 0
+    assert ask(llm) == expected
+
+
+def test_after_a_lookup(engine: Any, expected: Any, backend: str) -> None:
+    """Under preemption, too. Kills: forced tokens that overwrite a lookup's; those of another step."""
+    stages = [{**LOOKUP, "min_ngram": 1}, {"method": "grammar"}]
+    config = {"method": "cascade", "num_speculative_tokens": K, "stages": stages, "gate": "off"}
+    llm = start(engine, backend, config, **({} if INTERPRETED else STRESS))
+    outputs, (steps, _, _) = counted(llm)
+    assert outputs == expected and sum(map(len, outputs)) >= 1.5 * (steps + len(outputs))
+    without, _ = counted(llm, specplugins={"stages": ["prompt_lookup"]})
+    assert without == expected
+
+
+@ON_V1
+def test_after_drawn_drafts(engine: Any, backend: str) -> None:
+    """Drafts with a q, and forced tokens after them, which are certain: at temperature 0 as ever.
+
+    Kills: a forced token that is verified as if it had been drawn.
+    """
+    exit_stage = {key: value for key, value in early_exit(4, 3).items() if key != "num_speculative_tokens"}
+    exit_stage |= {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
+    config = {
+        "method": "cascade",
+        "num_speculative_tokens": K,
+        "stages": [exit_stage, {"method": "grammar"}],
+        "gate": "off",
+    }
+    llm = start(engine, backend, config)
+    outputs, (steps, _, _) = counted(llm, temperature=0.8)
+    assert sum(map(len, outputs)) >= 1.5 * (steps + len(outputs))
+    assert ask(llm) == ask(llm, specplugins={"enabled": False})
+
+
+def scheduler_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+@ON_V1
+def test_q_of_forced_tokens() -> None:
+    """Certain after what was drawn. Kills: logits of a drafter taken for a forced token's; those of another request."""
+    from vllm_specplugins.engine.v1.rows import Rows
+    from vllm_specplugins.engine.v1.verify import Verifier
+
+    verifier = Verifier.__new__(Verifier)
+    verifier._runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c"]))
+    verifier._rejection, drawn = "token", torch.randn(2, 2, 6)
+    verifier.keep_draft(["b", "a"], drawn)
+    verifier.forced = {"a": (1, [3, 4]), "c": (0, [5])}
+    rows = Rows([3, 2, 1], [1, 3, 4, 2, 2, 5], np.zeros(3, np.int64), torch.device("cpu"))
+    q = verifier._q(rows, 3)
+    assert q is not None and torch.equal(q[0, :1], drawn[1, :1]) and torch.equal(q[1, :2], drawn[0])
+    certain = [(0, 1, 3), (0, 2, 4), (2, 0, 5)]
+    assert all(q[row, place].argmax() == token and q[row, place].isfinite().sum() == 1 for row, place, token in certain)
+    assert not q[1, 2].isfinite().any() and not q[2, 1:].isfinite().any()
+
+
+@pytest.mark.skipif(RUNNER == "v1", reason="V2's")
+@pytest.mark.parametrize("has_q", [False, True])
+def test_forced_tokens_on_the_device(has_q: bool) -> None:
+    """Kills: a token in another slot or place; a q that is another draft's."""
+    from vllm_specplugins.engine.grammar.output import tell
+    from vllm_specplugins.engine.v2.forced import put_forced
+
+    drafts, q = torch.full((3, 4), 9), torch.zeros(3, 4, 6) if has_q else None
+    states = SimpleNamespace(req_id_to_index={"a": 2, "b": 0}, draft_tokens=drafts)
+    runner = SimpleNamespace(req_states=states, device=torch.device("cpu"), speculator=SimpleNamespace(draft_logits=q))
+    output = SimpleNamespace()
+    put_forced(runner, output)
+    tell(output, {"a": (1, [3, 4]), "b": (3, [5])})
+    put_forced(runner, output)
+    assert drafts.tolist() == [[9, 9, 9, 5], [9, 9, 9, 9], [9, 3, 4, 9]]
+    if q is not None:
+        assert q[2, 1:3].argmax(-1).tolist() == [3, 4] and q[0, 3].argmax() == 5
+        assert int(q.isfinite().sum()) == q.numel() - 3 * 5

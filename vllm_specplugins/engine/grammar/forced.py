@@ -1,0 +1,92 @@
+"""The tokens that a grammar forces: of the one text that it allows next, those that the model would emit.
+
+A grammar knows the text (xgrammar's jump-forward string, llguidance's forced bytes), and any tokens that spell it are
+allowed. Those of the tokenizer are the likeliest. Where the text ends, its last token may be one with what follows: it
+is left out if the grammar allows a longer token that begins alike. A wrong guess is rejected as any draft is.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from llguidance.hf import from_tokenizer
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+
+logger = logging.getLogger("vllm.specplugins")
+
+
+def _xgrammar_text(grammar: Any) -> bytes:
+    try:
+        text: str = grammar.matcher.find_jump_forward_string()
+    except UnicodeDecodeError as error:  # it ends within a character
+        return error.object
+    return text.encode()
+
+
+_TEXT: Mapping[type, Callable[[Any], bytes]] = {
+    XgrammarGrammar: _xgrammar_text,
+    GuidanceGrammar: lambda grammar: grammar.ll_matcher.compute_ff_bytes(),
+}
+_LONGEST = 64  # bytes of a token, on average, in a text that is looked at: it may be long
+
+
+class ForcedTokens:
+    """Of all grammars of an engine.
+
+    Args:
+        tokenizer: the model's, a fast one.
+        vocab_size: of the model, whose tokenizer may know fewer tokens.
+        new_bitmask: makes vLLM's bitmask of one row, once there is a grammar.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, new_bitmask: Callable[[], Any]):
+        of_mistral = getattr(tokenizer, "llg_tokenizer", None)
+        self._tokenizer = of_mistral or from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)))
+        self._new_bitmask = new_bitmask
+        self._unknown: set[type] = set()
+
+    def after(self, grammar: Any, draft: Sequence[int], most: int) -> list[int]:
+        """At most so many tokens that follow a draft which the grammar allows; its state is as before."""
+        if type(grammar) not in _TEXT:
+            self._refuse(type(grammar))
+            return []
+        num_read = 0
+        try:
+            for token in draft:
+                if grammar.is_terminated() or not grammar.accept_tokens("", [token]):
+                    return []
+                num_read += 1
+            text = b"" if grammar.is_terminated() else _TEXT[type(grammar)](grammar)
+            spelt = self._tokenizer.tokenize_bytes(text[: _LONGEST * (most + 1)]) if text else []
+            tokens: list[int] = grammar.validate_tokens(spelt[:most])
+            if not tokens or len(tokens) < len(spelt):
+                return tokens
+            for token in tokens[:-1]:
+                grammar.accept_tokens("", [token])
+                num_read += 1
+            return tokens[:-1] if self._goes_on(grammar, tokens[-1]) else tokens
+        finally:
+            if num_read:
+                grammar.rollback(num_read)
+
+    def _goes_on(self, grammar: Any, token: int) -> bool:
+        """Whether a longer token that begins with this one is allowed now."""
+        bitmask, own = self._new_bitmask(), self._bytes_of(token)
+        grammar.fill_bitmask(bitmask, 0)
+        allowed = np.flatnonzero(np.unpackbits(bitmask.numpy().view(np.uint8), bitorder="little"))
+        texts = map(self._bytes_of, allowed[allowed < self._tokenizer.vocab_size].tolist())
+        return any(len(text) > len(own) and text.startswith(own) for text in texts)
+
+    def _bytes_of(self, token: int) -> bytes:
+        return bytes(self._tokenizer.decode_bytes([token]))
+
+    def _refuse(self, kind: type) -> None:
+        """Says once that a backend tells nothing."""
+        if kind not in self._unknown:
+            self._unknown.add(kind)
+            name = kind.__name__.removesuffix("Grammar")
+            logger.warning(
+                "grammar: the structured outputs' backend must be xgrammar or guidance, not %s: drafts nothing.", name
+            )

@@ -1,0 +1,80 @@
+"""A scheduler that goes on where a draft ends, or where the request's grammar cut it, with what that grammar forces.
+
+Grammars live in the scheduler's process, and it knows the drafts where it is synchronous. Nothing is forced before the
+grammar applies (reasoning), beyond what a request's options allow, or where it can be verified at one position alone.
+"""
+
+import logging
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_specplugins.config import methods_of, stage_names
+from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.engine.grammar.forced import ForcedTokens
+from vllm_specplugins.engine.grammar.output import NEVER, tell
+from vllm_specplugins.request_options import draft_limit
+
+logger = logging.getLogger("vllm.specplugins")
+
+
+class GrammarScheduler(Scheduler):
+    """vLLM's synchronous scheduler, and the stage `grammar`."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        config = self.vllm_config.speculative_config.plugin_config
+        index = methods_of(config).index("grammar")
+        self._name = stage_names(methods_of(config))[index]
+        most = config.stages[index].num_speculative_tokens if config.stages else None
+        self._most: int = most or self.num_spec_tokens
+        self._num_before: dict[str, int] = {}  # by request with forced tokens: those of its draft before them
+        self._forced, self._has_failed = self._new_forced(), False
+
+    def _new_forced(self) -> ForcedTokens | None:
+        structured_outputs, model_config = self.structured_output_manager, self.vllm_config.model_config
+        try:
+            return ForcedTokens(
+                structured_outputs.tokenizer,
+                model_config.get_vocab_size(),
+                lambda: structured_outputs.backend.allocate_token_bitmask(1),
+            )
+        except (AttributeError, ValueError) as error:  # skip_tokenizer_init, a slow one
+            logger.warning("grammar: the model's tokenizer must be a fast one: drafts nothing (%s).", error)
+            return None
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        super().update_draft_token_ids(draft_token_ids)
+        for request_id, told in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            self._num_before.pop(request_id, None)
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished() or request.is_prefill_chunk or told == NEVER:
+                continue
+            if request.use_structured_output and self._forced is not None:
+                self._go_on(self._forced, request)
+
+    def _go_on(self, forced: ForcedTokens, request: Any) -> None:
+        """Puts what is forced after the draft of a request."""
+        draft, options = request.spec_token_ids, request_options(request.sampling_params)
+        start, constrained = self.structured_output_manager._get_constraint_bounds(request, draft)
+        room = draft_limit(options, request.num_tokens, self.num_spec_tokens, self.max_model_len) - len(draft)
+        if max(start, constrained) > len(draft) or room <= 0 or self._name not in options.get("stages", (self._name,)):
+            return
+        try:
+            tokens = forced.after(request.structured_output_request.grammar, draft[start:], min(room, self._most))
+        except Exception:  # a client's grammar may cost only its own drafts
+            if not self._has_failed:
+                logger.exception("grammar: drafts nothing in this step; the next time nothing is said.")
+            self._has_failed = True
+            return
+        if tokens:
+            self._num_before[request.request_id] = len(draft)
+            request.spec_token_ids = [*draft, *tokens]
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)
+        drafts, scheduled = scheduler_output.scheduled_spec_decode_tokens, scheduler_output.num_scheduled_tokens
+        counts = {request_id: num for request_id, num in self._num_before.items() if request_id in scheduled}
+        tell(scheduler_output, {id_: (num, drafts[id_][num:]) for id_, num in counts.items() if id_ in drafts})
+        kept = {id_: num for id_, num in self._num_before.items() if id_ not in counts and id_ in self.requests}
+        self._num_before = kept
