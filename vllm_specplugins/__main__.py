@@ -126,8 +126,6 @@ def _calibrate(add: Add) -> None:
     words = f"other methods to serve, by name or as values of --speculative-config, or none (default: {also})"
     add("--also", nargs="+", default=[also], metavar="METHOD", help=words)
     add("--max-draft", type=whole(1, 64), default=8, metavar="K", help="most of an exit's step (default: 8)")
-    add("--together", action="store_true",
-        help="all engines at once, answering in turns: for a noisy machine with memory for all")  # fmt: skip
     add("--enforce-eager", action="store_true", help="as for vLLM; calibrate with it if you serve with it")
     _measuring(add, rounds=3, prompts=8, tokens=96)
 
@@ -162,7 +160,7 @@ def _doctor(add: Add) -> None:
     0 where that would be served, 1 where it would not, 2 where the question is wrong.
     """
     words = "what you mean to serve with (default: a ready one)"
-    add("--speculative-config", metavar="JSON", help=words)
+    add("--speculative-config", type=dictionary, metavar="JSON", help=words)
     _model(add, "--model")
     add("--json", action="store_true", help="print the findings as JSON")
 
@@ -188,16 +186,13 @@ def _bench(add: Add) -> None:
     words = "names, names with K as in ngram:31, or values of --speculative-config, as many as you like (default: "
     methods = "ngram,prompt_lookup,cascade"
     add("--methods", nargs="+", default=[methods], metavar="METHOD", help=f"{words}{methods})")
-    names = "code, copy, chat, random, and repeat, which asks the same in each round"
+    names = "code, copy, chat, random, and repeat, which asks the same in each round and knows what was said"
     add("--workloads", type=listed(str.strip), help=f"of {names} (default: the first four, without --data)")
     add("--data", type=Path, nargs="+", default=[], help=DATA)
     add("--batch", type=listed(whole(1, 4096)), default=[1], help="requests at a time, as in 1,4 (default: 1)")
     add("--temperature", type=listed(temperature), default=[0.0], help="as in 0,0.8 (default: 0)")
     add("--ignore-eos", action="store_true", help="outputs go on after the end of their text, to --tokens")
-    words = "let methods draft from what earlier rounds said, as a server that has run for long"
-    add("--keep", action="store_true", help=words)
     add("--engine-args", type=dictionary, default={}, metavar="JSON", help="more arguments of vllm.LLM, for all")
-    add("--wide", action="store_true", help="show all columns")
     _measuring(add, rounds=5, prompts=4, tokens=64)
 
 
@@ -216,9 +211,8 @@ def _replay(add: Add) -> None:
     add("--num-draft", type=listed(whole(1, 64)), help=words)
     add("--batch", type=listed(whole(1, 4096)), default=[1], help="requests at a time, as in 1,32 (default: 1)")
     add("--requests", type=whole(1, 10_000_000), default=2000, help="most requests (default: 2000)")
-    add("--gpu", choices=("h100", "h100-34b"), default="h100",
-        help="whose measured step costs: Llama 2 7B or Code Llama 34B on an H100 (default: h100)")  # fmt: skip
-    add("--step-ms", type=positive, help="your own step without drafts, and with it --token-ms")
+    words = "your own step without drafts, and with it --token-ms (default: Llama 2 7B's on an H100)"
+    add("--step-ms", type=positive, help=words)
     add("--token-ms", type=positive, help="what one more token to verify adds to it")
     add("--draft-us", type=positive, help="of drafting, by request and step (default: measured here)")
     _files(add)

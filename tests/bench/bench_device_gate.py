@@ -27,7 +27,7 @@ from device_choices import LOOKUP, Nothing, OnDevice, OnHost
 from exits import Said, load
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import build_cost_tables_from_curves
 
-from vllm_specplugins.tools.replay.costs import BANDWIDTH, TABLES
+from vllm_specplugins.tools.replay.costs import BANDWIDTH, H100
 
 HOST, NONE = 0.97, 0.99
 SHARE = 2 / 8  # of the layers, in front of the exit
@@ -41,12 +41,11 @@ EXIT = {"method": "early_exit", "exit_layer": 2}
 class Costs:
     """ms of steps, as vLLM's tables have them; attention beside that."""
 
-    def __init__(self, num_draft: int, name: str = "h100"):
-        table = TABLES[name]
-        exits = [(n, num_draft * (SHARE * table.step_ms(n, 0) + HEAD_MS)) for n in SIZES]
-        verify = [(n, table.step_ms(n, 0)) for n in SIZES + TAIL]
+    def __init__(self, num_draft: int):
+        exits = [(n, num_draft * (SHARE * H100.step_ms(n, 0) + HEAD_MS)) for n in SIZES]
+        verify = [(n, H100.step_ms(n, 0)) for n in SIZES + TAIL]
         self.tables = build_cost_tables_from_curves(exits, verify, 512, 2048, SIZES[-1])
-        self.context_ms, self.source = table.context_ms, table.source
+        self.context_ms, self.source = H100.context_ms, H100.source
 
     def verify_ms(self, num_tokens: int, num_context: int) -> float:
         return float(self.tables[1][num_tokens]) + self.context_ms * num_context

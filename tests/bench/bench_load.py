@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,14 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "traces"))
 from make import KINDS, trace
 
-from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.tools.replay.candidates import ALWAYS, GATED, candidates
-from vllm_specplugins.tools.replay.costs import TABLES, CostTable
+from vllm_specplugins.tools.replay.costs import H100, CostTable, Load
 from vllm_specplugins.tools.replay.data import Traffic
-from vllm_specplugins.tools.replay.simulate import Build, Load, Totals, simulate
+from vllm_specplugins.tools.replay.simulate import Build, Totals, simulate
 
 TRIALS, BEST = 0.99, 0.95
 # Beside the H100's a machine without room: a token more costs what a request's own does.
-COSTS = {**TABLES, "compute-bound": CostTable.line(5.0, 5.0)}
+COSTS = {"h100": H100, "compute-bound": CostTable.line(5.0, 5.0)}
 OUTPUT = 300  # tokens of an output at most
 LEAST, ROUNDS = 20, 8  # requests of a cell; of a place in its batch
 
@@ -85,9 +83,7 @@ def cells(
     Args:
         rounds: requests of a place in the batch; a gate takes some steps to know a batch size.
     """
-    always, gated = (
-        partial(build_proposer, parse_config(candidate.config)) for candidate in candidates([method], [num_draft])
-    )
+    always, gated = (candidate.build for candidate in candidates([method], [num_draft]))
     for kind in kinds:
         for batch in batches:
             load = Load(COSTS[gpu], batch, draft_us)

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from vllm_specplugins.engine.harness.serving import ServingEngine, Traffic
+from vllm_specplugins.engine.harness.process import EngineProcess
+from vllm_specplugins.engine.harness.serving import Traffic, serve_rounds
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.command import engines_up
-from vllm_specplugins.tools.bench.rounds import serve_rounds
 from vllm_specplugins.tools.bench.workloads import make_workload
 
 METHOD = {
@@ -58,7 +58,7 @@ def prompts_of(kind: str, tokenizer: Any, count: int, num_context: int) -> list[
     return [text[:num_context] + prompt for prompt in prompts]
 
 
-def measured(engines: dict[str, ServingEngine], traffic: Traffic, num_rounds: int) -> Cell:
+def measured(engines: dict[str, EngineProcess], traffic: Traffic, num_rounds: int) -> Cell:
     progress = tqdm(total=1 + num_rounds, desc="rounds", leave=False)
     turns = serve_rounds(engines, [traffic] * (1 + num_rounds), progress.update)
     progress.close()

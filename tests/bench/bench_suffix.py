@@ -34,9 +34,9 @@ from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.suffix_lookup import SuffixLookup
 from vllm_specplugins.structures.suffix.requests import SuffixRequests
 from vllm_specplugins.structures.suffix.texts import BYTES_PER_TOKEN
-from vllm_specplugins.tools.replay.costs import TABLES
+from vllm_specplugins.tools.replay.costs import H100, Load
 from vllm_specplugins.tools.replay.data import Traffic
-from vllm_specplugins.tools.replay.simulate import Load, Totals, simulate
+from vllm_specplugins.tools.replay.simulate import Totals, simulate
 
 DEPTH, MAX_REQUESTS, FACTOR, MIN_PROBABILITY = 24, 10_000, 1.0, 0.1  # vLLM's
 STEP_SHARE, INTAKE_FACTOR = 0.5, 5
@@ -133,7 +133,7 @@ def play(traffic: Traffic, make, num_draft: int, batch: int) -> tuple[Totals, ob
         made.append(make(context))
         return made[0]
 
-    return simulate(traffic, build, num_draft, Load(TABLES["h100"], batch, 0.0)), made[0]
+    return simulate(traffic, build, num_draft, Load(H100, batch, 0.0)), made[0]
 
 
 def suffix(store_bytes: int, context: ProposerContext) -> Timed:

@@ -31,11 +31,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specplugins.engine.harness.serving import Traffic, Turn
+from vllm_specplugins.engine.harness.serving import Traffic, Turn, serve_round
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.bench.command import engines_up
 from vllm_specplugins.tools.bench.figures import repeated_share
-from vllm_specplugins.tools.bench.rounds import serve_round
 from vllm_specplugins.tools.bench.workloads import make_workload
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import DEMO_MODEL, RUNNER
 
-from vllm_specplugins.engine.harness.serving import ServingEngine, Traffic, Turn
+from vllm_specplugins.engine.harness.serving import Traffic, Turn, serve_round, serving_engine
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.command import rounds_of
-from vllm_specplugins.tools.bench.figures import Cell, tokens_per_step
-from vllm_specplugins.tools.bench.rounds import serve_round
+from vllm_specplugins.tools.bench.figures import Cell
 from vllm_specplugins.tools.bench.workloads import make_workload
 from vllm_specplugins.tools.picker import NAMED
 
@@ -74,13 +73,13 @@ def test_a_round_is_a_first_reading(method: str, tmp_path: Path) -> None:
     arguments = {"model": str(DEMO_MODEL), "max_model_len": 512, "max_num_seqs": 4}
 
     def last_turn(rounds: list[Traffic]) -> Turn:
-        with ServingEngine(method, arguments, METHODS[method], tmp_path / "engine.log") as engine:
-            engine.wait()
+        with serving_engine(method, arguments, METHODS[method], tmp_path / "engine.log") as engine:
+            engine.receive()
             for traffic in rounds:
                 [turn] = serve_round({method: engine}, traffic).values()
             return turn
 
     warm, fresh = last_turn([traffic for rounds in cells for traffic in rounds]), last_turn(cells[-1][-1:])
     assert [answer.token_ids for answer in warm.answers] == [answer.token_ids for answer in fresh.answers]
-    assert tokens_per_step(fresh) > 1.2
-    assert tokens_per_step(warm) == pytest.approx(tokens_per_step(fresh), rel=0.05)
+    assert fresh.tokens_per_step > 1.2
+    assert warm.tokens_per_step == pytest.approx(fresh.tokens_per_step, rel=0.05)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ if not INTERPRETED or os.environ.get("SPECPLUGINS_SIMULATED") != "all":
 from recorded import drafts_pay, replays, runner
 from simulated_device.device import simulated_device
 
-from vllm_specplugins.engine.harness.samples import SETTINGS, Samples
+from vllm_specplugins.engine.harness.samples import SETTINGS, draw
 from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint
 from vllm_specplugins.tools.lossless.grid import METHODS, cell
 from vllm_specplugins.tools.lossless.report import PASSED, Judged, Report
@@ -61,7 +62,7 @@ def test_lossless(engine: Any, device: Any, checkpoint: Any, method: str, more: 
     reallocate = manager.reallocate_drafts
     manager.reallocate_drafts = lambda *args: steps.append(reallocate(*args)) or steps[-1]
     before = replays(targets)
-    judged = verification.judge(Samples(llm).draw, method)
+    judged = verification.judge(partial(draw, llm), method)
     assert replays(targets) > before
     trimmed = [len(set(cu_num_logits.diff().tolist())) > 1 for cu_num_logits, *_ in steps]
     assert sum(trimmed) > len(trimmed) // 4, "drafts of all lengths are verified"

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm_specplugins.kernels import rejection
 from vllm_specplugins.kernels.rejection import reference
 
 from vllm_specplugins.engine import verify
-from vllm_specplugins.engine.harness.samples import SETTINGS, Samples
+from vllm_specplugins.engine.harness.samples import SETTINGS, draw
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.grid import BIAS, CUTS, METHODS, PENALTIES, REWARDS, TOP_K, Cell, cell
@@ -46,8 +47,8 @@ def judge(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Judge:
         verification = Verification(model, cells, num_samples, 0, lambda: None)
         plain: list[Judged] = []
         if any(cell.is_greedy for cell in cells):
-            plain = verification.judge(Samples(engine(**settings)).draw, NO_SPECULATION)
-        judged = verification.judge(Samples(engine(grid.placed(METHODS[method], folder), **settings)).draw, method)
+            plain = verification.judge(partial(draw, engine(**settings)), NO_SPECULATION)
+        judged = verification.judge(partial(draw, engine(grid.placed(METHODS[method], folder), **settings)), method)
         none = plain or [Judged(NO_SPECULATION, "")]
         verdicts = Report([*none, *judged], {}).verdicts
         return list(zip(judged, verdicts[len(none) :], strict=True))
@@ -184,9 +185,9 @@ def test_refused_or_failed(has_begun: bool) -> None:
         raise ValueError("what is wrong.\nand more")
 
     llm_engine = SimpleNamespace(has_unfinished_requests=lambda: has_begun)
-    samples = Samples(SimpleNamespace(generate=generate, get_metrics=list, llm_engine=llm_engine))
+    llm = SimpleNamespace(generate=generate, get_metrics=list, llm_engine=llm_engine)
     if has_begun:
         with pytest.raises(ValueError, match="what is wrong"):
-            samples.draw([])
+            draw(llm, [])
     else:
-        assert samples.draw([]).refusal == "what is wrong."
+        assert draw(llm, []).refusal == "what is wrong."

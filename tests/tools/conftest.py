@@ -1,9 +1,13 @@
-"""A tiny Llama with the demo model's tokenizer, and text for it."""
+"""A tiny Llama with the demo model's tokenizer, text for it, and engines that are made up."""
 
 import os
 import random
 import shutil
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -41,6 +45,50 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, folder / name)
     return folder
+
+
+class MadeUpEngine:
+    """In place of those that `bench` and `calibrate` start (harness/serving.py)."""
+
+    dtype: ClassVar[str] = "float32"
+    configs: ClassVar[list[Any]]  # of all that were started
+    asked: ClassVar[dict[str, list[Any]]]  # the traffic of each
+
+    def __init__(self, name: str, arguments: dict[str, Any], config: Any, log: Path):
+        self.name, self.model, self.config, self.round = name, Path(arguments["model"]), config, 0
+        self.configs.append(config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def receive(self) -> Any:
+        from vllm_specplugins.engine.harness.serving import Machine
+
+        return Machine("a made-up machine", self.dtype, "V1")
+
+    def send(self, traffic: Any) -> None:
+        self.traffic, self.num_tokens = traffic, 0
+        self.round += 1
+        self.asked[self.name].append(traffic)
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """made_up(ask, **attributes): commands start engines of the class that is returned, which answer so; whatever is
+    told of the machine's memory, there is enough."""
+    from vllm_specplugins.tools.bench import command
+
+    def made_up(ask: Callable[[Any, object], Any], **attributes: Any) -> Any:
+        own = {"ask": ask, "configs": [], "asked": defaultdict(list), **attributes}
+        monkeypatch.setattr(command, "serving_engine", made := type("Engine", (MadeUpEngine,), own))
+        return made
+
+    enough = SimpleNamespace(available=64 << 30, total=64 << 30)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: enough)
+    return made_up
 
 
 @pytest.fixture(scope="session")

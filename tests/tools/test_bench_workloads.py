@@ -9,10 +9,9 @@ import pytest
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.base_model import load_tokenizer
-from vllm_specplugins.tools.bench.data import read_workloads
 from vllm_specplugins.tools.bench.figures import repeated_share
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files
-from vllm_specplugins.tools.bench.workloads import BUILT_IN, Workload, make_workload
+from vllm_specplugins.tools.bench.workloads import BUILT_IN, Workload, make_workload, read_workloads
 from vllm_specplugins.tools.picker import pick_methods
 
 
@@ -109,7 +108,6 @@ def test_rounds_have_prompts_of_their_own() -> None:
     """Kills: a round that asks what an earlier one asked; a workload that repeats and does not; too few, unsaid."""
     prompts = [[number] for number in range(6)]
     assert Workload("a", prompts).rounds(2, 3) == [[[0], [1]], [[2], [3]], [[4], [5]]]
-    assert Workload("a", prompts, keeps=True).rounds(2, 2) == [[[0], [1]], [[2], [3]]]
     assert Workload("a", prompts, repeats=True).rounds(2, 2) == [[[0], [1]], [[0], [1]]]
     assert [Workload("a", prompts).is_short(count) for count in (6, 7)] == [False, True]
     assert not Workload("a", prompts, repeats=True).is_short(7)

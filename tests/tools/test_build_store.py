@@ -71,12 +71,3 @@ def test_of_a_tenant(tmp_path, tokenizer):
     store = proposer(tokenizer, out).store
     tenant = store._names[int(store.texts.pages[store.texts.state[OLDEST + PROVEN], OWNER])]
     assert len(tenant) == 16
-
-
-@pytest.mark.parametrize("entry", [{"texts": "a"}, ["a"], {"text": 5}, {"messages": "a"}])
-def test_refused(tmp_path, capsys, entry):
-    """What is no text is named, with its line, in one sentence; nothing is written."""
-    out = tmp_path / "store.bin"
-    assert build(lines(tmp_path / "bad.jsonl", {"text": "a"}, entry), out=out) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("reading")]
-    assert [line.partition(" of ")[0] for line in said] == ["error: --data: line 2"] and not out.exists()

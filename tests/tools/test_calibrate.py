@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +10,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.engine.harness.serving import Answer, Machine, Traffic, Turn
+from vllm_specplugins.engine.harness.serving import Answer, Turn
 from vllm_specplugins.tools.base_model import BaseModel, Exit
-from vllm_specplugins.tools.bench import command
 from vllm_specplugins.tools.bench.figures import Row
 from vllm_specplugins.tools.exits import agreements, tokens_per_step
 
@@ -45,45 +44,21 @@ def greedy(model: Path, prompts: list[list[int]], num_tokens: int) -> list[list[
     return outputs
 
 
-class MadeUpEngine:
-    """In place of ServingEngine: a step takes 10 ms; with K drafts it emits 1 + K / 2 tokens; if slow, one."""
-
-    slow: ClassVar[bool] = False
-    configs: ClassVar[list[Any]] = []
-
-    def __init__(self, name: str, arguments: dict[str, Any], config: Any, log: Path):
-        self.configs.append(config)
-        self._model, self._config = Path(arguments["model"]), config
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def wait(self) -> Machine:
-        return Machine("a made-up machine", "float32", "V1")
-
-    def begin(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-
-    def go_on(self) -> Turn:
-        num_draft = 0 if self._config is None or self.slow else self._config.get("num_speculative_tokens", 1)
-        answers = []
-        for output in greedy(self._model, self._traffic.prompts, self._traffic.max_tokens):
-            num_steps = (len(output) - 1) / (1 + num_draft / 2)
-            answers.append(Answer(output, 10.0, [10.0 * num_steps / 8] * 8, 1))
-        seconds = sum(answer.first_ms + sum(answer.step_ms) for answer in answers) / 1000
-        return Turn(seconds, answers, seconds, 8, 8, 4)
+def ask(engine: Any, message: object) -> Turn:
+    """A step takes 10 ms; with K drafts it emits 1 + K / 2 tokens; if slow, one."""
+    num_draft = 0 if engine.config is None or engine.slow else engine.config.get("num_speculative_tokens", 1)
+    answers = []
+    for output in greedy(engine.model, engine.traffic.prompts, engine.traffic.max_tokens):
+        num_steps = (len(output) - 1) / (1 + num_draft / 2)
+        answers.append(Answer(output, 10.0, [10.0 * num_steps / 8] * 8, 1))
+    seconds = sum(answer.first_ms + sum(answer.step_ms) for answer in answers) / 1000
+    return Turn(seconds, answers, seconds, 8, 8, 4)
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> type[MadeUpEngine]:
-    monkeypatch.setattr(MadeUpEngine, "configs", [])
-    monkeypatch.setattr(MadeUpEngine, "slow", False)
-    monkeypatch.setattr(command, "ServingEngine", MadeUpEngine)
+def engines(made_up: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Row, "beats_its_steps", False)
-    return MadeUpEngine
+    return made_up(ask, slow=False)
 
 
 def run(model: Path, files: list[Path], *options: str) -> int:
@@ -92,22 +67,16 @@ def run(model: Path, files: list[Path], *options: str) -> int:
     return main(["calibrate", str(model), "--data", *map(str, files), *few, *also, *options])
 
 
-@pytest.mark.parametrize("options", [[], ["--together"]])
 def test_an_exit_that_is_the_model(
-    options: list[str],
-    idle_model: Path,
-    text_files: list[Path],
-    engines: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    idle_model: Path, text_files: list[Path], engines: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Everything matches, and the best K is the longest; what is served is what `bench` would measure.
 
     Kills: bits off by a token, a drafted first token, the wrong K, an exit that is guessed to be dear and served, an
-    engine that is measured against another's rounds.
+    engine that is measured against another's rounds, or served twice.
     """
     file, plot = tmp_path / "calibration.json", tmp_path / "calibration.png"
-    assert run(idle_model, text_files, "--exits", "1", "--json", str(file), "--plot", str(plot), *options) == 0
+    assert run(idle_model, text_files, "--exits", "1", "--json", str(file), "--plot", str(plot)) == 0
     found = json.loads(file.read_text())
     first, second = found["exits"]
     assert first["match_rate"] == 1.0 and first["overlap"] == pytest.approx(1.0, abs=1e-4)
@@ -117,27 +86,23 @@ def test_an_exit_that_is_the_model(
     assert (plain["method"], exit_1["method"], exit_1["num_different"]) == ("none", "exit 1", 0)
     assert exit_1["ratio"]["rounds"] == pytest.approx([240 / (10 + 230 / 3)] * 3)
     chosen = {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 4}
-    assert found["chosen"] == found["methods"]["exit 1"] == chosen
+    assert found["chosen"] == found["methods"]["exit 1"] == chosen and engines.configs == [None, chosen]
     output = capsys.readouterr().out
     assert f"--speculative-config '{json.dumps(chosen)}'" in output and "100.0%" in output
-    assert ("took turns" in output) == bool(options)
     assert max(map(len, output.splitlines())) <= 100
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert engines.configs == [None, *([None] if options else []), chosen]
 
 
 def test_speculation_that_does_not_pay(
-    idle_model: Path, text_files: list[Path], engines: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+    idle_model: Path, text_files: list[Path], engines: Any, tmp_path: Path, capsys: Any
 ) -> None:
     """Kills: a configuration recommended although it is no faster; one from too few rounds."""
-    monkeypatch.setattr(MadeUpEngine, "slow", True)
     file = tmp_path / "calibration.json"
-    for rounds in ("3", "2"):
+    for engines.slow, rounds in ((True, "3"), (False, "2")):
         assert run(idle_model, text_files, "--json", str(file), "--rounds", rounds) == 0
         output = capsys.readouterr().out
         assert "No advice" in output and "--speculative-config" not in output
         assert json.loads(file.read_text())["chosen"] is None
-        monkeypatch.setattr(MadeUpEngine, "slow", False)
 
 
 def test_a_trained_head(tiny_model: Path, text_files: list[Path], engines: Any, tmp_path: Path, capsys: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.tools import data
 from vllm_specplugins.tools.base_model import load_tokenizer
-from vllm_specplugins.tools.bench.data import read_workloads
+from vllm_specplugins.tools.bench.workloads import read_workloads
 from vllm_specplugins.tools.data import token_rows
 from vllm_specplugins.tools.replay.data import read_traffic
 
@@ -76,6 +76,7 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "deep nesting": (lambda path: written(path, "[" * 100_000), "must be a JSON object"),
     "what never ends": (lambda path: "/dev/zero", "--data must be files whose lines have at most"),
+    "nothing": (lambda path: written(path, " \n"), "which is empty"),
     "no UTF-8": (lambda path: written(path, b"\xff\xfe\x00a"), "must be UTF-8"),
 }
 
@@ -87,13 +88,15 @@ def written(path: Path, text: str | bytes) -> str:
 
 @pytest.mark.parametrize("name", BAD)
 def test_one_sentence(name: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills: a traceback, memory that fills up, a command with a reader of its own; another exit status."""
+    """Kills: a traceback, memory that fills up, a command with a reader of its own; another exit
+    status; a store that is begun."""
     monkeypatch.setattr(data, "MAX_LINE", 1 << 20)
     make, words = BAD[name]
     for command in commands(make(tmp_path / "bad.jsonl"), tmp_path):
         assert main(command) == 2
         [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert words in error and error.startswith("error: --data")
+    assert not (tmp_path / "store.bin").exists()
 
 
 def test_a_text_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,16 +49,8 @@ def test_ready() -> None:
     found: dict[str, list[str]] = {}
     for finding in report["findings"]:
         found.setdefault(finding["name"], []).append(finding["value"])
-    assert {
-        "python",
-        "torch",
-        "vllm",
-        "vllm-specplugins",
-        "device",
-        "seams",
-        "patches that stay",
-        "kernels",
-    } <= found.keys()
+    facts = "python", "torch", "vllm", "vllm-specplugins", "device", "seams", "patches that stay", "kernels"
+    assert {*facts} <= found.keys()
     assert found["runner"][0][:2] in ("V1", "V2") and found["scheduling"][0] in ("synchronous", "asynchronous")
     assert "LlamaForCausalLM" in found["model"][0]
     assert any("'eagle'" in value and "refused" in value for value in found["registered method"])
@@ -66,11 +59,10 @@ def test_ready() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a field": ({"method": "prompt_lookup", "max_ngram": 99}, "max_ngram must be an integer from 1 to 16, not 99."),
-    "a method": ({"method": "prompt_lokup"}, f"method must be one of {', '.join(METHODS)}, or"),
+    "a method": ({"method": "prompt_lokup"}, f"method must be {', '.join(METHODS)}"),
     "a misspelt method": ({"method": "promptlookup"}, "not 'promptlookup'; did you mean 'prompt_lookup'?"),
     "a method of both": ({"method": "medusa", "heads": "h", "headz": 1}, "medusa: 'headz' is not a field"),
-    "one of vLLM's own": ({"method": "medusa", "headz": "h"}, "has no field 'headz'; did you mean 'heads'?"),
-    "no method": ({}, "method must be one of"),
+    "no method": ({}, "method must be named"),
 }
 
 
@@ -98,7 +90,7 @@ def test_memory(free: int, asked: str, state: str, monkeypatch: pytest.MonkeyPat
     """Kills: "ready" a moment before vLLM refuses to start for want of memory."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", asked)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: (23 << 30, free << 30))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=23 << 30, available=free << 30))
     [memory] = [finding for finding in diagnose(None, None) if finding.name == "memory"]
     assert memory.state == state
     assert ("set VLLM_CPU_KVCACHE_SPACE=1" in memory.value) == (free == 20)
@@ -116,7 +108,7 @@ def test_the_verdict_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_question() -> None:
     status, report, error = doctor("--speculative-config", "{")
     assert (status, report) == (2, {})
-    assert error == "error: --speculative-config must be a JSON object, not '{'.\n"
+    assert error == "error: --speculative-config: must be a JSON object, not '{'.\n"
 
 
 def test_plugins_that_vllm_loads(monkeypatch: pytest.MonkeyPatch) -> None:

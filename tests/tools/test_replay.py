@@ -17,10 +17,10 @@ from vllm_specplugins.config import ConfigError
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.replay.candidates import Candidate, candidates
-from vllm_specplugins.tools.replay.costs import TABLES, CostTable, HostCost
+from vllm_specplugins.tools.replay.costs import H100, CostTable, Load
 from vllm_specplugins.tools.replay.data import Traffic, read_traffic
-from vllm_specplugins.tools.replay.figures import advice, choose, row_of
-from vllm_specplugins.tools.replay.simulate import Load, Totals, simulate
+from vllm_specplugins.tools.replay.figures import row_of, verdict
+from vllm_specplugins.tools.replay.simulate import Totals, simulate
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
 CODE = "def area(width, height):\n    return width * height\n"
@@ -127,9 +127,8 @@ def test_context_and_table() -> None:
     by_hand = {(1, 0): 1.0, (1, 1): 1.5, (2, 1): 2.0, (2, 2): 3.0, (3, 4): 6.0}
     assert {key: table.step_ms(*key) for key in by_hand} == pytest.approx(by_hand)
     assert table.step_ms(2, 1, num_context=20) == pytest.approx(4.0)
-    for gpu in TABLES.values():
-        steps = [gpu.step_ms(batch, 0, 1000 * batch) for batch in (1, 4, 32, 128, 512, 4096)]
-        assert steps == sorted(steps) and 1 < steps[0] < 30 and gpu.source
+    steps = [H100.step_ms(batch, 0, 1000 * batch) for batch in (1, 4, 32, 128, 512, 4096)]
+    assert steps == sorted(steps) and 1 < steps[0] < 30 and H100.source
 
 
 def lines(tmp_path: Path, *rows: Any) -> Path:
@@ -182,27 +181,25 @@ def test_chat_logs(tmp_path: Path) -> None:
     assert found[2][0] == f"{beginning}{call}\n{CODE}{CODE}{CODE}"
 
 
-DAMAGED = {
-    "cut off": ('{"prompt": "a", "out', "line 2 of FILE must be a JSON object, not"),
-    "no object": ("[1, 2]", "line 2 of FILE must be a JSON object, not '[1, 2]'"),
-    "no output": ({"prompt": "a"}, 'line 2 of FILE must hold an answer, as in {"prompt": text or token ids, "output"'),
-    "no ids": (
-        {"prompt": [1, "2"], "output": [3]},
-        "line 2 of FILE must hold text or token ids as prompt, not [1, '2']",
-    ),
-    "negative id": ({"prompt": [1], "output": [-3]}, "must hold text or token ids as output, not [-3]"),
-    "large id": ({"prompt": [1], "output": [1 << 31]}, "must hold text or token ids as output, not [2147483648]"),
-    "no messages": ({"messages": []}, "line 2 of FILE must hold messages that have a role and a content, not []"),
-    "no answer": ({"messages": CHAT[:2]}, "line 2 of FILE must hold an answer"),
-    "bad content": ({"messages": [{"role": "user", "content": 5}]}, "must hold text, or a list of parts, as content"),
-    "no choice": ({"messages": CHAT, "choices": []}, "line 2 of FILE must hold a message in its first choice, not []"),
-    "time": ({"prompt": [1], "output": [1], "time": 0.5}, "must hold a time in seconds, not before the last line's"),
-    "tenant": ({"prompt": [1], "output": [1], "tenant": 7}, "line 2 of FILE must hold text as tenant, not 7"),
-    "no time": ({"prompt": [1], "output": [1], "time": "soon"}, "line 2 of FILE must hold a time in seconds"),
-    "options": (
-        {"prompt": [1], "output": [1], "options": 3},
-        "must hold a JSON object as options, not 3",
-    ),
+IDS = {"prompt": [1], "output": [1]}
+# What follows "line 2 of FILE must".
+DAMAGED: dict[str, tuple[Any, str]] = {
+    "cut off": ('{"prompt": "a", "out', "be a JSON object, not"),
+    "no object": ("[1, 2]", "be a JSON object, not '[1, 2]'"),
+    "no form": ({"texts": "a"}, 'hold {"prompt": text or token ids, "output"'),
+    "no output": ({"prompt": "a"}, 'hold an answer, as in {"prompt": text or token ids, "output"'),
+    "no ids": ({"prompt": [1, "2"], "output": [3]}, "hold text or token ids as prompt, not [1, '2']"),
+    "negative id": ({**IDS, "output": [-3]}, "hold text or token ids as output, not [-3]"),
+    "large id": ({**IDS, "output": [1 << 31]}, "hold text or token ids as output, not [2147483648]"),
+    "no text": ({"text": 5}, "hold text or token ids as text, not 5"),
+    "no messages": ({"messages": []}, "hold messages that have a role and a content, not []"),
+    "no answer": ({"messages": CHAT[:2]}, "hold an answer"),
+    "bad content": ({"messages": [{"role": "user", "content": 5}]}, "hold text, or a list of parts, as content"),
+    "no choice": ({"messages": CHAT, "choices": []}, "hold a message in its first choice, not []"),
+    "time": ({**IDS, "time": 0.5}, "hold a time in seconds, not before the last line's"),
+    "no time": ({**IDS, "time": "soon"}, "hold a time in seconds"),
+    "tenant": ({**IDS, "tenant": 7}, "hold text as tenant, not 7"),
+    "options": ({**IDS, "options": 3}, "hold a JSON object as options, not 3"),
 }
 
 
@@ -213,7 +210,7 @@ def test_damaged_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     file = lines(tmp_path, {"prompt": [1, 2], "output": [3], "time": 1.0}, row)
     assert main(["replay", "--data", str(file), "--tokenizer", str(DEMO_MODEL)]) == 2
     error = capsys.readouterr().err
-    assert words.replace("FILE", str(file)) in error and error.startswith("error: --data: ") and error.count("\n") == 1
+    assert error.startswith(f"error: --data: line 2 of {file} must {words}") and error.count("\n") == 1
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,13 +247,14 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_what_is_compared() -> None:
-    """Kills: a method that needs a model played all the same, a gate that is not there, fields in the wrong place."""
+    """Kills: a method that needs a model played all the same, a gate that is not there, or where it should not be."""
     config = {"method": "prompt_lookup", "min_ngram": 3, "time_budget_ms": 50}
     plain, gated = candidates([json.dumps(config)], [4])
-    assert plain.config == {**config, "gate": "off", "num_speculative_tokens": 4} and plain.policy == "always"
-    stages = [{"method": "prompt_lookup", "min_ngram": 3}]
-    common = {"time_budget_ms": 50, "gate": "auto", "num_speculative_tokens": 4}
-    assert gated.config == {"method": "cascade", "stages": stages, **common}
+    assert [plain.policy, gated.policy] == ["always", "gated"]
+    assert plain.config == {**config, "gate": "off", "num_speculative_tokens": 4}
+    assert gated.config == {**config, "gate": "auto", "num_speculative_tokens": 4}
+    context = ProposerContext(100, 64, 1, 4, lambda text: [])
+    assert [type(found.build(context)).__name__ for found in (plain, gated)] == ["PromptLookup", "Cascade"]
     assert "prompt_lookup" in {candidate.method for candidate in candidates([], [4])}
     for name in ("early_exit", "ngram"):
         with pytest.raises(ConfigError, match="must be proposers that read token ids alone"):
@@ -272,13 +270,13 @@ def test_choice() -> None:
     plain, k4, k8 = totals(100, 100.0), totals(300, 150.0), totals(400, 160.0)
     few, many = (Candidate("lookup", "always", {"num_speculative_tokens": count}) for count in (4, 8))
     rows = [row_of(few, 1, k4, plain), row_of(many, 1, k8, plain)]
-    assert choose(rows, [few, many]) == (many, pytest.approx(2.5))
+    assert verdict(rows, [few, many])[1] is many
     rows += [row_of(few, 32, totals(300, 290.0), plain), row_of(many, 32, totals(400, 1000.0), plain)]
-    best, gain = choose(rows, [few, many])
-    assert best is few and gain == pytest.approx((2 * 300 / 290) ** 0.5)
-    assert "(1 at a time: 2.00x (2.00-2.00), 32 at a time: 1.03x (1.03-1.03))" in advice(rows, [few, many])
-    slow = [row_of(few, 1, totals(102, 100.0), plain)]
-    assert choose(slow, [few])[0] is None and advice(slow, [few]).startswith("Serve without speculation")
+    words, best = verdict(rows, [few, many])
+    assert best is few and f"{(2 * 300 / 290) ** 0.5:.2f} times as fast" in words
+    assert "(1 at a time: 2.00x (2.00-2.00), 32 at a time: 1.03x (1.03-1.03))" in words
+    words, best = verdict([row_of(few, 1, totals(102, 100.0), plain)], [few])
+    assert best is None and words.startswith("Serve without speculation")
 
 
 def test_range_over_requests() -> None:
@@ -292,26 +290,24 @@ def test_range_over_requests() -> None:
     assert row.speed_up == pytest.approx(1.5) and 1.3 < row.low < 1.42 and 1.58 < row.high < 1.8
     even = Totals(emitted=800, step_ms=400.0, by_request={number: (20, 10.0) for number in range(40)})
     sure = row_of(candidate, 1, even, plain)
-    assert (sure.low, sure.high) == pytest.approx((2.0, 2.0)) and "--speculative-config" in advice([sure], [candidate])
-    unsure = replace(sure, low=0.9)
-    assert "--speculative-config" not in advice([unsure], [candidate])
+    assert (sure.low, sure.high) == pytest.approx((2.0, 2.0)) and "--speculative-config" in verdict(
+        [sure], [candidate]
+    )[0]
+    assert "--speculative-config" not in verdict([replace(sure, low=0.9)], [candidate])[0]
 
 
 def test_the_host_has_its_share() -> None:
     """Host and device side by side, or one after the other. Kills: a step shorter than the host's, a sum where they
     overlap, no sum where the device waits, drafting counted twice."""
-    beside, waiting = HostCost((1000.0, 1700.0, 4100.0)), HostCost((1000.0, 1700.0, 4100.0), waits=True)
-    assert [beside.step_ms(count, 2.0) for count in (1, 8, 32, 42)] == pytest.approx([2.0, 2.0, 4.1, 5.1])
-    assert waiting.step_ms(1, 2.0) == pytest.approx(3.0)
-    for host, drafting_ms in ((beside, 0.0), (replace(waiting), None)):
-        totals, _ = played(made((3, 7)), {}, Load(CostTable.line(0.5, 0.0), host=host))
-        step_ms = 1.0 if host is beside else 1.5
-        assert totals.step_ms == pytest.approx(6 * step_ms)
-        assert drafting_ms is None or totals.drafting_ms == drafting_ms
-    hosts = {candidate.method: candidate.host for candidate in candidates([], [5])}
-    assert hosts["suffix_lookup"].waits and not hosts["prompt_lookup"].waits
-    gated = [found.host for found in candidates(["prompt_lookup"], [5])]
-    assert gated[0] == gated[1]
+    host, costs = CostTable({1: 1.0, 8: 1.7, 32: 4.1}), CostTable.line(2.0, 0.0)
+    beside, waiting = (Load(costs, host=host, waits=waits) for waits in (False, True))
+    assert [beside.step_ms(count, 0, 0) for count in (1, 8, 32, 42)] == pytest.approx([2.0, 2.0, 4.1, 5.1])
+    assert waiting.step_ms(1, 0, 0) == pytest.approx(3.0)
+    for waits, step_ms in ((False, 1.0), (True, 1.5)):
+        totals, _ = played(made((3, 7)), {}, Load(CostTable.line(0.5, 0.0), host=host, waits=waits))
+        assert totals.step_ms == pytest.approx(6 * step_ms) and (waits or totals.drafting_ms == 0)
+    waiters = {candidate.method: candidate.waits for candidate in candidates([], [5])}
+    assert waiters["suffix_lookup"] and not waiters["prompt_lookup"]
 
 
 def test_larger_k_while_speed_rises(tmp_path: Path, capsys: Any) -> None:

@@ -8,9 +8,10 @@ drafts what is likeliest, fed its own tokens. T: tokens of a text, K: tokens of 
 """
 
 import argparse
+import pickle
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,43 +91,24 @@ def _drafted(
     return drafted, chances
 
 
-def save(file: Path, texts: dict[str, list[Said]]) -> None:
-    """All kinds in one file."""
-    arrays = {
-        f"{kind}/{index}/{name}": np.asarray(getattr(said, name))
-        for kind, all_said in texts.items()
-        for index, said in enumerate(all_said)
-        for name in Said.__slots__
-    }
-    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-
-
 def load(file: Path) -> dict[str, list[Said]]:
-    """What `save` wrote."""
-    texts: dict[str, list[Said]] = {}
-    with np.load(file) as arrays:
-        for key in arrays.files:
-            kind, index, name = key.split("/")
-            if name == Said.__slots__[0]:
-                parts = {part: arrays[f"{kind}/{index}/{part}"] for part in Said.__slots__}
-                texts.setdefault(kind, []).append(Said(**{**parts, "num_prompt": int(parts["num_prompt"])}))
-    return texts
+    """What `main` wrote: texts by kind."""
+    return {kind: [Said(*said) for said in texts] for kind, texts in pickle.loads(file.read_bytes()).items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="a .npz")
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--layer", type=int, default=2, help="of 8")
     parser.add_argument("--num-draft", type=int, default=5)
     parser.add_argument("--texts", type=int, default=40, help="of each kind")
     parser.add_argument("--tokens", type=int, default=160, help="of an output")
     args = parser.parse_args()
-    sizes = args.layer, args.num_draft, args.texts, args.tokens
-    texts = {kind: list(record(kind, *sizes)) for kind in KINDS}
-    for kind, all_said in texts.items():
-        right = [(said.drafted[:-1, 0] == said.token_ids[1:])[said.num_prompt - 1 :].mean() for said in all_said]
-        print(f"{kind}: {len(all_said)} texts, the exit is right about {np.mean(right):.0%} of next tokens")
-    save(args.out, texts)
+    texts = {kind: list(record(kind, args.layer, args.num_draft, args.texts, args.tokens)) for kind in KINDS}
+    for kind, said in texts.items():
+        right = [(text.drafted[:-1, 0] == text.token_ids[1:])[text.num_prompt - 1 :].mean() for text in said]
+        print(f"{kind}: {len(said)} texts, the exit is right about {np.mean(right):.0%} of next tokens")
+    args.out.write_bytes(pickle.dumps({kind: [astuple(text) for text in said] for kind, said in texts.items()}))
     return 0
 
 

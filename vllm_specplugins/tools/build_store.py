@@ -39,23 +39,14 @@ def run(args: argparse.Namespace) -> int:
         for sample in answered(args.data, lambda: tokenizer):
             bars.update(task, advance=1, description=f"reading ({num_tokens:,} tokens so far)")
             ids = np.array(sample.output, np.int32)
-            for start in range(0, len(ids), TOKENS_AT_ONCE):
-                piece = ids[start : start + TOKENS_AT_ONCE]
-                records.append(record(StoredText(True, tenant, piece)))
-                num_tokens += len(piece)
-    write(StoreFile(args.out, fingerprint(tokenize, vocab_size), vocab_size, sys.maxsize), records)
-    Console().print(f"{len(records)} texts of {num_tokens} tokens in {args.out}")
-    return 0
-
-
-def write(file: StoreFile, records: list[bytes]) -> None:
-    """Writes a store in the place of another, if there is one.
-
-    Raises:
-        ConfigError: it cannot be written, is no store, or is one that an engine saves to.
-    """
-    with writing("--out", "file", file.path):
+            num_tokens += len(ids)
+            pieces = np.split(ids, range(TOKENS_AT_ONCE, len(ids), TOKENS_AT_ONCE))
+            records += [record(StoredText(True, tenant, piece)) for piece in pieces]
+    file = StoreFile(args.out, fingerprint(tokenize, vocab_size), vocab_size, sys.maxsize)
+    with writing("--out", "file", file.path):  # in the place of another store, if there is one; of nothing else
         with suppress(DamagedError):  # or of another model
             file.open()
         file.write(records)
         file.close()
+    Console().print(f"{len(records)} texts of {num_tokens} tokens in {args.out}")
+    return 0

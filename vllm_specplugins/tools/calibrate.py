@@ -6,23 +6,22 @@ the best exits are served, beside the methods that the user names, trained parts
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError, brief
-from vllm_specplugins.methods import METHODS, parse_config
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer
-from vllm_specplugins.tools.bench.command import Served, report, report_of, serve
+from vllm_specplugins.tools.bench.command import Turns, measure
+from vllm_specplugins.tools.bench.report import tell
 from vllm_specplugins.tools.bench.workloads import Workload
 from vllm_specplugins.tools.data import MIN_ROW_TOKENS, token_rows
 from vllm_specplugins.tools.exits import ExitRow, exit_rows
 from vllm_specplugins.tools.files import every_nth
-from vllm_specplugins.tools.picker import NONE, Config, pick, usual
+from vllm_specplugins.tools.picker import NONE, Config, pick
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_files, say, show_table, stdout, table_of
 
@@ -38,34 +37,24 @@ LEGEND = (
 
 def run(args: argparse.Namespace) -> int:
     """The command; prints its findings and returns the exit status of `bench`."""
-    methods = methods_to_serve(args)
+    methods = {name: config for name, config in pick(args.also, "--also").items() if config}
     check_files(args)
-    args.batch, args.temperature, args.ignore_eos, args.wide, args.keep = [1], [0.0], False, False, False
+    args.batch, args.temperature, args.ignore_eos = [1], [0.0], False
     args.engine_args = {"enforce_eager": True} if args.enforce_eager else {}
     workload = pick_prompts(args)
     exits = pick_exits(args)
     with progress() as bars:
-        plain = serve(args, {NONE: None}, [workload], bars, together=False)
-        [turns] = plain.turns.values()
-        outputs = [answer.token_ids for turn in turns[NONE] for answer in turn.answers]
+        turns: Turns = {}
+        measure(args, {NONE: None}, [workload], bars, together=False, turns=turns)
+        [plain] = turns.values()
+        outputs = [answer.token_ids for turn in plain[NONE] for answer in turn.answers]
         prompts = [prompt for own in workload.rounds(args.prompts, 1 + args.rounds) for prompt in own]
         rows = compare(args, exits, prompts[: args.prompts], outputs[: args.prompts])
         best = sorted(rows, key=lambda row: -row.guess)[: args.exits]
         configs = {NONE: None, **candidates(best, methods)}
-        served = serve_all(args, plain, configs, workload, bars)
+        report = measure(args, configs, [workload], bars, together=False, turns=turns)
     show(rows, best, stdout())
-    return report(args, report_of(args, configs, [workload], served), {"exits": [asdict(row) for row in rows]})
-
-
-def serve_all(
-    args: argparse.Namespace, plain: Served, configs: Mapping[str, Config | None], workload: Workload, bars: Progress
-) -> Served:
-    """All methods: with engines that take turns, or one engine after the other, beside what `plain` was."""
-    if args.together:
-        return serve(args, configs, [workload], bars, together=True)
-    others = {name: config for name, config in configs.items() if name != NONE}
-    served = serve(args, others, [workload], bars, together=False)
-    return replace(served, turns={cell: plain.turns[cell] | turns for cell, turns in served.turns.items()})
+    return tell(args, report, {"exits": [asdict(row) for row in rows]})
 
 
 def pick_prompts(args: argparse.Namespace) -> Workload:
@@ -86,11 +75,9 @@ def pick_exits(args: argparse.Namespace) -> list[tuple[int, Path | None]]:
     """
     config = load_config(args.model)
     last = config.num_hidden_layers - 1
-    layers = sorted(set(args.layers or range(1, last + 1)))
-    if last < 1:
-        raise ConfigError("MODEL must have at least 2 layers, not 1.")
+    layers = sorted(set(args.layers or range(1, max(1, last) + 1)))
     if not 1 <= layers[0] <= layers[-1] <= last:
-        raise ConfigError(f"--layers must be integers from 1 to {last} for this model, not {brief(args.layers)}.")
+        raise ConfigError(f"--layers must be integers from 1 to {last} for this model, not {brief(layers)}.")
     exits: list[tuple[int, Path | None]] = [(layer, None) for layer in layers]
     if args.exit_head:
         layer = ExitHead.read_config(args.exit_head).exit_layer
@@ -114,15 +101,6 @@ def compare(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     places = [(Exit(layer, ExitHead.load(head, device) if head else None), head) for layer, head in exits]
     return list(exit_rows(BaseModel.load(args.model, device), places, prompts, outputs, args.max_draft))
-
-
-def methods_to_serve(args: argparse.Namespace) -> dict[str, Config]:
-    """Those that the user names; ConfigError for one that is none."""
-    found = {name: config for name, config in pick(args.also, "--also", usual()).items() if config}
-    for config in found.values():
-        if config["method"] in METHODS:
-            parse_config(config)
-    return found
 
 
 def candidates(best: Sequence[ExitRow], methods: Mapping[str, Config]) -> dict[str, Config]:

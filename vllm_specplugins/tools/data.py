@@ -75,15 +75,9 @@ def answered(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Sample]:
 
 
 def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[list[int]]:
-    """All that the files say as rows; see rows_of. Of a conversation that is its last answer, with all before it."""
-    texts: list[list[int]] = []
-    last: Mapping[str, Any] | None = None
-    for sample in samples(files, lambda: tokenizer):
-        if sample.row is last:
-            texts.pop()
-        last = sample.row
-        texts.append([*sample.prompt, *(sample.output or ())])
-    return _cut(texts, tokenizer, row_tokens)
+    """All that the files hold as rows; see rows_of. Of a conversation that is its last answer, with all before it."""
+    by_row = {id(sample.row): sample for sample in list(samples(files, lambda: tokenizer))}
+    return _cut(([*sample.prompt, *(sample.output or ())] for sample in by_row.values()), tokenizer, row_tokens)
 
 
 def rows_of(texts: Iterable[str], tokenizer: Any, row_tokens: int) -> list[list[int]]:
@@ -96,12 +90,12 @@ def rows_of(texts: Iterable[str], tokenizer: Any, row_tokens: int) -> list[list[
 
 def _cut(texts: Iterable[list[int]], tokenizer: Any, row_tokens: int) -> list[list[int]]:
     prefix: list[int] = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
-    width = row_tokens - len(prefix)
+    length = row_tokens - len(prefix)
     rows: list[list[int]] = []
     for text in texts:
         ids = text[len(prefix) :] if prefix and text[:1] == prefix else text
-        cuts = (ids[start : start + width] for start in range(0, len(ids), width))
-        rows += [prefix + cut for cut in cuts if len(prefix) + len(cut) >= MIN_ROW_TOKENS]
+        cuts = (prefix + ids[start : start + length] for start in range(0, len(ids), length))
+        rows += [row for row in cuts if len(row) >= MIN_ROW_TOKENS]
     return rows
 
 
@@ -137,12 +131,10 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     name = "standard input" if file == STDIN else str(file)
     lines = _lines(file, name)
     begun: list[str] = []  # up to the first line that is not empty
-    for line in lines:
+    while not (begun and begun[-1].strip()):
+        if (line := next(lines, None)) is None:
+            raise ConfigError(f"--data must be files with text in them, not {name}, which is empty.")
         begun.append(line)
-        if line.strip():
-            break
-    else:
-        raise ConfigError(f"--data must be files with text in them, not {name}, which is empty.")
     if file.suffix not in JSON_SUFFIXES and _object(begun[-1]) is None:
         yield name, {"text": _whole(chain(begun, lines), name)}
         return
@@ -193,7 +185,7 @@ def _parsed(row: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[list
     """Prompt and output of each sample of a line."""
     match row:
         case {"messages": messages}:
-            yield from _conversation(messages, row.get("choices"), tokenizer)
+            yield from _conversation(messages, row, tokenizer)
         case {"turns": [str() as first, *_]}:  # a later turn needs an answer to the one before
             yield _rendered(tokenizer(), [{"role": "user", "content": first}]), None
         case {"prompt": prompt}:
@@ -205,16 +197,23 @@ def _parsed(row: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[list
             raise ConfigError(f"must hold {FORMATS}, not {brief(dict(row))}.")
 
 
-def _conversation(messages: Any, choices: Any, tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[int] | None]]:
+def _conversation(
+    messages: Any, row: Mapping[str, Any], tokenizer: Tokenizer
+) -> Iterator[tuple[list[int], list[int] | None]]:
     """Each answer of the assistant with all that stands before it as its prompt; the last alone, where a log of
     requests holds it apart, as "choices": what was answered before is in the lines before, too."""
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise ConfigError(f"must hold messages that have a role and a content, not {brief(messages)}.")
     turns = [{"role": message["role"], "content": _text(message)} for message in messages]
     ends = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-    if choices is not None:
-        turns.append({"role": "assistant", "content": _chosen(choices)})
-        ends = [len(turns) - 1]
+    match row.get("choices"):
+        case None:
+            pass
+        case [{"message": dict() as answer}, *_]:
+            ends = [len(turns)]
+            turns.append({"role": "assistant", "content": _text(answer)})
+        case choices:
+            raise ConfigError(f"must hold a message in its first choice, not {brief(choices)}.")
     for end in ends:
         output = token_ids(turns[end]["content"], "content", tokenizer)
         yield (_rendered(tokenizer(), turns[:end]) if output else []), output
@@ -235,14 +234,6 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and len(message) > 1
 
 
-def _chosen(choices: Any) -> str:
-    """The text of the first choice."""
-    match choices:
-        case [{"message": dict() as message}, *_]:
-            return _text(message)
-    raise ConfigError(f"must hold a message in its first choice, not {brief(choices)}.")
-
-
 def _text(message: Mapping[str, Any]) -> str:
     """What a message says: its text, or its parts' texts, and its calls of tools as JSON."""
     content = message.get("content") or ""
@@ -250,6 +241,5 @@ def _text(message: Mapping[str, Any]) -> str:
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     if not isinstance(content, str):
         raise ConfigError(f"must hold text, or a list of parts, as content, not {brief(content)}.")
-    calls = message.get("tool_calls") or []
-    called = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
-    return "\n".join([*([content] if content else []), *(json.dumps(call, ensure_ascii=False) for call in called)])
+    calls = (call.get("function", call) if isinstance(call, dict) else call for call in message.get("tool_calls") or [])
+    return "\n".join([*filter(None, [content]), *(json.dumps(call, ensure_ascii=False) for call in calls)])

@@ -1,7 +1,8 @@
 """Which methods a tool is to run: by name, by name and K, or as the user would give them to vLLM. One for all tools."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count
 from typing import Any
 
 from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, brief
@@ -26,58 +27,55 @@ NAMED: Mapping[str, Config | None] = {
 def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
     """Names and configurations of what is compared, no speculation first, whether it is asked for or not.
 
-    Args:
-        wanted: each names with commas between them, or a value of --speculative-config in JSON. NAME:K is the method
-            with K draft tokens.
-
-    Raises:
-        ConfigError: no method of that name, no JSON, or a configuration that its method refuses.
-
     >>> list(pick_methods(["ngram:31,prompt_lookup", '{"method": "ngram", "num_speculative_tokens": 2}']))
     ['none', 'ngram:31', 'prompt_lookup', 'ngram:2']
     """
-    found = pick(wanted, "--methods", usual())
-    picked = {NONE: None, **{name: config for name, config in found.items() if config}}
+    picked = {NONE: None, **{name: config for name, config in pick(wanted, "--methods").items() if config}}
     if len(picked) == 1:
         raise ConfigError(f"--methods must name a method beside {NONE}.")
-    for config in filter(None, picked.values()):
-        if config["method"] in (*METHODS, *registered_methods()):
-            parse_config(config)
     return picked
 
 
-def usual() -> Named:
-    """What stands for itself: our methods, registered ones, and those in NAMED."""
-    known = dict.fromkeys([*NAMED, *METHODS, *registered_methods()])
-    return {name: [(name, NAMED.get(name, {"method": name}) or {})] for name in known}
+def pick(wanted: Sequence[str], option: str, named: Named | None = None) -> dict[str, Config]:
+    """What each name stands for, with its K where it says one, and each value in JSON; no configuration twice.
 
+    Args:
+        wanted: each names with commas between them, or a value of --speculative-config in JSON. NAME:K is the method
+            with K draft tokens.
+        named: what names stand for; by default our methods and registered ones for themselves, and those in NAMED.
 
-def pick(wanted: Sequence[str], option: str, named: Named) -> dict[str, Config]:
-    """What each name stands for, with its K where it says one, and each value in JSON; no configuration twice."""
+    Raises:
+        ConfigError: no method of that name, no JSON, or a configuration that its method refuses.
+    """
+    ours = (*METHODS, *registered_methods())
+    if named is None:
+        named = {name: [(name, NAMED.get(name, {"method": name}) or {})] for name in dict.fromkeys([*NAMED, *ours])}
     picked: dict[str, Config] = {}
     for text in wanted:
-        found = [_parsed(text, option)] if text.lstrip().startswith("{") else _by_name(text, option, named)
-        for name, config in found:
+        for name, config in [_parsed(text, option)] if text.lstrip().startswith("{") else _by_name(text, option, named):
+            if config.get("method") in ours:
+                parse_config(config)
             if config not in picked.values():
-                picked[_free_name(name, picked)] = config
+                names = chain([name], (f"{name} #{number}" for number in count(2)))
+                picked[next(free for free in names if free not in picked)] = config
     return picked
 
 
-def _by_name(text: str, option: str, named: Named) -> list[tuple[str, Config]]:
-    found: list[tuple[str, Config]] = []
+def _by_name(text: str, option: str, named: Named) -> Iterator[tuple[str, Config]]:
     for word in filter(None, map(str.strip, text.split(","))):
-        name, _, count = word.partition(":")
+        name, colon, number = word.partition(":")
         if name not in named:
             names = ", ".join(named)
             raise ConfigError(f"{option} must be of {names}, or a speculative_config in JSON, not {brief(word)}.")
-        if name == word:
-            found += named[name]
+        if not colon:
+            yield from named[name]
             continue
-        if not (count.isdecimal() and 1 <= int(count[:9]) <= MAX_NUM_SPECULATIVE_TOKENS):
+        if not (number.isdecimal() and 1 <= int(number[:9]) <= MAX_NUM_SPECULATIVE_TOKENS):
             allowed = f"1 to {MAX_NUM_SPECULATIVE_TOKENS}"
             raise ConfigError(f"{option}: K must be {allowed}, as in {name}:5, not {brief(word)}.")
-        found += [(f"{its}:{count}", {**own, "num_speculative_tokens": int(count)}) for its, own in named[name] if own]
-    return found
+        for its, own in named[name]:
+            if own:
+                yield f"{its}:{number}", {**own, "num_speculative_tokens": int(number)}
 
 
 def _parsed(text: str, option: str) -> tuple[str, Config]:
@@ -85,15 +83,9 @@ def _parsed(text: str, option: str) -> tuple[str, Config]:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{option} must be names or JSON, not {brief(text)} ({type(error).__name__}).") from None
-    if not isinstance(config.get("method"), str):
-        raise ConfigError(f'{option} must name a method, as in {{"method": "prompt_lookup"}}, not {brief(text)}.')
-    count = config.get("num_speculative_tokens")
-    return f"{config['method']}:{count}" if isinstance(count, int) else config["method"], dict(config)
-
-
-def _free_name(name: str, taken: Mapping[str, Any]) -> str:
-    """The name, with a number if it is taken."""
-    number = 1
-    while (free := name if number == 1 else f"{name} #{number}") in taken:
-        number += 1
-    return free
+    match config:
+        case {"method": str() as name, "num_speculative_tokens": int() as number}:
+            return f"{name}:{number}", config
+        case {"method": str() as name}:
+            return name, config
+    raise ConfigError(f'{option} must name a method, as in {{"method": "prompt_lookup"}}, not {brief(text)}.')

@@ -1,7 +1,9 @@
 """How far long work is, on standard error: bars on a terminal, and elsewhere a line for each task every 30 s."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from threading import Event, Thread
 
 from rich.console import Console
@@ -16,17 +18,11 @@ def progress() -> Iterator[Progress]:
     """Where work adds its tasks; a task's description says what it does, and its figures so far."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    bars = Progress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        speed_estimate_period=MEMORY_SECONDS,
-    )
+    bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal,
+                    speed_estimate_period=MEMORY_SECONDS)  # fmt: skip
     ended = Event()
-    speaker = Thread(target=_speak, args=(bars, ended), daemon=True)
     if bars.disable:
-        speaker.start()
+        Thread(target=_speak, args=(bars, ended), daemon=True).start()
     try:
         with bars:
             yield bars
@@ -35,35 +31,27 @@ def progress() -> Iterator[Progress]:
 
 
 def _speak(bars: Progress, ended: Event) -> None:
-    passed = 0.0
+    start = time.monotonic()
     while not ended.wait(SECONDS):
-        passed += SECONDS
         lines = [line_of(task) for task in bars.tasks if not task.finished]
-        for line in lines or [f"working, {clock(passed)} so far"]:
+        for line in lines or [f"working, {clock(time.monotonic() - start)} so far"]:
             bars.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def line_of(task: Task) -> str:
     """What a task does, how far it is, and how long it will take."""
-    done = f"{task.completed:.0f} of {task.total:.0f}, " if task.total else ""
-    words = f"{task.description}: {done}{clock(task.elapsed or 0)} so far"
-    return words + (f", about {clock(left)} left" if (left := _left(task)) else "")
-
-
-def _left(task: Task) -> float | None:
-    """Seconds; None where nothing tells."""
-    if task.time_remaining is None and task.total and task.completed:
-        return (task.elapsed or 0) * (task.total / task.completed - 1)
-    return task.time_remaining
+    done, elapsed, left = "", task.elapsed or 0.0, task.time_remaining
+    if task.total:
+        done = f"{task.completed:.0f} of {task.total:.0f}, "
+        if left is None and task.completed:
+            left = elapsed * (task.total / task.completed - 1)
+    return f"{task.description}: {done}{clock(elapsed)} so far{f', about {clock(left)} left' if left else ''}"
 
 
 def clock(seconds: float) -> str:
-    """A time in words.
+    """Hours, minutes and seconds.
 
-    >>> clock(42.4), clock(190), clock(7260)
-    ('42 s', '3 min 10 s', '2 h 1 min')
+    >>> clock(42.4), clock(7265)
+    ('0:00:42', '2:01:05')
     """
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return str(timedelta(seconds=round(seconds)))

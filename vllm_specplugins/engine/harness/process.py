@@ -17,6 +17,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 METRICS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+GIB = 1 << 30
+ENGINE_BYTES = 3 * GIB // 2  # of a CPU's memory that an engine takes beside weights and KV cache
 
 
 class EngineProcess:
@@ -79,6 +81,33 @@ def build_llm(arguments: Mapping[str, Any], speculative_config: Mapping[str, Any
     on_cpu = {"dtype": "float32", "enforce_eager": True} if current_platform.is_cpu() else {}
     config = dict(speculative_config) if speculative_config else None
     return LLM(**{**on_cpu, "disable_log_stats": False, **arguments}, speculative_config=config)
+
+
+def kv_cache_gib(otherwise: int) -> int:
+    """What a CPU's KV cache takes, as vLLM is told."""
+    asked = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    return int(asked) if asked.isdecimal() else otherwise
+
+
+def memory() -> tuple[int, int]:
+    """Bytes that are free, and all of them: of the GPU, or of the machine where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()
+    import psutil  # type: ignore[import-untyped]  # comes with vLLM
+
+    found = psutil.virtual_memory()
+    return found.available, found.total
+
+
+def fit_together(model: str, num_engines: int) -> bool:
+    """Whether as many engines of a model may be up at a time; on a GPU they share its memory."""
+    import torch
+
+    weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    needed = num_engines * (ENGINE_BYTES + kv_cache_gib(1) * GIB + weights)
+    return torch.cuda.is_available() or needed <= memory()[0]
 
 
 def totals(llm: Any) -> list[int]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -54,33 +55,27 @@ class Drawn:
 Draw = Callable[[Sequence[Request]], Drawn]
 
 
-class Samples:
-    """Draws with an engine of this process."""
+def draw(llm: Any, requests: Sequence[Request]) -> Drawn:
+    """Serves all requests at once, with an engine of this process.
 
-    def __init__(self, llm: Any):
-        self._llm = llm
+    Raises:
+        Exception: a step of the engine failed; it serves nothing any more.
+    """
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
-    def draw(self, requests: Sequence[Request]) -> Drawn:
-        """Serves all requests at once.
-
-        Raises:
-            Exception: a step of the engine failed; it serves nothing any more.
-        """
-        from vllm import SamplingParams
-        from vllm.exceptions import VLLMValidationError
-
-        before = totals(self._llm)
-        params = [SamplingParams(**request.params, detokenize=False) for request in requests]
-        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
-        try:
-            results = self._llm.generate(prompts, params, use_tqdm=False)
-        except (ValueError, VLLMValidationError) as error:
-            if self._llm.llm_engine.has_unfinished_requests():  # no refusal: a step has failed
-                raise
-            return Drawn(refusal=str(error).strip().splitlines()[0])
-        token_ids = [[list(output.token_ids) for output in result.outputs] for result in results]
-        _, drafted, accepted = (after - earlier for after, earlier in zip(totals(self._llm), before, strict=True))
-        return Drawn(token_ids, drafted, accepted, faults(self._llm))
+    before = totals(llm)
+    params = [SamplingParams(**request.params, detokenize=False) for request in requests]
+    prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+    try:
+        results = llm.generate(prompts, params, use_tqdm=False)
+    except (ValueError, VLLMValidationError) as error:
+        if llm.llm_engine.has_unfinished_requests():  # no refusal: a step has failed
+            raise
+        return Drawn(refusal=str(error).strip().splitlines()[0])
+    token_ids = [[list(output.token_ids) for output in result.outputs] for result in results]
+    _, drafted, accepted = map(sub, totals(llm), before)
+    return Drawn(token_ids, drafted, accepted, faults(llm))
 
 
 @contextmanager
@@ -92,7 +87,7 @@ def sampling_engine(
     settings: Mapping[str, Any] = SETTINGS,
     runner: str | None = None,
 ) -> Iterator[Draw]:
-    """`Samples.draw` of an engine in a process of its own.
+    """`draw` of an engine in a process of its own.
 
     Args:
         blame: what must be otherwise if the engine fails, as the beginning of a sentence.
@@ -116,7 +111,7 @@ def _draw_all(pipe: Connection, arguments: dict[str, Any], config: dict[str, Any
 
     if runner == "v2" and not HAS_TRITON:
         raise RuntimeError("Triton has no backend for this device")
-    samples = Samples(build_llm(arguments, config))
+    llm = build_llm(arguments, config)
     pipe.send(None)
     while (requests := pipe.recv()) is not None:
-        pipe.send(samples.draw(requests))
+        pipe.send(draw(llm, requests))

@@ -7,10 +7,13 @@ what disturbs the machine for longer than a moment then disturbs all of them ali
 import math
 import os
 import platform
+import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,6 @@ class Traffic:
         at_a_time: how many are served together; one that is done makes room for the next.
         ignore_eos: whether a request that has ended its text goes on to max_tokens.
         salt: `cache_salt` of all: nothing is known to them of earlier requests of another salt.
-        learns: whether later requests of the same salt may know what they say.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -42,7 +44,6 @@ class Traffic:
     at_a_time: int
     ignore_eos: bool = False
     salt: str | None = None
-    learns: bool = True
 
 
 @dataclass(slots=True)
@@ -61,6 +62,14 @@ class Answer:
     step_ms: list[float] = field(default_factory=list)
     num_first: int = 0
 
+    def add(self, token_ids: Sequence[int], elapsed_ms: float) -> None:
+        """The tokens of a step."""
+        if self.token_ids:
+            self.step_ms.append(elapsed_ms)
+        else:
+            self.first_ms, self.num_first = elapsed_ms, len(token_ids)
+        self.token_ids += token_ids
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -72,7 +81,7 @@ class Turn:
         cpu_seconds: for which the engine's threads computed, all of them together.
         num_drafts: how often a request's step had a draft.
         num_draft_tokens: how many tokens these held.
-        num_accepted_tokens: how many of them were right.
+        num_accepted_tokens: how many of them were accepted.
         num_faults: of our proposer, which cost it drafts; none without speculation.
     """
 
@@ -84,6 +93,31 @@ class Turn:
     num_accepted_tokens: int = 0
     num_faults: int = 0
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompts included."""
+        return sum(len(answer.token_ids) for answer in self.answers) / self.seconds
+
+    @property
+    def num_steps(self) -> int:
+        """Of all requests, without those of their first tokens."""
+        return sum(len(answer.step_ms) for answer in self.answers)
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens of these steps."""
+        return sum(len(answer.token_ids) - answer.num_first for answer in self.answers)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean of these steps; 1 where all outputs ended with their first token."""
+        return self.num_decoded / self.num_steps if self.num_steps else 1.0
+
+    @property
+    def step_ms(self) -> float:
+        """Mean time of such a step; 1 where there was none."""
+        return sum(sum(answer.step_ms) for answer in self.answers) / self.num_steps if self.num_steps else 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -94,37 +128,50 @@ class Machine:
     runner: str
 
 
-class ServingEngine(EngineProcess):
-    """One engine for as long as a `with` block lasts; its output goes to `log`.
+def serving_engine(
+    name: str, arguments: Mapping[str, Any], speculative_config: Mapping[str, Any] | None, log: Path
+) -> EngineProcess:
+    """An engine of a method, with arguments of `vllm.LLM`. First it sends its Machine. After Traffic is sent, each
+    GO_ON is answered: with a Turn where all of it is served, or else with how many tokens were made so far."""
+    blame = f"{name} must be a method that vLLM can serve this model with"
+    return EngineProcess(log, blame, _serve_all, dict(arguments), speculative_config)
+
+
+def serve_rounds(
+    engines: Mapping[str, EngineProcess], rounds: Sequence[Traffic], advance: Callable[[], object]
+) -> dict[str, list[Turn]]:
+    """The turns of each engine. In a round all serve the same traffic, and get through it side by side.
 
     Args:
-        name: of the method, for the sentence if the engine fails.
-        arguments: of `vllm.LLM`.
-        speculative_config: None for no speculation.
-
-    Raises:
-        ConfigError: from every method, if the engine failed.
+        engines: by method.
+        rounds: what each round asks all engines; the first one warms up.
+        advance: called after each round.
     """
+    turns: dict[str, list[Turn]] = {name: [] for name in engines}
+    names = list(engines)
+    for index, traffic in enumerate(rounds):
+        first = index % len(names)  # who goes first may matter
+        for name, turn in serve_round({name: engines[name] for name in names[first:] + names[:first]}, traffic).items():
+            turns[name].append(turn)
+        advance()
+    return turns
 
-    def __init__(
-        self, name: str, arguments: Mapping[str, Any], speculative_config: Mapping[str, Any] | None, log: Path
-    ):
-        blame = f"{name} must be a method that vLLM can serve this model with"
-        super().__init__(log, blame, _serve_all, dict(arguments), speculative_config)
 
-    def wait(self) -> Machine:
-        """Returns when the engine is up."""
-        machine: Machine = self.receive()
-        return machine
-
-    def begin(self, traffic: Traffic) -> None:
-        """Hands over traffic, of which nothing is served yet."""
-        self.send(traffic)
-
-    def go_on(self) -> Turn | int:
-        """Serves for a slice of time: all of it, or how many tokens were made so far."""
-        answer: Turn | int = self.ask(GO_ON)
-        return answer
+def serve_round(engines: Mapping[str, EngineProcess], traffic: Traffic) -> dict[str, Turn]:
+    """One turn of each engine; whoever has made the fewest tokens goes on."""
+    turns: dict[str, Turn] = {}
+    num_tokens = dict.fromkeys(engines, 0)
+    for engine in engines.values():
+        engine.send(traffic)
+    while num_tokens:
+        name = min(num_tokens, key=lambda name: num_tokens[name])
+        match engines[name].ask(GO_ON):
+            case Turn() as turn:
+                turns[name] = turn
+                del num_tokens[name]
+            case count:
+                num_tokens[name] = count
+    return turns
 
 
 def _serve_all(pipe: Connection, arguments: Mapping[str, Any], config: Mapping[str, Any] | None) -> None:
@@ -136,24 +183,24 @@ def _serve_all(pipe: Connection, arguments: Mapping[str, Any], config: Mapping[s
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     pipe.send(Machine(device, dtype, "V2" if vllm_config.use_v2_model_runner else "V1"))
     ours = hasattr(vllm_config.speculative_config, "plugin_config")
-    # A GPU would work on behind the back of a clock that stands still.
+    # A GPU would work on while the clock stands still.
     clock = _Clock(pipe, SLICE_S if on_cpu else math.inf, llm.collective_rpc if ours else None)
-    salt = None
+    keeps = "store_path" in repr(config)  # what was stored before is asked for, and stays as it is
+    extra_args, salt = {"specplugins": {"learn": False}} if keeps else None, None
     while (traffic := pipe.recv()) is not None:
-        if "store_path" in repr(config):  # what was stored before is asked for, and stays as it is
-            traffic = replace(traffic, salt=None, learns=False)
-        if ours and traffic.salt != salt:  # of how often drafts were right, too, nothing is known
+        if keeps:
+            traffic = replace(traffic, salt=None)
+        if ours and traffic.salt != salt:  # forgets how often drafts were accepted, too
             llm.collective_rpc("specplugins_store", args=("reset",))
         salt = traffic.salt
-        pipe.send(_serve(llm, traffic, clock))
+        pipe.send(_serve(llm, traffic, clock, extra_args))
 
 
 def _processor_name() -> str:
     """As the operating system calls it, with the number of its cores."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
 
 
 class _Clock:
@@ -184,7 +231,7 @@ class _Clock:
             self.wait()
 
 
-def _serve(llm: Any, traffic: Traffic, clock: _Clock) -> Turn:
+def _serve(llm: Any, traffic: Traffic, clock: _Clock, extra_args: Any) -> Turn:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -195,15 +242,14 @@ def _serve(llm: Any, traffic: Traffic, clock: _Clock) -> Turn:
         # Without a seed: on CPUs vLLM 0.32 dies of a seeded request whose prompt is computed in pieces.
         detokenize=False,  # in a server, another process does that
         output_kind=RequestOutputKind.DELTA,
-        extra_args=None if traffic.learns else {"specplugins": {"learn": False}},
+        extra_args=extra_args,
     )
     before = _counts(llm)
     clock.wait()
     start, cpu_start = clock.now(), time.process_time()
     answers = _answer(llm.llm_engine, traffic, params, clock)
     seconds, cpu_seconds = clock.now() - start, time.process_time() - cpu_start
-    counts = (after - earlier for after, earlier in zip(_counts(llm), before, strict=True))
-    return Turn(seconds, answers, cpu_seconds, *counts)
+    return Turn(seconds, answers, cpu_seconds, *map(sub, _counts(llm), before))
 
 
 def _counts(llm: Any) -> list[int]:
@@ -214,30 +260,19 @@ def _answer(engine: Any, traffic: Traffic, params: Any, clock: _Clock) -> list[A
     """Steps the engine until all of the traffic is served."""
     answers = [Answer() for _ in traffic.prompts]
     last_s: dict[int, float] = {}  # when a request arrived, or last got tokens
-    waiting, num_tokens = list(range(len(answers)))[::-1], 0
+    waiting, num_tokens = deque(range(len(answers))), 0
     while waiting or engine.has_unfinished_requests():
         clock.give_way(num_tokens)
         while waiting and engine.get_num_unfinished_requests() < traffic.at_a_time:
-            index = waiting.pop()
+            index = waiting.popleft()
             prompt = {"type": "token", "prompt_token_ids": list(traffic.prompts[index])}
-            if traffic.salt:
-                prompt["cache_salt"] = traffic.salt
             last_s[index] = clock.now()
-            engine.add_request(str(index), prompt, params)
+            engine.add_request(str(index), {**prompt, "cache_salt": traffic.salt} if traffic.salt else prompt, params)
         results, now = engine.step(), clock.now()
         for result in results:
-            index, token_ids = int(result.request_id), result.outputs[0].token_ids
-            if token_ids:
-                _record(answers[index], token_ids, (now - last_s[index]) * 1000)
+            if token_ids := result.outputs[0].token_ids:
+                index = int(result.request_id)
+                answers[index].add(token_ids, (now - last_s[index]) * 1000)
                 last_s[index] = now
                 num_tokens += len(token_ids)
     return answers
-
-
-def _record(answer: Answer, token_ids: Sequence[int], elapsed_ms: float) -> None:
-    """Adds the tokens of a step."""
-    if answer.token_ids:
-        answer.step_ms.append(elapsed_ms)
-    else:
-        answer.first_ms, answer.num_first = elapsed_ms, len(token_ids)
-    answer.token_ids.extend(token_ids)

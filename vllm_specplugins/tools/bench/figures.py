@@ -115,57 +115,31 @@ def _row(cell: Cell, method: str, own: Sequence[Turn], plain: Sequence[Turn]) ->
     def against(figure: Callable[[Turn], float]) -> Spread:
         return Spread.of([figure(turn) / figure(other) for turn, other in zip(own, plain, strict=True)])
 
-    answers = [answer for turn in own for answer in turn.answers]
+    def total(name: str) -> int:
+        return sum(getattr(turn, name) for turn in own)
+
+    answers, expected = ([answer for turn in turns for answer in turn.answers] for turns in (own, plain))
     gaps = [ms for answer in answers for ms in answer.step_ms] or [0.0]
-    num_steps = sum(map(_num_steps, own))
-    num_draft_tokens = sum(turn.num_draft_tokens for turn in own)
-    expected = [answer for turn in plain for answer in turn.answers]
+    num_steps, num_draft_tokens = total("num_steps"), total("num_draft_tokens")
     different = sum(a.token_ids != b.token_ids for a, b in zip(answers, expected, strict=True))
     return Row(
         cell=cell,
         method=method,
-        tokens_per_second=statistics.median(map(_speed, own)),
-        ratio=against(_speed),
-        decoding=against(lambda turn: tokens_per_step(turn) / _step_ms(turn)),
-        tokens_per_step=_mean(sum(map(_num_decoded, own)), num_steps),
-        step_cost=against(_step_ms),
-        step_ms=statistics.median(map(_step_ms, own)),
-        coverage=_mean(sum(turn.num_drafts for turn in own), num_steps),
-        accepted=sum(turn.num_accepted_tokens for turn in own) / num_draft_tokens if num_draft_tokens else None,
+        tokens_per_second=statistics.median(turn.tokens_per_second for turn in own),
+        ratio=against(lambda turn: turn.tokens_per_second),
+        decoding=against(lambda turn: turn.tokens_per_step / turn.step_ms),
+        tokens_per_step=total("num_decoded") / num_steps if num_steps else 1.0,
+        step_cost=against(lambda turn: turn.step_ms),
+        step_ms=statistics.median(turn.step_ms for turn in own),
+        coverage=total("num_drafts") / max(1, num_steps),
+        accepted=total("num_accepted_tokens") / num_draft_tokens if num_draft_tokens else None,
         first_ms=statistics.median(answer.first_ms for answer in answers),
         gap_ms=(float(np.quantile(gaps, 0.5)), float(np.quantile(gaps, 0.99))),
         repeats=repeated_share([answer.token_ids for answer in answers]),
         num_outputs=len(answers),
         num_different=None if cell.temperature else different,
-        num_faults=sum(turn.num_faults for turn in own),
+        num_faults=total("num_faults"),
     )
-
-
-def _speed(turn: Turn) -> float:
-    """Tokens per second, prompts included."""
-    return sum(len(answer.token_ids) for answer in turn.answers) / turn.seconds
-
-
-def _num_steps(turn: Turn) -> int:
-    return sum(len(answer.step_ms) for answer in turn.answers)
-
-
-def _num_decoded(turn: Turn) -> int:
-    return sum(len(answer.token_ids) - answer.num_first for answer in turn.answers)
-
-
-def tokens_per_step(turn: Turn) -> float:
-    """Mean tokens of a request's step, its first one left out."""
-    return _mean(_num_decoded(turn), _num_steps(turn))
-
-
-def _step_ms(turn: Turn) -> float:
-    return _mean(sum(sum(answer.step_ms) for answer in turn.answers), _num_steps(turn))
-
-
-def _mean(total: float, count: int) -> float:
-    """1 where all outputs ended with their first token."""
-    return total / count if count else 1.0
 
 
 def repeated_share(outputs: Sequence[Sequence[int]], ngram: int = NGRAM) -> float:

@@ -1,21 +1,24 @@
-"""What the engines are asked: kinds of text that are on every machine. The user's own is in data.py."""
+"""What the engines are asked: kinds of text that are on every machine, and the user's own."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files, snippets
-from vllm_specplugins.tools.data import chat_prompt
+from vllm_specplugins.tools.data import chat_prompt, rows_of, samples
 
-Make = Callable[[Any, int, random.Random], Iterator[list[int]]]
 QUESTIONS = (
     "What does this function do, and what can go wrong in it?",
     "Write a docstring for this code, with its arguments and what it returns.",
     "Explain this code to a beginner, in a few sentences.",
     "Name three tests that this code should pass, and why.",
 )
+# Spec-Bench (Xia et al. 2024) takes these categories of its questions from MT-Bench, and reports them as one task.
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +27,11 @@ class Workload:
 
     Args:
         prompts: token ids of each.
-        keeps: whether what methods learn from a round's outputs is known in the next one.
-        repeats: whether all rounds ask the same.
+        repeats: whether all rounds ask the same, and what methods learn from a round's outputs is known in the next.
     """
 
     name: str
     prompts: list[list[int]]
-    keeps: bool = False
     repeats: bool = False
 
     def take(self, count: int, start: int = 0) -> list[list[int]]:
@@ -43,8 +44,7 @@ class Workload:
 
     def rounds(self, count: int, num_rounds: int) -> list[list[list[int]]]:
         """Each round's own prompts, so many, or the same in all of them."""
-        step = 0 if self.repeats else count
-        return [self.take(count, step * index) for index in range(num_rounds)]
+        return [self.take(count, 0 if self.repeats else count * index) for index in range(num_rounds)]
 
 
 def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Workload:
@@ -60,13 +60,40 @@ def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Wor
     """
     if name not in BUILT_IN:
         raise ConfigError(f"--workloads must be of {', '.join(BUILT_IN)}, not {brief(name)}.")
-    made = BUILT_IN[name](tokenizer, num_tokens, random.Random(0))
-    prompts = [prompt for prompt, _ in zip(made, range(count), strict=False)]
+    prompts = list(islice(BUILT_IN[name](tokenizer, num_tokens, random.Random(0)), count))
     if not prompts:
-        raise ConfigError(
-            f"--workloads: there is no text for {name} with prompts of {num_tokens} tokens on this machine."
-        )
-    return Workload(name, prompts, keeps=name == REPEAT, repeats=name == REPEAT)
+        raise ConfigError(f"--workloads: there is no text for {name} with prompts of {num_tokens} tokens here.")
+    return Workload(name, prompts, repeats=name == REPEAT)
+
+
+def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> list[Workload]:
+    """The workloads of a file: one with its name, or one for each task of Spec-Bench's question file.
+
+    Args:
+        count: most prompts of a workload, the first ones of the file.
+        num_tokens: of a prompt that is cut from a text.
+
+    Raises:
+        ConfigError: see samples; a file without a prompt.
+    """
+    prompts: dict[str, list[list[int]]] = {}
+    for sample in samples([file], lambda: tokenizer):
+        own = prompts.setdefault(_task(sample.row) or file.stem, [])
+        cut = isinstance(sample.row.get("text"), str) and not sample.prompt
+        asked = rows_of([sample.row["text"]], tokenizer, num_tokens) if cut else [sample.prompt]
+        own += [prompt for prompt in asked if prompt][: max(0, count - len(own))]
+    found = [Workload(name, own) for name, own in prompts.items() if own]
+    if not found:
+        raise ConfigError(f"--data must hold prompts, not {file}.")
+    return found
+
+
+def _task(row: Mapping[str, Any]) -> str | None:
+    """The task of a question of Spec-Bench."""
+    match row:
+        case {"turns": _, "category": str() as category}:
+            return "mt_bench" if category in MT_BENCH else category
+    return None
 
 
 def _code(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
@@ -79,31 +106,28 @@ def _code(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[
 
 def _copy(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
     """Edit tasks, most of whose answer stands in the prompt."""
-    for text in _texts(rng, 10, 60):
-        ids: list[int] = tokenizer(edit_prompt(text, rng))["input_ids"]
-        if len(ids) <= 2 * num_tokens:
-            yield ids
+    made = (tokenizer(edit_prompt(text, rng))["input_ids"] for text in _texts(rng, 10, 60))
+    return (ids for ids in made if len(ids) <= 2 * num_tokens)
 
 
 def _chat(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
     """Questions about some code."""
-    for text in _texts(rng, 5, 40):
-        content = f"{rng.choice(QUESTIONS)}\n\n```python\n{text}```"
-        ids = chat_prompt(tokenizer, [{"role": "user", "content": content}])
-        if len(ids) <= 2 * num_tokens:
-            yield ids
+    asked = (f"{rng.choice(QUESTIONS)}\n\n```python\n{text}```" for text in _texts(rng, 5, 40))
+    made = (chat_prompt(tokenizer, [{"role": "user", "content": content}]) for content in asked)
+    return (ids for ids in made if len(ids) <= 2 * num_tokens)
 
 
 def _random(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
     """Tokens that mean nothing: what a lookup finds there is chance."""
-    special = set(tokenizer.all_special_ids)
-    usual = [token for token in range(len(tokenizer)) if token not in special]
+    usual = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
     while True:
         yield rng.choices(usual, k=num_tokens)
 
 
 REPEAT = "repeat"  # the same requests in every round, as of agents that ask again
-BUILT_IN: dict[str, Make] = {"code": _code, "copy": _copy, "chat": _chat, "random": _random, REPEAT: _code}
+BUILT_IN: dict[str, Callable[[Any, int, random.Random], Iterator[list[int]]]] = {
+    "code": _code, "copy": _copy, "chat": _chat, "random": _random, REPEAT: _code,
+}  # fmt: skip
 
 
 def _texts(rng: random.Random, min_lines: int, max_lines: int) -> Iterator[str]:

@@ -1,25 +1,24 @@
 """What is compared: history proposers, each as it is and behind a gate, with each K."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from vllm_specplugins.config import CommonConfig, ConfigError, built_in_stage, methods_of
+from vllm_specplugins.config import ConfigError, built_in_stage, methods_of
 from vllm_specplugins.custom import reads_likeliest
+from vllm_specplugins.draft import Proposer, ProposerContext
 from vllm_specplugins.methods import (
     METHODS,
+    behind_gate,
+    build_proposer,
     drafts_on_device,
     parse_config,
     registered_methods,
     runs_target,
 )
 from vllm_specplugins.tools.picker import Config, pick_methods
-from vllm_specplugins.tools.replay.costs import LOOKUP_US, NO_SPECULATION_US, HostCost
 
 ALWAYS, GATED = "always", "gated"
-SHARED = {entry.name for entry in fields(CommonConfig)}
-
-
+GATES = {ALWAYS: "off", GATED: "auto"}
 # K that are tried where the user names none: on, as long as the speed rises.
 LADDER = (3, 5, 8, 12, 15, 24, 31, 48, 64)
 
@@ -43,31 +42,34 @@ class Candidate:
         return self.method, self.policy, self.num_draft
 
     @property
-    def host(self) -> HostCost:
-        """What the host does in its steps: a method behind a gate is where it is without one."""
-        stages = self.config.get("stages", ())
-        alone = stages[0] if len(stages) == 1 else self.config
-        waits = not drafts_on_device(parse_config({**alone}))
-        return HostCost(NO_SPECULATION_US if waits else LOOKUP_US, waits)
+    def waits(self) -> bool:
+        """Whether its drafting waits for the device."""
+        return not drafts_on_device(parse_config(self.config))
+
+    def build(self, context: ProposerContext) -> Proposer:
+        """The proposer, behind its gate."""
+        return build_proposer(behind_gate(parse_config(self.config)), context)
 
 
 def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candidate]:
     """All that are to be played, by method, policy and K.
 
     Args:
-        wanted: as for `bench`; nothing: every history proposer that is here, and cascades of those of ours.
+        wanted: as for `bench`; nothing: every history proposer that is here.
 
     Raises:
         ConfigError: a method that is none, or that needs more than histories.
     """
-    found = []
-    for name, config in pick_methods(wanted or list(_default())).items():
-        if config is None:
-            continue
-        _check_reads_histories(name, config)
-        for policy, its in _policies(config):
-            found += [Candidate(name, policy, {**its, "num_speculative_tokens": count}) for count in num_drafts]
-    return found
+    picked = {name: config for name, config in pick_methods(wanted or list(_default())).items() if config}
+    for name, config in picked.items():
+        if not _reads_histories_alone(config):
+            raise ConfigError(
+                f"--methods must be proposers that read token ids alone, as prompt_lookup does, not {name}."
+            )
+    return [
+        Candidate(name, policy, {**config, "gate": gate, "num_speculative_tokens": num_draft})
+        for name, config in picked.items() for policy, gate in GATES.items() for num_draft in num_drafts
+    ]  # fmt: skip
 
 
 def _default() -> Iterator[str]:
@@ -78,21 +80,9 @@ def _default() -> Iterator[str]:
     yield from registered_methods()
 
 
-def _check_reads_histories(name: str, config: Config) -> None:
-    if config["method"] in (*METHODS, *registered_methods()):
-        parsed = parse_config(config)
-        needs_more = runs_target(parsed) or reads_likeliest(parsed) or "grammar" in methods_of(parsed)
-        if not needs_more and built_in_stage(parsed) is None:
-            return
-    raise ConfigError(f"--methods must be proposers that read token ids alone, as prompt_lookup does, not {name}.")
-
-
-def _policies(config: Config) -> Iterator[tuple[str, Config]]:
-    """The configuration with all that is found drafted, and behind a gate."""
-    yield ALWAYS, {**config, "gate": "off"}
-    if config["method"] == "cascade":
-        yield GATED, {**config, "gate": "auto"}
-        return
-    shared = {key: value for key, value in config.items() if key in SHARED}
-    stage: dict[str, Any] = {key: value for key, value in config.items() if key not in SHARED}
-    yield GATED, {"method": "cascade", **shared, "gate": "auto", "stages": [stage]}
+def _reads_histories_alone(config: Config) -> bool:
+    if config["method"] not in (*METHODS, *registered_methods()):
+        return False
+    parsed = parse_config(config)
+    needs_more = runs_target(parsed) or reads_likeliest(parsed) or "grammar" in methods_of(parsed)
+    return not needs_more and built_in_stage(parsed) is None

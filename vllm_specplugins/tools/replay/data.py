@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,10 @@ def read_traffic(
         ConfigError: see answered.
     """
     traffic, place, start_ms = Traffic(), "", 0.0
-    for sample in answered(files, tokenizer):
+    for sample in islice(answered(files, tokenizer), most):
         try:
             if sample.place != place:
-                place, start_ms = sample.place, _start_ms(sample.row, traffic)
+                place, start_ms = sample.place, _start_ms(sample.row, start_ms)
             prompt, output = sample.prompt, sample.output or []
             if not prompt and "text" in sample.row:
                 prompt, output = output[: len(output) // 2], output[len(output) // 2 :]
@@ -85,23 +86,19 @@ def read_traffic(
         except ConfigError as error:
             raise ConfigError(f"--data: {sample.place} {error}") from None
         advance()
-        if len(traffic.histories) >= most:
-            break
     if not traffic.histories:
         raise ConfigError("--data must hold a request whose output is not empty.")
     return traffic
 
 
-def _start_ms(row: Mapping[str, Any], traffic: Traffic) -> float:
-    if "time" not in row:
-        return 0.0
-    seconds, earliest = row["time"], traffic.start_ms[-1] / 1000 if traffic.start_ms else 0.0
-    if not (isinstance(seconds, int | float) and earliest <= seconds < 1e9):
+def _start_ms(row: Mapping[str, Any], earliest: float) -> float:
+    seconds = row.get("time", 0.0)
+    if "time" in row and not (isinstance(seconds, int | float) and earliest / 1000 <= seconds < 1e9):
         raise ConfigError(f"must hold a time in seconds, not before the last line's, not {brief(seconds)}.")
-    return 1000.0 * seconds
+    return 1000.0 * float(seconds)
 
 
-def _options(row: Mapping[str, Any], tokenizer: Callable[[], Tokenizer]) -> Mapping[str, Any]:
+def _options(row: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:
     """A request's own, and whose it is, as the engine tells a proposer."""
     options, tenant = row.get("options", {}), row.get("tenant", "")
     if not isinstance(options, dict):

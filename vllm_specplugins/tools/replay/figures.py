@@ -24,7 +24,7 @@ class Row:
         method: NONE for no speculation.
         tokens_per_step: of a request, its first token left out: acceptance length.
         coverage: share of steps that verified a draft.
-        accepted: share of draft tokens that were right; None if there were none.
+        accepted: share of draft tokens that were accepted; None if there were none.
         ms_per_token: of the engine's time, for each token of any request.
         draft_us: of drafting, by request and step.
         speed_up: of tokens per ms, over no speculation.
@@ -51,17 +51,23 @@ class Row:
         """Which candidate it is of."""
         return self.method, self.policy, self.num_draft
 
+    @property
+    def speed(self) -> str:
+        """The speed-up and its range."""
+        return f"{self.speed_up:.2f}x ({self.low:.2f}-{self.high:.2f})"
+
 
 def row_of(candidate: Candidate | None, batch: int, totals: Totals, plain: Totals) -> Row:
     """The row of what was played; `plain` is no speculation's."""
     steps = max(1, totals.steps)
+    method, policy, num_draft = candidate.key if candidate else (NONE, ALWAYS, 0)
     speed_up = totals.tokens_per_ms / plain.tokens_per_ms if plain.emitted else 1.0
-    low, high = speed_range(totals, plain) or (speed_up, speed_up)
+    low, high = speed_range(totals, plain) if plain.by_request else (speed_up, speed_up)
     return Row(
         batch=batch,
-        method=candidate.method if candidate else NONE,
-        policy=candidate.policy if candidate else ALWAYS,
-        num_draft=candidate.num_draft if candidate else 0,
+        method=method,
+        policy=policy,
+        num_draft=num_draft,
         tokens_per_step=totals.emitted / steps,
         coverage=totals.drafts / steps,
         accepted=totals.accepted / totals.drafted if totals.drafted else None,
@@ -70,18 +76,14 @@ def row_of(candidate: Candidate | None, batch: int, totals: Totals, plain: Total
         speed_up=speed_up,
         low=low,
         high=high,
-        num_faults=sum(totals.faults.values()),
+        num_faults=totals.num_faults,
     )
 
 
-def speed_range(totals: Totals, plain: Totals) -> tuple[float, float] | None:
-    """The speed-up's range over requests, of which both played the same; None where there are none."""
+def speed_range(totals: Totals, plain: Totals) -> tuple[float, float]:
+    """The speed-up's range over requests, of which both played the same."""
     numbers = sorted(plain.by_request)
-    if not numbers:
-        return None
-    (own, own_ms), (its, its_ms) = (
-        np.array([each.by_request[number] for number in numbers], np.float64).T for each in (totals, plain)
-    )
+    (own, own_ms), (its, its_ms) = (np.array([each.by_request[n] for n in numbers]).T for each in (totals, plain))
     drawn = np.random.default_rng(0).multinomial(len(numbers), [1 / len(numbers)] * len(numbers), BOOTSTRAPS)
     speeds = (drawn @ own) / (drawn @ own_ms) / ((drawn @ its) / (drawn @ its_ms))
     low, high = np.quantile(speeds, (0.05, 0.95))
@@ -93,38 +95,24 @@ def best_rows(rows: Sequence[Row]) -> list[Row]:
     best: dict[tuple[int, str, str], Row] = {}
     for row in rows:
         key = row.batch, row.method, row.policy
-        if key not in best or row.speed_up > best[key].speed_up:
-            best[key] = row
+        best[key] = max(best.get(key, row), row, key=lambda row: row.speed_up)
     return list(best.values())
 
 
-def choose(rows: Sequence[Row], found: Sequence[Candidate]) -> tuple[Candidate | None, float]:
-    """The candidate with the best geometric mean over the batch sizes, and that; None where none pays."""
-    gains = {}
-    for candidate in found:
-        own = [row.speed_up for row in rows if row.key == candidate.key]
-        gains[candidate.key] = statistics.geometric_mean(own)
+def verdict(rows: Sequence[Row], found: Sequence[Candidate]) -> tuple[str, Candidate | None]:
+    """What would serve it fastest, in words with the value for --speculative-config, and the candidate: the best
+    geometric mean over the batch sizes. None where none pays."""
+    played = {candidate.key: [row for row in rows if row.key == candidate.key] for candidate in found}
+    gains = {key: statistics.geometric_mean(row.speed_up for row in own) for key, own in played.items()}
     best = max(found, key=lambda candidate: gains[candidate.key])
-    gain = gains[best.key]
-    return (best if gain >= PAYS else None), gain
-
-
-def advice(rows: Sequence[Row], found: Sequence[Candidate]) -> str:
-    """What would serve it fastest, in a sentence, and the value for --speculative-config."""
-    best, gain = choose(rows, found)
-    if best is None:
-        return f"Serve without speculation: the best method here is {gain:.2f} times as fast."
-    own = [row for row in rows if row.key == best.key]
-    behind = "" if best.policy == ALWAYS else " behind a gate"
-    words = f"Predicted: {best.method}{behind}, K = {best.num_draft}, serves this {gain:.2f} times as fast as without"
-    words += f" ({', '.join(f'{row.batch} at a time: {range_of(row)}' for row in own)})"
+    gain, own = gains[best.key], played[best.key]
+    if gain < PAYS:
+        return f"Serve without speculation: the best method here is {gain:.2f} times as fast.", None
+    gated = "" if best.policy == ALWAYS else " behind a gate"
+    words = f"Predicted: {best.method}{gated}, K = {best.num_draft}, serves this {gain:.2f} times as fast as without"
+    words += f" ({', '.join(f'{row.batch} at a time: {row.speed}' for row in own)})"
     if any(row.speed_up < LOSES for row in own):
         words += "; where it loses, go without"
     if all(row.low <= 1 for row in own):
-        return f"{words}. No advice: the ranges do not tell it from no speculation."
-    return f"{words}. Measure it with `bench` before you serve with it.\n{serve_with(best.config)}"
-
-
-def range_of(row: Row) -> str:
-    """The speed-up and its range."""
-    return f"{row.speed_up:.2f}x ({row.low:.2f}-{row.high:.2f})"
+        return f"{words}. No advice: the ranges do not tell it from no speculation.", best
+    return f"{words}. Measure it with `bench` before you serve with it.\n{serve_with(best.config)}", best

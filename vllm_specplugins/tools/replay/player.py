@@ -4,24 +4,13 @@ What the target said next is known, and a draft is accepted as far as it says so
 caller's to decide: a recorded engine (check/trace.py) or one that is simulated (simulate.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array
 from vllm_specplugins.request_options import draft_limit
-
-
-class Recorded(Protocol):
-    """Requests by number: of each its prompt and all that the target said, how much of that is prompt, its options."""
-
-    @property
-    def histories(self) -> Sequence[Int32Array]: ...
-    @property
-    def prompt_lengths(self) -> Sequence[int]: ...
-    @property
-    def options(self) -> Sequence[Mapping[str, Any]]: ...
 
 
 class Fate(NamedTuple):
@@ -36,7 +25,8 @@ class Player:
     """See the module.
 
     Args:
-        recorded: the requests.
+        recorded: `histories`, `prompt_lengths` and `options` of requests, by number: of each its prompt and all that
+            the target emitted, how much of that is prompt, its options.
         max_num_draft: K.
         max_model_len: most tokens that a request can have.
         propose: a fault barrier's.
@@ -45,16 +35,17 @@ class Player:
 
     def __init__(
         self,
-        recorded: Recorded,
+        recorded: Any,
         max_num_draft: int,
         max_model_len: int,
         propose: Callable[[DraftBatch, Feedback], Draft],
         forget: Callable[[Sequence[str]], None],
     ):
+        self._histories: Sequence[Int32Array] = recorded.histories
         self._recorded, self._max_num_draft, self._max_model_len = recorded, max_num_draft, max_model_len
         self._propose, self._forget = propose, forget
         # What a request that arrives has: its prompt, and the token that its prefill gave.
-        self.lengths = [length + 1 for length in recorded.prompt_lengths]
+        self.lengths: list[int] = [length + 1 for length in recorded.prompt_lengths]
         self._drafts: dict[int, list[int]] = {}  # to be verified
         self._has_arrived: set[int] = set()
 
@@ -68,7 +59,7 @@ class Player:
 
     def is_said(self, number: int) -> bool:
         """Whether the target has nothing more to say."""
-        return self.lengths[number] >= len(self._recorded.histories[number])
+        return self.lengths[number] >= len(self._histories[number])
 
     def step(self, running: Sequence[int], step_ms: float | None = None) -> list[Fate]:
         """Verifies the last drafts of these requests, and has them drafted for.
@@ -79,11 +70,10 @@ class Player:
         fates = [self._verify(number) for number in running]
         self._has_arrived.update(running)
         batch = self.batch(running)
-        drafted, accepted = ([fate[index] for fate in fates] for index in (0, 1))
+        drafted, accepted, _ = zip(*fates, strict=True)
         proposed = self._propose(batch, feedback(batch.request_ids, drafted, accepted, step_ms))
-        counts = proposed.num_draft.tolist()
-        for number, tokens, count in zip(running, proposed.token_ids.tolist(), counts, strict=True):
-            self._drafts[number] = tokens[:count]
+        for number, tokens, count in zip(running, proposed.token_ids, proposed.num_draft, strict=True):
+            self._drafts[number] = tokens[:count].tolist()
         return fates
 
     def forget(self, numbers: Iterable[int]) -> None:
@@ -101,20 +91,19 @@ class Player:
         ]
         return DraftBatch(
             request_ids=[name_of(number) for number in running],
-            token_ids=[recorded.histories[number][: lengths[number]] for number in running],
+            token_ids=[self._histories[number][: lengths[number]] for number in running],
             max_num_draft=np.array(limits, np.int32),
             options=[recorded.options[number] for number in running],
         )
 
     def _verify(self, number: int) -> Fate:
-        """How much of a draft the target says, too; it says one token more."""
+        """How much of a draft is accepted; the target emits one token more."""
         draft = self._drafts.pop(number, [])
         if self.is_new(number):
             return Fate(0, 0, 0)
-        history, length = self._recorded.histories[number], self.lengths[number]
-        truth = history[length : length + len(draft)].tolist()
-        accepted = next((at for at, (ours, its) in enumerate(zip(draft, truth, strict=False)) if ours != its), None)
-        accepted = len(truth) if accepted is None else accepted
+        history, length = self._histories[number], self.lengths[number]
+        truth = history[length : length + len(draft)]
+        accepted = int(np.cumprod(np.equal(draft[: len(truth)], truth)).sum())
         self.lengths[number] = min(length + accepted + 1, len(history))
         return Fate(len(draft), accepted, self.lengths[number] - length)
 

@@ -13,31 +13,12 @@ from typing import Any
 from vllm_specplugins.counters import faults_of
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.tools.replay.costs import CostTable, HostCost
+from vllm_specplugins.tools.replay.costs import Load
 from vllm_specplugins.tools.replay.data import Traffic
 from vllm_specplugins.tools.replay.player import Fate, Player
 
 Build = Callable[[ProposerContext], Proposer]
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a step costs, and how many requests there are at a time.
-
-    Args:
-        draft_us: of drafting, for each request and step; None: what it takes here.
-        host: what the engine's thread does beside that; None: it is in the costs.
-    """
-
-    costs: CostTable
-    batch: int = 1
-    draft_us: float | None = None
-    host: HostCost | None = None
-
-    def step_ms(self, num_reqs: int, num_draft: int, num_context: int) -> float:
-        """See CostTable; with the host."""
-        ms = self.costs.step_ms(num_reqs, num_draft, num_context)
-        return ms if self.host is None else self.host.step_ms(num_reqs, ms)
+Tokenize = Callable[[str], list[int]]
 
 
 @dataclass(slots=True)
@@ -48,6 +29,7 @@ class Totals:
         drafts: steps that verified a draft.
         step_ms: of the engine, drafting excluded.
         drafting_ms: of the proposer and what is around it, on this machine or as the load says.
+        num_faults: of the proposer.
         by_request: of each, by number, tokens emitted and its share of the time.
     """
 
@@ -58,7 +40,7 @@ class Totals:
     emitted: int = 0
     step_ms: float = 0.0
     drafting_ms: float = 0.0
-    faults: dict[str, int] = field(default_factory=dict)
+    num_faults: int = 0
     by_request: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, fates: Mapping[int, Fate], step_ms: float, drafting_ms: float) -> None:
@@ -88,7 +70,7 @@ def simulate(
     build: Build | None,
     num_draft: int,
     load: Load,
-    tokenize: Callable[[str], list[int]] = lambda text: [],
+    tokenize: Tokenize = lambda text: [],
     advance: Callable[[], None] = lambda: None,
 ) -> Totals:
     """Plays all of the traffic.
@@ -100,29 +82,29 @@ def simulate(
         advance: called whenever a request is over.
     """
     engine = _Engine(traffic, build, num_draft, load, tokenize)
+    totals, idle_ms = engine.totals, 0.0
     waiting, running = deque(range(len(traffic.histories))), list[int]()
     while waiting or running:
-        while waiting and len(running) < load.batch and traffic.start_ms[waiting[0]] <= engine.clock_ms:
+        clock_ms = totals.ms + idle_ms
+        while waiting and len(running) < load.batch and traffic.start_ms[waiting[0]] <= clock_ms:
             running.append(waiting.popleft())
         if not running:
-            engine.idle_ms += traffic.start_ms[waiting[0]] - engine.clock_ms
+            idle_ms += traffic.start_ms[waiting[0]] - clock_ms
             continue
         for number in engine.step(running):
             running.remove(number)
             advance()
-    engine.totals.faults = engine.faults
-    return engine.totals
+    if engine.barrier:
+        totals.num_faults = sum(faults_of(asdict(engine.barrier.totals())).values())
+    return totals
 
 
 class _Engine:
-    def __init__(
-        self, traffic: Traffic, build: Build | None, num_draft: int, load: Load, tokenize: Callable[[str], list[int]]
-    ):
+    def __init__(self, traffic: Traffic, build: Build | None, num_draft: int, load: Load, tokenize: Tokenize):
         self.totals = Totals()
-        self.idle_ms = 0.0  # in all
+        self.barrier: FaultBarrier | None = None
         self._load, self._num_reqs, self._proposing_ms = load, 0, 0.0
         max_model_len = traffic.max_model_len + num_draft
-        self._barrier: FaultBarrier | None = None
         if build is not None:
             context = ProposerContext(
                 vocab_size=traffic.vocab_size,
@@ -130,51 +112,42 @@ class _Engine:
                 max_num_reqs=load.batch,
                 max_num_draft=num_draft,
                 tokenize=tokenize,
-                agreed=self._told,
+                agreed=self._agreed,
             )
-            self._barrier = FaultBarrier(build(context), traffic.vocab_size, num_draft, None)
-        forget = self._barrier.forget if self._barrier else lambda numbers: None
+            self.barrier = FaultBarrier(build(context), traffic.vocab_size, num_draft, None)
+        forget = self.barrier.forget if self.barrier else lambda numbers: None
         self._player = Player(traffic, num_draft, max_model_len, self._propose, forget)
-
-    @property
-    def clock_ms(self) -> float:
-        """Since the beginning."""
-        return self.totals.ms + self.idle_ms
-
-    @property
-    def faults(self) -> dict[str, int]:
-        return faults_of(asdict(self._barrier.totals())) if self._barrier else {}
 
     def step(self, running: Sequence[int]) -> list[int]:
         """One step of these requests; those that are over with it."""
-        player, load, totals = self._player, self._load, self.totals
+        player = self._player
         decoding = [number for number in running if not player.is_new(number)]
         num_draft = sum(map(player.num_drafted, decoding))
         context = sum(player.lengths[number] for number in decoding)
-        step_ms = load.step_ms(len(decoding), num_draft, context) if decoding else 0.0
+        step_ms = self._load.step_ms(len(decoding), num_draft, context) if decoding else 0.0
         fates = player.step(running, step_ms if len(decoding) == len(running) else None)
-        drafting_ms = self._drafting_ms(self._proposing_ms) if self._barrier is not None else 0.0
-        totals.add(dict(zip(running, fates, strict=True)), step_ms, drafting_ms)
+        drafting_ms = self._drafting_ms(self._proposing_ms) if self.barrier else 0.0
+        self.totals.add(dict(zip(running, fates, strict=True)), step_ms, drafting_ms)
         over = [number for number in running if player.is_said(number)]
         player.forget(over)
         return over
 
     def _propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
         self._num_reqs = batch.num_reqs
-        if self._barrier is None:
+        if self.barrier is None:
             return Draft.empty(batch.num_reqs)
         start = time.thread_time()
-        draft = self._barrier.propose(batch, feedback)
+        draft = self.barrier.propose(batch, feedback)
         self._proposing_ms = (time.thread_time() - start) * 1000
         return draft
 
     def _drafting_ms(self, measured: float) -> float:
-        us = self._load.draft_us
-        if us is None and self._load.host is not None and not self._load.host.waits:
-            return 0.0  # it drafts on the device, and is in the host's share
-        return measured if us is None else us * self._num_reqs / 1000
+        if self._load.draft_us is not None:
+            return self._load.draft_us * self._num_reqs / 1000
+        # What drafts on the device is in the host's share.
+        return 0.0 if self._load.host and not self._load.waits else measured
 
-    def _told(self, value: Any) -> Any:
+    def _agreed(self, value: Any) -> Any:
         """What ranks agree on: a gate's times, of which the drafting's are those of the load, and drafts."""
         match value:
             case [float() as step_ms, float() as drafting_ms, *others]:
