@@ -28,40 +28,12 @@ MAY_IMPORT = {
     "request_options": {"config", "options_text"},
     "custom": {"config", "draft", "isolation"},
     "methods": {"config", "custom", "draft"},
-    "engine": {
-        "cascade",
-        "config",
-        "counters",
-        "custom",
-        "draft",
-        "gate",
-        "isolation",
-        "kernels",
-        "methods",
-        "options_text",
-        "proposers",
-        "request_options",
-        "structures",
-        "target",
-    },
-    "tools": {
-        "config",
-        "counters",
-        "custom",
-        "draft",
-        "engine",
-        "isolation",
-        "kernels",
-        "methods",
-        "proposers",
-        "request_options",
-        "structures",
-        "target",
-    },
     "arguments": {"config"},
     "__main__": {"arguments", "config", "methods"},
     "__init__": {"config", "engine"},
 }
+_BELOW = {*MAY_IMPORT} - {"arguments", "__main__", "__init__"}
+MAY_IMPORT |= {"engine": _BELOW, "tools": _BELOW - {"cascade", "gate", "options_text"} | {"engine"}}
 # Likewise the rooms of the engine.
 IN_ENGINE_MAY_IMPORT = {
     "hooks": set(),

@@ -32,21 +32,12 @@ from rich.console import Console
 from rich.table import Table
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
-sys.path.insert(0, str(DEMO))
+sys.path[:0] = [str(DEMO), str(Path(__file__).parents[1] / "soak")]
+from bad_options import known  # noqa: E402
 from prompts import load_prompts  # noqa: E402
 
 ARMS = ("quiet", "hostile", "vLLM's own")
-PAYLOADS = [
-    '{"reference": "abc \\ud800 def"}',
-    json.dumps({"reference": "word " * 200_000}),
-    json.dumps({"reference": "word " * 2_000_000}),
-    json.dumps({"reference": [7] * 1_000_000}),
-    json.dumps({"reference": "a b " * 4_000}),  # of a length that is allowed, and too many tokens
-    '{"stages":[' + '"prompt_lookup",' * 100 + "[" * 500 + "]" * 500 + "]}",
-    json.dumps({"stages": ["prompt_lookup"] * 3_000}),
-    json.dumps({"stages": ["prompt_lookup"] * 37_000}),
-    "[" * 200_000,
-]
+PAYLOADS = [bad.options for bad in known() if isinstance(bad.options, str) and bad.refused]
 LENGTH = 1.0  # seconds
 
 
@@ -68,13 +59,6 @@ def wait_for(port, server):
         except OSError:
             time.sleep(0.5)
     sys.exit("The server did not come up.")
-
-
-def counters(port):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        lines = [line for line in answer.read().decode().splitlines() if line.startswith("vllm:spec_decode_num_")]
-    names = ("drafts_total", "accepted_tokens_total")
-    return np.array([sum(float(line.rpartition(" ")[2]) for line in lines if name in line) for name in names])
 
 
 def attack(port, arm, every, is_on, is_over, answers):
@@ -117,9 +101,9 @@ async def listen(client, prompts, num_tokens, gaps, is_over):
 
 
 async def measure(args, port, switches, is_over):
-    """Gaps in ms, the change of the counters and seconds, and the chunks of each round's worst second, of each arm."""
+    """Gaps in ms, and the chunks of each round's worst second, of each arm."""
     prompts = load_prompts("edit", 2 * args.clients)
-    gaps, phases, totals = [], [], {arm: np.zeros(3) for arm in ARMS}
+    gaps, phases = [], []
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
         listeners = [
             asyncio.create_task(listen(client, prompts[number :: args.clients], args.tokens, gaps, is_over))
@@ -128,15 +112,13 @@ async def measure(args, port, switches, is_over):
         await asyncio.sleep(args.seconds)  # the first requests warm up
         for number in range(args.rounds):
             for arm in np.roll(ARMS, number).tolist():
-                before, start = await asyncio.to_thread(counters, port), time.perf_counter()
+                start = time.perf_counter()
                 if arm in switches:
                     switches[arm].set()
                 await asyncio.sleep(args.seconds)
                 if arm in switches:
                     switches[arm].clear()
-                end = time.perf_counter()
-                phases.append((arm, start, end))
-                totals[arm] += [*(await asyncio.to_thread(counters, port) - before), end - start]
+                phases.append((arm, start, time.perf_counter()))
                 await asyncio.sleep(args.pause)  # until what was sent is answered
         is_over.set()
         await asyncio.gather(*listeners)
@@ -144,7 +126,7 @@ async def measure(args, port, switches, is_over):
     for arm, start, end in phases:
         found[arm] += [seconds * 1e3 for when, seconds in gaps if start < when - seconds and when < end]
         worst[arm].append(fewest(times, start, end))
-    return found, totals, worst
+    return found, worst
 
 
 def fewest(times, start, end):
@@ -162,34 +144,17 @@ def ratios(worst):
     }
 
 
-def report(args, gaps, totals, worst, statuses):
+def report(args, gaps, worst, statuses):
     console = Console(width=160)
     console.print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
-    title = (
-        f"{args.clients} clients, {args.rounds} rounds of {args.seconds:g} s an arm, max_model_len {args.max_model_len}"
-    )
-    table = Table(title=title)
-    for column in (
-        "the other client",
-        "gaps",
-        "median ms",
-        "p90",
-        "p99",
-        "longest",
-        "p99 / quiet",
-        "worst second / quiet",
-        "drafts/s",
-        "accepted/s",
-    ):
-        table.add_column(column, justify="left" if column == "the other client" else "right")
-    table.add_column("its answers")
+    title = f"{args.clients} clients, {args.rounds} rounds of {args.seconds:g} s an arm"
+    columns = "gaps", "median ms", "p90", "p99", "longest", "p99 / quiet", "worst second / quiet"
+    table = Table("the other client", *columns, "its answers", title=f"{title}, max_model_len {args.max_model_len}")
     quiet = np.quantile(gaps["quiet"], 0.99)
     for arm in ARMS:
         values = [np.quantile(gaps[arm], q) for q in (0.5, 0.9, 0.99, 1.0)]
-        drafts, accepted, seconds = totals[arm]
         answers = ", ".join(f"{count} times {status}" for status, count in sorted(statuses[arm].items())) or "none"
-        cells = [f"{value:.1f}" for value in values] + [f"{values[2] / quiet:.2f}", ratios(worst)[arm]]
-        cells += [f"{drafts / seconds:.1f}", f"{accepted / seconds:.1f}", answers]
+        cells = [*(f"{value:.1f}" for value in values), f"{values[2] / quiet:.2f}", ratios(worst)[arm], answers]
         table.add_row(arm, str(len(gaps[arm])), *cells)
     console.print(table)
 
@@ -217,14 +182,14 @@ def main():
         ]
         for attacker in attackers:
             attacker.start()
-        gaps, totals, worst = asyncio.run(measure(args, port, switches, is_over))
+        gaps, worst = asyncio.run(measure(args, port, switches, is_over))
         statuses = {arm: Counter() for arm in ARMS}
         while not answers.empty():
             arm, status = answers.get()
             statuses[arm][status] += 1
         for attacker in attackers:
             attacker.join(60)
-        report(args, gaps, totals, worst, statuses)
+        report(args, gaps, worst, statuses)
     finally:
         server.terminate()
         server.wait(60)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 NUMBERS = [-1, 0, 1, 64, 65, 2**31, 10**30, -(10**30), 0.5, 1e308, True, None]
+STAGES = '"prompt_lookup",' * 100
 TEXTS = ["", "x", "\ud800", "abc \ud800 def", "\x00", "é" * 100, "prompt_lookup", "early_exit", "custom"]
 
 
@@ -29,6 +30,9 @@ def known() -> list[Hostile]:
         Hostile("200,000 objects", '{"a":' * 200_000),
         Hostile("10,000 digits", '{"max_draft": ' + "9" * 10_000 + "}"),
         Hostile("100,000 keys", "{" + ",".join(f'"k{index}":1' for index in range(100_000)) + "}", refused=None),
+        Hostile("100 stages, and a nested list", f'{{"stages":[{STAGES}{"[" * 500 + "]" * 500}]}}'),
+        Hostile("a context of letters", json.dumps({"reference": "a b " * 4_000})),  # a length that servers allow
+        Hostile("37,000 stages", json.dumps({"stages": ["prompt_lookup"] * 37_000})),
         Hostile("no JSON", '{"enabled":'),
         Hostile("a number", 7.5),
         Hostile("a list", ["a", 1]),
@@ -37,23 +41,14 @@ def known() -> list[Hostile]:
     ]
 
 
-def fuzzed(rng: random.Random) -> Hostile:
-    """JSON text of options, most of it broken somewhere."""
-    options = {key: _value(rng, 3) for key in rng.sample(KEYS, rng.randint(0, 4))}
-    text = json.dumps(options)
-    for _ in range(rng.choice((0, 0, 1, 3))):
-        place = rng.randrange(len(text) + 1)
-        text = text[:place] + rng.choice(("", "{", "]", '"', "\\u", "\x00", ",", "1e999")) + text[place + 1 :]
-    return Hostile("fuzzed", text, refused=None)
-
-
 def variants(seed: int, number: int) -> list[Hostile]:
     """Bad options of which each has one thing wrong, in any place and size, and such as are only odd."""
     rng = random.Random(seed)
-    return [_variant(rng) for _ in range(number)]
+    return [variant(rng) for _ in range(number)]
 
 
-def _variant(rng: random.Random) -> Hostile:
+def variant(rng: random.Random) -> Hostile:
+    """One of them."""
     size, stage = rng.choice((1, 3, 100, 500, 5000, 20_000)), rng.choice(("prompt_lookup", "1 early_exit", "\\ud800"))
     deep, objects = "[" * size + "]" * size, '{"a":' * 300 + "1" + "}" * 300
     tail = rng.choice((deep, '"\\ud800"', "1" + "0" * size, "null", objects, f'"{stage}"', "NaN"))

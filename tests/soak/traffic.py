@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 from asking import BROKEN, Answer, Cut, abort, ask, client_of
-from bad_options import Hostile, fuzzed, known
+from bad_options import Hostile, known, variant
 from catalogue import Case, reference
 from server import Server
 
@@ -172,8 +172,8 @@ class Traffic:
                 self.problems.append(f"lost: a request to be aborted: {type(error).__name__}: {error}")
 
     async def _hurt(self) -> None:
-        """One of the worst options that are known, or a fuzzed one."""
-        hostile = fuzzed(self._rng) if self._rng.random() < 0.6 else self._rng.choice(self._hostile)
+        """One of the worst options that are known, or made up."""
+        hostile = variant(self._rng) if self._rng.random() < 0.6 else self._rng.choice(self._hostile)
         life, case = self._server.life, self._case()
         try:
             answer = await self._counted(ask(self._client, case, hostile.options, stream=self._rng.random() < 0.3))
