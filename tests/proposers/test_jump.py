@@ -88,7 +88,7 @@ def test_drafts(method: str, early_layers: int, tmp_path: Path) -> None:
 
 def test_configuration() -> None:
     """One sentence. Fails if a jump without a head gets as far as an engine."""
-    with pytest.raises(ConfigError, match=r"^jump: head is missing; it must be a non-empty string\.$"):
+    with pytest.raises(ConfigError, match=r"^jump: head is missing; it must be a path\.$"):
         parse_config({"method": "jump"})
     with pytest.raises(ConfigError, match=r"^jump: draft_sample_method must be one of "):
         parse_config({"method": "jump", "head": "x", "draft_sample_method": "warm"})

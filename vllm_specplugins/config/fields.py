@@ -64,19 +64,14 @@ def number(default: float, low: float, high: float) -> Any:
     return checked(f"a number from {low:g} to {high:g}", fits, default)
 
 
-def text(default: Any = MISSING) -> Any:
-    """A dataclass field that holds a non-empty string."""
-    return checked("a non-empty string", _is_text, default)
-
-
-def optional_text() -> Any:
-    """A dataclass field that holds a non-empty string or None."""
-    return checked("a non-empty string or null", lambda value: value is None or _is_text(value), None)
+def path() -> Any:
+    """A dataclass field that holds the path of a file or a folder."""
+    return checked("a path", _is_path)
 
 
 def optional_path() -> Any:
-    """A dataclass field that holds a file's path or None."""
-    return checked("a file's path or null", lambda value: value is None or _is_path(value), None)
+    """The same, or None."""
+    return checked("a path or null", lambda value: value is None or _is_path(value), None)
 
 
 def choice(default: str, *others: str) -> Any:
@@ -92,14 +87,10 @@ def is_integer(value: Any, low: int, high: int) -> bool:
     return type(value) is int and low <= value <= high
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
 def _is_path(value: Any) -> bool:
     """Whether the system can be asked for a file of this name."""
     try:
-        return _is_text(value) and b"\0" not in os.fsencode(value)
+        return isinstance(value, str) and bool(value) and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
         return False
 

@@ -14,8 +14,7 @@ from vllm_specplugins.config.fields import (
     integer,
     number,
     optional_path,
-    optional_text,
-    text,
+    path,
 )
 
 MAX_NGRAM, MAX_STAGES = 16, 8
@@ -82,8 +81,8 @@ class EarlyExitConfig:
 
     exit_layer: int = integer(1, 1, 10_000)
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
-    exit_head: str | None = optional_text()
-    look_ahead: str | None = optional_text()
+    exit_head: str | None = optional_path()
+    look_ahead: str | None = optional_path()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,7 @@ class JumpConfig:
         draft_sample_method: as of `early_exit`.
     """
 
-    head: str = text()
+    head: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
 
 
@@ -110,7 +109,7 @@ class MedusaConfig:
         draft_sample_method: as of `early_exit`.
     """
 
-    heads: str = text()
+    heads: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
 
 
@@ -200,7 +199,7 @@ class BuiltInConfig:
         settings: what vLLM's own speculative_config shall hold beside it, of BUILT_IN_SETTINGS.
     """
 
-    model: str | None = optional_text()
+    model: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -70,7 +70,6 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def built_in(self) -> StageConfig | None:
-        """The stage that is built into vLLM."""
         return built_in_stage(self.plugin_config)
 
     @property
@@ -81,7 +80,6 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def runs_target(self) -> bool:
-        """Whether the method runs layers of the target, and so writes to its KV cache."""
         return runs_target(self.plugin_config)
 
     @property
@@ -101,7 +99,6 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def reads_likeliest(self) -> bool:
-        """Whether a proposer is told what the target found likeliest."""
         return reads_likeliest(self.plugin_config)
 
     @property
