@@ -148,8 +148,8 @@ class DeviceStep:
         own, states, num_reqs = self._own, self._states, len(slots)
         states.total_len.gpu[slots] = torch.from_numpy(lengths).int()
         sampled, rejected = (torch.from_numpy(counts).int() for counts in (num_sampled, num_rejected))
-        own._limits.most = self.width
-        own.outcomes.begin(torch.from_numpy(slots), sampled, rejected, False)
+        own._limits.begin(self.width)
+        own.outcomes.begin(num_reqs, torch.from_numpy(slots), sampled, rejected)
         longest = int(lengths.max())
         target = None
         if self._depth:

@@ -18,7 +18,7 @@ from vllm_specplugins.kernels.acceptance.worth import num_kept
 from vllm_specplugins.kernels.history_match import NO_MATCH, References, Texts, history_match
 
 from vllm_specplugins.cascade.drafters import Drafter, OptionFilter
-from vllm_specplugins.cascade.on_device import LOOKUP, OnDevice, keep_logits, with_certain
+from vllm_specplugins.cascade.on_device import LOOKUP, OnDevice, keep_logits
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
@@ -162,27 +162,17 @@ def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> 
     assert policy != "auto" or num_mixed > NUM_STEPS // 100
 
 
-def test_certain_tokens_are_one_hot() -> None:
-    """Fails if a certain token has another's row, or if one that was drawn loses its own."""
-    rng = np.random.default_rng(1)
-    token_ids = torch.from_numpy(rng.integers(0, 9, (4, 3)))
-    drafts = of_stage(0, token_ids.int(), torch.full((4,), 3), torch.ones(4))
-    is_certain, logits = torch.from_numpy(rng.random((4, 3)) < 0.5), torch.randn(4, 3, 9)
-    found = with_certain(logits.clone(), drafts, is_certain)
-    one_hot = torch.nn.functional.one_hot(token_ids, 9).double().log()
-    assert torch.equal(found, torch.where(is_certain[..., None], one_hot.float(), logits))
-
-
 @pytest.mark.parametrize("num_steps", [0, 2, 3])
 def test_what_is_kept(num_steps: int) -> None:
-    """Rows of others stay. Fails if what stands behind the exit's last step is not one-hot, or if a request's logits
-    are kept as another's."""
-    rows, token_ids = torch.tensor([3, 0]), torch.tensor([[1, 2, 3], [4, 0, 2]])
-    drafts = of_stage(0, token_ids.int(), torch.full((2,), 3), torch.ones(2))
+    """Rows of others stay. Fails if a certain token, or what stands after the exit's last step, is not one-hot, if one
+    that was drawn loses its own, or if a request's logits are kept as another's."""
+    rng, rows, token_ids = np.random.default_rng(1), torch.tensor([3, 0]), torch.tensor([[1, 2, 3], [4, 0, 2]])
+    is_certain = torch.from_numpy(rng.random((2, 3)) < 0.5)
     logits, kept = torch.randn(2, num_steps, 9), torch.full((4, 3, 9), torch.nan)
-    keep_logits(kept, rows, drafts, logits.clone() if num_steps else None, None)
+    keep_logits(kept, rows, token_ids.int(), logits.clone() if num_steps else None, is_certain)
     one_hot = torch.nn.functional.one_hot(token_ids, 9).double().log().float()
-    assert torch.equal(kept[rows], torch.cat((logits, one_hot[:, num_steps:]), dim=1))
+    drawn = torch.where(is_certain[:, :num_steps, None], one_hot[:, :num_steps], logits)
+    assert torch.equal(kept[rows], torch.cat((drawn, one_hot[:, num_steps:]), dim=1))
     assert kept[[1, 2]].isnan().all()
 
 

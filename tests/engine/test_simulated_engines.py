@@ -134,25 +134,10 @@ def planted(device: Device, all_layers: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_buffer_that_moves(all_layers: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer that is allocated anew between capture and replay."""
     speculator = runner(all_layers).speculator
-    monkeypatch.setattr(speculator, "_last_token_ids", speculator._last_token_ids.clone())
+    states = speculator._req_states
+    monkeypatch.setattr(states, "last_sampled_tokens", states.last_sampled_tokens.clone())
     _, drafted, accepted = drafts(all_layers, prompts[:3], 3)
     assert accepted < drafted / 2
-
-
-def test_a_padding_row_that_names_a_request(
-    all_layers: Any, prompts: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    speculator = runner(all_layers).speculator
-    copy_inputs = speculator._copy_request_inputs
-
-    def padded_with_the_first(num_reqs: int, *args: Any) -> None:
-        copy_inputs(num_reqs, *args)
-        speculator.idx_mapping[num_reqs:] = speculator.idx_mapping[0]
-
-    monkeypatch.setattr(speculator, "_copy_request_inputs", padded_with_the_first)
-    tokens, drafted, accepted = drafts(all_layers, prompts[:3], 3)
-    speculator.idx_mapping.fill_(-1)
-    assert tokens != expected[:3] or accepted < drafted
 
 
 def test_a_branch_on_a_length(planted: Any, all_layers: Any, prompts: Any) -> None:
@@ -192,16 +177,16 @@ def test_a_hidden_item_in_a_step(
 ) -> None:
     """The line that waits is named."""
     speculator = runner(all_layers).speculator
-    copy_inputs, seen = speculator._copy_request_inputs, []
+    begin, seen = speculator.outcomes.begin, []
 
     def waiting(num_reqs: int, idx_mapping: torch.Tensor, *args: Any) -> None:
         try:
             seen.append(idx_mapping[0].item())
         except DeviceError as error:
             seen.append(str(error))
-        copy_inputs(num_reqs, idx_mapping, *args)
+        begin(num_reqs, idx_mapping, *args)
 
-    monkeypatch.setattr(speculator, "_copy_request_inputs", waiting)
+    monkeypatch.setattr(speculator.outcomes, "begin", waiting)
     with device.waits_forbidden():
         drafts(all_layers, prompts[:1], 1)
     assert seen and all("test_simulated_engines.py" in str(entry) for entry in seen)

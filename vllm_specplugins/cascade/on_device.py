@@ -153,33 +153,22 @@ class OnDevice:
         return drafts
 
 
-def with_certain(
-    logits: torch.Tensor,  # [R, num_steps, vocab_size], changed
-    drafts: DraftArrays,
-    is_certain: torch.Tensor,  # [R, K] bool
-) -> torch.Tensor:
-    """What tokens were drawn from: of those that are certain, one-hot."""
-    num_steps = logits.shape[1]
-    token_ids, is_certain = drafts.token_ids[:, :num_steps, None].long(), is_certain[:, :num_steps, None]
-    logits.masked_fill_(is_certain, -torch.inf)
-    return logits.scatter_(2, token_ids, logits.gather(2, token_ids).masked_fill_(is_certain, 0.0))
-
-
 def keep_logits(
     kept: torch.Tensor,  # [max_num_reqs, K, vocab_size], of which rows are overwritten
     rows: torch.Tensor,  # [R] int64, whose they are
-    drafts: DraftArrays,
+    token_ids: torch.Tensor,  # [R, K]
     logits: torch.Tensor | None,  # [R, num_steps, vocab_size], changed
     is_certain: torch.Tensor | None,  # [R, K] bool
 ) -> None:
-    """Keeps what tokens were drawn from; of those that were not, and all after the exit's last step, one-hot."""
-    num_steps = 0
+    """Keeps what tokens were drawn from; of those that are certain, and all after the last step, one-hot."""
+    num_steps = 0 if logits is None else logits.shape[1]
+    places = token_ids[:, :, None].long()
     if logits is not None:
-        num_steps = logits.shape[1]
         if is_certain is not None:
-            logits = with_certain(logits, drafts, is_certain)
+            certain, own = is_certain[:, :num_steps, None], places[:, :num_steps]
+            logits.masked_fill_(certain, -torch.inf)
+            logits.scatter_(2, own, logits.gather(2, own).masked_fill_(certain, 0.0))
         kept[rows, :num_steps] = logits.to(kept.dtype)
-    rest = drafts.token_ids[:, num_steps:, None].long()
-    if rest.shape[1]:
-        one_hot = kept.new_full((*rest.shape[:2], kept.shape[-1]), -torch.inf)
-        kept[rows, num_steps:] = one_hot.scatter_(2, rest, 0.0)
+    if num_steps < places.shape[1]:
+        one_hot = kept.new_full((len(rows), places.shape[1] - num_steps, kept.shape[-1]), -torch.inf)
+        kept[rows, num_steps:] = one_hot.scatter_(2, places[:, num_steps:], 0.0)

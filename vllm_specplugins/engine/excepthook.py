@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -15,19 +16,15 @@ def sentence_instead_of_traceback() -> Iterator[None]:
     try:
         yield
     except ConfigError:
-        if not isinstance(sys.excepthook, _SentenceHook):
-            sys.excepthook = _SentenceHook(sys.excepthook)
+        if getattr(sys.excepthook, "func", None) is not _hook:
+            sys.excepthook = partial(_hook, sys.excepthook)
         raise
 
 
-class _SentenceHook:
-    """`sys.excepthook` that prints a ConfigError's message alone and hands everything else on."""
-
-    def __init__(self, otherwise: Callable[..., Any]):
-        self._otherwise = otherwise
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, ConfigError):
-            sys.stderr.write(f"error: {error}\n")
-        else:
-            self._otherwise(kind, error, trace)
+def _hook(
+    otherwise: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if isinstance(error, ConfigError):
+        sys.stderr.write(f"error: {error}\n")
+    else:
+        otherwise(kind, error, trace)

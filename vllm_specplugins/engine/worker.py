@@ -8,8 +8,9 @@ vLLM's, mend its sampling on CPUs.
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +50,9 @@ class _WithProposer:
     def init_device(self) -> None:
         if self.use_v2_model_runner:
             from vllm_specplugins.engine.v2 import runner as runner
-
-            processors: AbstractContextManager[None] = nullcontext()
         else:
             from vllm_specplugins.engine.v1 import runner as runner  # type: ignore[no-redef]
-            from vllm_specplugins.engine.v1.verify import all_logits_processors
-
-            processors = all_logits_processors(self.vllm_config)
-        with runner.while_built(self.vllm_config), processors:
+        with runner.while_built(self.vllm_config):
             super().init_device()  # type: ignore[misc]
         build = getattr(getattr(self.model_runner, "speculator", None), "new_proposer", None)
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device, build)
@@ -94,18 +90,16 @@ class _WithProposer:
     def shutdown(self) -> None:
         """What our stages keep in files is saved before vLLM tears down; a signal may have come anywhere."""
         try:
-            self._close()
+            for _, stage in self._stages() if hasattr(self, "_reporter") else ():
+                if is_ours(stage, "close"):
+                    stage.close()
         except Exception:
             logger.exception("What was learned cannot be saved.")
         finally:
             super().shutdown()  # type: ignore[misc]
 
-    def _close(self) -> None:
-        barrier: FaultBarrier | None = getattr(self, "_barrier", None)
-        if barrier is not None:
-            for _, stage in stages_of(barrier.proposer, self._reporter.method):
-                if is_ours(stage, "close"):
-                    stage.close()
+    def _stages(self) -> list[tuple[str, Any]]:
+        return stages_of(self._barrier.proposer, self._reporter.method)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """vLLM fits requests to its memory (`--max-model-len auto`): drafts at positions past them have no block."""
@@ -134,7 +128,7 @@ class _WithProposer:
         if action not in ("stats", "reset", "save"):
             raise ValueError(f"action must be 'stats', 'reset' or 'save', not {action!r}.")
         stats = {}
-        for name, proposer in stages_of(self._barrier.proposer, self._reporter.method):
+        for name, proposer in self._stages():
             if action == "reset" and is_ours(proposer, "reset_store"):
                 proposer.reset_store()
             if is_ours(proposer, "store_stats"):
@@ -181,56 +175,32 @@ def _process_as_it_was() -> Iterator[None]:
 
 def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
     """What a proposer may know of this engine."""
-    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.tokenizers import cached_tokenizer_from_config
 
     speculative_config, model_config = vllm_config.speculative_config, vllm_config.model_config
-    common, group = speculative_config.plugin_config.common, get_tp_group()
-    # What runs the target's layers drafts on every rank, for each has a part of them; everything else on rank 0.
-    on_all_ranks = speculative_config.runs_target and group.world_size > 1
-    return ProposerContext(
+    common, group, pp_group = speculative_config.plugin_config.common, get_tp_group(), get_pp_group()
+    index = vllm_config.parallel_config.data_parallel_index
+    # The rank that drafts for the others saves.
+    saves = group.rank_in_group == 0 and pp_group.rank_in_group + 1 == pp_group.world_size
+
+    def tokenize(text: str) -> list[int]:
+        ids: list[int] = cached_tokenizer_from_config(model_config).encode(text, add_special_tokens=False)
+        return ids
+
+    context = ProposerContext(
         vocab_size=model_config.get_vocab_size(),
         max_model_len=model_config.max_model_len,
         max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
         max_num_draft=common.num_speculative_tokens,
-        tokenize=_Tokenizer(model_config),
+        tokenize=tokenize,
         device=device,
         dtype=model_config.dtype,
         time_budget_ms=common.time_budget_ms,
         num_ranks=group.world_size,
-        file_suffix=_file_suffix(vllm_config.parallel_config, group.rank_in_group),
-        **({"rank": group.rank_in_group, "agreed": _rank_0s} if on_all_ranks else {}),
+        file_suffix=(f".dp{index}" if index else "") if saves else None,
     )
-
-
-def _file_suffix(parallel_config: Any, rank: int) -> str | None:
-    """See ProposerContext; the rank that drafts for the others saves."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    group = get_pp_group()
-    if rank or group.rank_in_group + 1 < group.world_size:
-        return None
-    index = parallel_config.data_parallel_index
-    return f".dp{index}" if index else ""
-
-
-def _rank_0s(value: Any) -> Any:
-    """The value that the group's first rank has, times or drafts. It costs a small broadcast on the host."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return get_tp_group().broadcast_object(value, src=0)
-
-
-class _Tokenizer:
-    """Text to token ids without special tokens; loads the model's tokenizer when it is first called."""
-
-    def __init__(self, model_config: Any):
-        self._model_config = model_config
-        self._tokenizer: Any = None
-
-    def __call__(self, text: str) -> list[int]:
-        if self._tokenizer is None:
-            from vllm.tokenizers import cached_tokenizer_from_config
-
-            self._tokenizer = cached_tokenizer_from_config(self._model_config)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+    if not (speculative_config.runs_target and group.world_size > 1):
+        return context
+    # What runs the target's layers drafts on every rank, for each has a part of them; everything else on rank 0.
+    return replace(context, rank=group.rank_in_group, agreed=partial(group.broadcast_object, src=0))

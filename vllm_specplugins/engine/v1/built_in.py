@@ -16,24 +16,19 @@ from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.draft import Offer
 from vllm_specplugins.engine.frontend.spec_config import for_built_in
+from vllm_specplugins.engine.hooks import replaced
 
 DRAFTERS = ("DFlashProposer", "DraftModelProposer", "EagleProposer", "Gemma4Proposer", "Step3p5MTPProposer")
 BY_TOKEN = ("DraftModelProposer", "EagleProposer")  # which take in tokens and draft none where none are wanted
 
 
-@contextmanager
-def while_built() -> Iterator[None]:
-    """Lets a runner build its drafter with the K of that stage; all else is for the cascade's."""
-    originals = {name: getattr(gpu_model_runner, name) for name in DRAFTERS}
+def narrowed() -> dict[str, Any]:
+    """What makes a runner's drafter, with the K of that stage; all else is for the cascade's."""
 
     def narrow(kind: Any) -> Any:
         return lambda vllm_config, device, runner: kind(for_built_in(vllm_config), device, runner)
 
-    vars(gpu_model_runner).update({name: narrow(kind) for name, kind in originals.items()})
-    try:
-        yield
-    finally:
-        vars(gpu_model_runner).update(originals)
+    return {name: narrow(getattr(gpu_model_runner, name)) for name in DRAFTERS}
 
 
 class BuiltInDrafter:
@@ -72,13 +67,15 @@ class BuiltInDrafter:
         if self._longest is not None and common.max_seq_len + self._runner.num_spec_tokens > self._longest:
             return None
         start = time.perf_counter()
-        padded = self._padded(sampled_token_ids)
+        width = max(1, *map(len, sampled_token_ids))
+        padded = np.array([tokens + [-1] * (width - len(tokens)) for tokens in sampled_token_ids], np.int32)
         scheduler_output = copy.copy(scheduler_output)  # vLLM 0.33 may want fewer than K in a step
         most = 0 if self._runs_by_token and not is_needed() else self._most
         scheduler_output.num_spec_tokens_to_schedule = min(most, scheduler_output.num_spec_tokens_to_schedule)
         with self._as_it_expects(scheduler_output, sampled_token_ids):
             # The metadata are changed.
-            drafts = self._propose(scheduler_output, padded, *tensors, copy.copy(common), slot_mappings)
+            on_device = torch.from_numpy(padded).to(self._runner.device)
+            drafts = self._propose(scheduler_output, on_device, *tensors, copy.copy(common), slot_mappings)
         token_ids = drafts.to("cpu", torch.int32).numpy()[rows]
         return Offer(token_ids, (time.perf_counter() - start) * 1000)
 
@@ -93,17 +90,8 @@ class BuiltInDrafter:
             if not tokens:
                 scheduled = scheduler_output.num_scheduled_tokens[batch.req_ids[row]]
                 lengths[row] = min(kept[row], batch.num_computed_tokens_cpu[row] + scheduled + 1)
-        self._config.disable_padded_drafter_batch = False
         try:
-            yield
+            with replaced(self._config, {"disable_padded_drafter_batch": False}):
+                yield
         finally:
-            self._config.disable_padded_drafter_batch = True
             lengths[:] = kept
-
-    def _padded(self, sampled_token_ids: list[list[int]]) -> torch.Tensor:
-        """[num_reqs, longest] int32 on the device, -1 pads."""
-        width = max(1, *map(len, sampled_token_ids))
-        padded = np.full((len(sampled_token_ids), width), -1, np.int32)
-        for row, tokens in enumerate(sampled_token_ids):
-            padded[row, : len(tokens)] = tokens
-        return torch.from_numpy(padded).to(self._runner.device)

@@ -5,10 +5,11 @@ replaced, on that one runner, by one that sees all that the step knows.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,14 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.config import methods_of
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.frontend.options import request_options
 from vllm_specplugins.engine.grammar.output import NEVER, forced_in
-from vllm_specplugins.engine.hooks import both
+from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
-from vllm_specplugins.engine.v1.target import TargetV1
-from vllm_specplugins.engine.v1.verify import Verifier
+from vllm_specplugins.engine.v1.target import target_of
+from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors
 from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens, probs_of
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.read_only import frozen
@@ -34,30 +35,15 @@ from vllm_specplugins.structures.views import Views, view
 from vllm_specplugins.target import Target
 
 
-class _Drafter:
-    """What the runner keeps as its drafter; the work is done in `_Adapter`."""
-
-    adapter: "_Adapter"
-
-    def load_model(self, target: Any) -> None:
-        """V1 calls this on its drafter when the target is loaded."""
-        self.adapter.load_model(target)
-
-
 @contextmanager
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
     """Lets a runner be built: to V1 we are a `custom_class` proposer, unless it shall build one of its own."""
-    if vllm_config.speculative_config.built_in is not None:
-        with built_in.while_built():
-            yield
-        return
-    original = gpu_model_runner.create_custom_proposer
-    gpu_model_runner.create_custom_proposer = lambda vllm_config: _Drafter()
-    vllm_config.speculative_config.method = "custom_class"
-    try:
+    names = built_in.narrowed()
+    if vllm_config.speculative_config.built_in is None:
+        vllm_config.speculative_config.method = "custom_class"
+        names = {"create_custom_proposer": lambda vllm_config: SimpleNamespace(load_model=lambda model: None)}
+    with all_logits_processors(vllm_config), replaced(gpu_model_runner, names):
         yield
-    finally:
-        gpu_model_runner.create_custom_proposer = original
 
 
 def attach(runner: Any, barrier: FaultBarrier) -> None:
@@ -65,14 +51,12 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     if not hasattr(runner, "drafter"):  # a pipeline rank that does not draft
         return
     adapter = _Adapter(runner, barrier)
-    drafter = runner.drafter
-    if isinstance(drafter, _Drafter):
-        drafter.adapter = adapter
-    else:
-        drafter.load_model = both(drafter.load_model, adapter.load_model)
+    runner.drafter.adapter = adapter
     runner.propose_draft_token_ids = adapter.propose_draft_token_ids
-    runner._update_states = adapter.update_states
-    runner.profile_run = both(runner.profile_run, adapter.compile_exits)
+    wrap(runner, "_update_states", adapter.update_states)
+    if runner.speculative_config.runs_target:
+        runner.drafter.load_model = both(runner.drafter.load_model, adapter.load_model)
+        runner.profile_run = both(runner.profile_run, adapter.compile_exits)
     draft_to_the_end(runner)
     runner.update_max_model_len = both(runner.update_max_model_len, lambda max_model_len: draft_to_the_end(runner))
     if runner.speculative_config.plugin_config.common.verification == "fused":
@@ -96,18 +80,17 @@ class _Request:
 
 class _Adapter:
     verifier: Verifier | None = None  # None: vLLM's
+    first_layers: FirstLayers | None = None  # of the target, for a model proposer
 
     def __init__(self, runner: Any, barrier: FaultBarrier):
         self._runner = runner
         self._barrier = barrier
-        self._update_states = runner._update_states  # vLLM's own, bound
         # A proposer on the host is asked on rank 0 alone, whose drafts the scheduler hands out to all.
         self._drafts = runner.speculative_config.runs_target or get_tp_group().rank_in_group == 0
         self._built_in = None if runner.speculative_config.built_in is None else built_in.BuiltInDrafter(runner)
         self._requests: dict[str, _Request] = {}
         # Requests without a seed get theirs in the order in which they come: the same on every rank.
         self._random = np.random.default_rng(runner.model_config.seed)
-        self._target: TargetV1 | None = None
         self._forces = "grammar" in methods_of(runner.speculative_config.plugin_config)
         self._drafted_at = 0.0  # when the last drafting ended
 
@@ -119,29 +102,23 @@ class _Adapter:
         params = self._runner.requests[self._runner.input_batch.req_ids[row]].sampling_params
         return params is not None and params.structured_outputs is not None and not self._may_draft(row)
 
-    def _lacks_ids(self, row: int) -> bool:
-        """Whether a history is read of which places have no ids: V1 leaves there what stood in the row before."""
-        return self._runner.speculative_config.reads_history and row in self._runner.input_batch.req_prompt_embeds
-
     def load_model(self, target: Any) -> None:
-        """Prepares a model proposer's view of the target."""
-        if self._runner.speculative_config.runs_target:
-            first_layers = FirstLayers(target, self._runner.speculative_config.plugin_config)
-            self._target = TargetV1(self._runner, first_layers)
+        """V1 calls this on its drafter when the target is loaded."""
+        self.first_layers = FirstLayers(target, self._runner.speculative_config.plugin_config)
 
-    def compile_exits(self, randomize_inputs: bool = False) -> None:
-        """Behind vLLM's own compilation of the target, and with its signature."""
-        if self._target is not None:
-            self._target.first_layers.compile(self._runner.speculative_config.plugin_config)
+    def compile_exits(self, *args: Any, **kwargs: Any) -> None:
+        """After vLLM's own compilation of the target, and with its signature."""
+        assert self.first_layers is not None
+        self.first_layers.compile(self._runner.speculative_config.plugin_config)
 
-    def update_states(self, scheduler_output: Any) -> Any:
+    def update_states(self, update: Any, scheduler_output: Any) -> Any:
         """Passes on which requests are gone before vLLM drops them."""
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         if gone:
             self._barrier.forget(sorted(gone))
             for request_id in gone:
                 self._requests.pop(request_id, None)
-        result = self._update_states(scheduler_output)
+        result = update(scheduler_output)
         if self.verifier is not None:
             # Our noise needs none of torch's generators. vLLM would wind back that of a seeded request in the middle of
             # its prompt, which a CPU's generator cannot do: the server dies of it.
@@ -166,54 +143,42 @@ class _Adapter:
         return self._request(request_id).seed
 
     def propose_draft_token_ids(
-        self,
-        scheduler_output: Any,
-        sampled_token_ids: list[list[int]],
-        sampling_metadata: Any,
-        hidden_states: Any,
-        sample_hidden_states: Any,
-        aux_hidden_states: Any,
-        spec_decode_metadata: Any,
-        common_attn_metadata: Any,
-        slot_mappings: Any,
+        self, scheduler_output: Any, sampled_token_ids: list[list[int]], *step: Any
     ) -> list[list[int]]:
         """vLLM's signature; returns one list of draft token ids a request, in the runner's order.
 
         A request in the middle of its prompt has sampled nothing and gets no draft; nor does one whose history is not
-        all token ids, where tokens are read.
+        all token ids, where tokens are read: V1 leaves there what stood in the row before.
         """
-        input_batch = self._runner.input_batch
-        rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens and not self._lacks_ids(row)]
+        input_batch, config = self._runner.input_batch, self._runner.speculative_config
+        unread = input_batch.req_prompt_embeds if config.reads_history else ()
+        rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens and row not in unread]
         request_ids = [input_batch.req_ids[row] for row in rows]
-        num_tokens = input_batch.num_tokens_no_spec[rows]
-        requests = [self._request(request_id) for request_id in request_ids]
-        seeds = [request.seed for request in requests]
-        target = self._target_of(rows, num_tokens, seeds, hidden_states, sampling_metadata, common_attn_metadata)
-        step = (
-            sampling_metadata,
-            hidden_states,
-            sample_hidden_states,
-            aux_hidden_states,
-            spec_decode_metadata,
-            common_attn_metadata,
-            slot_mappings,
-        )
         num_accepted = np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32)
-        is_needed = partial(self._barrier.needs_built_in, request_ids, num_accepted)
-        batch = DraftBatch(
-            request_ids=request_ids,
-            token_ids=Views.of_rows(view(input_batch.token_ids_cpu), rows, num_tokens.tolist()),
-            max_num_draft=self._limits(rows, requests, num_tokens),
-            options=[request.options for request in requests],
-            target=target,
-            offer=self._offer(is_needed, rows, scheduler_output, sampled_token_ids, step),
-            likeliest=None if self.verifier is None else self.verifier.likeliest(rows),
-        )
+        offer = None
+        if self._built_in is not None:
+            most_decoded = len(input_batch.req_ids) * (1 + self._runner.num_spec_tokens)
+            is_needed = partial(self._barrier.needs_built_in, request_ids, num_accepted)
+            offer = self._barrier.call_built_in(
+                partial(self._built_in.offer, is_needed, rows, scheduler_output, sampled_token_ids, *step),
+                is_timed=scheduler_output.total_num_scheduled_tokens <= most_decoded,  # no prompt is taken in
+            )
         feedback = self._feedback(request_ids, num_accepted, scheduler_output)
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not self._drafts:
             self._barrier.count(feedback)
             return drafts
+        num_tokens = input_batch.num_tokens_no_spec[rows]
+        requests = [self._request(request_id) for request_id in request_ids]
+        batch = DraftBatch(
+            request_ids=request_ids,
+            token_ids=Views.of_rows(view(input_batch.token_ids_cpu), rows, num_tokens.tolist()),
+            max_num_draft=self._max_num_draft(rows, requests, num_tokens.tolist()),
+            options=[request.options for request in requests],
+            target=self._target(rows, num_tokens, requests, *step),
+            offer=offer,
+            likeliest=None if self.verifier is None else self.verifier.likeliest(rows),
+        )
         draft = self._barrier.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
         self._keep(batch, draft)
@@ -223,61 +188,34 @@ class _Adapter:
             drafts[row] = tokens[:count] or drafts[row]
         return drafts
 
-    def _limits(self, rows: list[int], requests: list[_Request], num_tokens: Any) -> Any:
-        """Most draft tokens [num_reqs] int32 that each of these rows may get."""
+    def _max_num_draft(self, rows: list[int], requests: list[_Request], num_tokens: list[int]) -> Any:
         most, longest = self._runner.num_spec_tokens, self._runner.max_model_len
         limits = [
             draft_limit(request.options, num, most, longest) if self._may_draft(row) else 0
-            for row, request, num in zip(rows, requests, num_tokens.tolist(), strict=True)
+            for row, request, num in zip(rows, requests, num_tokens, strict=True)
         ]
         return np.array(limits, np.int32)
 
-    def _target_of(
-        self,
-        rows: list[int],
-        num_tokens: Any,
-        seeds: list[int],
-        hidden_states: Any,
-        sampling: Any,
-        attention: Any,
+    def _target(
+        self, rows: list[int], num_tokens: Any, requests: list[_Request], sampling: Any, hidden_states: Any, *step: Any
     ) -> Target | None:
         """What a model proposer sees of these rows; None where the method reads histories alone."""
-        if self._target is None or not rows:
+        if self.first_layers is None or not rows:
             return None
-        target = self._target.of(rows, num_tokens, seeds, hidden_states, attention)
+        seeds = [request.seed for request in requests]
+        target = target_of(self._runner, self.first_layers, rows, num_tokens, seeds, hidden_states, step[-2])
         if self.verifier is None:
             return target
         verified = self.verifier.sampling(sampling).at(rows)
         edit = self.verifier.edit_of_drafts(sampling, rows)
         return replace(target, sampling=replace(target.sampling, verified=verified), edit=edit)
 
-    def _offer(
-        self,
-        is_needed: Callable[[], bool],
-        rows: list[int],
-        scheduler_output: Any,
-        sampled_token_ids: list[list[int]],
-        step: tuple[Any, ...],
-    ) -> Offer | None:
-        """What the proposer built into vLLM drafts, if one is a stage."""
-        if self._built_in is None:
-            return None
-        most_decoded = len(self._runner.input_batch.req_ids) * (1 + self._runner.num_spec_tokens)
-        return self._barrier.call_built_in(
-            partial(self._built_in.offer, is_needed, rows, scheduler_output, sampled_token_ids, *step),
-            is_timed=scheduler_output.total_num_scheduled_tokens <= most_decoded,  # no prompt is taken in
-        )
-
-    def _feedback(self, request_ids: Sequence[str], num_accepted: Any, scheduler_output: Any) -> Feedback:
+    def _feedback(self, request_ids: list[str], num_accepted: Any, scheduler_output: Any) -> Feedback:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         num_draft = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32)
         only_decoded = scheduler_output.total_num_scheduled_tokens == len(request_ids) + num_draft.sum()
-        return Feedback(
-            request_ids=request_ids,
-            num_draft=num_draft,
-            num_accepted=num_accepted,
-            step_ms=(time.perf_counter() - self._drafted_at) * 1000 if only_decoded else None,
-        )
+        step_ms = (time.perf_counter() - self._drafted_at) * 1000 if only_decoded else None
+        return Feedback(request_ids, num_draft, num_accepted, step_ms)
 
     def _keep(self, batch: DraftBatch, draft: Draft) -> None:
         """Keeps what the drafts were drawn from for their verification, ours or vLLM's."""

@@ -13,11 +13,11 @@ from vllm.v1.worker.gpu import model_runner
 
 from vllm_specplugins.engine.adaptive.conditions import or_planned
 from vllm_specplugins.engine.frontend.spec_config import without_built_in
-from vllm_specplugins.engine.hooks import both
+from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.engine.v2.forced import put_forced
-from vllm_specplugins.engine.v2.speculators.built_in import not_trimmed, rating, run_before
+from vllm_specplugins.engine.v2.speculators.built_in import rating, run_before
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.speculators.host import HostSpeculator
 from vllm_specplugins.engine.v2.verification import verify
@@ -30,20 +30,16 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
     """Lets a runner be built with our speculator: V2 has a closed list of them."""
     original = model_runner.init_speculator
 
-    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+    def init_speculator(vllm_config: Any, *arguments: Any) -> Any:
         speculative_config = vllm_config.speculative_config
         kind = HostSpeculator if speculative_config.reads_on_host else DeviceSpeculator
         if speculative_config.built_in is None:
-            return kind(vllm_config, device, req_states)
-        ours = kind(without_built_in(vllm_config), device, req_states)
-        theirs = rating(original, vllm_config, device, req_states)
-        return run_before(theirs, ours, vllm_config.num_speculative_tokens)
+            return kind(vllm_config, *arguments)
+        theirs = rating(original, vllm_config, *arguments)
+        return run_before(theirs, kind(without_built_in(vllm_config), *arguments), vllm_config.num_speculative_tokens)
 
-    model_runner.init_speculator = init_speculator
-    try:
+    with replaced(model_runner, {"init_speculator": init_speculator}):
         yield
-    finally:
-        model_runner.init_speculator = original
 
 
 def attach(runner: Any, barrier: FaultBarrier) -> None:
@@ -52,11 +48,10 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     if speculator is None:  # a pipeline rank that does not draft
         return
     if hasattr(speculator, "specplugins"):
-        runner.initialize_kv_cache = not_trimmed(speculator)(runner.initialize_kv_cache)
+        wrap(runner, "initialize_kv_cache", partial(_not_trimming, speculator))
         speculator = speculator.specplugins
-    speculator.barrier = barrier
-    barrier.tally = getattr(speculator, "tally", None)
-    add_requests, finish_requests, sample_tokens = runner.add_requests, runner.finish_requests, runner.sample_tokens
+    speculator.barrier, barrier.tally = barrier, speculator.tally
+    add_requests, finish_requests = runner.add_requests, runner.finish_requests
 
     def add(scheduler_output: Any) -> None:
         add_requests(scheduler_output)
@@ -67,42 +62,48 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         finish_requests(scheduler_output)
         speculator.remove(scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()))
 
-    def sample(grammar_output: Any) -> Any:
-        output = sample_tokens(grammar_output)
-        if hasattr(output, "model_runner_output") and getattr(runner, "adaptive_verification", None) is None:
-            setattr(output.model_runner_output, REPORT, speculator.report.num_draft())
-        return output
-
-    runner.add_requests, runner.finish_requests, runner.sample_tokens = add, finish, sample
+    runner.add_requests, runner.finish_requests = add, finish
+    wrap(runner, "sample_tokens", partial(_sample_tokens, runner, speculator))
     runner.draft_tokens_handler = speculator.report
     if isinstance(speculator, DeviceSpeculator):
         barrier.acceptance = speculator.tally
-        runner.initialize_kv_cache = _trimming_if_it_can(runner)
+        wrap(runner, "initialize_kv_cache", partial(_trimming_if_it_can, runner))
         asynchronous = runner.vllm_config.scheduler_config.async_scheduling
         speculator.report.trims = lambda: asynchronous and runner.adaptive_verification is not None
+    speculator.rejection_sampler = lambda: runner.rejection_sampler
     if runner.lora_config is not None:
         map_all_logits(runner)
-        if speculator.runs_target:
-            speculator.adapters_of = partial(adapters_of, runner)
-    speculator.rejection_sampler = lambda: runner.rejection_sampler
     if speculator.runs_target:
+        if runner.lora_config is not None:
+            speculator.adapters_of = partial(adapters_of, runner)
         speculator.sampling_states = lambda: runner.sampler.sampling_states
-        runner.profile_run = both(runner.profile_run, speculator.compile_exits)
+        config = runner.speculative_config.plugin_config  # compiled after the target, before graphs are recorded
+        runner.profile_run = both(runner.profile_run, lambda *_, **__: speculator.first_layers.compile(config))
     if runner.speculative_config.plugin_config.common.verification == "fused":
         verify.attach(runner)
-    runner.profile_run = both(lambda randomize_inputs=False: prepare(runner, speculator), runner.profile_run)
+    runner.profile_run = both(lambda *_, **__: prepare(runner, speculator), runner.profile_run)
 
 
-def _trimming_if_it_can(runner: Any) -> Any:
-    """The runner's function that learns which attention backends there are."""
-    initialize = runner.initialize_kv_cache
+def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: Any) -> Any:
+    """A step in which nothing is drafted, as in the one before, is one of a runner without a speculator."""
+    step = runner.execute_model_state
+    if step is not None and speculator.rests(step.input_batch, step.num_spec_tokens_to_schedule):
+        with replaced(runner, {"speculator": None, "num_speculative_steps": 0}):
+            return sample(grammar_output)
+    output = sample(grammar_output)
+    if hasattr(output, "model_runner_output") and runner.adaptive_verification is None:
+        setattr(output.model_runner_output, REPORT, speculator.report.num_draft())
+    return output
 
-    def initialize_kv_cache(*args: Any, **kwargs: Any) -> Any:
-        original = model_runner.maybe_create_adaptive_verification_manager
-        model_runner.maybe_create_adaptive_verification_manager = or_planned(original, runner)
-        try:
-            return initialize(*args, **kwargs)
-        finally:
-            model_runner.maybe_create_adaptive_verification_manager = original
 
-    return initialize_kv_cache
+def _not_trimming(speculator: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
+    """Where the runner asks whether it shall trim the drafts."""
+    with replaced(speculator, {"enable_adaptive_verification": False}):
+        return initialize(*args, **kwargs)
+
+
+def _trimming_if_it_can(runner: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
+    """Where the runner learns which attention backends there are."""
+    create = or_planned(model_runner.maybe_create_adaptive_verification_manager, runner)
+    with replaced(model_runner, {"maybe_create_adaptive_verification_manager": create}):
+        return initialize(*args, **kwargs)

@@ -51,23 +51,25 @@ class DraftTracker:
             clear(self._known, async_tensor_h2d(np.array(list(slots.values())), self.device))
             self.tally.start(slots)
 
-    def begin(
-        self, slots: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor, rehearses: bool
-    ) -> None:
-        """Takes what a step has sampled, of [num_reqs] rows; nothing is learned from a rehearsal."""
-        num_reqs, self._rests = len(slots), False
-        nobody = self._req_states.max_num_reqs
-        for buffer, values, padding in (
-            (self._slots, slots, nobody), (self._num_sampled, num_sampled, 0), (self._num_rejected, num_rejected, 0)
-        ):  # fmt: skip
-            buffer[:num_reqs].copy_(values)
+    def begin(self, num_reqs: int, *sampled: torch.Tensor) -> None:
+        """A step of so many rows: their slots, and what was sampled and rejected, [num_reqs] each; a rehearsal, of
+        which nothing is learned, has nobody's rows."""
+        nobody, self._rests = self._req_states.max_num_reqs, False
+        buffers = (self._slots, nobody, nobody), (self._num_sampled, 0, 1), (self._num_rejected, 0, 0)
+        for index, (buffer, padding, rehearsed) in enumerate(buffers):
+            if sampled:
+                buffer[:num_reqs].copy_(sampled[index])
+            else:
+                buffer[:num_reqs].fill_(rehearsed)
             if num_reqs < self._num_rows:
                 buffer[num_reqs : self._num_rows].fill_(padding)
         self._num_rows = num_reqs
-        self.tally.begin(not rehearses)
-        if rehearses:
-            self._num_sampled.clamp_(max=1)
-            self._num_rejected.zero_()
+        self.tally.begin(bool(sampled))
+
+    def map_rows(self, rows: torch.Tensor) -> None:
+        """Writes each row's slot, [R] int64, -1 for nobody's."""
+        slots = self._slots[: len(rows)]
+        rows.copy_(slots).masked_fill_(slots >= self._req_states.max_num_reqs, -1)
 
     def rest(self) -> None:
         """Nothing is drafted: of the next drafts all is expected, so that it is seen what they are worth."""

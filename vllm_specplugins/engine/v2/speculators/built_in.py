@@ -3,8 +3,7 @@ at every step, over all tokens of that step, so that its KV cache holds every to
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,16 +18,30 @@ from vllm_specplugins.engine.hooks import both
 
 
 class DeviceOffer:
-    """What vLLM's own speculator drafted in a step, and its chances, still on the device."""
+    """What vLLM's own speculator drafts in a step, and how likely it thinks each token is, still on the device."""
 
-    def __init__(self, drafts: torch.Tensor, chances: torch.Tensor, stopwatch: "_Stopwatch"):
-        self._drafts, self._chances, self._stopwatch = drafts, chances, stopwatch
+    def __init__(self, device: torch.device):
+        self._is_cuda = device.type == "cuda"
+        self._start = self._mark()
+
+    def take(self, drafts: torch.Tensor, accept_probs: torch.Tensor) -> "DeviceOffer":
+        """Its drafts; the time since then is theirs."""
+        self._drafts, self._accept_probs, self._end = drafts, accept_probs, self._mark()
+        return self
 
     def of(self, rows: Sequence[int]) -> Offer:
         """The drafts for these rows of the batch; waits for them."""
         token_ids = self._drafts.to("cpu", torch.int32).numpy()[rows]
-        chances = self._chances.cpu().numpy()[rows]
-        return Offer(token_ids, self._stopwatch.ms(), None if np.isnan(chances).any() else chances)
+        accept_probs = self._accept_probs.cpu().numpy()[rows]
+        ms = self._start.elapsed_time(self._end) if self._is_cuda else (self._end - self._start) * 1000
+        return Offer(token_ids, ms, None if np.isnan(accept_probs).any() else accept_probs)
+
+    def _mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) -> Any:
@@ -50,31 +63,20 @@ def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) 
     return theirs
 
 
-@contextmanager
-def not_trimmed(theirs: Any) -> Iterator[None]:
-    """While the runner asks whether it shall trim the drafts."""
-    rates, theirs.enable_adaptive_verification = theirs.enable_adaptive_verification, False
-    try:
-        yield
-    finally:
-        theirs.enable_adaptive_verification = rates
-
-
 def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
     """vLLM's own speculator, changed so that ours gets its drafts and has the last word.
 
     The runner deals with vLLM's own, whose layers and KV cache it has to prepare. It was built with the K of its stage,
     but takes in steps that verified up to `max_num_draft` tokens of each request.
     """
-    propose, own_most, chances = theirs.propose, theirs.num_speculative_steps, theirs.draft_token_confidence_probs
+    propose, own_most = theirs.propose, theirs.num_speculative_steps
 
-    def offer(*args: Any, num_speculative_tokens: int | None = None, **kwargs: Any) -> DeviceOffer:
-        stopwatch = _Stopwatch(ours.device)
+    def drafted(*args: Any, num_speculative_tokens: int | None = None, **kwargs: Any) -> DeviceOffer:
+        offer = DeviceOffer(ours.device)
         most = own_most if num_speculative_tokens is None else min(own_most, num_speculative_tokens)
         drafts = propose(*args, num_speculative_tokens=most, **kwargs)
-        stopwatch.stop()
-        rated = chances[: len(drafts)]
-        return DeviceOffer(drafts[:, :most], rated[:, :most], stopwatch)  # after so many it leaves no tokens
+        accept_probs = theirs.draft_token_confidence_probs[: len(drafts)]
+        return offer.take(drafts[:, :most], accept_probs[:, :most])  # after so many it leaves no tokens
 
     def init_cudagraph_manager(cudagraph_mode: Any) -> None:
         """Its first step takes in what was verified, and its graphs of that are as wide."""
@@ -87,7 +89,7 @@ def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
         theirs.init_cudagraph_manager = init_cudagraph_manager
 
     def propose_both(input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
-        theirs_now = partial(offer, input_batch, *args, dummy_run=dummy_run, **kwargs)
+        theirs_now = partial(drafted, input_batch, *args, dummy_run=dummy_run, **kwargs)
         if dummy_run:  # while the engine starts, or another rank works: its faults are the engine's
             ours.offer = theirs_now()
         else:
@@ -102,27 +104,3 @@ def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
             setattr(theirs, name, both(getattr(ours, name), getattr(theirs, name)))
     theirs.specplugins = ours
     return theirs
-
-
-class _Stopwatch:
-    """How long the device took for what was launched between start and `stop`."""
-
-    def __init__(self, device: torch.device):
-        self._is_cuda = device.type == "cuda"
-        self._marks = [self._mark()]
-
-    def stop(self) -> None:
-        self._marks.append(self._mark())
-
-    def ms(self) -> float:
-        """After the device has got there."""
-        start, end = self._marks
-        ms: float = start.elapsed_time(end) if self._is_cuda else (end - start) * 1000
-        return ms
-
-    def _mark(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

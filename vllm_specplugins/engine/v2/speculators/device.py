@@ -8,21 +8,23 @@ draws the same, and has the same tokens. R: rows of the batch or of a graph, K: 
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_specplugins.cascade.on_device import EXIT, LOOKUP, OnDevice, Parts, Stages, keep_logits
-from vllm_specplugins.config import PromptLookupConfig, SpecConfig, rule, stage_configs
+from vllm_specplugins.config import EarlyExitConfig, PromptLookupConfig, SpecConfig, rule, stage_configs
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.engine.v2.feedback.draft_tracker import DraftTracker
 from vllm_specplugins.engine.v2.feedback.report import LateReport
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.draft_limits import DraftLimits
-from vllm_specplugins.engine.v2.speculators.graphs import graphs_of_rows, record, replayed
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
 from vllm_specplugins.gate.step_times import lengths_up_to
@@ -56,6 +58,7 @@ class DeviceSpeculator(Speculator):
         self._depths: tuple[int, ...] = (0,)
         if self.runs_target:
             self._depths = lengths_up_to(self._limits.of_stages[EXIT] if stages else width)
+        self._graphs: Any = None  # of the newest step
         self._graphs_of: dict[int, Any] = {}  # by depth
 
     def new_proposer(self, config: SpecConfig, context: ProposerContext) -> Any:
@@ -68,37 +71,42 @@ class DeviceSpeculator(Speculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Called after `set_attn`."""
-        if self._records(cudagraph_mode):
-            self._graphs_of = {0: graphs_of_rows(self.vllm_config, self.device)}
-            self._graphs_of |= {depth: self._new_graphs() for depth in self._depths[1:]}
+        if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
+            return
+        exits = stage_configs(self.vllm_config.speculative_config.plugin_config, EarlyExitConfig)
+        # A graph's metadata is that of one token a request; which rows run adapters the host says at each launch.
+        is_plain = self.vllm_config.lora_config is None and not any(part.look_ahead for part in exits)
+        if self.runs_target and not (is_plain and self.supports_decode_metadata_update):
+            return
+        for depth in self._depths:
+            kind = SpeculatorCudaGraphManager if depth else CudaGraphManager
+            mode = CUDAGraphMode.FULL_DECODE_ONLY
+            self._graphs_of[depth] = kind(self.vllm_config, self.device, mode, decode_query_len=1)
 
     def capture(self) -> None:
         """Records one graph for each batch size and depth."""
+        title = "Capturing drafting CUDA graphs"
         for depth, graphs in self._graphs_of.items():
             self._depth, self._graphs = depth, graphs
-            if depth:
-                self._record(self._draft)
+            if depth:  # with attention
+                parts = self.model_state, self.input_buffers, self.block_tables, self.attn_groups, self.kv_cache_config
+                graphs.capture(self._draft, *parts, progress_bar_desc=title)
             else:
-                record(graphs, lambda num_rows: self._draft_rows(num_rows, None))
+                graphs.capture(lambda batch, warmup: lambda mode: self._draft(batch.num_reqs), title)
 
-    def _draft(
-        self,
-        num_reqs: int,
-        num_tokens: int,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
-        num_tokens_across_dp: Any,
-        cudagraph_runtime_mode: CUDAGraphMode,
-        num_speculative_steps: int,
-    ) -> None:
-        """What a graph records; vLLM's signature."""
-        self._draft_rows(num_reqs, PagedForward(self, num_reqs, num_tokens, attn_metadata, slot_mappings))
+    def _draft(self, num_reqs: int, *parts: Any, **others: Any) -> None:
+        """What a graph records. vLLM's signature: after the rows, how many tokens; metadata and slots of attention."""
+        self._map_rows(num_reqs)
+        forward = PagedForward(self, num_reqs, *parts[:3]) if self._depth else None
+        self._draft_on_device(self._batch([""] * num_reqs, forward), None, self._depth)
 
-    def _draft_rows(self, num_rows: int, forward: PagedForward | None) -> None:
-        self._draft_on_device(self._batch([""] * num_rows, forward), None, self._depth)
+    def _map_rows(self, num_rows: int) -> None:
+        """As the tracker has them, to where vLLM's way and the target's layers look."""
+        self.outcomes.map_rows(self.idx_mapping[:num_rows])
 
     def add(self, new_requests: Any) -> None:
         """Takes requests that are new, or back after a preemption."""
+        super().add(new_requests)
         self._limits.add(new_requests)
         self.outcomes.add(new_requests)
         if self.texts is not None:
@@ -111,8 +119,8 @@ class DeviceSpeculator(Speculator):
         if request_ids and self.runs_target:
             self.barrier.forget(sorted(request_ids))
 
-    def _rests(self, input_batch: Any, most: int) -> bool:
-        """A step in which nothing is drafted, as in the one before."""
+    def rests(self, input_batch: Any, most: int) -> bool:
+        """Whether nothing is drafted, as in the step before; no other step asks."""
         if rests := self.tally.rests(input_batch, most):
             self.outcomes.rest()
         return rests
@@ -120,7 +128,7 @@ class DeviceSpeculator(Speculator):
     def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
         """Puts drafts of at most so many tokens into `draft_tokens`, and reports their lengths."""
         num_reqs = input_batch.num_reqs
-        self._begin(input_batch, num_sampled, num_rejected, most, rehearses=False)
+        self._begin(num_reqs, most, input_batch.idx_mapping, num_sampled, num_rejected)
         self._depth = next((depth for depth in self._depths if depth >= most), self._depths[-1])
         edit = self._edit_of(input_batch) if self._depth else None
         if edit is not None or not self._replays(num_reqs):
@@ -130,6 +138,7 @@ class DeviceSpeculator(Speculator):
     def _draft_eagerly(self, input_batch: Any, edit: Any, num_steps: int) -> None:
         start, guard = time.perf_counter(), self.barrier.guard
         longest = 1 + int(input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs].max())
+        self._map_rows(input_batch.num_reqs)
         batch = self._batch_of(input_batch, edit)
         if not self.runs_target:  # a lookup's kernels, as in graphs
             self._draft_on_device(batch, longest, num_steps)
@@ -145,26 +154,29 @@ class DeviceSpeculator(Speculator):
         Without attention there is no KV cache yet.
         """
         num_reqs, self._depth = input_batch.num_reqs, self._depths[-1]
-        once = torch.ones(num_reqs, dtype=torch.int32, device=self.device)
-        self._begin(input_batch, once, torch.zeros_like(once), self.num_speculative_steps, rehearses=True)
-        if self.runs_target:
-            for buffer in (self._last_token_ids, self._num_tokens, self._last_hidden_states, self._temperature):
-                buffer.zero_()
+        self._begin(num_reqs, self.num_speculative_steps)
         if not is_profile and self._replays(num_reqs):
             return
+        self._map_rows(num_reqs)
         longest = 1 + int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
         self._draft_on_device(self._batch_of(input_batch, attends=not skip_attn), longest, self._depth)
 
-    def _begin(
-        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int, rehearses: bool
-    ) -> None:
-        self._limits.most = most
-        rows = slice(input_batch.num_reqs)
-        self.outcomes.begin(input_batch.idx_mapping[rows], num_sampled[rows], num_rejected[rows], rehearses)
+    def _begin(self, num_reqs: int, most: int, *sampled: torch.Tensor) -> None:
+        self._limits.begin(most)
+        self.outcomes.begin(num_reqs, *(values[:num_reqs] for values in sampled))
 
     def _replays(self, num_reqs: int) -> bool:
-        self._graphs = self._graphs_of.get(self._depth)
-        return super()._replays(num_reqs) if self._depth else replayed(self._graphs, num_reqs)
+        """Drafts by one graph, if one has this depth and batch size, perhaps with rows of padding."""
+        self._graphs = graphs = self._graphs_of.get(self._depth)
+        if graphs is None:
+            return False
+        batch = graphs.dispatch(num_reqs, num_reqs, 1, 0)
+        if batch.cg_mode != CUDAGraphMode.FULL:
+            return False
+        for group in chain(*self.attn_groups) if self._depth else ():
+            group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
+        graphs.run_fullgraph(batch)
+        return True
 
     def _draft_on_device(self, batch: DraftBatch, longest: int | None, num_steps: int) -> bool:
         """Drafts for all rows, so many tokens of what runs the target; see TokenHistories.match for `longest`."""
@@ -233,11 +245,11 @@ class DeviceSpeculator(Speculator):
     def _keep_logits(self, drafts: DraftArrays, logits: torch.Tensor | None) -> None:
         if self.draft_logits is not None:
             is_certain = drafts.stage == LOOKUP if self._policy else None
-            requests = self.idx_mapping[: len(drafts.num_draft)].long()
+            requests = self.idx_mapping[: len(drafts.num_draft)]
             if logits is not None:
                 is_drawn = drafts.is_drafted & (drafts.stage == (EXIT if self._policy else 0))
                 self.tally.add_q(logits, requests, is_drawn[:, : logits.shape[1]])
-            keep_logits(self._draft_logits, requests, drafts, logits, is_certain)
+            keep_logits(self._draft_logits, requests, drafts.token_ids, logits, is_certain)
 
     def _draft_nothing(self, num_reqs: int) -> None:
         """After a fault: tokens that are verified, and certain."""

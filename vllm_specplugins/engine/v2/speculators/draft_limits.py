@@ -31,20 +31,15 @@ class DraftLimits:
         stages: Sequence[StageConfig] = (),
     ):
         self._req_states, self._model_config, self._max_num_draft = req_states, model_config, max_num_draft
-        self._stages, self._device = [stage.method for stage in stages], device
-        num_slots = req_states.max_num_reqs
+        self._stages = [stage.method for stage in stages]
         self.of_stages = [stage.num_speculative_tokens or max_num_draft for stage in stages]  # most tokens of each
-        self._limits = torch.zeros(num_slots, 2, dtype=torch.int32, device=device)  # tokens of a draft, of a context
-        self._allowed = torch.ones(num_slots, max(1, len(stages)), dtype=torch.int32, device=device)
+        # Tokens of a draft, of a context, and which stages are allowed.
+        shape = req_states.max_num_reqs, 2 + len(stages)
+        self._limits = torch.zeros(shape, dtype=torch.int32, device=device)
         self._most, self._most_there = max_num_draft, torch.full((), max_num_draft, dtype=torch.int32, device=device)
 
-    @property
-    def most(self) -> int:
-        """Tokens of a draft in this step, at most K."""
-        return self._most
-
-    @most.setter
-    def most(self, most: int) -> None:
+    def begin(self, most: int) -> None:
+        """A step whose drafts have at most so many tokens."""
         if most != self._most:
             self._most = most
             self._most_there.fill_(most)
@@ -58,12 +53,11 @@ class DraftLimits:
             options = request_options(new.sampling_params)
             num_draft = options.get("max_draft", self._max_num_draft) if options.get("enabled", True) else 0
             own = options.get("stages", self._stages)
-            allowed = [name in own for name in self._stages] or [True]
             slot = self._req_states.req_id_to_index[new.req_id]
+            allowed = (name in own for name in self._stages)
             rows.append((slot, num_draft, options.get("max_context", MAX_CONTEXT), *allowed))
-        values = async_tensor_h2d(np.array(rows, np.int64), self._device)
-        slots, values = values[:, 0], values[:, 1:].int()
-        self._limits[slots], self._allowed[slots] = values[:, :2], values[:, 2:]
+        values = async_tensor_h2d(np.array(rows, np.int64), self._limits.device)
+        self._limits[values[:, 0]] = values[:, 1:].int()
 
     def max_draft(
         self,
@@ -78,4 +72,4 @@ class DraftLimits:
 
     def of_stage(self, max_draft: torch.Tensor, slots: torch.Tensor, stage: int) -> torch.Tensor:
         """The same of a request that allows one stage, [num_reqs] int32: 0 where it does not."""
-        return max_draft * self._allowed[slots, stage]
+        return max_draft * self._limits[slots, 2 + stage]

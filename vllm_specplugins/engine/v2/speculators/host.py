@@ -1,11 +1,12 @@
 """Model Runner V2: a proposer that reads tokens on the host, with the target's layers or without.
 
-It waits for the sampled tokens, and knows what became of the last drafts. Under tensor parallelism rank 0 drafts for
-the others where the target has no part in it: a time-out on one rank cannot make the ranks verify different drafts.
+It waits for the sampled tokens, one small copy a step, and knows what became of the last drafts. Under tensor
+parallelism rank 0 drafts for the others where the target has no part in it: a time-out on one rank cannot make the
+ranks verify different drafts.
 """
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,27 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
-from vllm_specplugins.draft import Draft, Feedback
+from vllm_specplugins.cascade.on_device import keep_logits
+from vllm_specplugins.draft import Draft, Feedback, Int32Array
+from vllm_specplugins.engine.frontend.options import request_options
 from vllm_specplugins.engine.v2.feedback.report import DraftReport
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.speculators.base import Speculator
-from vllm_specplugins.engine.v2.speculators.history import Histories
 from vllm_specplugins.engine.v2.verification.verify import likeliest_of
 from vllm_specplugins.isolation.barrier import spread
+from vllm_specplugins.isolation.read_only import frozen
 from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.structures.views import Views, view
 
 _NO_TOKENS = view(np.zeros(1, np.int32))  # of a row that wants no draft
+
+
+@dataclass(slots=True)
+class _Request:
+    history: Int32Array  # [max_model_len]
+    shown: Int32Array  # the same, read-only
+    num_tokens: int
+    options: Any
 
 
 class HostSpeculator(Speculator):
@@ -32,7 +43,8 @@ class HostSpeculator(Speculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
-        self._histories = Histories(req_states, self._most_tokens, self.num_speculative_steps, device)
+        self._requests: dict[str, _Request] = {}
+        self._offsets = torch.arange(-self.num_speculative_steps - 1, 0, device=device)
         self.report = DraftReport()
         self.tally: Tally | None = None  # of what tokens were drawn from
         if self.draft_logits is not None:
@@ -47,15 +59,24 @@ class HostSpeculator(Speculator):
 
     def add(self, new_requests: Any) -> None:
         """Starts the histories of requests that are new, or back after a preemption."""
-        self._histories.add(new_requests)
+        super().add(new_requests)
+        for new in new_requests:
+            if new.prompt_embeds is not None:  # some of its tokens have no ids, so it gets no drafts
+                continue
+            history, num_tokens = np.empty(self._most_tokens, np.int32), len(new.prefill_token_ids)
+            history[:num_tokens] = new.prefill_token_ids
+            options = frozen(request_options(new.sampling_params))
+            self._requests[new.req_id] = _Request(history, view(history), num_tokens, options)
 
     def remove(self, request_ids: set[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""
-        self._histories.remove(request_ids)
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
         if request_ids:
             self.barrier.forget(sorted(request_ids))
 
-    def _rests(self, input_batch: Any, most: int) -> bool:
+    def rests(self, input_batch: Any, most: int) -> bool:
+        """Never: what stays on the host sees every token."""
         return False
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
@@ -67,14 +88,14 @@ class HostSpeculator(Speculator):
             return
         if self.tally is not None:
             self.tally.begin(False)
-        for buffer in (self._last_token_ids, self._num_tokens, self._last_hidden_states, self._temperature):
-            buffer.zero_()
+        self.idx_mapping.fill_(-1)
         proposer: Any = self.barrier.proposer
         dummy_run = getattr(proposer, "dummy_run", proposer.propose)
         self._keep(dummy_run(self._batch_of(input_batch, attends=not skip_attn)))
 
     def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
         group, drafts = get_tp_group(), self.draft_tokens[: input_batch.num_reqs]
+        self.idx_mapping[: input_batch.num_reqs].copy_(input_batch.idx_mapping)
         if self.tally is not None:
             self.tally.begin(True)
         if self.runs_target or group.rank_in_group == 0:
@@ -89,32 +110,55 @@ class HostSpeculator(Speculator):
         if not self.runs_target and group.world_size > 1:
             group.broadcast(drafts, src=0)
 
+    def _read(
+        self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor
+    ) -> tuple[list[int], Int32Array, Int32Array]:
+        """Waits for the sampled tokens and appends them to the histories: rows that sampled one, and of each how many
+        drafts were accepted and rejected."""
+        slots, req_states = input_batch.idx_mapping.long(), self._req_states
+        lengths = req_states.total_len.gpu[slots, None]
+        newest = req_states.all_token_ids.gpu[slots[:, None], (lengths + self._offsets).clamp_(min=0)]
+        columns = num_sampled[:, None], num_rejected[:, None], lengths, newest
+        host = torch.cat([column.int() for column in columns], dim=1).cpu().numpy()
+        rows = []
+        for row, (sampled, _, length) in enumerate(host[:, :3].tolist()):
+            request = self._requests.get(input_batch.req_ids[row])
+            if sampled == 0 or request is None:
+                continue
+            rows.append(row)
+            if request.num_tokens + sampled == length:
+                request.history[request.num_tokens : length] = host[row, host.shape[1] - sampled :]
+            else:
+                request.history[:length] = req_states.all_token_ids.gpu[slots[row], :length].cpu().numpy()
+            request.num_tokens = length
+        return rows, host[rows, 0] - 1, host[rows, 1]
+
     def _propose(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> Draft:
-        num_reqs = input_batch.num_reqs
-        rows, accepted, rejected = self._histories.extend(input_batch, num_sampled, num_rejected)
+        num_reqs, request_ids = input_batch.num_reqs, input_batch.req_ids
+        rows, accepted, rejected = self._read(input_batch, num_sampled, num_rejected)
         asked = list(range(num_reqs)) if self.runs_target else rows  # a step of the target is that of all
         max_num_draft = np.zeros(num_reqs, np.int32)  # rows in the middle of their prompt want nothing
-        places = {row: place for place, row in enumerate(asked)}
-        token_ids = [_NO_TOKENS] * num_reqs
+        token_ids: list[Int32Array] = [_NO_TOKENS] * num_reqs
         options: list[Any] = [{}] * num_reqs
         for row in rows:
-            request = self._histories[input_batch.req_ids[row]]
-            token_ids[row], options[row] = request.token_ids, request.options
+            request = self._requests[request_ids[row]]
+            token_ids[row], options[row] = request.shown[: request.num_tokens], request.options
             max_num_draft[row] = draft_limit(request.options, request.num_tokens, most, self._most_tokens)
+        places = {row: place for place, row in enumerate(asked)}
         batch = replace(
             self._batch_of(input_batch, self._edit_of(input_batch) if self.runs_target else None),
-            request_ids=[input_batch.req_ids[row] for row in asked],
+            request_ids=[request_ids[row] for row in asked],
             token_ids=Views(token_ids[row] for row in asked),
             options=[options[row] for row in asked],
             max_num_draft=max_num_draft[asked],
             offer=None if self.offer is None else self.offer.of(asked),
             likeliest=likeliest_of(self.rejection_sampler(), input_batch, {row: places[row] for row in rows}),
         )
-        # Behind the offer, which was waited for: what the stage built into vLLM takes is part of the step's time.
+        # After the offer, which was waited for: what the stage built into vLLM takes is part of the step's time.
         step_ms = (time.perf_counter() - self._drafted_at) * 1000
         only_decoded = len(rows) == num_reqs and input_batch.num_tokens == int((1 + accepted + rejected).sum())
-        request_ids = [input_batch.req_ids[row] for row in rows]
-        feedback = Feedback(request_ids, accepted + rejected, accepted, step_ms if only_decoded else None)
+        told = [request_ids[row] for row in rows]
+        feedback = Feedback(told, accepted + rejected, accepted, step_ms if only_decoded else None)
         draft = self.barrier.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
         return draft if len(asked) == num_reqs else spread(draft, asked, num_reqs)
@@ -122,7 +166,7 @@ class HostSpeculator(Speculator):
     def _keep(self, draft: Draft) -> None:
         """Copies a draft to where vLLM's verification looks for it.
 
-        A draft may be shorter than the scheduler has planned. Behind its end stand tokens that are verified like any
+        A draft may be shorter than the scheduler has planned. After its end stand tokens that are verified like any
         others, and certain: without a q of their own, what stands in that row is another step's, or nobody's.
         """
         num_reqs, width = draft.token_ids.shape
@@ -132,16 +176,10 @@ class HostSpeculator(Speculator):
         tokens[:, :width] = torch.as_tensor(token_ids, device=self.device)
         if self.draft_logits is None:
             return
-        requests = self.idx_mapping[:num_reqs].long()
-        sampled = 0
+        requests = self.idx_mapping[:num_reqs]
         if draft.logits is not None:
-            sampled = draft.logits.shape[1]
             assert self.tally is not None
             self.tally.add_q(draft.logits, requests)
-            self._draft_logits[requests, :sampled] = draft.logits.to(self._draft_logits.dtype)
-        is_certain = np.arange(self.num_speculative_steps) >= np.minimum(draft.num_draft, sampled)[:, None]
-        if is_certain.any():
-            rows, columns = (torch.from_numpy(index).to(self.device) for index in np.nonzero(is_certain))
-            one_hot = self._draft_logits.new_full((len(rows), self._draft_logits.shape[-1]), -torch.inf)
-            one_hot.scatter_(1, tokens[rows, columns, None], 0.0)
-            self._draft_logits[requests[rows], columns] = one_hot
+        is_certain = np.arange(self.num_speculative_steps) >= draft.num_draft[:, None]
+        certain = torch.as_tensor(is_certain, device=self.device)
+        keep_logits(self._draft_logits, requests, tokens, draft.logits, certain)

@@ -30,10 +30,6 @@ class _Reference:
     num_tokens: int
     num_users: int = 0
 
-    @property
-    def room(self) -> int:
-        return -(-self.num_tokens // _ALIGNED) * _ALIGNED
-
 
 class TokenHistories:
     """Histories and references of all slots.
@@ -56,13 +52,8 @@ class TokenHistories:
         self._references: dict[bytes, _Reference] = {}
         self._digests: dict[str, bytes] = {}  # of requests that have a reference
         # Of all slots; no buffers of vLLM's, which change places where a graph would not find them again.
-        self._starts = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._sizes = torch.zeros(num_slots, dtype=torch.int32, device=device)
-
-    @property
-    def references(self) -> References | None:
-        """Of all slots; None while no request has one."""
-        return self._all_references() if self._digests else None
+        starts, sizes = (torch.zeros(num_slots, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+        self._all = References(self._pool, starts, sizes)
 
     def num_bytes(self) -> int:
         """Memory of all references."""
@@ -70,25 +61,33 @@ class TokenHistories:
 
     def add(self, new_requests: Any) -> None:
         """Takes what requests that are new, or back after a preemption, bring."""
+        if not new_requests:
+            return
         rows = []
         for new in new_requests:
-            self._forget(new.req_id)
-            reference = self._taken(new.req_id, request_options(new.sampling_params))
-            rows.append((self._req_states.req_id_to_index[new.req_id], reference.num_tokens, reference.start))
-        if rows:
-            slots, sizes, starts = async_tensor_h2d(np.array(rows, np.int64), self._pool.device).T
-            self._sizes[slots], self._starts[slots] = sizes.int(), starts
-            self.histories.distances.index_fill_(0, slots, NO_MATCH)
+            self.remove([new.req_id])
+            slot = self._req_states.req_id_to_index[new.req_id]
+            rows.append((slot, *self._taken(new.req_id, request_options(new.sampling_params))))
+        slots, starts, sizes = async_tensor_h2d(np.array(rows, np.int64), self._pool.device).T
+        self._all.starts[slots], self._all.lengths[slots] = starts, sizes.int()
+        self.histories.distances.index_fill_(0, slots, NO_MATCH)
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Drops requests that finished, were aborted or were preempted; steps that are under way still find them."""
         for request_id in request_ids:
-            self._forget(request_id)
+            digest = self._digests.pop(request_id, None)
+            if digest is None:
+                continue
+            reference = self._references[digest]
+            reference.num_users -= 1
+            if reference.num_users == 0:
+                self._spans.give_back(reference.start, _room(reference.num_tokens))
+                del self._references[digest]
 
     def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> Match:
         """What is found for each row; `longest` is the most tokens of a text, None: a graph is recorded, that has to
         do for any text and reference."""
-        references = self._all_references() if longest is None else self.references
+        references = self._all if longest is None or self._digests else None
         if longest is not None:
             longest = max(longest, *(reference.num_tokens for reference in self._references.values()), 1)
         return history_match(
@@ -103,35 +102,21 @@ class TokenHistories:
             implementation=self.implementation,
         )
 
-    def _all_references(self) -> References:
-        return References(self._pool, self._starts, self._sizes)
-
-    def _taken(self, request_id: str, options: Options) -> _Reference:
-        """The reference of a request, which has one user more; an empty one where there is none, or no room."""
-        nothing = _Reference(0, 0)
+    def _taken(self, request_id: str, options: Options) -> tuple[int, int]:
+        """Where the reference of a request begins, and how long it is; it is empty where there is none, or no room."""
         text = np.array(options.get(REFERENCE, ()), np.int32)[: self._max_model_len]
-        if len(text) == 0:
-            return nothing
         digest: bytes = options.get(DIGEST) or text.tobytes()
         reference = self._references.get(digest)
         if reference is None:
-            reference = _Reference(0, len(text))
-            start = self._spans.take(reference.room)
+            start = self._spans.take(_room(len(text))) if len(text) else None
             if start is None:
-                return nothing
-            reference.start = start
+                return 0, 0
             async_tensor_h2d(text, out=self._pool[start : start + len(text)])
-            self._references[digest] = reference
+            reference = self._references[digest] = _Reference(start, len(text))
         reference.num_users += 1
         self._digests[request_id] = digest
-        return reference
+        return reference.start, reference.num_tokens
 
-    def _forget(self, request_id: str) -> None:
-        digest = self._digests.pop(request_id, None)
-        if digest is None:
-            return
-        reference = self._references[digest]
-        reference.num_users -= 1
-        if reference.num_users == 0:
-            self._spans.give_back(reference.start, reference.room)
-            del self._references[digest]
+
+def _room(num_tokens: int) -> int:
+    return -(-num_tokens // _ALIGNED) * _ALIGNED
