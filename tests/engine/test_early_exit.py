@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from cases import NUM_TOKENS, PROMPT_LOOKUP, early_exit, generate
-from conftest import DEMO_MODEL, NUM_LAYERS, spec_metrics
+from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, spec_metrics
 from families import checkpoint
+from parts import with_embeddings, write_head
 from safetensors.torch import load_file
 from torch import nn
 from transformers import GPT2Config, JambaConfig, MambaConfig, OPTConfig
@@ -54,6 +55,28 @@ def test_exit_head(engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> 
         return {name: value - before[name] for name, value in spec_metrics(llm).items()}
 
     assert counted() == counted(exit_head=str(own_head(tmp_path, FEW_LAYERS)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(RUNNER == "v2", reason="the same code")
+def test_one_pass(engine: Any, prompts: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of one pass are those that the exit says behind a text that ends in the embeddings; one pass a step.
+
+    Fails if the layers run once for each token.
+    """
+    llm = engine(with_embeddings(tmp_path, NUM_LAYERS // 2, 4))
+    lengths = []
+    of_states = FirstLayers.of_states
+
+    def counted(self: Any, first: int, end: int, states: torch.Tensor, *rest: Any) -> torch.Tensor:
+        lengths.append(len(states))
+        return of_states(self, first, end, states, *rest)
+
+    monkeypatch.setattr(FirstLayers, "of_states", counted)
+    before = llm.collective_rpc("specplugins_stats")[0]["request_steps"]
+    assert generate(llm, prompts[:4], [1], max_tokens=NUM_TOKENS) == expected[:4]
+    steps = llm.collective_rpc("specplugins_stats")[0]["request_steps"] - before
+    assert 0 <= steps - len(lengths) <= 4 and max(lengths) == 4
 
 
 def damaged(folder: Path, damage: str) -> Path:
@@ -197,6 +220,32 @@ def test_refused_multimodal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(config.model_config), "is_multimodal_model", True)
     with pytest.raises(ConfigError, match=r"^early_exit: model must be .*, not a multimodal model\.$"):
         check_target(config, config.speculative_config.plugin_config)
+
+
+def jump_of(folder: Path, **head: int) -> dict[str, Any]:
+    return write_head(folder, **{"early_layers": 0, "late_layer": 1, "scale": 0.0, **head})  # type: ignore[arg-type]
+
+
+def look_ahead_of(folder: Path, **embeddings: int) -> dict[str, Any]:
+    return with_embeddings(folder, 1, 4, **embeddings)
+
+
+@pytest.mark.parametrize(
+    ("made", "other", "words"),
+    [
+        (jump_of, {"num_layers": NUM_LAYERS + 1}, f"a head whose num_layers is {NUM_LAYERS}, not {NUM_LAYERS + 1}"),
+        (jump_of, {"hidden_size": 128}, "a head whose hidden_size is 256, not 128"),
+        (jump_of, {"late_layer": NUM_LAYERS + 1}, f"a head whose late_layer is from early_layers to {NUM_LAYERS}, not"),
+        (jump_of, {"early_layers": NUM_LAYERS}, "a head whose late_layer is from early_layers to"),
+        (look_ahead_of, {"num_embeddings": 2}, "a set of embeddings of at least 3, one less than num_speculative_"),
+        (look_ahead_of, {"hidden_size": 128}, "a set of embeddings whose hidden_size is 256, not 128"),
+        (look_ahead_of, {"exit_layer": 2}, "a set of embeddings whose exit_layer is 1, not 2"),
+    ],
+)
+def test_refused_parts(made: Any, other: dict[str, int], words: str, tmp_path: Path) -> None:
+    """Before the engine starts, in one sentence. Fails if a size is not compared."""
+    with pytest.raises(ConfigError, match=rf"^(jump: head|early_exit: look_ahead) must be {words}[^\n]*\.$"):
+        engine_config(made(tmp_path, **other))
 
 
 def memory(llm: Any) -> dict[str, Any]:

@@ -62,22 +62,6 @@ def test_stage(engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> None
     assert stats["faults"] == {}
 
 
-@pytest.mark.parametrize(
-    "head, words",
-    [
-        ({"num_layers": NUM_LAYERS + 1}, f"a head whose num_layers is {NUM_LAYERS}, not {NUM_LAYERS + 1}"),
-        ({"hidden_size": 128}, "a head whose hidden_size is 256, not 128"),
-        ({"late_layer": NUM_LAYERS + 1}, f"a head whose late_layer is from early_layers to {NUM_LAYERS}, not"),
-        ({"early_layers": NUM_LAYERS}, "a head whose late_layer is from early_layers to"),
-    ],
-)
-def test_refused(head: dict[str, int], words: str, tmp_path: Path) -> None:
-    """Before the engine starts, in one sentence. Fails if a size is not compared."""
-    config = write_head(tmp_path, **{"early_layers": 0, "late_layer": 1, "scale": 0.0, **head})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=rf"^jump: head must be {words}[^\n]*\.$"):
-        engine_config(config)
-
-
 def test_refused_under_verify(tmp_path: Path) -> None:
     """It cannot check what others drafted."""
     jump = write_head(tmp_path, 0, 1, 0.0)

@@ -44,7 +44,7 @@ ON_GPU = (*PYTEST, "-m", "gpu", TESTS / "engine" / "test_gpu.py", "-k")
 SIZES = ("--requests", "1", "8", "64", "--drafts", "4", "--repeats", "20", "--untested")
 NEVER_RUN = {  # of docs/figures.md, "On a GPU": files of engine tests
     "Medusa": "test_medusa.py",
-    "look-ahead tokens": "test_look_ahead.py",
+    "look-ahead tokens": "test_early_exit.py",
     "drafters built into vLLM as stages": "test_built_in.py",
     "coupled and probabilistic drafts": "test_exit_sampling.py",
     "jump": "test_jump.py",

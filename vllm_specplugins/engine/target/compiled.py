@@ -33,15 +33,12 @@ def compile_cut(cut: Any, tag: str) -> Callable[..., torch.Tensor]:
     """
     forward: Callable[..., torch.Tensor] = cut.forward
     try:
-        run = _compile(cut, tag)
+        return _compile(cut, tag)
     except Exception as error:
         sentence = str(error).strip().partition("\n")[0]
-        logger.warning(
-            "early_exit: %s stays eager, for it does not compile (%s: %s).", tag, type(error).__name__, sentence
-        )
-        logger.debug("the compiler's traceback", exc_info=True)
+        words = "early_exit: %s stays eager, for it does not compile (%s: %s)."
+        logger.warning(words, tag, type(error).__name__, sentence, exc_info=logger.isEnabledFor(logging.DEBUG))
         return forward
-    return run
 
 
 def _compile(cut: Any, tag: str) -> Callable[..., torch.Tensor]:

@@ -26,15 +26,14 @@ class FirstLayers:
     """
 
     def __init__(self, target: nn.Module, config: SpecConfig):
-        body: Any = getattr(target, "model", None)
-        self._target: Any = target
-        self._body = body
-        self._run: dict[tuple[int, int, bool], Callable[..., torch.Tensor]] = {}
         self._compiled: set[tuple[int, bool]] = set()
-        model, enters = type(target).__name__, enters_states(config)
-        if any(row.cuts_layers for row, _ in drafters(config)) and not all(hasattr(body, name) for name in PARTS):
+        self._target: Any = target
+        self._body: Any = getattr(target, "model", None)
+        self._run: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}  # by first and last layer, and norm
+        model = type(target).__name__
+        if any(row.cuts_layers for row, _ in drafters(config)) and not all(hasattr(self._body, name) for name in PARTS):
             _refuse(uncuttable(config.method, model))
-        if enters and not self._takes_states():
+        if enters_states(config) and not self._takes_states():
             _refuse(takes_no_states(config.method, model))
 
     def __call__(
@@ -60,13 +59,10 @@ class FirstLayers:
             return alone
         return self._cut(first_layer, end_layer, normed)(None, positions, None, inputs_embeds=states)
 
-    def _cut(self, first_layer: int, end_layer: int, normed: bool) -> Callable[..., torch.Tensor]:
-        run = self._run.get((first_layer, end_layer, normed))
-        if run is None:
-            # `forward`, not a call: the body's compiled code, if there is any, holds all layers.
-            run = self._cut_body(first_layer, end_layer, normed).forward
-            self._run[first_layer, end_layer, normed] = run
-        return run
+    def _cut(self, *layers: Any) -> Callable[..., torch.Tensor]:
+        if layers not in self._run:  # `forward`, not a call: the body's compiled code, if there is any, has all layers
+            self._run[layers] = self._cut_body(*layers).forward
+        return self._run[layers]
 
     @torch.inference_mode()
     def _takes_states(self) -> bool:
@@ -75,7 +71,7 @@ class FirstLayers:
         states = torch.ones_like(self._body.norm.weight)[None]
         first = torch.zeros(1, dtype=torch.int64, device=states.device)
         try:
-            known = self._cut(0, 0, normed=False)(None, first, None, inputs_embeds=states.clone())
+            known = self._cut(0, 0, False)(None, first, None, inputs_embeds=states.clone())
         except (AttributeError, TypeError):
             return False
         return hasattr(self._body, "embed_input_ids") and torch.equal(known, states)
@@ -107,8 +103,8 @@ class FirstLayers:
         """The largest logit's token ids [num_tokens]; tensor-parallel ranks exchange their best, not their logits."""
         processor: Any = getattr(self._target, "logits_processor", None)
         head = getattr(self._target, "lm_head", None)
-        exchanges = hasattr(processor, "get_top_tokens")  # not so where adapters add to the logits
-        if not exchanges or head is None or getattr(head, "tp_size", 1) == 1 or processor.scale <= 0:
+        has_best = hasattr(processor, "get_top_tokens")  # not so where adapters add to the logits
+        if not has_best or getattr(head, "tp_size", 1) == 1 or processor.scale <= 0:
             return self.logits(hidden_states).argmax(dim=-1)
         token_ids: torch.Tensor = processor.get_top_tokens(head, hidden_states)
         return token_ids
