@@ -8,7 +8,8 @@ an engine in a process of its own; they take turns. Microseconds of the thread's
 work on the machine leaves these alone. What the driver takes is not in it (about 2 us a launch, 4 a copy, 10 a graph),
 nor what a front end does. K does not change (no gate by time, where time means nothing) and is 5; an arm's ending says
 more: ", K = 31"; ", K = 0": the scheduler plans no drafts. ", free": further tokens cost the target nothing, as with
-few requests; otherwise about half of what is drafted is trimmed. ", gate off": as configured.
+few requests; otherwise about half of what is drafted is trimmed. ", gate off": as configured. ", JSON": each request
+has a grammar, that forbids nothing and costs nothing, and nothing is found.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from time import thread_time_ns
+from types import SimpleNamespace
 from typing import Any
 
 import null_device
@@ -55,6 +57,23 @@ MODEL = {
 SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512]  # the last is vLLM's largest, too
 
 
+class Grammar:
+    """One that forbids nothing."""
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return tokens
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def fill_bitmask(self, bitmask: Any, row: int) -> None: ...
+
+    def rollback(self, num_tokens: int) -> None: ...
+
+
 class Engine:
     """One arm's."""
 
@@ -70,7 +89,9 @@ class Engine:
         name, *endings = arm.split(", ") if not arm.startswith("{") else [arm]
         method = METHODS[name] if name in METHODS else json.loads(name)
         num_draft = 31 if "K = 31" in endings else 5
-        null_device.num_draft = 0 if method is None or "K = 0" in endings else num_draft
+        planned = 0 if "K = 0" in endings else num_draft
+        self._has_grammar = "JSON" in endings
+        null_device.num_draft = 0 if method is None or self._has_grammar else planned
         config = None if method is None else {"num_speculative_tokens": num_draft, **method}
         if "gate off" in endings and config is not None:
             config["gate"] = "off"
@@ -87,7 +108,9 @@ class Engine:
         null_device.replace_imported()
         self._core, self._num_requests = self._llm.llm_engine.engine_core.engine_core, 0
         runner = self._core.model_executor.driver_worker.worker.model_runner
-        _pin(self._core.scheduler, null_device.num_draft if method else None)
+        _pin(self._core.scheduler, planned if method else None)
+        if self._has_grammar:
+            self._make_grammars()
         _replace_results(runner, num_draft, "free" in endings)
 
     def run(self, num_requests: int, num_steps: int) -> tuple[list[float], dict[str, float]]:
@@ -121,10 +144,23 @@ class Engine:
         ]
         return sorted(rows, key=lambda row: -row[2])
 
-    def _begin(self, num_requests: int) -> None:
+    def _make_grammars(self) -> None:
+        import torch
         from vllm import SamplingParams
 
+        manager, width = self._core.structured_output_manager, -(-MODEL["vocab_size"] // 32)  # type: ignore[operator]
+        masks = {"allocate_token_bitmask": lambda rows: torch.full((rows, width), -1, dtype=torch.int32)}
+        manager.backend = SimpleNamespace(**masks, destroy=lambda: None)
+        manager.grammar_init = lambda request: setattr(request.structured_output_request, "grammar", Grammar())
+        SamplingParams._validate_structured_outputs = lambda *arguments: None  # there is no tokenizer
+
+    def _begin(self, num_requests: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        grammar = StructuredOutputsParams(regex=".*") if self._has_grammar else None
         params = SamplingParams(temperature=self._temperature, max_tokens=8000, ignore_eos=True, detokenize=False)
+        params.structured_outputs = grammar
         for _ in range(num_requests):
             self._num_requests += 1
             prompt = [5 + (self._num_requests + place) % 7 for place in range(12)]
@@ -169,6 +205,7 @@ def _replace_results(runner: Any, num_draft: int, tokens_are_free: bool) -> None
     outcomes = getattr(runner.speculator, "outcomes", None)
     if outcomes is not None:
         outcomes.probs.fill_(0.8)
+        outcomes._num_draft.zero_()
         if (confidences := outcomes.confidences) is not None:
             confidences.newest.fill_(0.8)
             confidences.host.fill(0.8)
