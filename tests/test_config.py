@@ -290,6 +290,7 @@ STAGE = {"method": "cascade", "stages": [LOOKUP]}
         ),
         ({**STAGE, "policy": "extend"}, "not 'extend': " + GONE_VALUES["policy", "'extend'"] + "."),
         ({**STAGE, "cost_table": "f.json"}, f"cost_table went: {GONE['cost_table']}."),
+        ({"method": "suffix_lookup", "max_index_bytes": 1 << 20}, f"max_index_bytes went: {GONE['max_index_bytes']}."),
         ({**STAGE, "stages": [{"method": "token_recycling"}]}, "token_recycling went: use suffix_lookup."),
         ({**EXIT, "exit_layer": "auto"}, "not 'auto': `calibrate` finds the layer."),
         ({**EXIT, "exit_layer": [1, 2]}, "not [1, 2]: `calibrate` finds the layer."),

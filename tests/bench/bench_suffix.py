@@ -7,9 +7,9 @@ alone with CMake and nanobind. It is asked as vLLM asks it, with vLLM's defaults
 of n tokens drafts n, probabilities of 0.1 and more). Traces are those of tests/traces. Acceptance: tokens that a step
 accepts beside the one that it would say anyway. Step: taking in the newest tokens of each request and drafting for
 it; CPU time of the thread by request, in rounds that take turns; of ours all of `propose`, of theirs only its own
-calls, and none in which a prompt comes. Intake: of a prompt. The store of ours is as large as theirs is at the end of
-the trace, but at least 1 MiB. The bars: acceptance at least theirs, a step at most half of theirs, intake 5 times as
-fast. It returns 1 where one is missed.
+calls, and none in which a prompt comes, which ours does not take in. The store of ours is as large as theirs at the
+end of the trace, but at least 1 MiB. The bars: acceptance at least theirs, a step at most half of theirs. It returns 1
+where one is missed.
 """
 
 import argparse
@@ -32,16 +32,15 @@ from vllm_specplugins.config import SuffixLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.suffix_lookup import SuffixLookup
-from vllm_specplugins.structures.suffix.requests import SuffixRequests
-from vllm_specplugins.structures.suffix.texts import BYTES_PER_TOKEN
+from vllm_specplugins.structures.suffix.ring import BYTES_PER_TOKEN
 from vllm_specplugins.tools.replay.costs import H100, Load
 from vllm_specplugins.tools.replay.data import Traffic
 from vllm_specplugins.tools.replay.simulate import Totals, simulate
 
 DEPTH, MAX_REQUESTS, FACTOR, MIN_PROBABILITY = 24, 10_000, 1.0, 0.1  # vLLM's
-STEP_SHARE, INTAKE_FACTOR = 0.5, 5
+STEP_SHARE = 0.5
 ROUNDS = 5
-SETTLED = 3  # steps of a request after which its prompt is taken in
+SETTLED = 3  # steps of a request before which it is not timed
 
 
 class Peer:
@@ -54,8 +53,6 @@ class Peer:
         self._max_num_draft = context.max_num_draft
         self._known: dict[str, int] = {}
         self.ms: list[float] = []  # by request and step, without those that begin
-        self.intake: list[tuple[int, float]] = []  # tokens, ms
-        self.local_bytes: list[tuple[int, int]] = []  # tokens, bytes
 
     def propose(self, batch: DraftBatch) -> Draft:
         token_ids = np.zeros((batch.num_reqs, self._max_num_draft), np.int32)
@@ -64,9 +61,7 @@ class Peer:
             limit = int(batch.max_num_draft[row])
             history = np.array(history)
             if name not in self._known:
-                start = time.thread_time()
                 self.cache.start_request(name, history[:-1])
-                self.intake.append((len(history) - 1, (time.thread_time() - start) * 1e3))
                 self._known[name] = len(history) - 1
             new, ending = history[self._known[name] :].tolist(), history[-DEPTH:]
             start = time.thread_time()
@@ -84,8 +79,7 @@ class Peer:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         for name in request_ids:
-            if (length := self._known.pop(name, 0)) > 1000 and len(self.local_bytes) < 20:
-                self.local_bytes.append((length, self.cache._local_trees[name].estimate_memory()))
+            self._known.pop(name, None)
             self.cache.stop_request(name)
 
     def num_bytes(self) -> int:
@@ -144,25 +138,6 @@ def lookup(context: ProposerContext) -> Timed:
     return Timed(build_proposer(parse_config({"method": "prompt_lookup"}), context))
 
 
-def intake_us(prompts: Sequence[np.ndarray]) -> float:
-    """us a token of taking prompts into texts of ours."""
-    table, ms = SuffixRequests(1 << 28, 1, 5), 0.0
-    for prompt in prompts:
-        row = table.add()
-        start = time.thread_time()
-        table.enter(row, prompt, 1 << 40)
-        ms += (time.thread_time() - start) * 1e3
-        assert table.is_whole(row) or not table.num_left(row, prompt)
-        table.drop(row)
-    return 1e3 * ms / sum(map(len, prompts))
-
-
-def us_a_token(intake: Sequence[tuple[int, float]]) -> float:
-    """Of pairs of tokens and ms."""
-    tokens, ms = map(sum, zip(*intake, strict=True))
-    return 1e3 * ms / tokens
-
-
 def accepted(totals: Totals) -> float:
     return totals.emitted / totals.steps - 1
 
@@ -170,7 +145,6 @@ def accepted(totals: Totals) -> float:
 def compare(kind: str, args: argparse.Namespace) -> list[dict]:
     """Rows by K: all three on a kind of text."""
     traffic = traffic_of(kind, args.requests)
-    prompts = [ids[:length] for ids, length in zip(traffic.histories, traffic.prompt_lengths, strict=True)]
     rows = []
     for num_draft in args.num_draft:
         # The least that a store may have is 1 MiB.
@@ -181,18 +155,13 @@ def compare(kind: str, args: argparse.Namespace) -> list[dict]:
                 totals, proposer = play(traffic, make, num_draft, args.batch)
                 last[name] = totals
                 found.setdefault(name, []).append((accepted(totals), 1e3 * statistics.mean(proposer.ms), proposer))
-        peer, own = found["theirs"][-1][2], found["ours"][-1][2]
-        theirs_us = statistics.median(us_a_token(round_peer.intake) for _, _, round_peer in found["theirs"])
-        lengths, sizes = map(sum, zip(*(peer.local_bytes or [(1, 0)]), strict=True))
-        us = statistics.median(intake_us(prompts) for _ in range(ROUNDS))
+        own = found["ours"][-1][2]
         rows.append(
             {
                 "kind": kind,
                 "K": num_draft,
                 "accepted": {name: rounds[0][0] for name, rounds in found.items()},
                 "step_us": {name: statistics.median(us for _, us, _ in rounds) for name, rounds in found.items()},
-                "intake_us": {"theirs": theirs_us, "ours": us},
-                "prompt_bytes": {"theirs": sizes / lengths, "ours": BYTES_PER_TOKEN},
                 "store_bytes": {
                     "theirs": store_bytes / max(1, traffic.num_output_tokens),
                     "ours": BYTES_PER_TOKEN,
@@ -207,14 +176,12 @@ def compare(kind: str, args: argparse.Namespace) -> list[dict]:
 def missed(row: dict) -> list[str]:
     """The bars that a row misses."""
     words, ours, theirs = [], {}, {}
-    for name in ("accepted", "step_us", "intake_us"):
+    for name in ("accepted", "step_us"):
         ours[name], theirs[name] = row[name]["ours"], row[name]["theirs"]
     if ours["accepted"] < theirs["accepted"]:
         words.append("acceptance")
     if ours["step_us"] > STEP_SHARE * theirs["step_us"]:
         words.append("step")
-    if ours["intake_us"] * INTAKE_FACTOR > theirs["intake_us"]:
-        words.append("intake")
     return words
 
 
@@ -230,7 +197,7 @@ def main() -> int:
     sys.path.insert(0, str(args.peer))
     play(traffic_of("code", 1), partial(suffix, 1 << 20), 5, 1)  # compilers warm up
     rows = [row for kind in args.kinds.split(",") for row in compare(kind, args)]
-    names = ("accepted", "right", "step_us", "intake_us", "prompt_bytes", "store_bytes")
+    names = ("accepted", "right", "step_us", "store_bytes")
     table = Table("kind", "K", *(f"{name}: theirs, ours" for name in names), "prompt_lookup accepted", "missed")
     for row in rows:
         pairs = [f"{row[name]['theirs']:.2f}, {row[name]['ours']:.2f}" for name in names]

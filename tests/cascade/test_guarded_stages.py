@@ -69,7 +69,7 @@ def test_a_hostile_stage(act: str) -> None:
 def test_stages_forget_when_nothing_follows() -> None:
     """Requests that ended are forgotten in the engine's idle step, once, in the stage's own thread. Kills: a stage that
     is told when it is next asked, as an engine without requests never does."""
-    proposer = cascade({"method": "suffix_lookup", "store_bytes": 1 << 20, "max_index_bytes": 1 << 20}, CUSTOM)
+    proposer = cascade({"method": "suffix_lookup", "store_bytes": 1 << 20}, CUSTOM)
     barrier, own = barrier_of(proposer), proposer._stages[0]
     step(barrier)
     barrier.forget(["a", "b"])

@@ -14,12 +14,7 @@ PROMPT_LOOKUP = {"method": "prompt_lookup", "num_speculative_tokens": 4}
 IS_SHORT = INTERPRETED and os.environ.get("SPECPLUGINS_SIMULATED") != "all"
 LONG = PROMPT_LOOKUP if IS_SHORT else {"method": "prompt_lookup"}
 
-SUFFIX_LOOKUP = {
-    "method": "suffix_lookup",
-    "num_speculative_tokens": 4,
-    "max_index_bytes": 1 << 22,
-    "store_bytes": 1 << 22,
-}
+SUFFIX_LOOKUP = {"method": "suffix_lookup", "num_speculative_tokens": 4, "store_bytes": 1 << 22}
 
 
 def early_exit(layer: int, num_draft: int = 4) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         config = {"method": "suffix_lookup", "num_speculative_tokens": 4, "store_path": str(path)}
         arguments = ["--model", str(DEMO_MODEL), "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-        config |= {"store_bytes": 1 << 24, "max_index_bytes": 1 << 22, "save_every_s": SYNC_S}
+        config |= {"store_bytes": 1 << 24, "save_every_s": SYNC_S}
         arguments += ["--max-model-len", "256", "--speculative-config", json.dumps(config)]
         print(json.dumps(arguments), file=starter.stdin, flush=True)
         self.pid = int(starter.stdout.readline())

@@ -11,7 +11,6 @@ from vllm_specplugins.__main__ import main
 from vllm_specplugins.config import SuffixLookupConfig
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.proposers.suffix_lookup import SuffixLookup
-from vllm_specplugins.structures.suffix.pages import OLDEST, OWNER, PROVEN
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
 K = 5
@@ -37,8 +36,7 @@ def proposer(tokenizer, path: Path) -> SuffixLookup:
         AutoConfig.from_pretrained(DEMO_MODEL).vocab_size, 1024, 1, K,
         tokenize=lambda text: tokenizer.encode(text, add_special_tokens=False),
     )  # fmt: skip
-    sizes = {"max_index_bytes": 1 << 20, "store_bytes": 1 << 22}
-    return SuffixLookup(SuffixLookupConfig(**sizes, store_path=str(path)), context)
+    return SuffixLookup(SuffixLookupConfig(store_bytes=1 << 22, store_path=str(path)), context)
 
 
 def test_built_and_loaded(tmp_path, tokenizer, capsys):
@@ -68,6 +66,5 @@ def test_of_a_tenant(tmp_path, tokenizer):
     """Fails if --cache-salt is not looked at."""
     out = tmp_path / "store.bin"
     assert build(lines(tmp_path / "t.jsonl", {"text": TEXTS[1]}), out=out, extra=("--cache-salt", "team")) == 0
-    store = proposer(tokenizer, out).store
-    tenant = store._names[int(store.texts.pages[store.texts.state[OLDEST + PROVEN], OWNER])]
-    assert len(tenant) == 16
+    [text] = proposer(tokenizer, out).store.texts()
+    assert len(text.tenant) == 16

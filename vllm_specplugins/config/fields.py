@@ -30,6 +30,7 @@ ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
 # Methods, fields and commands that were removed, and what to use instead.
 GONE = {
     "cost_table": "leave it out, for the gate learns what steps cost while it serves",
+    "max_index_bytes": "leave it out, for no index is kept of a request's own text",
     "token_recycling": "use suffix_lookup",
     "train-medusa": "use train-jump, whose parts draft better",
 }

@@ -47,17 +47,14 @@ class SuffixLookupConfig:
     """`suffix_lookup`: what most often followed the longest match, in the request's own text and in earlier outputs.
 
     Args:
-        max_index_bytes: memory of all requests' own texts, 80 bytes a token, taken at the start; requests that find it
-            full are drafted for from the store alone.
-        store_bytes: memory of the store of earlier outputs, 80 bytes a token, taken at the start; where it is full,
-            those used longest ago go, and first those of tenants that did not ask again.
+        store_bytes: memory of the store of earlier outputs, 80 bytes a token, taken at the start; where it is full, the
+            oldest go that were not drafted from, those of tenants with little last.
         store_path: file that the store is loaded from, and that each output is added to; null: it is lost with the
             process. Data-parallel engines but the first add ".dp1" and so on.
         save_every_s: seconds from an output to when it is on the disk; a power cut costs what came since.
         min_confidence: a draft ends before a token whose acceptance probability is less.
     """
 
-    max_index_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
     store_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
     store_path: str | None = optional_path()
     save_every_s: int = integer(300, 1, 1_000_000)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.kernels.history_match import NO_MATCH
-from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, OWN, history_match
+from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, NUM_TOKENS, OWN, REFERENCE, history_match
 from vllm_specplugins.structures.draft_arrays import NO_COUNTS, NO_TOKENS
 from vllm_specplugins.structures.slots import SlotTable, with_room
 from vllm_specplugins.structures.views import places_of
@@ -32,7 +32,7 @@ class PromptLookup:
     def __init__(self, config: PromptLookupConfig, context: ProposerContext):
         self._ngrams = config.min_ngram, config.max_ngram
         self._max_num_draft = context.max_num_draft
-        self._rows = SlotTable()
+        self._rows, self._newest_rows = SlotTable(), NO_COUNTS
         self._known = np.zeros((1, NUM_COLUMNS), np.int64)  # a row that is 0 is new
         self._references: dict[int, Int32Array] = {}  # by row
 
@@ -57,7 +57,7 @@ class PromptLookup:
         num_reqs = batch.num_reqs
         token_ids = np.zeros((num_reqs, self._max_num_draft), np.int32)
         num_draft, match_lengths = np.zeros(num_reqs, np.int64), np.zeros(num_reqs)
-        requests = *places_of(batch.token_ids), self._rows_of(batch), self._known
+        requests = *places_of(batch.token_ids), self.rows_of(batch), self._known
         history_match(*requests, prefix, num_begun, max_draft, *self._ngrams, token_ids, num_draft, match_lengths)
         return token_ids, num_draft, match_lengths
 
@@ -75,12 +75,23 @@ class PromptLookup:
         """Memory of all references."""
         return sum(text.nbytes for text in self._references.values())
 
-    def _rows_of(self, batch: DraftBatch) -> Ints:
+    def rows_of(self, batch: DraftBatch) -> Ints:
+        """[num_reqs], where what is kept of these requests stands."""
         rows = self._rows.of(batch.request_ids)
-        self._known = with_room(self._known, self._rows.num_rows)
-        for index in np.flatnonzero(self._known[rows, OWN] == 0).tolist():
-            self._begin(rows.item(index), batch.options[index])
+        if rows is not self._newest_rows:  # others than in the last step
+            self._newest_rows, self._known = rows, with_room(self._known, self._rows.num_rows)
+            for index in np.flatnonzero(self._known[rows, OWN] == 0).tolist():
+                self._begin(rows.item(index), batch.options[index])
         return rows
+
+    def references_of(self, rows: Ints) -> Ints:
+        """[num_reqs * 2], where their references lie, and the lengths of these, or 0."""
+        return self._known[rows, REFERENCE : NUM_TOKENS + 1].ravel()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows are below this."""
+        return self._rows.num_rows
 
     def _begin(self, row: int, options: Mapping[str, Any]) -> None:
         """A request that is new; a reference that is no list of token ids is not searched, and costs nobody else."""

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from numba import njit
+import numpy as np
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
@@ -41,3 +42,17 @@ def borrowed(typing_context: Any, array: Any) -> Any:
         return view._getvalue()
 
     return array(array), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@inlined
+def text_at(address: int, num_tokens: int) -> Any:
+    """The int32 tokens that lie there; see views.places_of."""
+    return carray(_pointer(address), (num_tokens,), np.int32)

@@ -44,8 +44,7 @@ def places_of(texts: Sequence[Int32Array]) -> tuple[npt.NDArray[np.int64], npt.N
     known: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = getattr(texts, "places", None)
     if known is not None:
         return known
-    found = [text.__array_interface__ for text in texts]
-    for text in found:
-        if text["typestr"] != "<i4" or text["strides"] is not None:
-            raise TypeError(f"a text is {text['typestr']} with strides {text['strides']}; it must be contiguous int32.")
-    return np.array([text["data"][0] for text in found], np.int64), np.array([len(text) for text in texts], np.int64)
+    for text in texts:
+        if text.dtype != np.int32 or not text.flags.c_contiguous:
+            raise TypeError(f"a text is {text.dtype} with strides {text.strides}; it must be contiguous int32.")
+    return np.array([text.ctypes.data for text in texts], np.int64), np.array([len(text) for text in texts], np.int64)

@@ -1,235 +1,206 @@
 """A bounded store of finished texts by tenant.
 
-Oliaro et al. 2024 (suffix decoding). Knows nothing of batches or engines. Texts are entered, and those that were used
-longest ago removed, by pieces: `work` does as much as it is told to. A text that is being entered, or removed, is a
-shorter one.
-
-One tenant's texts are never looked at for another: what is hashed begins with the tenant, and tokens are compared in
-its own pages alone. Tenants share the room: who holds more than its share makes room for itself. A text is proven when
-it is drafted from, or comes from a tenant that has asked again while it had one; what is not makes room first, unless
-tenants that never asked again have little.
+Oliaro et al. 2024 (suffix decoding). Knows nothing of batches or engines. Texts lie in a ring, the oldest makes room
+first. It stays, as the newest, if it was drafted from since it was entered, or if its tenant has less than half its
+share and is not the one that enters; of tenants that never asked again, only while these have little, or make room for
+one that has more. What stays is entered again, so that is bounded, too. One tenant's texts are never looked at for
+another. All of it is done by pieces: `work` does as much as it is told to.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from vllm_specplugins.structures.suffix.pages import (
-    FIRST,
-    KIND,
-    NONE,
-    OLDER,
-    OLDEST,
-    OWNER,
-    PAGE,
-    PROVEN,
-    UNORDERED,
-    UNPROVEN,
-    USED,
-    Int32Array,
-    Int64Array,
-)
-from vllm_specplugins.structures.suffix.recency import oldest_of, order
-from vllm_specplugins.structures.suffix.texts import SMALLEST_BYTES, Texts
+from vllm_specplugins.structures.suffix.ring import HEAD, NONE, Int32Array, clear, link, new_ring
+from vllm_specplugins.structures.suffix.store_file import StoredText
 
+SMALLEST_BYTES = 1 << 17
 WAITING_SHARE = 16  # one part in so many is for texts that wait to be entered
 TENANT_BYTES = 400  # of what is kept of a tenant
 STRANGERS_SHARE = 16  # one part in so many is for tenants that have not asked again
-FURTHEST = 1000  # texts that are looked at for a tenant's oldest one
+MOST_STAYING = 4  # tokens of texts that stay for each one that is entered
+LEAST_PLACES = 16  # that a text takes up, for what is kept of it beside
+MOST_NUMBERS = (1 << 31) - 1
 WHOLE = 1 << 62
 
 
 @dataclass(slots=True)
 class _Tenant:
     number: int
-    num_pages: int = 0
+    num_places: int = 0
     is_back: bool = False  # it has asked again while it had a text
 
 
-@dataclass(slots=True)
-class _Entering:
-    """A text of which `start` tokens are entered."""
-
+class _Text(NamedTuple):
     tenant: bytes
-    text: Int32Array
-    is_proven: bool
-    start: int = 0
-    first: int = NONE
+    begin: int  # the place of its first token; before that stands one of no text
+    num_tokens: int
+    num_places: int
 
 
 class SuffixStore:
-    """See the module. ValueError if max_bytes is less than 2 * SMALLEST_BYTES.
+    """See the module; who is given `entered_again` hears of texts that stay. ValueError if max_bytes is too small.
 
     >>> store = SuffixStore(1 << 20)
     >>> store.enter(b"me", np.array([1, 2, 3, 4, 5], np.int32))
     True
     """
 
-    def __init__(self, max_bytes: int):
-        if max_bytes < 2 * SMALLEST_BYTES:
-            raise ValueError(f"max_bytes is {max_bytes}; it must be at least {2 * SMALLEST_BYTES}.")
-        self._max_waiting_bytes = max_bytes // WAITING_SHARE
-        self.texts = Texts(max_bytes - self._max_waiting_bytes)
-        self._longest = self.texts.num_pages * PAGE // WAITING_SHARE
+    def __init__(self, max_bytes: int, entered_again: Callable[[StoredText], None] = lambda text: None):
+        if max_bytes < SMALLEST_BYTES:
+            raise ValueError(f"max_bytes is {max_bytes}; it must be at least {SMALLEST_BYTES}.")
+        self._max_waiting_bytes, self._entered_again = max_bytes // WAITING_SHARE, entered_again
+        self.ring = new_ring(max_bytes - self._max_waiting_bytes)
+        self.max_tokens = len(self.ring.tokens)
+        self._longest = self.max_tokens // WAITING_SHARE
         self.clear()
 
     def clear(self) -> None:
         """Forgets all texts."""
-        self.texts.clear()
+        clear(self.ring)
+        self._texts: deque[_Text] = deque()  # in the ring's order
         self._tenants: dict[bytes, _Tenant] = {}
-        self._names: dict[int, bytes] = {}  # of tenants, by number
-        self._num_tenants_ever = self._num_back = self._pages_of_strangers = 0
-        self._waiting: deque[_Entering] = deque()
-        self._waiting_bytes = 0
-        self._entering: _Entering | None = None
-        self._leaving = NONE  # first page of the text that is being removed
-        self.num_texts = self.num_removed = self.num_refused = 0
+        self._waiting: deque[StoredText] = deque()
+        self._linking: tuple[Int32Array, int] | None = None  # the newest text, and how much of it is linked
+        self._num_tenants_ever = self._num_back = self._places_of_strangers = self._may_stay = 0
+        self._waiting_bytes = self.num_tokens = self.num_removed = self.num_refused = 0
 
     @property
     def num_bytes(self) -> int:
         """Memory of all arrays and of what waits."""
-        return self.texts.num_bytes + self._waiting_bytes
+        return sum(array.nbytes for array in self.ring) + self._waiting_bytes
 
     @property
     def num_tenants(self) -> int:
         """That have a text."""
         return len(self._tenants)
 
+    @property
+    def num_texts(self) -> int:
+        """That are entered."""
+        return len(self._texts)
+
     def number(self, tenant: bytes) -> int:
-        """By which the texts know a tenant; 0 if there is nothing of it."""
+        """By which the ring knows a tenant; 0 if there is nothing of it."""
         known = self._tenants.get(tenant)
         return 0 if known is None else known.number
 
-    def ask(self, tenant: bytes) -> int:
-        """Notes that a request of the tenant's begins; its number."""
+    def ask(self, tenant: bytes) -> None:
+        """Notes that a request of the tenant's begins."""
         known = self._tenants.get(tenant)
-        if known is not None:
-            self._come_back(known)
-        return self.number(tenant)
+        if known is not None and not known.is_back:
+            known.is_back = True
+            self._num_back += 1
+            self._places_of_strangers -= known.num_places
 
     def is_back(self, tenant: bytes) -> bool:
         """Whether a tenant has asked again while it had a text."""
         return tenant in self._tenants and self._tenants[tenant].is_back
 
     # text: [num_tokens] int32, ids >= 0
-    def enter(self, tenant: bytes, text: Int32Array, is_proven: bool = False) -> bool:
+    def enter(self, tenant: bytes, text: Int32Array, in_use: bool = False) -> bool:
         """Has a text entered by the next `work`; False where too many wait. Of one that is too long the end is kept."""
         text = np.array(text[-self._longest :], np.int32)
         num_bytes = text.nbytes + TENANT_BYTES
         if len(text) < 2 or self._waiting_bytes + num_bytes > self._max_waiting_bytes:
             self.num_refused += 1
             return False
-        self._waiting.append(_Entering(tenant, text, is_proven))
+        self._waiting.append(StoredText(in_use, tenant, text))
         self._waiting_bytes += num_bytes
         return True
 
     @property
     def has_work(self) -> bool:
-        """Whether texts wait to be entered, or are being entered or removed."""
-        return bool(self._waiting) or self._entering is not None or self._leaving != NONE
+        """Whether texts wait to be entered, or are being entered."""
+        return bool(self._waiting) or self._linking is not None
 
     def work(self, most: int = WHOLE) -> int:
-        """Enters and removes texts as far as so much work goes, in looks into a table; what is left of it."""
-        while most > 0:
-            if self._leaving != NONE:
-                most = self._go_on_removing(most)
-            elif self._entering is not None:
-                most = self._go_on_entering(self._entering, most)
-            elif self._waiting:
-                if _num_pages(self._waiting[0].text) > self.texts.num_free:
-                    self._begin_to_remove(self._victim(self._waiting[0].tenant))
-                else:
-                    self._begin_to_enter(self._waiting.popleft())
-                most -= 1
+        """Enters texts as far as so much work goes, in looks into a table; what is left of it."""
+        while most > 0 and self.has_work:
+            if self._linking is not None:
+                text, (tokens, start) = self._texts[-1], self._linking
+                start, most = link(tokens, start, text.begin, self.number(text.tenant), most, tuple(self.ring))
+                self._linking = (tokens, start) if start < len(tokens) - 1 else None
             else:
-                break
+                most -= 1
+                self._make_room_or_put(self._waiting[0])
         return most
 
-    def contents_of(self, start: int, end: int) -> list[tuple[tuple[int, int], bytes, Int32Array]]:
-        """Of each text that begins in these pages: whether it is proven, and when it was used last, its tenant and its
-        tokens."""
-        pages = self.texts.pages[start:end]
-        begins = (pages[:, FIRST] == np.arange(start, start + len(pages))) & (pages[:, OLDER] != UNORDERED)
-        firsts = (start + np.flatnonzero(begins)).tolist()
-        rows = self.texts.pages[firsts][:, [KIND, USED, OWNER]].tolist()
-        return [
-            ((kind, used), self._names[owner], self.texts.read(first))
-            for first, (kind, used, owner) in zip(firsts, rows, strict=True)
-        ]
+    def texts(self) -> list[StoredText]:
+        """All that are entered, in the ring's order."""
+        return [StoredText(self.is_back(text.tenant), text.tenant, self._read(text)) for text in self._texts]
 
-    def _come_back(self, tenant: _Tenant) -> None:
-        if not tenant.is_back:
-            tenant.is_back = True
-            self._num_back += 1
-            self._pages_of_strangers -= tenant.num_pages
+    def _make_room_or_put(self, entering: StoredText) -> None:
+        num_places = _num_places(entering.tokens)
+        if self._texts and int(self.ring.state[HEAD]) + num_places - self._texts[0].begin >= self.max_tokens:
+            oldest = self._texts[0]
+            stays = oldest.num_places <= self._may_stay and self._stays(oldest, entering.tenant)
+            kept = StoredText(self.is_back(oldest.tenant), oldest.tenant, self._read(oldest))
+            self._texts.popleft()
+            self._count(oldest, -1)
+            self.num_removed += not stays
+            if stays:
+                self._may_stay -= oldest.num_places
+                self._put(kept)
+                self._entered_again(kept)
+        else:
+            self._may_stay = min(self._may_stay + MOST_STAYING * num_places, self.max_tokens // 4)
+            self._waiting.popleft()
+            self._waiting_bytes -= entering.tokens.nbytes + TENANT_BYTES
+            self._put(entering)
 
-    def _add_pages(self, tenant: _Tenant, count: int) -> None:
-        tenant.num_pages += count
-        if not tenant.is_back:
-            self._pages_of_strangers += count
+    def _stays(self, text: _Text, entering: bytes) -> bool:
+        """Whether a text is entered again, where one of the entering tenant's needs room."""
+        if self.ring.used[self._places(text)].any():
+            return True
+        if text.tenant == entering or self._has_too_much(text.tenant):
+            return False
+        are_few = self._places_of_strangers * STRANGERS_SHARE < self.max_tokens
+        return self.is_back(text.tenant) or are_few or self._has_too_much(entering)
 
-    def _victim(self, tenant: bytes) -> int:
-        """The text to be removed for one of this tenant's: its own where it holds more than its share."""
+    def _has_too_much(self, tenant: bytes) -> bool:
         known = self._tenants.get(tenant)
-        if known is not None:
-            num_sharing = self._num_back if known.is_back else len(self._tenants)
-            if known.num_pages * num_sharing > self.texts.num_pages:
-                own = [oldest_of(known.number, kind, FURTHEST, *self._ordered) for kind in (UNPROVEN, PROVEN)]
-                if own != [NONE, NONE]:
-                    return next(first for first in own if first != NONE)
-        unproven, proven = self.texts.state[OLDEST : OLDEST + 2].tolist()
-        return int(proven if unproven == NONE or (proven != NONE and self._is_spared(unproven)) else unproven)
+        if known is None:
+            return False
+        return 2 * known.num_places * (self._num_back if known.is_back else len(self._tenants)) > self.max_tokens
 
-    def _is_spared(self, first: int) -> bool:
-        """Whether a text is of a tenant that has not asked again, and these have little."""
-        tenant = self._tenants[self._names[int(self.texts.pages[first, OWNER])]]
-        return not tenant.is_back and self._pages_of_strangers * STRANGERS_SHARE < self.texts.num_pages
+    def _put(self, text: StoredText) -> None:
+        begin, num_places = int(self.ring.state[HEAD]) + 1, _num_places(text.tokens)
+        new = _Text(text.tenant, begin, len(text.tokens), num_places)
+        self._count(new, 1)
+        if text.in_use:
+            self.ask(text.tenant)
+        every = np.arange(begin - 1, begin - 1 + num_places) % self.max_tokens
+        self.ring.tokens[every], self.ring.owners[every] = NONE, self.number(text.tenant)
+        self.ring.tokens[self._places(new)] = text.tokens
+        self.ring.used[every] = False
+        self.ring.state[HEAD] += num_places
+        self._texts.append(new)
+        self._linking = text.tokens, 0
 
-    @property
-    def _ordered(self) -> tuple[Int32Array, Int64Array]:
-        return self.texts.pages, self.texts.state
-
-    def _begin_to_enter(self, entering: _Entering) -> None:
-        known = self._tenants.get(entering.tenant)
+    def _count(self, text: _Text, sign: int) -> None:
+        """Counts a text as one that is there, or as one that is not any more."""
+        known = self._tenants.get(text.tenant)
         if known is None:
             self._num_tenants_ever += 1
-            known = self._tenants[entering.tenant] = _Tenant(self._num_tenants_ever)
-            self._names[known.number] = entering.tenant
-        if entering.is_proven:
-            self._come_back(known)
-        self._add_pages(known, _num_pages(entering.text))
-        self._entering = entering
-
-    def _go_on_entering(self, entering: _Entering, most: int) -> int:
-        known = self._tenants[entering.tenant]
-        entering.start, entering.first, most = self.texts.enter(
-            entering.text, entering.start, entering.first, known.number, most
-        )
-        if entering.start == len(entering.text):
-            order(entering.first, PROVEN if known.is_back else UNPROVEN, *self._ordered)
-            self._waiting_bytes -= entering.text.nbytes + TENANT_BYTES
-            self._entering = None
-            self.num_texts += 1
-        return most
-
-    def _begin_to_remove(self, first: int) -> None:
-        order(first, NONE, *self._ordered)
-        self._leaving = first
-        self.num_texts -= 1
-        self.num_removed += 1
-
-    def _go_on_removing(self, most: int) -> int:
-        name = self._names[int(self.texts.pages[self._leaving, OWNER])]
-        num_free = self.texts.num_free
-        self._leaving, most = self.texts.remove(self._leaving, most)
-        known = self._tenants[name]
-        self._add_pages(known, num_free - self.texts.num_free)
-        if known.num_pages == 0:
+            known = self._tenants[text.tenant] = _Tenant(1 + self._num_tenants_ever % MOST_NUMBERS)
+        known.num_places += sign * text.num_places
+        self.num_tokens += sign * text.num_tokens
+        if not known.is_back:
+            self._places_of_strangers += sign * text.num_places
+        if known.num_places == 0:
             self._num_back -= known.is_back
-            del self._tenants[name], self._names[known.number]
-        return most
+            del self._tenants[text.tenant]
+
+    def _places(self, text: _Text) -> Int32Array:
+        return np.arange(text.begin, text.begin + text.num_tokens) % self.max_tokens
+
+    def _read(self, text: _Text) -> Int32Array:
+        return self.ring.tokens[self._places(text)]
 
 
-def _num_pages(text: Int32Array) -> int:
-    return -(-len(text) // PAGE)
+def _num_places(tokens: Int32Array) -> int:
+    return max(len(tokens) + 1, LEAST_PLACES)

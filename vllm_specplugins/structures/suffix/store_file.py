@@ -3,7 +3,8 @@
     MAGIC, version, fingerprint of the tokenizer; each text: whether its tenant is in use, tenant, tokens, digest
 
 Texts are appended as they come, so that a process that is killed loses none; what was not written whole is dropped when
-the file is read. Now and then it is written anew, beside, and moved. Whoever can read it can read the texts.
+the file is read. Where it has grown too long it is written anew, beside, and moved. Whoever can read it can read the
+texts.
 """
 
 import fcntl
@@ -100,7 +101,7 @@ class StoreFile:
         return self._descriptor >= 0
 
     def read(self) -> list[StoredText]:
-        """Its texts, the one used longest ago first, as far as they are whole; none where there is no file.
+        """Its texts, the oldest first, as far as they are whole; none where there is no file.
 
         Raises:
             StoreFileError: it is no store; DamagedError: it is one that cannot be used.
@@ -163,6 +164,15 @@ class StoreFile:
         self.close()
         self._descriptor, self.num_bytes = descriptor, len(data)
         self._lock(descriptor)
+
+    def shorten(self, num_bytes: int) -> None:
+        """Writes an open file anew with its last texts, so many bytes of them, if it has more than twice that."""
+        if self.num_bytes > 2 * num_bytes:
+            data, place = read_all(self._descriptor, self.num_bytes), HEADER.size
+            while self.num_bytes - place > num_bytes:
+                _, num_name, num_tokens = RECORD.unpack_from(data, place)
+                place += RECORD.size + num_name + 4 * num_tokens + DIGEST_BYTES
+            self.write([data[place:]])
 
     def close(self) -> None:
         """Lets go of the file."""

@@ -34,7 +34,7 @@ def _beside_lookup(method: str) -> dict[str, Any]:
 
 METHODS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {**_LOOKUP, **_DRAFTS},
-    "suffix_lookup": {"method": "suffix_lookup", "max_index_bytes": 1 << 22, "store_bytes": 1 << 22, **_DRAFTS},
+    "suffix_lookup": {"method": "suffix_lookup", "store_bytes": 1 << 22, **_DRAFTS},
     "early_exit": {**_EXIT, **_DRAFTS},
     "early_exit-probabilistic": {**_SAMPLED_EXIT, **_DRAFTS},
     "early_exit-coupled": {**_EXIT, "draft_sample_method": "coupled", **_DRAFTS},
