@@ -14,6 +14,7 @@ from vllm_specplugins.gate.costs import StepCosts, break_even_rate
 from vllm_specplugins.gate.gate import Gate
 from vllm_specplugins.gate.gate_numba import GOOD_ACCEPTANCE
 from vllm_specplugins.gate.ledger import Ledger
+from vllm_specplugins.gate.ledger_numba import accept_prob
 from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
 
 K, NUM_STAGES, NUM_ROWS = 5, 3, 9
@@ -31,6 +32,12 @@ def random_drafts(rng: np.random.Generator, num_reqs: int) -> DraftArrays:
         for _ in range(2)
     ]
     return parts[0].followed_by(parts[1])
+
+
+def acceptance(ledger: Ledger, rows: Any, stage: int, confidence: Any) -> Any:
+    """[R, K], of tokens of a stage."""
+    own = zip(rows, confidence, strict=True)
+    return np.array([[accept_prob(ledger.records, row, stage, each) for each in tokens] for row, tokens in own])
 
 
 def plain_counts(drafts: DraftArrays, most: Sequence[int], stage: int) -> tuple[int, int]:
@@ -56,7 +63,7 @@ def test_ledger() -> None:
         predict(reference, torch.from_numpy(rows), own, expected)
         for stage in range(NUM_STAGES):
             is_own = drafts.is_drafted & (drafts.stage == stage)
-            found = ledger.acceptance(rows, stage, drafts.confidence)
+            found = acceptance(ledger, rows, stage, drafts.confidence)
             np.testing.assert_allclose(found[is_own], expected.numpy()[is_own], rtol=0, atol=1e-12)
         draft = ledger.put(rows, drafts)
         assert draft.num_draft.tolist() == lengths and draft.token_ids.shape[1] == max(lengths)
@@ -111,14 +118,14 @@ def expected_shares(
     prices = rate * (costs.tokens_ms(K) if len(rows) == 1 else np.full(K, costs.slope_ms))
     price, draft_price = prices[0], rate * gate._draft_ms[1]
     own = [
-        gate._ledger.acceptance(rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))
+        acceptance(gate._ledger, rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))
     ]
     plans = []
     for depth in range(min(K, costs.longest) + 1):
         total, plan = -depth * draft_price, []
         for index in range(len(rows)):
             had = [
-                float(gate._ledger.acceptance(rows[index : index + 1], int(stage), np.full((1, 1), at))[0, 0])
+                accept_prob(gate._ledger.records, rows[index], int(stage), at)
                 for stage, at in zip(found.stage[index], found.confidence[index], strict=True)
             ][: found.num_draft[index]]
             pays = next((at for at, survival in enumerate(np.cumprod(had)) if survival < prices[at]), len(had))

@@ -14,7 +14,7 @@ from vllm_specplugins.draft import Draft, Int32Array
 from vllm_specplugins.gate import ledger_numba as host
 from vllm_specplugins.kernels.acceptance import FIRST_GUESSES, NUM_GRADES, PRIOR_WEIGHT
 from vllm_specplugins.structures.draft_arrays import DraftArrays, dense_logits
-from vllm_specplugins.structures.slots import Floats, Ints, with_room
+from vllm_specplugins.structures.slots import Ints, with_room
 
 
 class Ledger:
@@ -67,12 +67,6 @@ class Ledger:
         num_draft = num_sent[rows]
         last = stages[rows, np.maximum(num_draft, 1) - 1]
         return bool(((num_draft >= least) & (num_draft == num_accepted) & (last != stage)).all())
-
-    def acceptance(self, rows: Ints, stage: int, confidence: Floats) -> Floats:
-        """[R, K], how likely each token of this stage is accepted if those before it are; confidence: [R, K]."""
-        found = np.empty_like(confidence)
-        host.acceptance(found, self.records, rows, stage, confidence)
-        return found
 
     def num_kept(self, stage: int) -> int:
         """Tokens of a stage that went to the target, since the counts were moved."""

@@ -44,14 +44,6 @@ def accept_prob(records: Any, row: int, stage: int, confidence: float) -> float:
     return found
 
 
-@compiled(types.void(reals, records_type, ints, types.int64, reals))
-def acceptance(out: Any, records: Any, rows: Any, stage: int, confidence: Any) -> None:
-    """See Ledger.acceptance."""
-    for index in range(len(rows)):
-        for place in range(confidence.shape[1]):
-            out[index, place] = accept_prob(records, rows[index], stage, confidence[index, place])
-
-
 @compiled(types.int64(ints, drafts_type, drafts_type, _totals_type, _ids, types.float32[::1], _ids))
 def put(rows: Any, made: Any, sent: Any, totals: Any, lengths: Any, first_confidence: Any, last_stage: Any) -> int:
     """Keeps drafts, counts them, and fills the last three with what draft.Draft says of each; the longest's length."""

@@ -105,11 +105,6 @@ class StepTimes:
         self._saved_ms, self._num_steps, self._num_trials = self._saved_ms - lost_ms, 0, self._num_trials + 1
         return self.lengths[other]
 
-    def expected_ms(self, num_reqs: int) -> list[float]:
-        """Of a step, by length: never less than of a shorter one, neighbours that say otherwise have their mean."""
-        found: list[float] = _expected_ms(num_reqs, *self._arrays[:2]).tolist()
-        return found
-
 
 _known = types.int64[::1], types.float64[:, :, :, ::1]  # lengths, and times: see StepTimes.__init__
 _table = types.float64[:, ::1]
@@ -163,7 +158,7 @@ def never_less(values: Any, weights: Any) -> Any:
 
 @compiled(types.float64[::1](types.int64, *_known))
 def _expected_ms(num_reqs: int, lengths: Any, times: Any) -> Any:
-    """See StepTimes.expected_ms."""
+    """Of a step, by length: never less than of a shorter one, neighbours that say otherwise have their mean."""
     found, weights, place = np.empty(len(lengths)), np.ones(len(lengths)), size_of(num_reqs)[1]
     for at, length in enumerate(lengths):
         ms, count = times[place, int(num_reqs * (1 + length) > CLIFF), at, :2]
