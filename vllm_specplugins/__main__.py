@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from inspect import getdoc
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from vllm_specplugins.arguments import dictionary, listed, positive, share, temperature, whole
 from vllm_specplugins.config import ConfigError
@@ -17,7 +17,7 @@ TORCH = ("torch", "transformers", "rich")
 Add = Callable[..., Any]  # argparse's add_argument
 DATA = (
     'JSON lines of {"prompt": ..., "output": ...} in text or token ids, of {"messages": [...]} with answers in it or '
-    'behind it as "choices", or of {"text": ...}; else UTF-8 text; - is standard input'
+    'after it as "choices", or of {"text": ...}; else UTF-8 text; - is standard input'
 )
 EXTRAS = {"rich": "tools"}  # of pyproject.toml; what is not here comes with vLLM
 
@@ -30,15 +30,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message.removeprefix('argument ').rstrip('.')}{gone}.\n")
 
 
-class Command(NamedTuple):
-    """A command: the module whose `run` it is, what that needs beside this package, and what adds its arguments, whose
-    docstring is its help."""
-
-    module: str
-    needed: tuple[str, ...]
-    add_arguments: Callable[[Add], None]
-
-
 def parser() -> Parser:
     """All commands and their arguments."""
     from vllm_specplugins.methods import METHODS, registered_methods
@@ -49,10 +40,10 @@ def parser() -> Parser:
         epilog=f"Methods of --speculative-config: {', '.join((*METHODS, *registered_methods()))}.",
     )
     subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        words, _, example = (getdoc(command.add_arguments) or "").partition("\n\n")
+    for name, (_, _, add_arguments) in COMMANDS.items():
+        words, _, example = (getdoc(add_arguments) or "").partition("\n\n")
         own = subparsers.add_parser(name, help=words, description=words, epilog=example)
-        command.add_arguments(own.add_argument)
+        add_arguments(own.add_argument)
     return commands
 
 
@@ -186,7 +177,7 @@ def _bench(add: Add) -> None:
     words = "names, names with K as in ngram:31, or values of --speculative-config, as many as you like (default: "
     methods = "ngram,prompt_lookup,cascade"
     add("--methods", nargs="+", default=[methods], metavar="METHOD", help=f"{words}{methods})")
-    names = "code, copy, chat, random, and repeat, which asks the same in each round and knows what was said"
+    names = "code, copy, chat, random, and repeat, which asks the same in each round and knows what was emitted"
     add("--workloads", type=listed(str.strip), help=f"of {names} (default: the first four, without --data)")
     add("--data", type=Path, nargs="+", default=[], help=DATA)
     add("--batch", type=listed(whole(1, 4096)), default=[1], help="requests at a time, as in 1,4 (default: 1)")
@@ -244,30 +235,32 @@ def _seed(add: Add, words: str) -> None:
     add("--seed", type=whole(0, 2**31), default=0, help=words)
 
 
-COMMANDS = {
-    "train-exit-head": Command("vllm_specplugins.tools.training.command", TORCH, _train_exit_head),
-    "train-jump": Command("vllm_specplugins.tools.training.command", TORCH, _train_jump),
-    "train-look-ahead": Command("vllm_specplugins.tools.training.command", TORCH, _train_look_ahead),
-    "calibrate": Command("vllm_specplugins.tools.calibrate", ("vllm", *TORCH), _calibrate),
-    "verify-lossless": Command("vllm_specplugins.tools.verify_lossless", ("vllm", *TORCH), _verify_lossless),
-    "check": Command("vllm_specplugins.tools.check.run", ("rich",), _check),
-    "doctor": Command("vllm_specplugins.tools.doctor", ("vllm", "torch", "rich"), _doctor),
-    "build-store": Command("vllm_specplugins.tools.build_store", TORCH, _build_store),
-    "bench": Command("vllm_specplugins.tools.bench.command", ("vllm", *TORCH), _bench),
-    "replay": Command("vllm_specplugins.tools.replay.command", TORCH, _replay),
+# Of each command the module whose `run` it is, what that needs beside this package, and what adds its arguments, whose
+# docstring is its help.
+COMMANDS: dict[str, tuple[str, tuple[str, ...], Callable[[Add], None]]] = {
+    "train-exit-head": ("vllm_specplugins.tools.training.command", TORCH, _train_exit_head),
+    "train-jump": ("vllm_specplugins.tools.training.command", TORCH, _train_jump),
+    "train-look-ahead": ("vllm_specplugins.tools.training.command", TORCH, _train_look_ahead),
+    "calibrate": ("vllm_specplugins.tools.calibrate", ("vllm", *TORCH), _calibrate),
+    "verify-lossless": ("vllm_specplugins.tools.verify_lossless", ("vllm", *TORCH), _verify_lossless),
+    "check": ("vllm_specplugins.tools.check.run", ("rich",), _check),
+    "doctor": ("vllm_specplugins.tools.doctor", ("vllm", "torch", "rich"), _doctor),
+    "build-store": ("vllm_specplugins.tools.build_store", TORCH, _build_store),
+    "bench": ("vllm_specplugins.tools.bench.command", ("vllm", *TORCH), _bench),
+    "replay": ("vllm_specplugins.tools.replay.command", TORCH, _replay),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; 0, or 2 with one sentence on stderr, or 130 if interrupted."""
     args = parser().parse_args(arguments)
-    command = COMMANDS[args.command]
+    module, needed, _ = COMMANDS[args.command]
     try:
-        for name in command.needed:
+        for name in needed:
             if find_spec(name) is None:
                 extra = f"vllm-specplugins[{EXTRAS.get(name, 'vllm')}]"
                 raise ConfigError(f"{args.command} needs {name}, which is not installed (pip install '{extra}').")
-        return int(import_module(command.module).run(args))
+        return int(import_module(module).run(args))
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

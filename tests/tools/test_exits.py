@@ -34,16 +34,6 @@ def test_replay_is_decoding(num_draft: int) -> None:
         assert tokens_per_step(match, num_draft) == decoded(output, drafts, num_draft)
 
 
-@pytest.mark.parametrize("num_draft", [1, 3, 6])
-@pytest.mark.parametrize("alpha", [0.3, 0.8])
-def test_replay_is_the_formula(alpha: float, num_draft: int) -> None:
-    """Leviathan et al. 2023, equation 1, for independent tokens. Kills: a biased count at the end of an output."""
-    rng = np.random.default_rng(0)
-    match = [rng.random(500) < alpha for _ in range(400)]
-    expected = (1 - alpha ** (num_draft + 1)) / (1 - alpha)
-    assert tokens_per_step(match, num_draft) == pytest.approx(expected, rel=0.01)
-
-
 def test_replay_of_nothing() -> None:
     """Kills: a division by zero, or a made-up number, for outputs that are too short."""
     assert math.isnan(tokens_per_step([np.array([True, True])], 3))

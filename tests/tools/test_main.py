@@ -35,6 +35,11 @@ REFUSED = {
         "--layers must be integers from 1 to 2 for this model, not [1, 3]",
     ),
     "few tokens": ([*CALIBRATE, "--tokens", "9"], "--tokens must be at least 16 with --max-draft 8, not 9"),
+    "no method": (["verify-lossless", "--method", "eagle"], "--method must be of prompt_lookup, suffix_lookup,"),
+    "half of JSON": (["verify-lossless", "--method", '{"method":'], "--method must be names or JSON, not "),
+    "no name": (["verify-lossless", "--method", '{"stages": []}'], "--method must name a method, "),
+    "samples": (["verify-lossless", "--samples", "99"], "--samples: must be an integer from 100 to 10000000, not '99'"),
+    "no folder": (["verify-lossless", "--json", "/nowhere/r"], "--json must be a file in a folder that is there, not "),
     "no head": ([*CALIBRATE, "--exit-head", "nowhere"], "exit_head must be a folder with a readable config.json"),
 }
 

@@ -83,7 +83,7 @@ def _drafted(
     fed = torch.tensor([*text, *[0] * num_draft])
     drafted, chances = np.zeros((len(text), num_draft), np.int16), np.zeros((len(text), num_draft), np.float16)
     for step in range(num_draft):
-        probs = base.logits(passes.run(embed(fed), step)).softmax(dim=-1)
+        probs = base.logits(passes(embed(fed), step)).softmax(dim=-1)
         best, said = probs.max(dim=-1)
         own = slice(step, step + len(text))
         drafted[:, step], chances[:, step] = said[own].numpy(), best[own].numpy()

@@ -20,6 +20,8 @@ from transformers.utils import logging
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 
+Run = Callable[..., torch.Tensor]  # of states, and a step
+
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
@@ -109,9 +111,33 @@ class BaseModel:
         stops = {ends} if isinstance(ends, int) else set(ends or ())
         return [_until(row, prompts.shape[1], stops) for row in rows.tolist()]
 
-    def passes(self, first: int, num_tokens: int, end: int | None = None, normed: bool = True) -> "Passes":
-        """The layers [first, end), or all from there on, over a row of so many tokens."""
-        return Passes(self.cut(first, self.num_layers if end is None else end, normed), num_tokens)
+    def passes(self, first: int, num_tokens: int, end: int | None = None, normed: bool = True) -> Run:
+        """The layers [first, end), or all from there on, over a row of so many tokens, again and again.
+
+        First on the text, step 0, then on what stands in its place in drafts: [T, H] after the layers, of states [T, H]
+        in front of them. A pass of step k sees, of the text, what stands k tokens or more before it, and of the passes
+        of steps 1 to k the tokens between.
+        """
+        body, cache = self.cut(first, self.num_layers if end is None else end, normed), DynamicCache()
+        like = next(body.parameters())
+        positions = torch.arange(num_tokens, device=like.device)
+        distance = positions[:, None] - positions  # [T, T] how far a key stands before a query
+
+        def run(states: torch.Tensor, step: int = 0) -> torch.Tensor:
+            seen = [distance >= step, *(distance == step - earlier for earlier in range(1, step + 1))]
+            allowed = torch.cat(seen, dim=1)[None, None]
+            mask = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
+            mask.masked_fill_(~allowed, torch.finfo(like.dtype).min)
+            found = body(
+                inputs_embeds=states.to(like.dtype)[None],
+                attention_mask=mask,
+                position_ids=positions[None],
+                past_key_values=cache,
+            )
+            last: torch.Tensor = found.last_hidden_state[0].float()
+            return last
+
+        return run
 
     def cut(self, first: int, end: int, normed: bool = True) -> Any:
         """The model's body with the layers [first, end) alone; weights are shared."""
@@ -119,33 +145,6 @@ class BaseModel:
         parts = {"layers": body.layers[first:end]} | ({} if normed else {"norm": torch.nn.Identity()})
         body._modules = {**body._modules, **parts}
         return body
-
-
-class Passes:
-    """Layers that run over a row again and again: first on the text, then on what stands in its place in drafts.
-
-    A pass of step k sees, of the text, what stands k tokens or more before it, and of the passes of steps 1 to k the
-    tokens between.
-    """
-
-    def __init__(self, body: Any, num_tokens: int):
-        self._body, self._num_tokens, self._cache = body, num_tokens, DynamicCache()
-        distance = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)
-        self._distance = distance.to(next(body.parameters()).device)  # [T, T] how far a key stands before a query
-
-    def run(self, states: torch.Tensor, step: int = 0) -> torch.Tensor:
-        """[T, H] after the layers, of states [T, H] in front of them; steps in order, from the text's, 0, on."""
-        seen = [self._distance >= step]
-        seen += [self._distance == step - earlier for earlier in range(1, step + 1)]
-        allowed = torch.cat(seen, dim=1)[None, None]
-        states = states.to(next(self._body.parameters()).dtype)
-        mask = torch.zeros(allowed.shape, dtype=states.dtype, device=states.device)
-        mask.masked_fill_(~allowed, torch.finfo(states.dtype).min)
-        positions = torch.arange(self._num_tokens, device=states.device)[None]
-        result: torch.Tensor = self._body(
-            inputs_embeds=states[None], attention_mask=mask, position_ids=positions, past_key_values=self._cache
-        ).last_hidden_state[0]
-        return result.float()
 
 
 @dataclass(frozen=True, slots=True)

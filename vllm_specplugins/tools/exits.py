@@ -1,7 +1,7 @@
 """Which exits of a model are worth an engine, for `calibrate`: from the model's own outputs, one pass for each.
 
-An exit is asked, token by token, whether it would have drafted what the model said. Drafts are only verified where all
-earlier ones of the same step were right, so these bits say exactly how many are accepted. What they cost is guessed: a
+An exit is asked, token by token, whether it would have drafted what the model emitted. Drafts are only verified where all
+earlier ones of the same step were right, so these bits tell exactly how many are accepted. What they cost is guessed: a
 draft token takes its share of the layers of a step, and verification takes nothing. K: num_draft.
 """
 
@@ -48,9 +48,8 @@ class ExitRow:
     def speculative_config(self) -> dict[str, Any]:
         """The value for vLLM's `--speculative-config`."""
         head = {"exit_head": self.exit_head} if self.exit_head else {}
-        return {
-            "method": "early_exit", "exit_layer": self.exit_layer, **head, "num_speculative_tokens": self.num_draft
-        }  # fmt: skip
+        own = {"method": "early_exit", "exit_layer": self.exit_layer, "num_speculative_tokens": self.num_draft}
+        return own | head
 
 
 def exit_rows(
@@ -78,18 +77,17 @@ def agreements(
 
     The first token of an output comes from the prompt and is never drafted.
     """
-    match: list[list[Bits]] = [[] for _ in exits]
-    overlaps: list[list[torch.Tensor]] = [[] for _ in exits]
+    found: list[tuple[list[Bits], list[torch.Tensor]]] = [([], []) for _ in exits]
     for prompt, output in zip(prompts, outputs, strict=True):
         wanted = torch.tensor(output[1:], device=base.model.device)
         [states] = base.hidden_states([[*prompt, *output[:-1]]])
         states = [state[len(prompt) :] for state in states]
         full = base.logits(states[-1])
-        for place, bits, shares in zip(exits, match, overlaps, strict=True):
+        for place, (match, overlaps) in zip(exits, found, strict=True):
             logits = place.logits(base, states)
-            bits.append((logits.argmax(-1) == wanted).cpu().numpy())
-            shares.append(overlap(full, logits).cpu())
-    return [(bits, torch.cat(shares).mean().item()) for bits, shares in zip(match, overlaps, strict=True)]
+            match.append((logits.argmax(-1) == wanted).cpu().numpy())
+            overlaps.append(overlap(full, logits).cpu())
+    return [(match, torch.cat(overlaps).mean().item()) for match, overlaps in found]
 
 
 def tokens_per_step(match: Sequence[Bits], num_draft: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine.harness.samples import SETTINGS, Draw, Request, sampling_engine
+from vllm_specplugins.engine.harness.samples import SETTINGS, Draw, sampling_engine
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.exact import ExactModel
@@ -49,7 +49,7 @@ class Verification:
         self._cells, self._num_samples, self._advance = cells, num_samples, advance
         self._prompts = grid.make_prompts(seed, NUM_PROMPTS)
         self._greedy_prompts = grid.make_prompts(seed + 1, grid.NUM_GREEDY_PROMPTS)
-        self._greedy: dict[str, list[list[int]]] = {}  # outputs without speculation
+        self._greedy: dict[str, list[list[list[int]]]] = {}  # outputs without speculation
 
     def judge(self, draw: Draw, method: str) -> list[Judged]:
         """All cells of a method, up to the one in which its engine dies; NO_SPECULATION comes first of all methods."""
@@ -60,7 +60,7 @@ class Verification:
                 break
             cell = cell or grid.mixed(served)
             try:
-                judged.append((self._judge_greedy if cell.is_greedy else self._judge_sampled)(draw, method, cell))
+                judged.append(self._judge_cell(draw, method, cell))
             except ConfigError as error:
                 return [*judged, Judged(method, cell.name, failure=str(error))]
             if judged[-1].refusal is None:
@@ -68,22 +68,17 @@ class Verification:
             self._advance()
         return judged
 
-    def _judge_greedy(self, draw: Draw, method: str, cell: grid.Cell) -> Judged:
-        params = {**cell.params[0], "max_tokens": grid.NUM_GREEDY_TOKENS}
-        drawn = draw([Request(prompt, params) for prompt in self._greedy_prompts])
-        if drawn.refusal is not None:
-            return Judged(method, cell.name, refusal=drawn.refusal)
-        outputs = [output for request in drawn.token_ids for output in request]
-        expected = self._greedy.setdefault(cell.name, outputs)
-        num_different = sum(output != other for output, other in zip(outputs, expected, strict=True))
-        return Judged(method, cell.name, drawn.num_drafted, drawn.num_accepted, num_different=num_different)
-
-    def _judge_sampled(self, draw: Draw, method: str, cell: grid.Cell) -> Judged:
-        groups = grid.groups(cell, self._prompts)
-        indices, requests = zip(*grid.requests(groups, self._num_samples), strict=True)
+    def _judge_cell(self, draw: Draw, method: str, cell: grid.Cell) -> Judged:
+        groups = grid.groups(cell, self._greedy_prompts if cell.is_greedy else self._prompts)
+        indices, requests = zip(*grid.requests(groups, self._num_samples, cell.is_greedy), strict=True)
         drawn = draw(requests)
         if drawn.refusal is not None:
             return Judged(method, cell.name, refusal=drawn.refusal)
+        counted = method, cell.name, drawn.num_drafted, drawn.num_accepted
+        if cell.is_greedy:
+            expected = self._greedy.setdefault(cell.name, drawn.token_ids)
+            num_different = sum(a != b for a, b in zip(drawn.token_ids, expected, strict=True))
+            return Judged(*counted, num_different=num_different)
         counts = np.zeros([len(groups), *[VOCAB_SIZE] * grid.NUM_TOKENS], np.int64)
         for index, outputs in zip(indices, drawn.token_ids, strict=True):
             for output in outputs:  # one that was stopped goes on with its last token
@@ -91,8 +86,7 @@ class Verification:
         probs, possible = (
             [self._exact.joint(group.prompt, group.params, slack) for group in groups] for slack in (0.0, ROUNDING)
         )
-        test = chi_squared(list(zip(counts, probs, possible, strict=True)))
-        return Judged(method, cell.name, drawn.num_drafted, drawn.num_accepted, test=test)
+        return Judged(*counted, test=chi_squared(list(zip(counts, probs, possible, strict=True))))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """A recorded engine: what it served, and how a proposer's drafts would have fared.
 
 Requests arrive, are preempted, come back and end as they did when tests/tools/record_trace.py looked on. How far each
-gets in a step is up to the drafts: what the target said next is known, and a draft is accepted as far as it says so.
+gets in a step is up to the drafts: what the target emitted next is known, and a draft is accepted as far as it agrees.
 """
 
 import json
@@ -16,7 +16,7 @@ import numpy as np
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array
 from vllm_specplugins.tools.replay.player import Player, feedback
 
-NEWCOMER = "the-request-behind-all-others"
+NEWCOMER = "the-request-after-all-others"
 SHIPPED = Path(__file__).with_name("trace.npz")
 
 
@@ -25,7 +25,7 @@ class Trace:
     """See the module.
 
     Args:
-        histories: of each request its prompt and all that the target said.
+        histories: of each request its prompt and all that the target emitted.
         prompt_lengths: of each request.
         steps: (requests that sampled a token, requests that were forgotten before), by number.
         options: of each request.

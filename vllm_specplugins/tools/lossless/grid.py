@@ -141,11 +141,13 @@ def groups(cell: Cell, prompts: list[list[int]]) -> list[Request]:
     return [Request(prompts[index % len(prompts)], params) for index, params in enumerate(cell.params)]
 
 
-def requests(groups: list[Request], num_samples: int) -> Iterator[tuple[int, Request]]:
-    """Each group's index and requests for about num_samples outputs of all groups together, in turns."""
-    turns = max(MIN_TURNS, round(num_samples / len(groups) / PER_TURN))
+def requests(groups: list[Request], num_samples: int, is_greedy: bool = False) -> Iterator[tuple[int, Request]]:
+    """Each group's index and requests for about num_samples outputs of all groups together, in turns; one of each
+    group where all outputs are the same."""
+    turns = 1 if is_greedy else max(MIN_TURNS, round(num_samples / len(groups) / PER_TURN))
+    more: dict[str, Any] = {"max_tokens": NUM_GREEDY_TOKENS} if is_greedy else {"n": PER_TURN, "max_tokens": NUM_TOKENS}
     for turn, (index, group) in itertools.product(range(turns), enumerate(groups)):
-        more = {"n": PER_TURN, "max_tokens": NUM_TOKENS}
-        if "seed" in group.params:  # outputs of a request take one seed after the other
-            more["seed"] = group.params["seed"] + PER_TURN * (turn * len(groups) + index)
-        yield index, Request(group.prompt, {**group.params, **more})
+        params = {**group.params, **more}
+        if "seed" in params:  # outputs of a request take one seed after the other
+            params["seed"] += PER_TURN * (turn * len(groups) + index)
+        yield index, Request(group.prompt, params)

@@ -1,4 +1,4 @@
-"""The training that all parts share: the model says what comes next, and a part learns to say the same.
+"""The training that all parts share: a part learns to predict what the model does.
 
 Distillation against the full model's own distribution (Hinton et al. 2015); the model stays as it is. A step's rows
 follow from its number alone, so that a run that was killed goes on as if it had not been. T: tokens, V: vocabulary.
@@ -32,14 +32,14 @@ class Guess:
 
     Args:
         logits: [N, V] float32.
-        start: the first one is about what the model says at this token of the row.
+        start: the first one is of the token that the model emits after this one of the row.
     """
 
     logits: torch.Tensor
     start: int
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
-        """[N, V] of what the model says, [T, V], that which this is a guess of."""
+        """[N, V] of the model's logits, [T, V], those that these are a guess of."""
         return full[self.start : self.start + len(self.logits)]
 
 
@@ -61,7 +61,7 @@ class Settings:
         heldout: share of the rows that is not trained on.
         data: checksum of the token ids.
         own_text: temperature at which the model wrote the text; None: others did.
-        num_draft: how many draft tokens it learns to say one after the other.
+        num_draft: how many draft tokens it learns to predict, one after the other.
     """
 
     model: str

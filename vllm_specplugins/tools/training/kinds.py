@@ -125,11 +125,11 @@ def jump_guesser(base: BaseModel, head: JumpHead) -> Guesser:
     def guesses(states: States, num_draft: int) -> Iterator[Guess]:
         config, num_tokens = head.config, len(states[0])
         early, last = states[config.early_layers].float(), states[-1].float()
-        text = base.passes(config.late_layer, num_tokens)
-        text.run(states[config.late_layer])
+        run = base.passes(config.late_layer, num_tokens)
+        run(states[config.late_layer])
         for step in range(1, min(num_draft, num_tokens - 1) + 1):
             last = F.pad(last[:-1], (0, 0, 1, 0))  # of the token before
-            last = text.run(head.states(early, last), step)
+            last = run(head.states(early, last), step)
             yield Guess(base.logits(last[step:]), step)
 
     return guesses
@@ -180,9 +180,9 @@ def look_ahead_guesser(base: BaseModel, part: LookAhead, head: ExitHead | None =
 
     def guesses(states: States, num_draft: int) -> Iterator[Guess]:
         num_tokens = len(states[0])
-        layers = base.passes(0, num_tokens, part.config.exit_layer, normed=head is None)
+        run = base.passes(0, num_tokens, part.config.exit_layer, normed=head is None)
         fed = [states[0], *(own.expand(num_tokens, -1) for own in part.embeddings.weight[: num_draft - 1])]
         for step, own in enumerate(fed[:num_tokens]):
-            yield Guess((base if head is None else head).logits(layers.run(own, step)[step:]), step)
+            yield Guess((base if head is None else head).logits(run(own, step)[step:]), step)
 
     return guesses
