@@ -1,6 +1,6 @@
 """Which exits of a model are worth an engine, for `calibrate`: from the model's own outputs, one pass for each.
 
-An exit is asked, token by token, whether it would have drafted what the model emitted. Drafts are only verified where all
+An exit is asked, token by token, whether it would have drafted what the model did. Drafts are only verified where all
 earlier ones of the same step were right, so these bits tell exactly how many are accepted. What they cost is guessed: a
 draft token takes its share of the layers of a step, and verification takes nothing. K: num_draft.
 """

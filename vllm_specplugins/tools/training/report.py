@@ -21,8 +21,8 @@ RIGHT = "How often a draft token is right, if those before it are, %"
 LENGTHS = "Tokens a step: an engine's acceptance length"
 MEANING = (
     "T: temperature. On what the model writes after the beginnings of held-out rows. At T 0 a draft token is right if "
-    "it is the model's; at T 1 it is accepted with the sum of min(p, q), that of probabilistic drafts. Greedy, coupled and "
-    "probabilistic are values of draft_sample_method."
+    "it is the model's; at T 1 it is accepted with the sum of min(p, q), that of probabilistic drafts. Greedy, coupled "
+    "and probabilistic are values of draft_sample_method."
 )
 CARD = """\
 # {method} for {model}
