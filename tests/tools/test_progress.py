@@ -72,8 +72,7 @@ def test_training(tiny_model: Path, text_files: list[Path], tmp_path: Path, capf
     arguments = ["train-jump", str(tiny_model), "--data", *map(str, text_files), "--out", str(tmp_path)]
     words = spoken([*arguments, "--steps", "20", "--row-tokens", "64", "--batch-tokens", "128"], capfd)
     assert re.search(r"^training, loss \d+\.\d+: \d+ of 20, ", words, re.MULTILINE)
-    assert re.search(r"^writing text to score on, at temperature 1, .*: \d+ of \d+, ", words, re.MULTILINE)
-    assert re.search(r"^scoring: \d+ of \d+, ", words, re.MULTILINE)
+    assert "writing text to score on, and scoring: " in words
 
 
 def test_reading_and_playing(

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
-from vllm_specplugins.config import ConfigError, brief
+from vllm_specplugins.config import ConfigError, brief, error_text
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 
 Run = Callable[..., torch.Tensor]  # of states, and a step
@@ -194,7 +194,7 @@ def _from_pretrained(kind: Any, path: str, **arguments: Any) -> Any:
     try:
         return kind.from_pretrained(path, **arguments)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        cause = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        cause = error_text(error)
         raise ConfigError(f"MODEL must be a checkpoint that transformers can load, not {path} ({cause}).") from error
 
 

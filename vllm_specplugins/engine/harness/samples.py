@@ -1,6 +1,5 @@
 """Engines that answer many requests at once and count their drafts; for all but timing."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from operator import sub
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.engine.harness.process import EngineProcess, build_llm, faults, totals
+from vllm_specplugins.engine.harness.process import EngineProcess, build_llm, totals
 
 # Arguments of `vllm.LLM` beside the model: a tiny one, many requests in a step.
 SETTINGS: dict[str, Any] = {
@@ -36,20 +35,16 @@ class Drawn:
     """What became of some requests that were served together.
 
     Args:
-        token_ids: of each output of each request; empty if vLLM refused the parameters, or failed.
+        token_ids: of each output of each request; empty if vLLM refused the parameters.
         num_drafted: draft tokens that were verified.
         num_accepted: how many of them were accepted.
-        faults: of our proposer, by kind.
         refusal: vLLM's sentence.
-        failure: of an engine that died.
     """
 
     token_ids: list[list[list[int]]] = field(default_factory=list)
     num_drafted: int = 0
     num_accepted: int = 0
-    faults: dict[str, int] = field(default_factory=dict)
     refusal: str | None = None
-    failure: str | None = None
 
 
 Draw = Callable[[Sequence[Request]], Drawn]
@@ -75,7 +70,7 @@ def draw(llm: Any, requests: Sequence[Request]) -> Drawn:
         return Drawn(refusal=str(error).strip().splitlines()[0])
     token_ids = [[list(output.token_ids) for output in result.outputs] for result in results]
     _, drafted, accepted = map(sub, totals(llm), before)
-    return Drawn(token_ids, drafted, accepted, faults(llm))
+    return Drawn(token_ids, drafted, accepted)
 
 
 @contextmanager
@@ -85,7 +80,6 @@ def sampling_engine(
     model: Path | str,
     speculative_config: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] = SETTINGS,
-    runner: str | None = None,
 ) -> Iterator[Draw]:
     """`draw` of an engine in a process of its own.
 
@@ -94,23 +88,16 @@ def sampling_engine(
         log: file for its output.
         model: folder of a checkpoint, or its Hugging Face name.
         settings: arguments of `vllm.LLM` beside the model.
-        runner: "v1" or "v2", if it has to be that model runner.
 
     Raises:
         ConfigError: here or from `draw`, if the engine failed.
     """
-    with EngineProcess(log, blame, _draw_all, {"model": str(model), **settings}, speculative_config, runner) as process:
+    with EngineProcess(log, blame, _draw_all, {"model": str(model), **settings}, speculative_config) as process:
         process.receive()
         yield process.ask
 
 
-def _draw_all(pipe: Connection, arguments: dict[str, Any], config: dict[str, Any] | None, runner: str | None) -> None:
-    if runner is not None:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
-    from vllm.triton_utils import HAS_TRITON
-
-    if runner == "v2" and not HAS_TRITON:
-        raise RuntimeError("Triton has no backend for this device")
+def _draw_all(pipe: Connection, arguments: dict[str, Any], config: dict[str, Any] | None) -> None:
     llm = build_llm(arguments, config)
     pipe.send(None)
     while (requests := pipe.recv()) is not None:

@@ -5,6 +5,7 @@ t: tokens of an outcome.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,7 @@ class ExactModel:
 
     def _prefixes(self, length: int) -> torch.Tensor:
         """[V ** length, length]: all of them, in order."""
-        places = self._vocab_size ** torch.arange(length).flip(0)
-        return torch.arange(self._vocab_size**length)[:, None] // places % self._vocab_size
+        return torch.tensor(list(product(range(self._vocab_size), repeat=length)), dtype=torch.long)
 
     def _prefix_logits(self, prompt: tuple[int, ...]) -> list[torch.Tensor]:
         """For each length below t: the logits [V ** length, V] after all prefixes of this length."""
