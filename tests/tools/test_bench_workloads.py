@@ -12,7 +12,7 @@ from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.figures import repeated_share
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files
 from vllm_specplugins.tools.bench.workloads import BUILT_IN, Workload, make_workload, read_workloads
-from vllm_specplugins.tools.picker import pick_methods
+from vllm_specplugins.tools.picker import NAMED, pick_methods
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +93,16 @@ def test_repeated_share() -> None:
 
 
 def test_methods_by_name_and_value() -> None:
-    """Kills: no speculation left out, or twice; two values under one name; a K that is not the one asked for."""
-    values = ['{"method":"ngram","num_speculative_tokens":3}', '{"method":"ngram","num_speculative_tokens":4}']
-    picked = pick_methods(["prompt_lookup,none", *values])
-    assert list(picked) == ["none", "prompt_lookup", "ngram:3", "ngram:4"] and picked["none"] is None
-    assert picked["ngram:4"] == {"method": "ngram", "num_speculative_tokens": 4}
-    sizes = pick_methods(["ngram:5,ngram:31,ngram_gpu:15,prompt_lookup:31", "ngram:31"])
-    assert list(sizes) == ["none", "ngram:5", "ngram:31", "ngram_gpu:15", "prompt_lookup:31"]
-    assert sizes["ngram:31"] == {**pick_methods(["ngram:5"])["ngram:5"], "num_speculative_tokens": 31}
-    assert sizes["prompt_lookup:31"] == {"method": "prompt_lookup", "num_speculative_tokens": 31}
+    """Kills: no speculation left out, or twice; two values under one name; one value twice; a K that is not the one
+    asked for."""
+    values = [
+        json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": size}) for size in (2, 4)
+    ]
+    picked = pick_methods(["prompt_lookup:31,none,ngram:31", *values, "ngram:31"])
+    assert list(picked) == ["none", "prompt_lookup:31", "ngram:31", "ngram:3", "ngram:3 #2"] and picked["none"] is None
+    assert picked["ngram:3 #2"] == json.loads(values[1])
+    assert picked["ngram:31"] == {**NAMED["ngram"], "num_speculative_tokens": 31}
+    assert picked["prompt_lookup:31"] == {"method": "prompt_lookup", "num_speculative_tokens": 31}
 
 
 def test_rounds_have_prompts_of_their_own() -> None:

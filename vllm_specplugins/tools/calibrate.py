@@ -25,7 +25,6 @@ from vllm_specplugins.tools.picker import NONE, Config, pick
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_files, say, show_table, stdout, table_of
 
-CASCADE = "cascade"
 MIN_STEPS = 8  # an output with fewer says little about an exit
 COLUMNS = ("same", "min(p, q)", "best K", "tok/step")
 LEGEND = (
@@ -109,7 +108,7 @@ def candidates(best: Sequence[ExitRow], methods: Mapping[str, Config]) -> dict[s
     jumps = [config for config in methods.values() if config["method"] == "jump"]
     last = next(iter([*jumps, *found.values()]), None)
     for name, config in methods.items():
-        if name == CASCADE and last:
+        if name == "cascade" and last:
             stage = {key: value for key, value in last.items() if key != "num_speculative_tokens"}
             config = {**config, "stages": [*config["stages"][:-1], stage]}
         found[name] = config

@@ -16,12 +16,11 @@ from vllm_specplugins.engine.harness.serving import Machine, Traffic, Turn, serv
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
 from vllm_specplugins.tools.bench.figures import Cell, rows_of
 from vllm_specplugins.tools.bench.report import Report, tell
-from vllm_specplugins.tools.bench.workloads import Workload, make_workload, read_workloads
+from vllm_specplugins.tools.bench.workloads import BUILT_IN, Workload, make_workload, read_workloads
 from vllm_specplugins.tools.picker import Config, pick_methods
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_files
 
-DEFAULT_WORKLOADS = ("code", "copy", "chat", "random")
 MEMORY_SHARE = 0.9  # of a GPU, for all engines together
 Turns = dict[Cell, dict[str, list[Turn]]]  # by cell and method
 
@@ -101,7 +100,7 @@ def pick_workloads(args: argparse.Namespace) -> list[Workload]:
         ConfigError: see make_workload, read_workloads and load_tokenizer.
     """
     tokenizer, count = load_tokenizer(args.model), num_prompts(args)
-    names: Sequence[str] = args.workloads or (() if args.data else DEFAULT_WORKLOADS)
+    names: Sequence[str] = args.workloads or (() if args.data else tuple(BUILT_IN)[:-1])
     made = [make_workload(name, tokenizer, count, args.prompt_tokens) for name in names]
     return made + [found for file in args.data for found in read_workloads(file, tokenizer, count, args.prompt_tokens)]
 
