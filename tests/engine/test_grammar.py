@@ -109,7 +109,12 @@ def test_wrong_tokens(llm: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ForcedTokens, "after", letters)
     outputs, (_, drafted, accepted) = counted(llm)
     assert outputs == expected and drafted > accepted
-    monkeypatch.setattr(ForcedTokens, "after", lambda *_: [5, 6, 7])
+
+    def any_allowed(self: Any, grammar: Any, draft: Any, most: int) -> list[int]:
+        found = (grammar.validate_tokens([*draft, token])[len(draft) :] for token in range(4, 200))
+        return next(filter(None, found), [])
+
+    monkeypatch.setattr(ForcedTokens, "after", any_allowed)
     assert ask(llm) == expected
 
 
