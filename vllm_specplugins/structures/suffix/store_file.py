@@ -169,7 +169,7 @@ class StoreFile:
         """Writes an open file anew with its last texts, so many bytes of them, if it has more than twice that."""
         if self.num_bytes > 2 * num_bytes:
             data, place = read_all(self._descriptor, self.num_bytes), HEADER.size
-            while self.num_bytes - place > num_bytes:
+            while len(data) - place > num_bytes:
                 _, num_name, num_tokens = RECORD.unpack_from(data, place)
                 place += RECORD.size + num_name + 4 * num_tokens + DIGEST_BYTES
             self.write([data[place:]])

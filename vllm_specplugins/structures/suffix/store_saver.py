@@ -99,7 +99,7 @@ class StoreSaver:
 
     def _append(self, text: StoredText) -> None:
         self._unsaved.append(record(text))
-        if self._pause_s == 0:
+        if self._pause_s == 0 or self._due_at is None:
             self._attempt(self._write)
             self._due_at = self._due_at or time.monotonic() + self._sync_every_s
 
