@@ -23,7 +23,6 @@ MAX_REGISTERS |= {
     "_share_kernel": 80,
     "_learn_kernel": 128,
     "_predict_kernel": 64,
-    "_worth_kernel": 64,
 }  # one program, and small ones
 LIMITS = dict.fromkeys(("sm_90", "sm_100"), MAX_REGISTERS)
 LIMITS["sm_80"] = MAX_REGISTERS | {"_draw_kept_kernel": 80, "_weigh_kernel": 80}  # what truncates: three programs
