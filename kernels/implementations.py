@@ -1,5 +1,6 @@
 """Which of an operation's modules runs."""
 
+from importlib import import_module
 from typing import Any
 
 
@@ -11,3 +12,8 @@ def implementation_of(logits: Any, wanted: str | None, on_cpu: str = "reference"
     if wanted not in known:
         raise ValueError(f"implementation is {wanted!r}, but must be one of {', '.join(known)}.")
     return wanted
+
+
+def module_of(package: str, logits: Any, wanted: str | None, on_cpu: str = "reference") -> Any:
+    """That module. What it compiles is compiled when it is first asked for, or by its first call if in Triton."""
+    return import_module(f"{package}.{implementation_of(logits, wanted, on_cpu)}")

@@ -5,6 +5,7 @@ references run on the CPU. One request of all may differ: a near tie, closer tha
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,13 +18,12 @@ from .acceptance.worth import num_worth
 from .budget.testing import make_shares, shared
 from .history_match import history_match
 from .history_match.testing import make_lookup
-from .rejection import Sampling, rejection_sample
+from .rejection import rejection_sample
 from .rejection.adjust import adjust
 from .rejection.adjust.testing import make_edits
-from .rejection.block import block_rejection_sample
 from .rejection.drafts import sample_with_q
 from .rejection.step import sample_step
-from .rejection.testing import Batch, as_step, make_spiky
+from .rejection.testing import Batch, as_step, make_spiky, to_device
 
 _SEED = 1
 # Sums are rounded otherwise where a multiplication and an addition are one instruction.
@@ -47,17 +47,12 @@ class Shapes(NamedTuple):
     trims: bool = False
 
 
-class Requests(NamedTuple):
-    """Of a check: a reference takes some 0.4 ms a row of 128 k tokens on a core, and all checks less than a second."""
-
-    # of requests with as many drafts as can be
-    num_long_rows: int
-    # numbers of drafts of the others: what follows one that is rejected does not matter
-    short: list[int]
-
-
-_ONE_HOT, _SAMPLED, _BLOCKS = Requests(12, [1, 0, 0, 0] * 9), Requests(12, [2, 1, 1, 1] * 6), Requests(72, [1, 0])
-_EDITED, _DRAWN = Requests(18, [1, 0] * 3), Requests(0, [0] * 16)
+# Of a check: rows of requests with as many drafts as can be, and numbers of drafts of the others: what follows one that
+# is rejected does not matter. A reference takes 0.4 ms a row of 128 k tokens on a core, all checks less than 1 s.
+_Requests = tuple[int, list[int]]
+_ONE_HOT, _SAMPLED, _BLOCKS = (12, [1, 0, 0, 0] * 9), (12, [2, 1, 1, 1] * 6), (72, [1, 0])
+_EDITED, _DRAWN = (18, [1, 0] * 3), (0, [0] * 16)
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # what the kernels give, and what their references do
 
 
 class Finding(NamedTuple):
@@ -72,20 +67,28 @@ def check_device(device: torch.device, shapes: Shapes, only: str | None = None) 
     Args:
         only: the name of one check; None: all.
     """
-    for name, ours in _checks(shapes):
-        if only in (None, name):
-            yield Finding(name, _problem(ours, device))
+    for name, differing in _checks(shapes):
+        if only not in (None, name):
+            continue
+        try:
+            problem = "differs from its reference" if differing(device) > 1 else ""
+        except Exception as error:
+            problem = problem_of(error)
+        yield Finding(name, problem)
+
+
+def problem_of(error: Exception) -> str:
+    """Of a check that could not run, in one line."""
+    return f"cannot run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
 def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device], int]]]:
     """Names, and of how many requests an operation does something else on the device."""
-    operation = block_rejection_sample if shapes.block else rejection_sample
     for dense in [False, True] if shapes.samples else [False]:
         for truncated in (False, True):
             name = "verification" + ", sampled drafts" * dense + ", truncated" * truncated
-            yield name, partial(_verifies, shapes, operation if dense else rejection_sample, dense, truncated)
-            if not dense:
-                yield f"{name}, in place", partial(_verifies_in_place, shapes, truncated)
+            yield name, partial(_verifies, shapes, dense, truncated)
+    yield "verification, in place", partial(_verifies_in_place, shapes)
     yield "edits", partial(_edits, shapes)
     if shapes.samples:
         yield "noise", partial(_draws, shapes)
@@ -96,115 +99,86 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device], int]
         yield "budget", partial(_shares, shapes)
 
 
-def _verifies(shapes: Shapes, operation: Callable[..., Any], dense: bool, truncated: bool, device: torch.device) -> int:
-    blocks = operation is block_rejection_sample
+def _verifies(shapes: Shapes, dense: bool, truncated: bool, device: torch.device) -> int:
+    blocks = dense and shapes.block
     batch = _batch(shapes, _BLOCKS if blocks else _SAMPLED if dense else _ONE_HOT, dense, truncated)
-    expected = operation(*batch, implementation="reference")
-    ours = operation(*_moved(batch, device), implementation="fused")
-    return int(((ours[0].cpu() != expected[0]).any(1) | (ours[1].cpu() != expected[1])).sum())
+    return _rows(_both(partial(rejection_sample, block=blocks), batch, device))
 
 
-def _verifies_in_place(shapes: Shapes, truncated: bool, device: torch.device) -> int:
-    step = as_step(_batch(shapes, _ONE_HOT, truncated=truncated), prompts=4)
-    operation: Callable[..., Any] = sample_step
-    expected, ours = (
-        operation(*step, implementation="reference"),
-        operation(*_moved(step, device), implementation="fused"),
-    )
-    differs = [(own.cpu() != other).view(len(other), -1).any(1) for own, other in zip(ours, expected, strict=True)]
-    return int(torch.stack(differs).any(0).sum())
+def _verifies_in_place(shapes: Shapes, device: torch.device) -> int:
+    return _rows(_both(sample_step, as_step(_batch(shapes, _ONE_HOT, truncated=True), prompts=4), device))
 
 
 def _edits(shapes: Shapes, device: torch.device) -> int:
     batch = _batch(shapes, _EDITED)
-    # Grammars are vLLM's own to apply on V2.
-    edits = make_edits(batch)._replace(grammar=None)
+    edits = make_edits(batch)
     assert edits.bad_words is not None
-    said = edits.bad_words.history.flatten()
-    drafts = said[torch.arange(len(batch.draft_token_ids)) % len(said)]
-    arguments = (*batch._replace(draft_token_ids=drafts)[:5], edits, batch.max_num_draft)
-    operation: Callable[..., Any] = adjust
-    expected = operation(*arguments, implementation="reference")
-    ours = operation(*_moved(arguments, device), implementation="fused").cpu()
-    return int((~torch.isclose(ours, expected, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)).sum())
+    history = edits.bad_words.history.flatten()
+    batch = batch._replace(draft_token_ids=history[torch.arange(len(batch.draft_token_ids)) % len(history)])
+    return 2 * _rows(_both(adjust, (*batch[:5], edits, batch.max_num_draft), device), _TOLERANCE)
 
 
 def _draws(shapes: Shapes, device: torch.device) -> int:
     batch = _batch(shapes, _DRAWN, truncated=True)
-    rows = batch.idx_mapping.repeat_interleave(batch.cu_num_logits.diff())
-    drawn_for = batch.target_logits, batch.positions, batch.sampling.at(rows)
-    operation: Callable[..., Any] = sample_with_q
-    ours, own_q = operation(*_moved(drawn_for, device), implementation="fused")
-    expected, q = operation(*drawn_for, implementation="reference")
-    is_drawn = drawn_for[2].temperature > 0  # or else there is no q
-    return int(((ours.cpu() != expected) | ((own_q.cpu() != q).any(1) & is_drawn)).sum())
-
-
-def _batch(shapes: Shapes, requests: Requests, dense: bool = False, truncated: bool = False) -> Batch:
-    most = shapes.max_num_draft
-    num_long = max(1, requests.num_long_rows // (most + 1))
-    return make_spiky([most] * num_long + requests.short, shapes.vocab_size, shapes.dtype, dense, _SEED, truncated)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Tensors of a tuple, or of `Sampling`, on the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Sampling):
-        return Sampling(*(_moved(field, device) for field in vars(value).values()))
-    if isinstance(value, tuple):
-        moved = [_moved(item, device) for item in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
-    return value
-
-
-def _problem(differing: Callable[[torch.device], int], device: torch.device) -> str:
-    try:
-        if differing(device) > 1:
-            return "differs from its reference"
-    except Exception as error:
-        return problem_of(error)
-    return ""
-
-
-def problem_of(error: Exception) -> str:
-    """Of a check that could not run, in one line."""
-    return f"cannot run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    sampling = batch.sampling.at(batch.idx_mapping.repeat_interleave(batch.cu_num_logits.diff()))
+    sampling = replace(sampling, temperature=sampling.temperature.clamp(min=0.4))  # or else there is no q
+    return _rows(_both(sample_with_q, (batch.target_logits, batch.positions, sampling), device))
 
 
 def _looks_up(shapes: Shapes, device: torch.device, seed: int = 1) -> int:
-    operation: Callable[..., Any] = history_match
-    own, moved = (
-        make_lookup(shapes.max_num_draft, seed=seed),
-        _moved(make_lookup(shapes.max_num_draft, seed=seed), device),
-    )
-    expected = *operation(*own, implementation="reference"), own.texts.distances
-    ours = *operation(*moved, implementation="fused"), moved.texts.distances
-    # No sums, no ties: one that differs is one too many.
-    return 2 * sum(bool((mine.cpu() != theirs).any()) for mine, theirs in zip(ours, expected, strict=True))
+    lookup = make_lookup(shapes.max_num_draft, seed=seed)
+    moved = to_device(lookup, device)  # whose distances are written
+
+    def operation(*_: Any, implementation: str) -> Any:
+        own = moved if implementation == "fused" else lookup
+        run: Any = history_match
+        return *run(*own, implementation=implementation), own.texts.distances
+
+    return 2 * _rows(_both(operation, (), device))  # no sums, no ties: one that differs is one too many
 
 
 def _shares(shapes: Shapes, device: torch.device) -> int:
-    host, differing = torch.device("cpu"), 0
-    for share in make_shares(12, shapes.max_num_draft):
-        pairs = zip(shared(share, "fused", device), shared(share, "reference", host), strict=True)
-        differing += sum(not torch.equal(mine, theirs) for mine, theirs in pairs)
-    return 2 * differing
+    places = ("fused", device), ("reference", torch.device("cpu"))
+    shares = list(make_shares(12, shapes.max_num_draft))
+    ours, expected = (torch.cat([bounds for share in shares for bounds in shared(share, *place)]) for place in places)
+    return 2 * int((ours != expected).any())
 
 
 def _rates(shapes: Shapes, device: torch.device, num_stages: int = 2) -> int:
     steps = make_steps(4, 20, num_stages, shapes.max_num_draft)
-    found: dict[str, list[Any]] = {"reference": [], "fused": []}
-    for name, results in found.items():
-        there = device if name == "fused" else torch.device("cpu")
+
+    def operation(*_: Any, implementation: str) -> list[torch.Tensor]:
+        there, results = device if implementation == "fused" else torch.device("cpu"), []
         state = new_state(num_stages, 41, shapes.max_num_draft, there)
-        for slots, drafts, sampled, rejected in _moved(tuple(steps), there):
+        for slots, drafts, sampled, rejected in to_device(tuple(steps), there):
             accept_probs = torch.zeros_like(drafts.confidence)
-            worth = num_worth(state, slots, drafts, 1, shapes.max_num_draft, implementation=name)
-            predict(state, slots, drafts, accept_probs, name)
-            learn(state, slots, sampled, rejected, name)
-            results += [worth.cpu(), accept_probs.cpu()]
-        results += [array.cpu() for array in state[:4]]
-    pairs = zip(found["fused"], found["reference"], strict=True)
-    # The chances of the last steps and what is known go by all of what was learned.
-    return 2 * sum(not torch.allclose(mine, theirs, rtol=_TOLERANCE, atol=_TOLERANCE) for mine, theirs in pairs)
+            worth = num_worth(state, slots, drafts, 1, shapes.max_num_draft, implementation=implementation)
+            predict(state, slots, drafts, accept_probs, implementation)
+            learn(state, slots, sampled, rejected, implementation)
+            results += [worth, accept_probs]
+        # What the last steps predict and what is known go by all of what was learned.
+        return [*results, *state[:4]]
+
+    return 2 * _rows(_both(operation, (), device), _TOLERANCE)
+
+
+def _batch(shapes: Shapes, requests: _Requests, dense: bool = False, truncated: bool = False) -> Batch:
+    num_long_rows, short = requests
+    num_long = max(1, num_long_rows // (shapes.max_num_draft + 1))
+    num_draft = [shapes.max_num_draft] * num_long + short
+    return make_spiky(num_draft, shapes.vocab_size, shapes.dtype, dense, _SEED, truncated)
+
+
+def _both(operation: Any, arguments: tuple[Any, ...], device: torch.device) -> _Pairs:
+    expected = operation(*arguments, implementation="reference")
+    ours = operation(*to_device(arguments, device), implementation="fused")
+    pairs = ((ours, expected),) if isinstance(ours, torch.Tensor) else zip(ours, expected, strict=True)
+    return [(mine.cpu(), theirs) for mine, theirs in pairs]
+
+
+def _rows(pairs: _Pairs, tolerance: float = 0.0) -> int:
+    """How many rows of results differ."""
+    close = partial(torch.isclose, rtol=tolerance, atol=tolerance, equal_nan=True)
+    differs = [(~close(*pair)).view(len(pair[0]), -1).any(1) for pair in pairs]
+    same_length = all(len(rows) == len(differs[0]) for rows in differs)
+    return int(torch.stack(differs).any(0).sum() if same_length else sum(rows.sum() for rows in differs))

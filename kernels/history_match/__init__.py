@@ -6,14 +6,13 @@ many tokens in the place of those that it rejected, as far back as the last matc
 between steps; every text is read once a step. Saxena 2023 (prompt lookup decoding); Yang et al. 2023 (references).
 
 Front door: `history_match` picks the implementation. It waits for nothing, so a CUDA graph can record it. `host.py`
-does the same for texts in the host's memory. R: rows of the batch, S: slots of requests, L: longest text, K: most
-tokens of a draft.
+does the same for texts in the host's memory, also after tokens that another stage drafted. R: rows of the batch, S:
+slots of requests, L: longest text, K: most tokens of a draft.
 """
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
-from ..implementations import implementation_of
+from ..implementations import module_of
 
 LARGEST_N = 16  # of an n-gram that is searched for
 LONGEST_MATCH = 31  # a match's length is counted so far
@@ -27,7 +26,7 @@ class Texts(NamedTuple):
         token_ids: [S, L] int32, not negative.
         lengths: [S] int32, how many of them there are.
         distances: [S, 2] int32, how many tokens before the end the last match went on, in the own text and in the
-            reference; NO_MATCH at first. Each match that follows no draft that was begun is written there.
+            reference; NO_MATCH at first. Each match is written there.
     """
 
     token_ids: Any
@@ -47,18 +46,6 @@ class References(NamedTuple):
     token_ids: Any
     starts: Any
     lengths: Any
-
-
-class Prefix(NamedTuple):
-    """Drafts to be continued: tokens after the requests' own, in which no match ends.
-
-    Args:
-        token_ids: [R, <= K] int32.
-        num_tokens: [R] int32.
-    """
-
-    token_ids: Any
-    num_tokens: Any
 
 
 class Match(NamedTuple):
@@ -85,7 +72,6 @@ def history_match(
     min_ngram: int,
     max_ngram: int,
     references: References | None = None,
-    prefix: Prefix | None = None,
     longest: int | None = None,
     implementation: str | None = None,
 ) -> Match:
@@ -114,8 +100,8 @@ def history_match(
     """
     if not 1 <= min_ngram <= max_ngram <= LARGEST_N:
         raise ValueError(f"min_ngram and max_ngram are {min_ngram} and {max_ngram}, but must be 1 to {LARGEST_N}.")
-    module = import_module(f".{implementation_of(texts.token_ids, implementation)}", __name__)
+    module = module_of(__name__, texts.token_ids, implementation)
     match: Match = module.history_match(
-        texts, slots, max_draft, max_num_draft, min_ngram, max_ngram, references, prefix, longest
+        texts, slots, max_draft, max_num_draft, min_ngram, max_ngram, references, longest
     )
     return match

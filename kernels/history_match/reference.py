@@ -6,7 +6,7 @@ a match that are counted, K: most tokens of a draft.
 
 import torch
 
-from . import LONGEST_MATCH, Match, Prefix, References, Texts
+from . import LONGEST_MATCH, Match, References, Texts
 
 
 def history_match(
@@ -17,28 +17,25 @@ def history_match(
     min_ngram: int,
     max_ngram: int,
     references: References | None,
-    prefix: Prefix | None,
     longest: int | None,
 ) -> Match:
     """See the front door."""
-    slots = slots.long()
-    own, size = texts.token_ids[slots, :longest].long(), texts.lengths[slots].long()
-    end = size if prefix is None else size + prefix.num_tokens
+    slots, steps = slots.long(), torch.arange(max_num_draft, device=slots.device)
+    own, end = texts.token_ids[slots, :longest].long(), texts.lengths[slots].long()
     last = end[:, None] - 1 - torch.arange(LONGEST_MATCH, device=slots.device)
-    ending = torch.where(last < 0, -1, _tokens(own, size, prefix, last))
+    ending = own.gather(1, last.clamp(min=0)).masked_fill(last < 0, -1)
     expected = (end[:, None] - texts.distances[slots]).clamp(min=0)
-    is_kept = (max_draft > 0) & (end == size)
-    place, match_length = _nearest_match(own, size, ending, min_ngram, max_ngram, expected[:, 0])
-    _keep(texts.distances[:, 0], slots, end - place, is_kept & (match_length > 0))
-    steps = torch.arange(max_num_draft, device=slots.device)
-    token_ids = _tokens(own, size, prefix, place[:, None] + steps % (end - place).clamp(min=1)[:, None])
+    place, match_length = _nearest_match(own, end, ending, min_ngram, max_ngram, expected[:, 0])
+    _keep(texts.distances[:, 0], slots, end - place, (max_draft > 0) & (match_length > 0))
+    # The copy may overlap itself, as in LZ77.
+    token_ids = own.gather(1, place[:, None] + steps % (end - place).clamp(min=1)[:, None])
     num_draft = torch.where(match_length > 0, max_draft, 0)
     if references is not None:
         places = references.starts[slots, None] + torch.arange(own.shape[1], device=slots.device)
         other = references.token_ids[places.clamp(max=len(references.token_ids) - 1)].long()
         size = references.lengths[slots].long()
         place, length = _nearest_match(other, size, ending, min_ngram, max_ngram, expected[:, 1])
-        _keep(texts.distances[:, 1], slots, end - place, is_kept & (length > 0))
+        _keep(texts.distances[:, 1], slots, end - place, (max_draft > 0) & (length > 0))
         is_better = length > match_length
         followed = other.gather(1, (place[:, None] + steps).clamp(max=own.shape[1] - 1))
         token_ids = torch.where(is_better[:, None], followed, token_ids)
@@ -46,20 +43,6 @@ def history_match(
         match_length = torch.maximum(match_length, length)
     token_ids = torch.where(steps < num_draft[:, None], token_ids, 0)
     return Match(token_ids.int(), num_draft.int(), torch.where(max_draft > 0, match_length, 0).int())
-
-
-def _tokens(
-    own: torch.Tensor,  # [R, L]
-    size: torch.Tensor,  # [R]
-    prefix: Prefix | None,
-    places: torch.Tensor,  # [R, any], counted through the text and the draft after it
-) -> torch.Tensor:
-    tokens = own.gather(1, places.clamp(0, own.shape[1] - 1))
-    if prefix is None:
-        return tokens
-    behind = places - size[:, None]
-    following = prefix.token_ids.long().gather(1, behind.clamp(0, prefix.token_ids.shape[1] - 1))
-    return torch.where(behind < 0, tokens, following)
 
 
 def _nearest_match(

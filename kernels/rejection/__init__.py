@@ -3,16 +3,14 @@
 Front door: `rejection_sample` picks the implementation; `Sampling` holds the requests' parameters. Logit bias,
 penalties and other edits of the logits come before it (adjust/). Knows neither requests nor engines. Leviathan et al.
 2023, "Fast Inference from Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model
-Decoding with Speculative Sampling". num_logits: rows of all requests, num_states: rows of the per-request arrays.
+Decoding with Speculative Sampling"; Sun et al. 2024, "Block Verification Accelerates Speculative Decoding". num_logits:
+rows of all requests, num_states: rows of the per-request arrays.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..implementations import implementation_of
+from ..implementations import module_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,18 @@ class Sampling:
         return Sampling(*chosen)
 
 
+class Layout(NamedTuple):
+    """Whose each row of the logits is: as of `rejection_sample`, and with the last three as of `sample_step`."""
+
+    cu_num_logits: Any
+    draft_token_ids: Any
+    positions: Any
+    idx_mapping: Any
+    logits_indices: Any = None
+    seq_lens: Any = None
+    prefill_len: Any = None
+
+
 def rejection_sample(
     # [num_logits, vocab_size] bfloat16, float16 or float32; the rows of a request are contiguous
     target_logits: Any,
@@ -57,6 +67,8 @@ def rejection_sample(
     # None: each draft token was certain (q is one-hot). Tokens that the proposer does not know have q = 0
     draft_logits: Any = None,
     implementation: str | None = None,
+    *,
+    block: bool = False,
 ) -> tuple[Any, Any]:
     """The accepted drafts of each request and one token more: recovered after a rejection, else the bonus token.
 
@@ -70,6 +82,10 @@ def rejection_sample(
     Args:
         implementation: "reference", "host" (one-hot q on a CPU) or "fused"; None: fused on a GPU, host where it can be,
             else the reference.
+        block: a step looks at all of its drafts before it decides, since a rejected one may be followed by better ones.
+            It accepts at least as many as one by one, and with a one-hot q as many. Drafts must then be drawn with
+            noise that is fresh in every step. Noise of (seed, position) alone is not: what a step rejects depends on
+            drafts further on, whose noise the next step would use again at the same positions.
 
     Returns:
         sampled [num_reqs, max_num_draft + 1] int64, padded with -1, and num_sampled [num_reqs] int32.
@@ -84,29 +100,6 @@ def rejection_sample(
     ...     sampling, max_num_draft=1)
     (tensor([[1, 0]]), tensor([2], dtype=torch.int32))
     """
-    check(target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, max_num_draft, draft_logits)
-    on_cpu = "reference" if draft_logits is not None else "host"
-    result: tuple[Any, Any] = load(implementation_of(target_logits, implementation, on_cpu))(
-        target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, sampling, max_num_draft, draft_logits
-    )
-    return result
-
-
-@cache
-def load(name: str) -> Callable[..., Any]:
-    """An implementation. What it compiles is compiled when it is first asked for, or by its first call if in Triton."""
-    return import_module(f".{name}", __name__).rejection_sample  # type: ignore[no-any-return]
-
-
-def check(
-    target_logits: Any,
-    cu_num_logits: Any,
-    draft_token_ids: Any,
-    positions: Any,
-    idx_mapping: Any,
-    max_num_draft: int,
-    draft_logits: Any,
-) -> None:
     num_logits, vocab_size = target_logits.shape
     for name, tensor in {"draft_token_ids": draft_token_ids, "positions": positions}.items():
         if tensor.shape != (num_logits,):
@@ -120,3 +113,10 @@ def check(
             f"draft_logits has shape {tuple(draft_logits.shape)}, but must have at least {max_num_draft} rows a "
             f"request of at most {vocab_size} tokens."
         )
+    on_cpu = "host" if draft_logits is None or max_num_draft == 0 else "reference"
+    layout = Layout(cu_num_logits, draft_token_ids, positions, idx_mapping)
+    module = module_of(__name__, target_logits, implementation, on_cpu)
+    sampled, num_sampled, *_ = module.rejection_sample(
+        target_logits, layout, sampling, max_num_draft, draft_logits, block
+    )
+    return sampled, num_sampled

@@ -6,26 +6,14 @@ stand-in, and numbers that differ are arguments of their own, which kernels name
 reach into tuples). Knows no Triton.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from . import Sampling
+from . import Layout, Sampling
 
 # A width of fewer rows is compiled as this one.
 _SMALLEST_WIDTH = 8
-
-
-class Layout(NamedTuple):
-    """As of `rejection_sample`; with the last three as of `sample_step`, where rows say where their tokens stand."""
-
-    cu_num_logits: torch.Tensor
-    draft_token_ids: torch.Tensor
-    positions: torch.Tensor
-    idx_mapping: torch.Tensor
-    logits_indices: Any = None
-    seq_lens: Any = None
-    prefill_len: Any = None
 
 
 class Parameters(NamedTuple):
@@ -36,13 +24,6 @@ class Parameters(NamedTuple):
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
-
-
-class Noise(NamedTuple):
-    """The parameters of what nothing truncates."""
-
-    temperature: torch.Tensor
-    seeds: torch.Tensor
 
 
 class Target(NamedTuple):
@@ -69,35 +50,22 @@ class Result(NamedTuple):
     num_rejected: torch.Tensor | None = None
 
 
-def layout_of(*arrays: torch.Tensor) -> Layout:
-    return Layout(*map(_aligned, arrays))
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A small copy of what vLLM sliced because the batch was large."""
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+def layout_of(*arrays: torch.Tensor | None) -> Layout:
+    """With a small copy of what vLLM sliced because the batch was large."""
+    return Layout(*(array if array is None or array.data_ptr() % 16 == 0 else array.clone() for array in arrays))
 
 
 def parameters_of(sampling: Sampling, layout: Layout) -> tuple[Parameters, int]:
     """Also which of the three limits are given: 1 for top-k, 2 for top-p, 4 for min-p."""
     limits = sampling.top_k, sampling.top_p, sampling.min_p
     places = layout.cu_num_logits, sampling.temperature, sampling.temperature
-    top_k, top_p, min_p = (place if limit is None else limit for limit, place in zip(limits, places, strict=True))
     given = sum((limit is not None) << bit for bit, limit in enumerate(limits))
-    return Parameters(sampling.temperature, sampling.seeds, top_k, top_p, min_p), given
+    chosen = (place if limit is None else limit for limit, place in zip(limits, places, strict=True))
+    return Parameters(sampling.temperature, sampling.seeds, *chosen), given
 
 
 def target_of(logits: torch.Tensor) -> Target:
     return Target(logits, logits.stride(0), logits.shape[-1])
-
-
-def drafts_of(logits: torch.Tensor) -> Drafts:
-    return Drafts(logits, logits.stride(0), logits.stride(1), logits.shape[-1])
-
-
-def new_result(num_reqs: int, width: int, device: torch.device) -> Result:
-    sampled = torch.empty(num_reqs, width, dtype=torch.int64, device=device)
-    return Result(sampled, torch.empty(num_reqs, dtype=torch.int32, device=device))
 
 
 def padded_width(width: int) -> int:

@@ -10,8 +10,7 @@ other noise a draft is a sample of q, which verification has to know: what is cu
 import torch
 
 from ..implementations import implementation_of
-from . import Sampling, rejection_sample
-from .arguments import Layout
+from . import Layout, Sampling, rejection_sample
 from .reference import truncated
 
 
@@ -56,10 +55,10 @@ def sample_with_q(
     (tensor([1]), tensor([[-inf, 9.]]))
     """
     if sampling.truncates and implementation_of(logits, implementation, "host") == "fused":
-        from .fused import draw_kept
+        from . import fused
 
-        token_ids, limit = draw_kept(logits, _layout(positions), sampling)
-        return token_ids, logits.masked_fill(logits < limit[:, None], -torch.inf)
+        sampled, *_, limit = fused.rejection_sample(logits, _layout(positions), sampling, 0)
+        return sampled[:, 0], logits.masked_fill(logits < limit, -torch.inf)
     kept = truncated(logits, sampling)
     whole = Sampling(sampling.temperature, sampling.seeds)
     return coupled_sample(kept, positions, whole, implementation), kept

@@ -12,9 +12,8 @@ import numpy.typing as npt
 import torch
 
 from ..compiled import compiled, inlined
-from . import Sampling
-from .noise import reference as noise
-from .noise.reference import GROUP, STREAM_SHIFT, TOKEN
+from . import Layout, Sampling, noise
+from .noise import GROUP, STREAM_SHIFT, TOKEN
 from .reference import GROUP_SIZE, chunks, finite_with_max, group_sums, weights
 
 Int32Array = npt.NDArray[np.int32]
@@ -31,14 +30,6 @@ def _splitmix64(state: np.uint64) -> np.uint64:
     bits = (bits ^ (bits >> np.uint64(30))) * FIRST
     bits = (bits ^ (bits >> np.uint64(27))) * SECOND
     return bits ^ (bits >> np.uint64(31))
-
-
-@compiled("void(float32[:, ::1], float32[:, ::1], float32[:])")
-def _cut(weights: Float32Array, logits: Float32Array, limit: Float32Array) -> None:
-    for row in range(weights.shape[0]):
-        for token in range(weights.shape[1]):
-            if logits[row, token] < limit[row]:
-                weights[row, token] = 0
 
 
 @compiled("void(int64[:], int64[:], int64, int64[:], float32[:, ::1])")
@@ -68,10 +59,16 @@ def _first(weights: Float32Array, begins: Int64Array, logs: Float32Array, result
 
 
 @compiled("void(int64[:], int32[:], int64[:], int64[:, ::1], int32[:])")
-def _accept(
+def accept(
     token_ids: Int64Array, cu_num_logits: Int32Array, fed: Int64Array, sampled: Int64Array, num_sampled: Int32Array
 ) -> None:
-    """A request says what its rows draw, up to the first that is not what is fed at the next row."""
+    """A request emits what its rows draw, up to the first that is not what is fed at the next row.
+
+    Args:
+        token_ids: what each row draws, [N].
+        cu_num_logits, fed: as cu_num_logits and draft_token_ids of the front door.
+        sampled, num_sampled: what it returns, out.
+    """
     for request in range(len(num_sampled)):
         begin = cu_num_logits[request]
         num_rows = min(cu_num_logits[request + 1] - begin, sampled.shape[1])
@@ -81,11 +78,6 @@ def _accept(
             count += 1
         sampled[request, count:] = -1
         num_sampled[request] = count
-
-
-def cut(weights: torch.Tensor, logits: torch.Tensor, limit: torch.Tensor) -> None:
-    """`reference.cut`: PyTorch's masks take six times as long."""
-    _cut(weights.numpy(), logits.contiguous().numpy(), limit.numpy())
 
 
 def heat(
@@ -111,33 +103,22 @@ def draw(weights: torch.Tensor, seeds: Int64Array, positions: Int64Array) -> Int
     return heat(weights, groups * GROUP_SIZE, min(GROUP_SIZE, weights.shape[1]), seeds, positions, TOKEN)
 
 
-def at(sampling: Sampling, states: npt.NDArray[Any]) -> Sampling:
-    """`Sampling.at`: NumPy takes a few elements in half of PyTorch's time."""
-    fields = vars(sampling).values()
-    return Sampling(*(None if field is None else torch.from_numpy(field.numpy()[states]) for field in fields))
-
-
 def rejection_sample(
-    target_logits: torch.Tensor,  # [N, V]
-    cu_num_logits: torch.Tensor,  # [num_reqs + 1]
-    draft_token_ids: torch.Tensor,  # [N]
-    positions: torch.Tensor,  # [N]
-    idx_mapping: torch.Tensor,  # [num_reqs]
-    sampling: Sampling,
-    max_num_draft: int,
-    draft_logits: None = None,
+    target_logits: torch.Tensor, layout: Layout, sampling: Sampling, max_num_draft: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the front door."""
-    bounds, places = cu_num_logits.int().numpy(), positions.numpy()
-    states = idx_mapping.numpy().repeat(bounds[1:] - bounds[:-1])
-    token_ids = np.empty(len(places), np.int64)
+    cu_num_logits, draft_token_ids, positions, idx_mapping = layout[:4]
+    bounds, token_ids = cu_num_logits.int(), torch.empty(len(positions), dtype=torch.int64)
+    states = idx_mapping.repeat_interleave(bounds.diff())
     for part in chunks(*target_logits.shape):
-        logits, rows = target_logits[part], at(sampling, states[part])
-        if rows.temperature.numpy().any():
-            token_ids[part] = draw(weights(logits, rows, cut), rows.seeds.numpy(), places[part])
+        logits, own = target_logits[part], sampling.at(states[part])
+        if own.temperature.any():
+            drawn = draw(weights(logits, own), own.seeds.numpy(), positions[part].numpy())
+            token_ids[part] = torch.from_numpy(drawn)
         else:
-            token_ids[part] = finite_with_max(logits)[0].numpy().argmax(-1)
-    sampled = np.empty((len(bounds) - 1, max_num_draft + 1), np.int64)
-    num_sampled = np.empty(len(bounds) - 1, np.int32)
-    _accept(token_ids, bounds, draft_token_ids.long().numpy(), sampled, num_sampled)
-    return torch.from_numpy(sampled), torch.from_numpy(num_sampled)
+            token_ids[part] = finite_with_max(logits)[0].argmax(-1)
+    sampled = torch.empty(len(bounds) - 1, max_num_draft + 1, dtype=torch.int64)
+    num_sampled = torch.empty(len(sampled), dtype=torch.int32)
+    arrays = token_ids, bounds, draft_token_ids.long(), sampled, num_sampled
+    accept(*(array.numpy() for array in arrays))
+    return sampled, num_sampled

@@ -5,92 +5,105 @@ max(p - q, 0), normalised. After the last accepted draft a bonus token is drawn 
 
 With a one-hot q this is one draw: let x ~ p, accept if x = d, else emit x. It accepts with probability p(d) = min(1,
 p(d) / 1), and given that it does not, x is distributed as p without d, normalised: the residual. Either way x is
-emitted: the noise alone decides what is said, and the draft only how many tokens a step has.
+emitted: the noise alone decides what is emitted, and the draft only how many tokens a step has.
+
+Block verification (Sun et al. 2024, algorithm 2) lets the joint ratio be r_0 = 1, r_i = min(1, r_{i-1} p(d_i) /
+q(d_i)). The first i drafts are kept with probability h_i = R_i / (R_i + 1 - r_i), where R_i = sum(max(r_i p - q, 0))
+over the token that follows them; all K with r_K. The largest i that is kept counts, and what follows is drawn from
+max(r_i p - q, 0), or from p after the last draft.
 
 A draw is a race in two heats. If token v arrives after E_v / w_v, E_v ~ Exponential(1), it is the first of all with
 probability w_v / sum(w) (the Gumbel-max trick, exponentiated). Of a group of tokens, the first arrives after
 Exponential(1) / sum of the group's w, whichever it is: so first a group wins with its own noise, then a token of
-that group. It costs V / GROUP_SIZE + GROUP_SIZE random numbers, not V. N: rows, V: vocab_size, G: GROUP_SIZE.
+that group. It costs V / GROUP_SIZE + GROUP_SIZE random numbers, not V. N: rows, B: requests, K: max_num_draft, V:
+vocab_size, G: GROUP_SIZE.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from . import Sampling
-from .noise.reference import ACCEPT, GROUP, RECOVERED_GROUP, RECOVERED_TOKEN, TOKEN, exponential, keys, uniform
-from .truncation.reference import thresholds
+from . import Layout, Sampling
+from .noise import ACCEPT, BLOCK, GROUP, RECOVERED_GROUP, RECOVERED_TOKEN, TOKEN, exponential, keys, uniform
+from .truncation import thresholds
 
 GROUP_SIZE = 256
 # Rows are taken in chunks that stay in the cache.
 _CHUNK_ELEMENTS = 1 << 20
 
 
-def acceptance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Probability of accepting a draft that has probability p under the target and q under the proposer."""
-    return torch.where(p > 0, (p / q).clamp(max=1), 0.0)
+def draft_ratio(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """p / q of drafts that have probability p under the target and q under the proposer; finite, 0 where p is."""
+    return torch.where(p > 0, p / q, 0.0).clamp_(max=torch.finfo(p.dtype).max)
 
 
-def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Weights [..., V] of the recovered token, from probabilities of the same shape; not normalised.
+def residual(p: torch.Tensor, q: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
+    """Weights [..., V] of what follows drafts of a joint ratio [...], which is 1 token by token; not normalised.
 
-    Where rounding leaves nothing of max(p - q, 0) it is p that is left.
+    Where rounding leaves nothing of max(ratio * p - q, 0) it is p that is left.
     """
-    return (p - q).clamp_(min=0).add_(p, alpha=2.0**-80)
+    return (ratio[..., None] * p - q).clamp_(min=0).add_(p, alpha=2.0**-80)
 
 
-def finite(logits: torch.Tensor) -> torch.Tensor:
-    """float32 (or float64) logits without NaN, which count as -inf, and +inf, which counts as the largest float32."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
+def keep_probs(
+    p: torch.Tensor,  # [B, K + 1, V]
+    q: torch.Tensor,  # [B, K, V]
+    ratio: torch.Tensor,  # [B, K] p / q of the drafts, 0: reject
+    num_draft: torch.Tensor,  # [B] int64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Joint ratios and probabilities of keeping the first 0..K drafts as a block, [B, K + 1] each; none are always."""
+    joint, kept = [torch.ones_like(ratio[:, 0])], [torch.ones_like(ratio[:, 0])]
+    for i in range(1, ratio.shape[1] + 1):
+        joint.append((joint[-1] * ratio[:, i - 1]).clamp(max=1))
+        # After the last draft q is 0, and nothing is left to gain by stopping earlier.
+        rest = (joint[-1][:, None] * p[:, i] - q[:, min(i, q.shape[1] - 1)]).clamp_(min=0).sum(-1)
+        keep = torch.where(num_draft == i, joint[-1], torch.nan_to_num(rest / (rest + 1 - joint[-1])))
+        kept.append(torch.where(num_draft < i, 0.0, keep))
+    return torch.stack(joint, 1), torch.stack(kept, 1)
 
 
 def finite_with_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`finite` of logits [N, V] and the rows' maxima [N, 1], the lowest number for rows of -inf alone."""
+    """float32 (or float64) logits [N, V], NaN as -inf and +inf as the largest float32; and the rows' maxima [N, 1].
+
+    The maximum of a row of -inf alone is the lowest number.
+    """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     maximum = logits.amax(dim=-1, keepdim=True)
     if not math.isfinite(maximum.sum()):  # rare
-        logits = finite(logits)
+        logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
         maximum = logits.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
     return logits, maximum
 
 
-def cut(weights: torch.Tensor, logits: torch.Tensor, limit: torch.Tensor) -> None:
-    """Sets weights [N, V] to 0 where the logits are below their row's limit [N]."""
-    weights.masked_fill_(logits < limit[:, None], 0)
+def _weighed(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Finite logits and their weights [N, V] before truncation, and the smallest logit kept [N], if any is cut."""
+    logits, maximum = finite_with_max(logits)
+    temperature = sampling.temperature.to(logits.dtype)
+    scale = torch.where(temperature == 0, 1.0, temperature).reciprocal_().mul_(math.log2(math.e))
+    weights = (logits - maximum).mul_(scale[:, None]).exp2_()
+    limits = sampling.top_k, sampling.top_p, sampling.min_p
+    return logits, weights, thresholds(logits, scale, weights, *limits) if sampling.truncates else None
 
 
-def weights(logits: torch.Tensor, sampling: Sampling, cut: Callable[..., None] = cut) -> torch.Tensor:
+def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Weights [N, V] that the rows' sampling parameters give to the tokens; probabilities but for their sum.
 
     The largest is 1; at temperature 0 the others are 0. float32, or float64 for float64 logits.
     """
-    logits, maximum = finite_with_max(logits)
-    temperature, all_random = sampling.temperature.to(logits.dtype), bool(sampling.temperature.all())
-    scale = (temperature if all_random else torch.where(temperature == 0, 1.0, temperature)).reciprocal()
-    scale *= math.log2(math.e)
-    result = (logits - maximum).mul_(scale[:, None]).exp2_()
-    if sampling.truncates:
-        limit = thresholds(logits, scale, result, sampling.top_k, sampling.top_p, sampling.min_p)
-        cut(result, logits, limit)
-    if not all_random:
-        greedy = temperature == 0
-        likeliest = logits[greedy].argmax(-1, keepdim=True)
-        result[greedy] = torch.zeros_like(result[greedy]).scatter_(1, likeliest, 1)
+    logits, result, limit = _weighed(logits, sampling)
+    if limit is not None:
+        result.masked_fill_(logits < limit[:, None], 0)
+    greedy = sampling.temperature == 0
+    if greedy.any():
+        result[greedy] = torch.zeros_like(result[greedy]).scatter_(1, logits[greedy].argmax(-1, keepdim=True), 1)
     return result
 
 
 def truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Logits [N, V] with -inf for the tokens that the rows' limits cut; NaN stays. At temperature 0 as at 1."""
-    if not sampling.truncates:
-        return logits
-    known, maximum = finite_with_max(logits)
-    temperature = sampling.temperature.to(known.dtype)
-    scale = math.log2(math.e) / torch.where(temperature == 0, 1.0, temperature)
-    weights = (known - maximum).mul_(scale[:, None]).exp2_()
-    limit = thresholds(known, scale, weights, sampling.top_k, sampling.top_p, sampling.min_p)
-    return logits.masked_fill(logits < limit[:, None], -torch.inf)
+    limit = _weighed(logits, sampling)[2] if sampling.truncates else None
+    return logits if limit is None else logits.masked_fill(logits < limit[:, None], -torch.inf)
 
 
 def probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -124,75 +137,26 @@ def draw(
     return first[:, 0] + (group / exponential(token_keys, token_ids)).argmax(-1)
 
 
-def draw_rows(
-    logits: torch.Tensor,  # [N, V]
-    positions: torch.Tensor,  # [N] int64
-    sampling: Sampling,  # of the rows
-) -> torch.Tensor:
-    """Token ids [N] int64, drawn from each row under its sampling parameters."""
-    result = positions.new_empty(len(logits), dtype=torch.int64)
-    for chunk in chunks(*logits.shape):
-        part = sampling.at(chunk)
-        if bool((part.temperature == 0).all()):
-            result[chunk] = finite_with_max(logits[chunk])[0].argmax(-1)
-        else:
-            result[chunk] = draw(weights(logits[chunk], part), part.seeds, positions[chunk])
-    return result
-
-
-def is_distribution(draft_logits: torch.Tensor) -> torch.Tensor:
-    """[...] bool: rows of draft logits [..., V] that a token can be drawn from: no NaN, no +inf, not -inf alone."""
-    return draft_logits.amax(dim=-1).isfinite()
-
-
-def draft_weights(draft_logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Weights [N, V] of draft logits [N, V]; 0 where they are no distribution, and at temperature 0: only p decides."""
-    result = weights(draft_logits, Sampling(sampling.temperature, sampling.seeds))
-    decides = is_distribution(draft_logits) & (sampling.temperature != 0)
-    return result if bool(decides.all()) else result.masked_fill_(~decides[:, None], 0)
+def draw_rows(logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Token ids [N] int64, drawn from each row [N, V] under its sampling parameters."""
+    parts = [(part, sampling.at(part)) for part in chunks(*logits.shape)]
+    drawn = [draw(weights(logits[part], own), own.seeds, positions[part]) for part, own in parts]
+    return torch.cat(drawn) if drawn else positions[:0]
 
 
 def draft_probs(draft_logits: torch.Tensor, sampling: Sampling, vocab_size: int) -> torch.Tensor:
-    """q [N, vocab_size] of draft logits [N, <= vocab_size]; 0 as `draft_weights`."""
-    q = draft_weights(draft_logits, sampling)
-    q.div_(q.sum(-1, keepdim=True).clamp_(min=1))
-    return torch.nn.functional.pad(q, (0, vocab_size - q.shape[-1])) if q.shape[-1] < vocab_size else q
+    """q [N, vocab_size] of draft logits [N, <= vocab_size].
+
+    0 where they are no distribution (NaN, +inf, -inf alone), and at temperature 0: only p decides.
+    """
+    q = probs(draft_logits, Sampling(sampling.temperature, sampling.seeds))
+    decides = is_distribution(draft_logits) & (sampling.temperature != 0)
+    return torch.nn.functional.pad(q.masked_fill_(~decides[:, None], 0), (0, vocab_size - q.shape[-1]))
 
 
-def token_probs(weights: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Probabilities [N] of one token a row; 0 for an id that is not in the vocabulary."""
-    vocab_size = weights.shape[-1]
-    chosen = weights.gather(1, token_ids.clamp(0, vocab_size - 1)[:, None])[:, 0]
-    known = (token_ids >= 0) & (token_ids < vocab_size)
-    return torch.where(known, chosen / weights.sum(-1).clamp_(min=1), 0.0)
-
-
-def accept_dense(
-    target_logits: torch.Tensor,  # [N, V]
-    draft_logits: torch.Tensor,  # [N, <= V]
-    draft_token_ids: torch.Tensor,  # [N] int64, -1: reject
-    positions: torch.Tensor,  # [N] int64
-    sampling: Sampling,  # of the rows
-) -> torch.Tensor:
-    """Which drafts are accepted, [N] bool, each for itself."""
-    p = token_probs(weights(target_logits, sampling), draft_token_ids)
-    q = token_probs(draft_weights(draft_logits, sampling), draft_token_ids)
-    ratio = acceptance(p, q).where(is_distribution(draft_logits) | (sampling.temperature == 0), 0.0)
-    return uniform(keys(sampling.seeds, positions, ACCEPT), torch.zeros_like(positions)) < ratio
-
-
-def draw_last(
-    target_logits: torch.Tensor,  # [N, V]
-    draft_logits: torch.Tensor,  # [N, <= V]
-    is_bonus: torch.Tensor,  # [N] bool: nothing was drafted here
-    positions: torch.Tensor,  # [N] int64
-    sampling: Sampling,  # of the rows
-) -> torch.Tensor:
-    """Recovered or bonus tokens [N] int64."""
-    p = probs(target_logits, sampling)
-    q = draft_probs(draft_logits, sampling, p.shape[-1]).masked_fill_(is_bonus[:, None], 0)
-    streams = torch.where(is_bonus, GROUP, RECOVERED_GROUP), torch.where(is_bonus, TOKEN, RECOVERED_TOKEN)
-    return draw(residual(p, q), sampling.seeds, positions, streams)
+def is_distribution(draft_logits: torch.Tensor) -> torch.Tensor:
+    """[...] bool: rows of draft logits [..., V] that a token can be drawn from."""
+    return draft_logits.amax(dim=-1).isfinite()
 
 
 def chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
@@ -200,40 +164,65 @@ def chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
     return (slice(begin, begin + size) for begin in range(0, num_rows, size))
 
 
+def _verify(
+    target_logits: torch.Tensor,  # [B, K + 1, V]
+    draft_logits: torch.Tensor,  # [B, K, <= V]
+    drafts: torch.Tensor,  # [B, K]
+    num_draft: torch.Tensor,  # [B]
+    positions: torch.Tensor,  # [B, K + 1]
+    sampling: Sampling,  # of the requests
+    block: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many drafts are accepted, and the token after them, [B] int64 each."""
+    num_reqs, width, vocab_size = target_logits.shape
+    every, steps = (torch.arange(size, device=drafts.device) for size in (num_reqs, width))
+    p = probs(target_logits.flatten(0, 1), sampling.at(every.repeat_interleave(width))).view(num_reqs, width, -1)
+    q_sampling = sampling.at(every.repeat_interleave(width - 1))
+    q = draft_probs(draft_logits.flatten(0, 1), q_sampling, vocab_size).view(num_reqs, width - 1, -1)
+    q.masked_fill_((steps[:-1] >= num_draft[:, None])[..., None], 0)
+    known = (drafts >= 0) & (drafts < vocab_size)
+    known &= is_distribution(draft_logits) | (sampling.temperature == 0)[:, None]
+    token = drafts.clamp(0, vocab_size - 1)[..., None]
+    ratio = draft_ratio(p[:, :-1].gather(2, token)[..., 0], q.gather(2, token)[..., 0]).where(known, 0.0)
+    if block:
+        joint, keep = keep_probs(p, q, ratio, num_draft)
+        # Keyed by the step's first position: no other step has it, and no position is looked at twice with one number.
+        numbers = uniform(keys(sampling.seeds, positions[:, 0], BLOCK)[:, None], steps)
+        num_accepted = torch.where((numbers < keep) | (steps == 0), steps, 0).amax(-1)
+    else:
+        numbers = uniform(keys(sampling.seeds[:, None], positions[:, :-1], ACCEPT), torch.zeros_like(drafts))
+        joint, num_accepted = torch.ones_like(p[..., 0]), (numbers < ratio).cumprod(1).sum(1)
+    is_bonus = num_accepted == num_draft
+    last_q = torch.where(is_bonus[:, None], 0.0, q[every, num_accepted.clamp(max=width - 2)])
+    left = residual(p[every, num_accepted], last_q, joint[every, num_accepted].masked_fill_(is_bonus, 1))
+    streams = torch.where(is_bonus, GROUP, RECOVERED_GROUP), torch.where(is_bonus, TOKEN, RECOVERED_TOKEN)
+    return num_accepted, draw(left, sampling.seeds, positions[every, num_accepted], streams)
+
+
 def rejection_sample(
-    target_logits: torch.Tensor,  # [num_logits, V]
-    cu_num_logits: torch.Tensor,  # [num_reqs + 1]
-    draft_token_ids: torch.Tensor,  # [num_logits]
-    positions: torch.Tensor,  # [num_logits]
-    idx_mapping: torch.Tensor,  # [num_reqs]
+    target_logits: torch.Tensor,
+    layout: Layout,
     sampling: Sampling,
     max_num_draft: int,
-    draft_logits: torch.Tensor | None = None,  # [num_states, >= max_num_draft, <= V]
+    draft_logits: torch.Tensor | None,
+    block: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the front door."""
+    cu_num_logits, draft_token_ids, positions, idx_mapping, *_ = layout
     num_rows, states = cu_num_logits.diff().long(), idx_mapping.long()
     steps = torch.arange(max_num_draft + 1, device=num_rows.device)
     # The row of each step; after a request's last row any row.
     rows = (cu_num_logits[:-1, None] + steps).clamp_(max=len(target_logits) - 1)
-    is_draft = steps[1:] < num_rows[:, None]
-    drafts = torch.where(is_draft, draft_token_ids.long()[rows[:, 1:]], -1)
+    drafts = torch.where(steps[1:] < num_rows[:, None], draft_token_ids.long()[rows[:, 1:]], -1)
     if draft_logits is None or max_num_draft == 0:
         tokens = draw_rows(target_logits, positions, sampling.at(states.repeat_interleave(num_rows)))[rows]
         num_accepted = (tokens[:, :-1] == drafts).cumprod(1).sum(1)
     else:
-        accepted = torch.zeros_like(is_draft)
-        for part in chunks(int(is_draft.sum()), target_logits.shape[-1]):
-            r, i = (index[part] for index in is_draft.nonzero(as_tuple=True))
-            row, state = rows[r, i], states[r]
-            arguments = drafts[r, i], positions[row], sampling.at(state)
-            accepted[r, i] = accept_dense(target_logits[row], draft_logits[state, i], *arguments)
-        num_accepted = accepted.cumprod(1).sum(1)
-        tokens = torch.nn.functional.pad(drafts, (0, 1))
-        for part in chunks(len(states), target_logits.shape[-1]):
-            i, state = num_accepted[part], states[part]
-            row, is_bonus = rows[part].gather(1, i[:, None])[:, 0], i == num_rows[part] - 1
-            q_logits = draft_logits[state, i.clamp(max=max_num_draft - 1)]
-            last = draw_last(target_logits[row], q_logits, is_bonus, positions[row], sampling.at(state))
-            tokens[part].scatter_(1, i[:, None], last[:, None])
+        tokens, num_accepted = torch.nn.functional.pad(drafts, (0, 1)), torch.zeros_like(num_rows)
+        for part in chunks(len(states), target_logits.shape[-1] * len(steps)):
+            arguments = drafts[part], num_rows[part] - 1, positions[rows[part]], sampling.at(states[part])
+            q_logits = draft_logits[states[part], :max_num_draft]
+            num_accepted[part], last = _verify(target_logits[rows[part]], q_logits, *arguments, block)
+            tokens[part].scatter_(1, num_accepted[part, None], last[:, None])
     num_sampled = torch.where(num_rows > 0, num_accepted + 1, 0).int()
     return torch.where(steps < num_sampled[:, None], tokens, -1), num_sampled

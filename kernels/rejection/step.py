@@ -6,8 +6,7 @@ On a GPU two launches, with drafts and without, in place of those that gather th
 import torch
 
 from ..implementations import implementation_of
-from . import Sampling, rejection_sample
-from .arguments import Layout
+from . import Layout, Sampling, rejection_sample
 
 
 def sample_step(
@@ -40,29 +39,18 @@ def sample_step(
     """
     name = implementation_of(target_logits, implementation, "host")
     if name == "fused":
-        from .fused import sample_step as fused
+        from . import fused
 
-        return fused(target_logits, layout, sampling, max_num_draft)
-    return _sample_step(target_logits, layout, sampling, max_num_draft, name)
-
-
-def _sample_step(
-    target_logits: torch.Tensor, layout: Layout, sampling: Sampling, max_num_draft: int, implementation: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    starts, places = layout.cu_num_logits.long(), layout.logits_indices
-    drafts, fed_at = layout.draft_token_ids[places].long(), layout.positions[places]
+        return fused.rejection_sample(target_logits, layout, sampling, max_num_draft)[:3]
+    starts, fed_at = layout.cu_num_logits.long(), layout.positions[layout.logits_indices]
     prefill_len = layout.prefill_len[layout.idx_mapping.long()]
-    rows = torch.arange(len(drafts), device=drafts.device)
-    requests = torch.searchsorted(starts[1:], rows, right=True)
-    fed_at_first = fed_at[starts[requests]]
-    drafts = drafts.masked_fill((rows > starts[requests]) & (fed_at_first < prefill_len[requests]), -1)
+    num_rows, rows = starts.diff(), torch.arange(len(fed_at), device=fed_at.device)
+    first = starts[:-1].repeat_interleave(num_rows)
+    holds_place = (rows > first) & (fed_at[first] < prefill_len.repeat_interleave(num_rows))
+    drafts = layout.draft_token_ids[layout.logits_indices].long().masked_fill(holds_place, -1)
     sampled, num_sampled = rejection_sample(
-        target_logits, layout.cu_num_logits, drafts, fed_at + 1, layout.idx_mapping, sampling, max_num_draft,
-        implementation=implementation,
-    )  # fmt: skip
+        target_logits, layout.cu_num_logits, drafts, fed_at + 1, layout.idx_mapping, sampling, max_num_draft, None, name
+    )
     goes_on = layout.seq_lens[: len(prefill_len)] < prefill_len
-    num_rejected = starts.diff().int() - num_sampled
-    return (
-        sampled.masked_fill(goes_on[:, None], -1), num_sampled.masked_fill(goes_on, 0),
-        num_rejected.masked_fill(goes_on, 0),
-    )  # fmt: skip
+    num_rejected = (num_rows.int() - num_sampled).masked_fill(goes_on, 0)
+    return sampled.masked_fill(goes_on[:, None], -1), num_sampled.masked_fill(goes_on, 0), num_rejected

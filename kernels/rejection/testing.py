@@ -4,12 +4,11 @@ Cheap to make, for any vocabulary: rows are pieces of one noise, with a dozen pe
 rows, P: peaks of a row.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from . import Sampling
-from .arguments import Layout
+from . import Layout, Sampling
 
 # Places beside which kernels split a row.
 _EDGES = (0, 1, 255, 256, 257, 2047, 2048, 2049, 8191, 8192, 8193)
@@ -32,6 +31,18 @@ class Batch(NamedTuple):
     sampling: Sampling
     max_num_draft: int
     draft_logits: torch.Tensor | None = None
+
+
+def to_device(value: Any, device: torch.device | str) -> Any:
+    """Tensors of a tuple, or of `Sampling`, on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Sampling):
+        return Sampling(*(to_device(field, device) for field in vars(value).values()))
+    if isinstance(value, tuple):
+        moved = [to_device(item, device) for item in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+    return value
 
 
 def as_step(batch: Batch, prompts: int = 0) -> tuple[torch.Tensor, Layout, Sampling, int]:

@@ -81,8 +81,7 @@ def _replace_launches() -> None:
     hooks: dict[str, Callable[..., None]] = {
         "_gather_draft_sampled_kernel": verify,
         "_get_num_sampled_and_rejected_kernel": sample_theirs,
-        "_accept_kernel": sample_ours,
-        "_draw_kept_kernel": sample_ours,
+        "_draw_kernel": sample_ours,
         # What later code indexes with must be in range.
         "_combine_sampled_and_draft_tokens_kernel": zero("logits_indices_ptr"),
         "_expand_idx_mapping_kernel": zero("expanded_idx_mapping_ptr", "expanded_local_pos_ptr"),

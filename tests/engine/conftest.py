@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,15 +109,14 @@ def verify_by_reference(patches: pytest.MonkeyPatch) -> None:
     """As if the reference were a kernel: the real ones take up to a second a step here."""
     from torch.utils._python_dispatch import _disable_current_modes
     from vllm_specplugins.kernels import rejection
-
-    load = rejection.load
+    from vllm_specplugins.kernels.rejection import reference
 
     def run(*arguments: Any) -> tuple[torch.Tensor, ...]:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            results = load("reference")(*arguments)
+            results = reference.rejection_sample(*arguments)
         return tuple(result.to(torch.device("cpu"), non_blocking=True) for result in results)
 
-    patches.setattr(rejection, "load", lambda name: run)
+    patches.setattr(rejection, "module_of", lambda *_: SimpleNamespace(rejection_sample=run))
 
 
 @pytest.fixture(scope="session")

@@ -72,7 +72,7 @@ def test_kernels(drafting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels in the engine, as on a GPU, say what the reference says. Kills: an argument of theirs that
     the engine lays out otherwise."""
     from vllm import SamplingParams
-    from vllm_specplugins.kernels import rejection
+    from vllm_specplugins.kernels import implementations
 
     params = [
         SamplingParams(temperature=heat, top_p=top_p, seed=seed, max_tokens=8, ignore_eos=True, detokenize=False)
@@ -84,13 +84,13 @@ def test_kernels(drafting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return [list(result.outputs[0].token_ids) for result in results]
 
     expected, replaced = run(), []
-    choose = rejection.implementation_of
+    choose = implementations.implementation_of
 
     def fused(*arguments: Any) -> str:
         replaced.append(choose(*arguments))
         return "fused"
 
-    monkeypatch.setattr(rejection, "implementation_of", fused)
+    monkeypatch.setattr(implementations, "implementation_of", fused)
     assert run() == expected
     assert set(replaced) == {"host", "reference"}
 

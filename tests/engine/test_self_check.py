@@ -24,14 +24,14 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of our operations run in Triton, as on a GPU, and engines prepare for it."""
     import torch
     from vllm.v1.worker.cpu_worker import CPUWorker
-    from vllm_specplugins.kernels import rejection
-    from vllm_specplugins.kernels.rejection import adjust, block, drafts
+    from vllm_specplugins.kernels import implementations
+    from vllm_specplugins.kernels.rejection import drafts
 
     from vllm_specplugins.engine import self_check
 
     monkeypatch.setattr(CPUWorker, "_should_warm_up_model", lambda self: True)
     monkeypatch.setattr(self_check, "device", lambda: torch.device("cpu"))
-    for module in (drafts, rejection, adjust, block):
+    for module in (implementations, drafts):
         monkeypatch.setattr(module, "implementation_of", lambda logits, wanted, *on_cpu: wanted or "fused")
 
 
@@ -92,7 +92,7 @@ def test_warm(engine: Any, on_a_device: None, monkeypatch: pytest.MonkeyPatch) -
         for chosen in parameters():
             llm.generate(PROMPTS[:1], chosen, use_tqdm=False)
         llm.generate([*PROMPTS, *PROMPTS[:1]], parameters()[-3:], use_tqdm=False)
-    kernels = "_draw_kernel", "_draw_kept_kernel", "_weigh_kernel", "_keep_kernel", "_adjust_kernel"
+    kernels = "_draw_kernel", "_weigh_kernel", "_keep_kernel", "_adjust_kernel"
     assert {name for name, _ in served} >= set(kernels)
     assert served <= warmed, sorted(served - warmed)
 

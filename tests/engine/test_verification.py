@@ -299,7 +299,7 @@ def test_likeliest_tokens() -> None:
     from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 
     from vllm_specplugins.engine.v1.rows import Rows
-    from vllm_specplugins.engine.v1.verify import _greedy
+    from vllm_specplugins.engine.v1.verify import _accepted
 
     random = torch.Generator().manual_seed(1)
     for num_reqs in [1, 2, 5] * 30:
@@ -313,4 +313,4 @@ def test_likeliest_tokens() -> None:
             Sampling(torch.zeros(num_reqs), torch.zeros(num_reqs, dtype=torch.int64)),
             max(num_draft),
         )
-        assert torch.equal(_greedy(logits.argmax(-1), rows), expected)
+        assert torch.equal(_accepted(logits.argmax(-1), rows), expected)

@@ -66,13 +66,13 @@ def test_ours_pass(method: str, judge: Judge) -> None:
 
 def accept_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepts with min(1, p / q) + 0.02."""
-    right = reference.acceptance
-    monkeypatch.setattr(reference, "acceptance", lambda p, q: right(p, q) + 0.02)
+    right = reference.draft_ratio
+    monkeypatch.setattr(reference, "draft_ratio", lambda p, q: right(p, q) + 0.02)
 
 
 def recover_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws the recovered token from p instead of the residual."""
-    monkeypatch.setattr(reference, "residual", lambda p, q: p)
+    monkeypatch.setattr(reference, "residual", lambda p, *_: p)
 
 
 def another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,7 @@ from batches import make_batch
 from interpreted import DEVICE, RUNS, needs_triton
 from scipy.stats import chisquare
 from vllm_specplugins.kernels.rejection import rejection_sample
-from vllm_specplugins.kernels.rejection.block import block_rejection_sample
-from vllm_specplugins.kernels.rejection.testing import Batch
+from vllm_specplugins.kernels.rejection.testing import Batch, to_device
 
 SIZE, NUM_REQS = 8, 20_000
 P = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -0.3, 0.1, -2.0])
@@ -32,7 +32,7 @@ WHOLE = {
     "some -inf": torch.tensor([3.0, -INF, -INF, 1.0, 0.0, 0.0, 0.0, 0.0]),
     "largest": torch.tensor([3e38, 3e38, 0.0, 1.0, 0.0, -3e38, 0.0, 0.0]),
 }
-OPERATIONS = {"token": rejection_sample, "block": block_rejection_sample}
+OPERATIONS = {"token": rejection_sample, "block": partial(rejection_sample, block=True)}
 by_reference = pytest.mark.skipif(RUNS, reason="of the reference, which the kernels are held against")
 
 
@@ -123,8 +123,5 @@ def test_fused_equals_reference(method: str) -> None:
     for request, state in enumerate(batch.idx_mapping.tolist()):
         batch.draft_logits[state, int(torch.randint(3, (1,), generator=rng))] = kinds[request % len(kinds)]
     expected = OPERATIONS[method](*batch, implementation="reference")
-    moved = [value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in batch]
-    sampling = {name: None if value is None else value.to(DEVICE) for name, value in vars(batch.sampling).items()}
-    moved_batch = Batch(*moved)._replace(sampling=type(batch.sampling)(**sampling))
-    for ours, own in zip(OPERATIONS[method](*moved_batch, implementation="fused"), expected, strict=True):
+    for ours, own in zip(OPERATIONS[method](*to_device(batch, DEVICE), implementation="fused"), expected, strict=True):
         assert torch.equal(ours.cpu(), own)

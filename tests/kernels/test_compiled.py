@@ -16,8 +16,7 @@ import pytest
 
 VOCAB_SIZE = 128_256
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
-MAX_REGISTERS = {"_draw_kernel": 80, "_scan_kernel": 64, "_draw_kept_kernel": 64, "_weigh_kernel": 64}
-MAX_REGISTERS |= {"_accept_kernel": 48, "_keep_kernel": 80, "_adjust_kernel": 64}
+MAX_REGISTERS = {"_scan_kernel": 64, "_draw_kernel": 64, "_weigh_kernel": 64, "_keep_kernel": 80, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64}
 MAX_REGISTERS |= {
     "_share_kernel": 80,
@@ -25,12 +24,12 @@ MAX_REGISTERS |= {
     "_predict_kernel": 64,
 }  # one program, and small ones
 LIMITS = dict.fromkeys(("sm_90", "sm_100"), MAX_REGISTERS)
-LIMITS["sm_80"] = MAX_REGISTERS | {"_draw_kept_kernel": 80, "_weigh_kernel": 80}  # what truncates: three programs
+LIMITS["sm_80"] = MAX_REGISTERS | {"_draw_kernel": 80, "_weigh_kernel": 80}  # what truncates: three programs
 # There a SIMD has 512, and two of a program's 8 warps: 64 leave room for four programs, 72 for three.
 LIMITS["gfx942"] = {name: min(most, 64) for name, most in MAX_REGISTERS.items()}
 LIMITS["gfx942"] |= {"_weigh_kernel": 72, "_learn_kernel": 128, "_share_kernel": 80}
 # Logits of each row that a program reads, where it does not choose some.
-TILE_SIZES = {"_draw_kernel": 8192, "_scan_kernel": 8192, "_keep_kernel": 8192, "_adjust_kernel": 2048}
+TILE_SIZES = {"_scan_kernel": 8192, "_keep_kernel": 8192, "_adjust_kernel": 2048}
 TILE_SIZES |= {"_match_kernel": 2 * 1024}  # of tokens, in a text and in a reference
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -56,7 +55,6 @@ def record_launches() -> list:
     from vllm_specplugins.kernels.rejection import rejection_sample
     from vllm_specplugins.kernels.rejection.adjust import adjust
     from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
-    from vllm_specplugins.kernels.rejection.block import block_rejection_sample
     from vllm_specplugins.kernels.rejection.step import sample_step
     from vllm_specplugins.kernels.rejection.testing import as_step
 
@@ -76,7 +74,7 @@ def record_launches() -> list:
         if not dense:
             sample_step(*as_step(batch), implementation="fused")
         if not parameters:
-            block_rejection_sample(*batch, implementation="fused")
+            rejection_sample(*batch, implementation="fused", block=True)
         if not parameters and not dense:
             adjust(*batch[:5], make_edits(batch), 1, implementation="fused")
     history_match(*make_lookup(5), implementation="fused")
@@ -146,9 +144,7 @@ def report() -> None:
             compiled = compile_launch(kernel, args, kwargs, GPUTarget(*description))
             found = (amd_resources if description[0] == "hip" else cuda_resources)(compiled)
             logits = [arg.logits for arg in args if hasattr(arg, "logits")]
-            logits += [
-                arg for name, arg in zip(kernel.arg_names, args, strict=False) if name in ("logits_ptr", "texts_ptr")
-            ]
+            logits += [arg.token_ids for arg in args if hasattr(arg, "distances")]
             # A scan reads one of the two, there by the same instructions.
             is_shared = kernel.fn.__name__ == "_scan_kernel" and target == "gfx942"
             itemsize = logits[0].itemsize if is_shared else sum(tensor.itemsize for tensor in logits)

@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection import drafts as module
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, sample_with_q
+from vllm_specplugins.kernels.rejection.testing import to_device
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import DEVICE, RUNS, needs_triton
@@ -38,13 +39,25 @@ def test_docstrings() -> None:
     assert doctest.testmod(module).failed == 0
 
 
-def verified(logits: torch.Tensor, drafts: torch.Tensor, positions: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """[NUM_REQS] the first token that verification of one draft a request emits."""
-    rows = torch.stack([logits, logits], dim=1).flatten(0, 1)
-    fed = torch.stack([torch.zeros_like(drafts), drafts], dim=1).flatten()
-    places = torch.stack([positions, positions + 1], dim=1).flatten()
+def of_requests(seed: int, num_reqs: int = NUM_REQS) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_reqs, VOCAB_SIZE, generator=rng) * 3
+    return logits, torch.randint(1, 2**40, (num_reqs,), generator=rng)
+
+
+def accepted(
+    logits: torch.Tensor,
+    drafts: torch.Tensor,
+    positions: torch.Tensor,
+    sampling: Sampling,
+    q: torch.Tensor | None = None,
+) -> float:
+    """The share of drafts, one a request, that verification accepts."""
+    fed, places = (torch.stack(pair, dim=1).flatten() for pair in ((drafts, drafts), (positions, positions + 1)))
     starts = torch.arange(0, 2 * NUM_REQS + 1, 2, dtype=torch.int32)
-    return rejection_sample(rows, starts, fed, places, STATES, sampling, max_num_draft=1)[0][:, 0]
+    layout = starts, fed, places, STATES
+    rows, draft_logits = logits.repeat_interleave(2, dim=0), None if q is None else q[:, None]
+    return float((rejection_sample(rows, *layout, sampling, 1, draft_logits)[1] == 2).float().mean())
 
 
 @by_reference
@@ -52,51 +65,23 @@ def verified(logits: torch.Tensor, drafts: torch.Tensor, positions: torch.Tensor
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 3.0])
 def test_a_right_guess_is_accepted(temperature: float, limits: str) -> None:
     """At every temperature and under every limit. Kills: noise of another stream or position; limits left out."""
-    rng = torch.Generator().manual_seed(5)
-    logits = torch.randn(NUM_REQS, VOCAB_SIZE, generator=rng) * 3
-    positions = torch.randint(1, 2**40, (NUM_REQS,), generator=rng)
+    logits, positions = of_requests(5)
     sampling = Sampling(torch.full((NUM_REQS,), temperature), STATES * 77, **LIMITS[limits])
-    drafts = coupled_sample(logits, positions, sampling)
-    assert torch.equal(verified(logits, drafts, positions, sampling), drafts)
+    assert accepted(logits, coupled_sample(logits, positions, sampling), positions, sampling) == 1.0
 
 
 @by_reference
 def test_a_near_guess_is_accepted_more_often_than_the_likeliest_token() -> None:
     """And the less the guess is off, the oftener; at most as often as any draft can be, the overlap of p and q."""
-    rng = torch.Generator().manual_seed(6)
-    logits = torch.randn(NUM_REQS, VOCAB_SIZE, generator=rng) * 2.5
-    error = torch.randn(NUM_REQS, VOCAB_SIZE, generator=rng)
-    positions = torch.randint(1, 2**40, (NUM_REQS,), generator=rng)
-    sampling = Sampling(torch.ones(NUM_REQS), STATES * 77)
-
-    def accepted(drafts: torch.Tensor) -> float:
-        return float((verified(logits, drafts, positions, sampling) == drafts).float().mean())
-
-    likeliest = accepted(logits.argmax(-1))
-    rates = [accepted(coupled_sample(logits + scale * error, positions, sampling)) for scale in (1.0, 0.3, 0.1)]
+    (logits, positions), (error, _) = of_requests(6), of_requests(60)
+    logits, error, sampling = logits / 1.2, error / 3, Sampling(torch.ones(NUM_REQS), STATES * 77)
+    guesses = (coupled_sample(logits + scale * error, positions, sampling) for scale in (1.0, 0.3, 0.1))
+    likeliest, *rates = (accepted(logits, drafts, positions, sampling) for drafts in (logits.argmax(-1), *guesses))
     assert likeliest < rates[1] < rates[2]
     assert rates[0] < rates[1]
     p, q = torch.softmax(logits, -1), torch.softmax(logits + 0.3 * error, -1)
     overlap = float(torch.minimum(p, q).sum(-1).mean())
     assert 0.6 * overlap < rates[1] < overlap + 3 * (0.25 / NUM_REQS) ** 0.5
-
-
-def verified_with_q(
-    logits: torch.Tensor, drafts: torch.Tensor, q: torch.Tensor, positions: torch.Tensor, sampling: Sampling
-) -> float:
-    """The share of drafts, one a request, that verification accepts."""
-    rows, num_reqs = logits.repeat_interleave(2, dim=0), len(logits)
-    fed = torch.stack([torch.zeros_like(drafts), drafts], dim=1).flatten()
-    places = torch.stack([positions, positions + 1], dim=1).flatten()
-    starts, states = torch.arange(0, 2 * num_reqs + 1, 2, dtype=torch.int32), torch.arange(num_reqs)
-    _, num_sampled = rejection_sample(rows, starts, fed, places, states, sampling, 1, q[:, None])
-    return float((num_sampled == 2).float().mean())
-
-
-def of_requests(seed: int, num_reqs: int = NUM_REQS) -> tuple[torch.Tensor, torch.Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num_reqs, VOCAB_SIZE, generator=rng) * 3
-    return logits, torch.randint(1, 2**40, (num_reqs,), generator=rng)
 
 
 @by_reference
@@ -108,9 +93,9 @@ def test_a_right_q_is_accepted(temperature: float, limits: str) -> None:
     sampling = Sampling(torch.full((NUM_REQS,), temperature), STATES * 77, **LIMITS[limits])
     own = Sampling(sampling.temperature, sampling.seeds + 1, **LIMITS[limits])
     drafts, q = sample_with_q(logits, positions, own)
-    assert verified_with_q(logits, drafts, q, positions, sampling) == 1.0
+    assert accepted(logits, drafts, positions, sampling, q) == 1.0
     uncut, whole = sample_with_q(logits, positions, Sampling(own.temperature, own.seeds))
-    share = verified_with_q(logits, uncut, whole, positions, sampling)
+    share = accepted(logits, uncut, positions, sampling, whole)
     assert (share < 0.99) == (limits == "truncated" and temperature > 0), "the test must see limits that are left out"
 
 
@@ -147,7 +132,6 @@ def test_fused_equals_reference(dtype: torch.dtype) -> None:
     limits = {name: values[:num_reqs] for name, values in LIMITS["truncated"].items()}
     given = logits.to(dtype), positions, Sampling(heat, STATES[:num_reqs] * 5, **limits)
     expected = sample_with_q(*given, implementation="reference")
-    sampling = Sampling(*(values.to(DEVICE) for values in vars(given[2]).values()))
-    ours = sample_with_q(given[0].to(DEVICE), positions.to(DEVICE), sampling, implementation="fused")
+    ours = sample_with_q(*to_device(given, DEVICE), implementation="fused")
     for own, theirs in zip(ours, expected, strict=True):
         assert torch.equal(own.cpu(), theirs)

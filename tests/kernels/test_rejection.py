@@ -10,16 +10,15 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from vllm_specplugins.kernels import rejection
-from vllm_specplugins.kernels.rejection import Sampling, reference, rejection_sample, step
+from vllm_specplugins.kernels.rejection import Layout, Sampling, noise, reference, rejection_sample, step, truncation
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
-from vllm_specplugins.kernels.rejection.noise import reference as noise
 from vllm_specplugins.kernels.rejection.testing import Batch, as_step
-from vllm_specplugins.kernels.rejection.truncation import reference as truncation
 
 sys.path.insert(0, str(Path(__file__).parent))
-from batches import make_batch
+from batches import conditional, make_batch, of_states
 
 NUM_DRAWS = 200_000
+ONE = torch.ones((), dtype=torch.float64)
 
 
 def simplex(vocab_size: int, parts: int) -> torch.Tensor:
@@ -27,6 +26,10 @@ def simplex(vocab_size: int, parts: int) -> torch.Tensor:
     grid = [c for c in itertools.product(range(parts + 1), repeat=vocab_size) if sum(c) == parts]
     generic = torch.rand(vocab_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return torch.cat([torch.tensor(grid, dtype=torch.float64) / parts, (generic / generic.sum())[None]])
+
+
+def acceptance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return reference.draft_ratio(p, q).clamp(max=1)
 
 
 def normal(weights: torch.Tensor) -> torch.Tensor:
@@ -43,8 +46,8 @@ def test_law_of_a_token(vocab_size: int, parts: int) -> None:
     """Every pair of p and q, integrated exactly. Kills: a residual of the wrong sign; p/q where q is 0."""
     p = simplex(vocab_size, parts)[:, None]
     q = simplex(vocab_size, parts)[None]
-    accepted = q * reference.acceptance(p.expand(-1, q.shape[1], -1), q)
-    recovered = normal(reference.residual(p.expand(-1, q.shape[1], -1), q.clone()))
+    accepted = q * acceptance(p.expand(-1, q.shape[1], -1), q)
+    recovered = normal(reference.residual(p, q, ONE))
     law = accepted + (1 - accepted.sum(-1, keepdim=True)) * recovered
     assert (law - p).abs().max() < 1e-12
 
@@ -64,19 +67,19 @@ def outcomes_dense(target, proposer, drafts: tuple[int, ...], monkeypatch) -> li
     """(emitted tokens, probability), with every pattern of acceptance and every last token put in."""
     vocab_size, width = len(target(())), len(drafts) + 1
     cases = list(itertools.product(*[[False, True]] * len(drafts), range(vocab_size)))
-    monkeypatch.setattr(reference, "accept_dense", lambda *_: torch.tensor([c[:-1] for c in cases]).flatten())
-    monkeypatch.setattr(reference, "draw_last", lambda *_: torch.tensor([c[-1] for c in cases]))
+    monkeypatch.setattr(reference, "uniform", lambda *_: 2 - 2.0 * torch.tensor([c[:-1] for c in cases]))
+    monkeypatch.setattr(reference, "draw", lambda *_: torch.tensor([c[-1] for c in cases]))
     q_logits = torch.zeros(len(cases), len(drafts), vocab_size)
     sampled, num_sampled = verify(len(cases), drafts, vocab_size, q_logits)
     result = []
     for case, row, n in zip(cases, sampled, num_sampled, strict=True):
         probability = 1.0
         for i, (d, accepted) in enumerate(zip(drafts, case, strict=False)):
-            a = reference.acceptance(target(drafts[:i])[d], proposer(drafts[:i])[d])
+            a = acceptance(target(drafts[:i])[d], proposer(drafts[:i])[d])
             probability *= float(a if accepted else 1 - a)
         p = target(drafts[: n - 1])
         q = proposer(drafts[: n - 1]) if n < width else torch.zeros_like(p)
-        probability *= float(normal(reference.residual(p, q))[case[-1]])
+        probability *= float(normal(reference.residual(p, q, ONE))[case[-1]])
         result.append((row[:n].tolist(), probability))
     return result
 
@@ -85,25 +88,17 @@ def verify(num_reqs: int, drafts: tuple[int, ...], vocab_size: int, draft_logits
     width = len(drafts) + 1
     return reference.rejection_sample(
         torch.zeros(num_reqs * width, vocab_size),
-        torch.arange(num_reqs + 1) * width,
-        torch.tensor([-1, *drafts]).repeat(num_reqs),
-        torch.arange(num_reqs * width),
-        torch.arange(num_reqs),
+        Layout(
+            torch.arange(num_reqs + 1) * width,
+            torch.tensor([-1, *drafts]).repeat(num_reqs),
+            torch.arange(num_reqs * width),
+            torch.arange(num_reqs),
+        ),
         Sampling(torch.ones(num_reqs), torch.zeros(num_reqs, dtype=torch.int64)),
         len(drafts),
         draft_logits,
+        False,
     )
-
-
-def conditional(seed: int, vocab_size: int, sharpness: float):
-    """A distribution after every prefix, some tokens impossible."""
-
-    def after(prefix: tuple[int, ...]) -> torch.Tensor:
-        rng = torch.Generator().manual_seed(hash((seed, *prefix)) % 2**31)
-        drawn = torch.rand(vocab_size, generator=rng, dtype=torch.float64) ** sharpness
-        return normal(drawn.masked_fill_(torch.rand(vocab_size, generator=rng) < 0.2, 0) + 1e-300)
-
-    return after
 
 
 def law_error(outcomes, target, vocab_size: int, length: int) -> float:
@@ -235,13 +230,13 @@ def test_chi_squared(dense: bool, temperature: float) -> None:
 )
 def test_planted_errors_are_caught(planted: str | None, monkeypatch) -> None:
     """The chi-squared test sees each of the classic mistakes, of drafts that were drawn with our own noise."""
-    acceptance, draft_weights = reference.acceptance, reference.draft_weights
+    ratio, probs = reference.draft_ratio, reference.draft_probs
     if planted == "accepts more":
-        monkeypatch.setattr(reference, "acceptance", lambda p, q: acceptance(p, q) + 0.02)
+        monkeypatch.setattr(reference, "draft_ratio", lambda p, q: ratio(p, q) + 0.02)
     elif planted == "wrong temperature":
-        monkeypatch.setattr(reference, "draft_weights", lambda logits, *args: draft_weights(logits / 0.9, *args))
+        monkeypatch.setattr(reference, "draft_probs", lambda logits, *args: probs(logits / 0.9, *args))
     elif planted == "recovered from p":
-        monkeypatch.setattr(reference, "residual", lambda p, q: p)
+        monkeypatch.setattr(reference, "residual", lambda p, *_: p)
     elif planted == "recovered with the draft's noise":
         monkeypatch.setattr(reference, "RECOVERED_TOKEN", reference.TOKEN)
     seeds, ones = torch.arange(NUM_DRAWS), torch.ones(NUM_DRAWS)
@@ -267,14 +262,6 @@ def test_strange_logits() -> None:
     assert emitted(nothing._replace(target_logits=nothing.target_logits * nan)) == [[0]]
 
 
-MIXED = {"temperature": torch.tensor([0.0, 0.7, 1.0, 1.6]).repeat(4)}
-TRUNCATED = {
-    "top_k": torch.tensor([0, 5, 300, 1], dtype=torch.int32).repeat_interleave(4),
-    "top_p": torch.tensor([1.0, 0.9, 0.4, 0.99]).repeat(4),
-    "min_p": torch.tensor([0.0, 0.0, 0.02, 0.3]).repeat_interleave(4),
-}
-
-
 def part(batch: Batch, requests: list[int]) -> Batch:
     """A batch of some requests of another, in this order."""
     bounds = batch.cu_num_logits.tolist()
@@ -289,11 +276,11 @@ def part(batch: Batch, requests: list[int]) -> Batch:
     )
 
 
-@pytest.mark.parametrize("truncation", [{}, TRUNCATED], ids=["whole", "truncated"])
+@pytest.mark.parametrize("truncation", ["whole", "all"])
 @pytest.mark.parametrize("dense", [False, True], ids=["one-hot", "dense"])
-def test_independent_of_the_batch(dense: bool, truncation) -> None:
+def test_independent_of_the_batch(dense: bool, truncation: str) -> None:
     """Order, batch size, padding. Kills: noise by row index; a chunk that forgets its offset; states mixed up."""
-    batch = make_batch([3, 0, 4, 1, 2, 4, 0, 3], 600, dense=dense, **MIXED, **truncation)
+    batch = make_batch([3, 0, 4, 1, 2, 4, 0, 3], 600, dense=dense, **of_states(truncation, 16))
     together = emitted(batch)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(0)).tolist()
     assert emitted(part(batch, order)) == [together[r] for r in order]
@@ -308,7 +295,7 @@ def test_independent_of_the_batch(dense: bool, truncation) -> None:
 
 def test_one_hot_output_does_not_depend_on_drafts() -> None:
     """Other drafts, fewer drafts, none: the tokens are the same. Kills: noise that counts from the step's start."""
-    batch = make_batch([4] * 8, 600, agreement=1.0, **MIXED, **TRUNCATED)
+    batch = make_batch([4] * 8, 600, agreement=1.0, **of_states("all", 16))
     long = emitted(batch)
     assert max(map(len, long)) == 5 and min(map(len, long)) < 5
     rejected = batch._replace(draft_token_ids=torch.full_like(batch.draft_token_ids, -1))

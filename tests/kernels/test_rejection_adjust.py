@@ -11,7 +11,7 @@ from vllm_specplugins.kernels.rejection import adjust as front
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import Edits, Penalties, adjust
 from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
-from vllm_specplugins.kernels.rejection.testing import Batch
+from vllm_specplugins.kernels.rejection.testing import Batch, to_device
 
 sys.path.insert(0, str(Path(__file__).parent))
 from batches import make_batch
@@ -26,7 +26,7 @@ def bit(words: torch.Tensor, token: int) -> bool:
     return bool(int(words[token // 32]) >> (token % 32) & 1)
 
 
-def oracle_row(row: torch.Tensor, index: int, state: int, position: int, drafts: list[int], e: Edits) -> list[float]:
+def oracle_row(row: torch.Tensor, state: int, position: int, drafts: list[int], e: Edits) -> list[float]:
     """One row by the definitions, token by token."""
     words = e.bad_words
     prompt_length = int(words.prompt_lengths[state])
@@ -47,7 +47,7 @@ def oracle_row(row: torch.Tensor, index: int, state: int, position: int, drafts:
         if count or bit(e.penalties.prompt_mask[state], token):
             logit *= repetition ** (-1 if logit > 0 else 1)
         logit -= frequency * count + presence * (count > 0)
-        keeps = token in allowed and token not in banned and bit(e.grammar[index], token)
+        keeps = token in allowed and token not in banned
         result.append(logit if keeps else -math.inf)
     return result
 
@@ -62,7 +62,7 @@ def test_oracle(vocab_size: int) -> None:
     for request, state in enumerate(batch.idx_mapping.tolist()):
         for row in range(bounds[request], bounds[request + 1]):
             drafts = batch.draft_token_ids[bounds[request] + 1 : row + 1].tolist()
-            expected = oracle_row(batch.target_logits[row], row, state, int(batch.positions[row]), drafts, edits)
+            expected = oracle_row(batch.target_logits[row], state, int(batch.positions[row]), drafts, edits)
             torch.testing.assert_close(ours[row], torch.tensor(expected), rtol=1e-5, atol=1e-5)
             num_forbidden += expected.count(-math.inf)
     assert 0 < num_forbidden < ours.numel() or vocab_size == 1
@@ -71,9 +71,9 @@ def test_oracle(vocab_size: int) -> None:
 def only_last(batch: Batch, edits: Edits, implementation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Edited logits of the requests' last rows: of all rows, and of these alone."""
     last = batch.cu_num_logits[1:].long() - 1
-    whole = adjust(*map(to_device, (*batch[:5], edits, batch.max_num_draft)), implementation)
-    alone = batch.target_logits[last], *batch[1:5], edits._replace(grammar=edits.grammar[last]), batch.max_num_draft
-    found = adjust(*map(to_device, alone), implementation, only_last=True)
+    whole = adjust(*to_device((*batch[:5], edits, batch.max_num_draft), DEVICE), implementation)
+    alone = batch.target_logits[last], *batch[1:5], edits, batch.max_num_draft
+    found = adjust(*to_device(alone, DEVICE), implementation, only_last=True)
     return whole.cpu()[last], found.cpu()
 
 
@@ -125,17 +125,11 @@ def test_same_text_with_and_without_speculation() -> None:
     assert generate(3) == known[:10] == generate(1)
 
 
-def to_device(value):
-    if isinstance(value, torch.Tensor):
-        return value.to(DEVICE)
-    return type(value)(*map(to_device, value)) if isinstance(value, tuple) else value
-
-
 def assert_same(batch: Batch, edits: Edits) -> None:
     """Bit for bit, NaN too; a GPU multiplies and adds in one rounding."""
     arguments = (*batch[:5], edits, batch.max_num_draft)
     expected = adjust(*arguments, implementation="reference")
-    ours = adjust(*map(to_device, arguments), implementation="fused")
+    ours = adjust(*to_device(arguments, DEVICE), implementation="fused")
     assert ours.dtype == torch.float32
     tolerance = 1e-6 if DEVICE == "cuda" else 0
     torch.testing.assert_close(ours.cpu(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -192,7 +186,7 @@ def test_strange_rows() -> None:
 def test_bytes_moved() -> None:
     """Rows that nothing is asked of are read and written once."""
     batch = make_batch([2, 2, 2, 2, 2, 2], 32_768, dtype=torch.bfloat16)
-    edits = make_edits(batch)._replace(grammar=None)
+    edits = make_edits(batch)
     batch = batch._replace(idx_mapping=torch.tensor([3, 7, 11, 3, 7, 11]))
     with bytes_moved() as moved:
         result = adjust(*batch[:5], edits, 2, implementation="fused")

@@ -1,34 +1,20 @@
 """Block verification: its exact law and its expected acceptance by enumeration in fp64, and its draws."""
 
-import doctest
 import itertools
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from scipy.stats import chisquare
-from vllm_specplugins.kernels.rejection import block, rejection_sample
-from vllm_specplugins.kernels.rejection import reference as token_wise
-from vllm_specplugins.kernels.rejection.block import block_rejection_sample, reference
+from vllm_specplugins.kernels.rejection import reference, rejection_sample
 
 sys.path.insert(0, str(Path(__file__).parent))
-from batches import make_batch
+from batches import conditional, make_batch
 
-
-def conditional(seed: int, vocab_size: int, sharpness: float):
-    """A distribution after every prefix, some tokens impossible; sharpness inf: one-hot."""
-
-    def after(prefix: tuple[int, ...]) -> torch.Tensor:
-        rng = torch.Generator().manual_seed(hash((seed, *prefix)) % 2**31)
-        drawn = torch.rand(vocab_size, generator=rng, dtype=torch.float64)
-        if sharpness == math.inf:
-            return (drawn == drawn.max()).double()
-        drawn = (drawn**sharpness).masked_fill_(torch.rand(vocab_size, generator=rng) < 0.2, 0) + 1e-300
-        return drawn / drawn.sum()
-
-    return after
+block_rejection_sample = partial(rejection_sample, block=True)
 
 
 def outcomes(target, proposer, vocab_size: int, num_draft: int):
@@ -39,11 +25,13 @@ def outcomes(target, proposer, vocab_size: int, num_draft: int):
             continue
         p = torch.stack([target(drafts[:i]) for i in range(num_draft + 1)])
         q = torch.stack([proposer(drafts[:i]) for i in range(num_draft)])
-        joint, keep = reference.keep_probs(p[None], q[None], torch.tensor([drafts]), torch.tensor([num_draft]))
+        token = torch.tensor(drafts)[:, None]
+        ratio = reference.draft_ratio(p[:-1].gather(1, token), q.gather(1, token))[:, 0]
+        joint, keep = reference.keep_probs(p[None], q[None], ratio[None], torch.tensor([num_draft]))
         for n in range(num_draft + 1):
             # The largest that is kept.
             stops = chance * float(keep[0, n] * (1 - keep[0, n + 1 :]).prod())
-            weights = reference.residual(joint[0, n], p[n], q[n]) if n < num_draft else p[n]
+            weights = reference.residual(p[n], q[n], joint[0, n]) if n < num_draft else p[n]
             if stops > 0:
                 law = weights / weights.sum()
                 yield from (((*drafts[:n], x), stops * float(law[x]), n) for x in range(vocab_size))
@@ -74,7 +62,7 @@ def test_accepts_no_less_than_token_wise(vocab_size: int, num_draft: int, sharpn
     for length in range(1, num_draft + 1):
         for drafts in itertools.product(range(vocab_size), repeat=length):
             pairs = [(target(drafts[:i])[d], proposer(drafts[:i])[d]) for i, d in enumerate(drafts)]
-            theirs += math.prod(float(q * token_wise.acceptance(p, q)) for p, q in pairs)
+            theirs += math.prod(float(q * reference.draft_ratio(p, q).clamp(max=1)) for p, q in pairs)
     assert ours >= theirs - 1e-12
     assert (ours > theirs + 1e-6) == (num_draft > 1 and sharpness < math.inf)
 
@@ -109,9 +97,8 @@ def test_chi_squared() -> None:
     assert num_sampled.sum() > token_by_token
 
 
-def test_temperature_0_ragged_and_doctest() -> None:
+def test_temperature_0_and_ragged() -> None:
     """Greedy requests as token by token; requests of no draft, of no row; drafts of -1."""
-    assert doctest.testmod(block).failed == 0
     greedy = make_batch([3, 0, 2, 3], 40, dense=True, temperature=torch.zeros(8), agreement=0.8)
     for ours, theirs in zip(block_rejection_sample(*greedy), rejection_sample(*greedy), strict=True):
         assert torch.equal(ours, theirs)

@@ -5,45 +5,27 @@ On a GPU as it is, else in Triton's interpreter, which has to be chosen before T
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from vllm_specplugins.kernels.rejection import rejection_sample
-from vllm_specplugins.kernels.rejection.arguments import Layout, drafts_of, layout_of, parameters_of, target_of
-from vllm_specplugins.kernels.rejection.block import block_rejection_sample
+from vllm_specplugins.kernels.rejection.arguments import Drafts, layout_of, parameters_of, target_of
 from vllm_specplugins.kernels.rejection.step import sample_step
-from vllm_specplugins.kernels.rejection.testing import Batch, as_step
-from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
+from vllm_specplugins.kernels.rejection.testing import Batch, as_step, to_device
+from vllm_specplugins.kernels.rejection.truncation import thresholds
 
 sys.path.insert(0, str(Path(__file__).parent))
-from batches import make_batch
+from batches import TRUNCATIONS, make_batch, of_states
 from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
 
 # The operation, and whether q is dense.
 KINDS = {
     "one-hot": (rejection_sample, False),
     "dense": (rejection_sample, True),
-    "block": (block_rejection_sample, True),
+    "block": (partial(rejection_sample, block=True), True),
 }
-TEMPERATURES = torch.tensor([0.0, 0.7, 1.0, 1.6]).repeat(4)
-TRUNCATIONS = {
-    "whole": {},
-    "top_k": {"top_k": torch.tensor([0, 5, 300, 1], dtype=torch.int32).repeat_interleave(4)},
-    "top_p": {"top_p": torch.tensor([1.0, 0.9, 0.4, 0.99]).repeat_interleave(4)},
-    "min_p": {"min_p": torch.tensor([0.0, 0.002, 0.02, 0.3]).repeat_interleave(4)},
-}
-TRUNCATIONS["all"] = {
-    **TRUNCATIONS["top_k"],
-    "top_p": torch.tensor([1.0, 0.9, 0.4, 0.99]).repeat(4),
-    "min_p": torch.tensor([0.0, 0.0, 0.02, 0.3]).repeat_interleave(4),
-}
-
-
-def to_device(batch: Batch, device: str) -> Batch:
-    moved = [value.to(device) if isinstance(value, torch.Tensor) else value for value in batch]
-    parameters = {k: None if v is None else v.to(device) for k, v in vars(batch.sampling).items()}
-    return Batch(*moved)._replace(sampling=type(batch.sampling)(**parameters))
 
 
 def assert_same(kind: str, batch: Batch, num_near_ties: int = 0) -> None:
@@ -66,11 +48,8 @@ def test_equals_reference(kind: str, vocab_size: int, truncation: str) -> None:
     """Ragged, with requests of no draft. Kills: a mask off by one; a tie that goes elsewhere; a row of another step."""
     dtype = torch.bfloat16 if vocab_size % 2 else torch.float32
     drafts = [3, 0, 4, 1, 2] if vocab_size < 9000 else [2, 0, 1]
-    parameters = {name: value[: 2 * len(drafts)] for name, value in TRUNCATIONS[truncation].items()}
-    batch = make_batch(
-        drafts, vocab_size, dense=KINDS[kind][1], dtype=dtype, temperature=TEMPERATURES[: 2 * len(drafts)], **parameters
-    )
-    assert_same(kind, batch)
+    parameters = of_states(truncation, 2 * len(drafts))
+    assert_same(kind, make_batch(drafts, vocab_size, dense=KINDS[kind][1], dtype=dtype, **parameters))
 
 
 @needs_triton
@@ -78,12 +57,9 @@ def test_equals_reference(kind: str, vocab_size: int, truncation: str) -> None:
 @pytest.mark.parametrize("drafts", [[3, 0, 4, 1, 2], [0] * 5], ids=["drafts", "none"])
 def test_step_equals_reference(drafts: list[int], truncation: str) -> None:
     """Where tokens stand, two of five in their prompts. Kills: a place of another row; a draft behind a prompt."""
-    parameters = {name: value[:10] for name, value in TRUNCATIONS[truncation].items()}
-    logits, layout, *rest = as_step(make_batch(drafts, 300, temperature=TEMPERATURES[:10], **parameters), prompts=2)
-    expected = sample_step(logits, layout, *rest, implementation="reference")
-    batch = to_device(Batch(logits, *layout[:4], *rest), DEVICE)
-    moved = Layout(*(array.to(DEVICE) for array in layout))
-    ours = sample_step(batch.target_logits, moved, batch.sampling, batch.max_num_draft, implementation="fused")
+    given = as_step(make_batch(drafts, 300, **of_states(truncation, 10)), prompts=2)
+    expected = sample_step(*given, implementation="reference")
+    ours = sample_step(*to_device(given, DEVICE), implementation="fused")
     assert all(
         torch.equal(own.cpu(), other) and own.dtype == other.dtype for own, other in zip(ours, expected, strict=True)
     )
@@ -94,9 +70,8 @@ def test_step_equals_reference(drafts: list[int], truncation: str) -> None:
 @pytest.mark.parametrize("truncation", ["whole", "all"])
 def test_strange_logits(truncation: str, kind: str) -> None:
     """-inf, NaN and +inf, whole rows of them, in float16. Kills: an id outside of the vocabulary; NaN that wins."""
-    parameters = {name: value[:10] for name, value in TRUNCATIONS[truncation].items()}
     operation, dense = KINDS[kind]
-    batch = make_batch([4] * 5, 300, dense=dense, temperature=TEMPERATURES[:10], dtype=torch.float16, **parameters)
+    batch = make_batch([4] * 5, 300, dense=dense, dtype=torch.float16, **of_states(truncation, 10))
     logits = batch.target_logits
     rng = torch.Generator().manual_seed(5)
     for value, share in ((-math.inf, 0.5), (math.nan, 0.3), (math.inf, 0.005)):
@@ -124,13 +99,14 @@ def test_flat_rows(dtype: torch.dtype, truncation: str) -> None:
 
     Fails if a bound is above the threshold, a read leaves out a chunk or a group, or the search ends beside it.
     """
-    from vllm_specplugins.kernels.rejection.dense.fused import weigh
-    from vllm_specplugins.kernels.rejection.scan.fused import LOG2_E, scan
+    from vllm_specplugins.kernels.rejection.accept_fused import weigh
+    from vllm_specplugins.kernels.rejection.scan_fused import LOG2_E, scan
 
     batch = make_batch([1, 1], 9001, dense=True, dtype=dtype, temperature=torch.full((4,), 0.9), **FLAT[truncation])
     batch.target_logits[:] = batch.target_logits * 0.3 + torch.tensor([[0.0], [9.0], [0.0], [-9.0]])
     moved = to_device(batch, DEVICE)
-    layout, target, drafts = layout_of(*moved[1:5]), target_of(moved.target_logits), drafts_of(moved.draft_logits)
+    layout, target, own = layout_of(*moved[1:5]), target_of(moved.target_logits), moved.draft_logits
+    drafts = Drafts(own, own.stride(0), own.stride(1), own.shape[-1])
     parameters, given = parameters_of(moved.sampling, layout)
     scanned = scan(target, drafts, layout, parameters, 2)
     weighed = weigh(None, scanned, target, drafts, layout, parameters, given, 2)
@@ -181,7 +157,7 @@ def test_programs_in_any_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", place_backwards)
     for truncation in ("whole", "top_p"):
-        parameters = {name: value[:6] for name, value in TRUNCATIONS[truncation].items()}
+        parameters = of_states(truncation, 6) | {"temperature": torch.ones(6)}
         assert_same(kind, make_batch([2, 0, 1], 9001, dense=KINDS[kind][1], **parameters))
 
 

@@ -7,24 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from vllm_specplugins.kernels.rejection import host, load, rejection_sample
-from vllm_specplugins.kernels.rejection.noise import reference as noise
+from vllm_specplugins.kernels.rejection import host, noise, rejection_sample
 from vllm_specplugins.kernels.rejection.testing import Batch
-from vllm_specplugins.kernels.rejection.truncation.reference import thresholds
+from vllm_specplugins.kernels.rejection.truncation import thresholds
 
 sys.path.insert(0, str(Path(__file__).parent))
-from batches import make_batch
+from batches import TRUNCATIONS, make_batch, of_states
 
 LARGEST = 2**63 - 1
 EXTREMES = torch.tensor([0, 1, -1, 2**55, -(2**62), LARGEST, -LARGEST - 1])
-TEMPERATURES = torch.tensor([0.0, 0.7, 1.0, 1.6])
-TRUNCATIONS = {
-    "whole": {},
-    "top_k": {"top_k": torch.tensor([0, 5, 300, 1], dtype=torch.int32)},
-    "top_p": {"top_p": torch.tensor([1.0, 0.9, 0.4, 0.99])},
-    "min_p": {"min_p": torch.tensor([0.0, 0.002, 0.02, 1.0])},
-}
-TRUNCATIONS["all"] = TRUNCATIONS["top_k"] | TRUNCATIONS["top_p"] | TRUNCATIONS["min_p"]
 
 
 def assert_same(batch: Batch) -> torch.Tensor:
@@ -70,11 +61,8 @@ def test_equals_reference(vocab_size: int, truncation: str) -> None:
     """Ragged, with requests of no draft. Kills: a group cut off; a row or a state mixed up; a tie that moves."""
     tokens = []
     for seed, dtype in enumerate([torch.float32, torch.bfloat16, torch.float16] * 4):
-        chosen = {name: value.repeat(5) for name, value in TRUNCATIONS[truncation].items()}
-        heat = TEMPERATURES.repeat(5) if seed % 3 else torch.full((20,), 0.8)
-        batch = make_batch(
-            [3, 0, 4, 1, 2, 0, 5, 2, 1, 4], vocab_size, seed=seed, dtype=dtype, temperature=heat, **chosen
-        )
+        chosen = of_states(truncation, 20) | ({} if seed % 3 else {"temperature": torch.full((20,), 0.8)})
+        batch = make_batch([3, 0, 4, 1, 2, 0, 5, 2, 1, 4], vocab_size, seed=seed, dtype=dtype, **chosen)
         far = 2**40 * (seed % 2)
         batch.sampling.seeds[: len(EXTREMES)] = EXTREMES
         tokens.append(assert_same(batch._replace(positions=batch.positions + far)))
@@ -98,9 +86,9 @@ def test_chunks(monkeypatch) -> None:
 @pytest.mark.parametrize("truncation", ["whole", "min_p", "all"])
 def test_strange_logits(truncation: str) -> None:
     """-inf, NaN and +inf, whole rows of them. Kills: a token that nothing decides; NaN that wins."""
-    parameters = {name: value.repeat(2) for name, value in TRUNCATIONS[truncation].items()}
-    for heat in (TEMPERATURES.repeat(2), torch.zeros(8), torch.ones(8)):
-        batch = make_batch([3] * 4, 300, temperature=heat, **parameters)
+    parameters = of_states(truncation, 8)
+    for heat in (parameters["temperature"], torch.zeros(8), torch.ones(8)):
+        batch = make_batch([3] * 4, 300, **(parameters | {"temperature": heat}))
         rng = torch.Generator().manual_seed(5)
         for value, share in ((-torch.inf, 0.5), (torch.nan, 0.3), (torch.inf, 0.005)):
             batch.target_logits[torch.rand(batch.target_logits.shape, generator=rng) < share] = value
@@ -140,8 +128,7 @@ def test_is_chosen_and_compiled_before() -> None:
         value for value in vars(host).values() if hasattr(value, "signatures") and value is not host._splitmix64
     ]
     before = [list(function.signatures) for function in compiled]
-    assert len(compiled) == 4 and all(len(signatures) == 1 for signatures in before)
-    assert load("host") is host.rejection_sample
+    assert len(compiled) == 3 and all(len(signatures) == 1 for signatures in before)
     for dtype, dense in itertools.product([torch.float32, torch.bfloat16], [False, True]):
         rejection_sample(*make_batch([2, 0], 300, dense=dense, dtype=dtype))
     assert [list(function.signatures) for function in compiled] == before

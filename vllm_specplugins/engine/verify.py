@@ -2,6 +2,7 @@
 what it leaves for who learns from it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from vllm_specplugins.draft import Likeliest
 from vllm_specplugins.isolation.read_only import likeliest_at
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
-from vllm_specplugins.kernels.rejection.block import block_rejection_sample
 
-OPERATIONS: dict[str, Callable[..., Any]] = {"token": rejection_sample, "block": block_rejection_sample}
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "token": rejection_sample,
+    "block": partial(rejection_sample, block=True),
+}
 _STEP, _DRAFTS = 0x9E3779B97F4A7C15 - (1 << 64), 0x3C6EF372FE94F82B
 
 
@@ -55,18 +58,24 @@ def edit_drafted(
 
 
 class LikeliestLog:
-    """The likeliest token of each row that a step verifies, until that step drafts. N: rows."""
+    """The likeliest token of each row that a step verifies, until that step drafts. N: rows.
 
-    def __init__(self) -> None:
-        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    Args:
+        is_read: whether a proposer asks for it; else nothing is kept.
+    """
+
+    def __init__(self, is_read: bool) -> None:
+        self.is_read = is_read
+        self._parts: list[torch.Tensor] = []
 
     def begin(self) -> None:
         """Another step."""
         self._parts.clear()
 
-    def add(self, fed: torch.Tensor, next_ids: torch.Tensor) -> None:
-        """The step's next rows: the tokens [N] that were fed at them, and the likeliest [N] after these."""
-        self._parts.append((fed, next_ids))
+    def add(self, fed: torch.Tensor, logits: torch.Tensor) -> None:
+        """The step's next rows: the tokens [N] that were fed at them, and the edited logits [N, vocab_size]."""
+        if self.is_read:
+            self._parts.append(torch.stack((fed.int(), logits.argmax(-1).int())))
 
     def take(self, counts: npt.NDArray[np.int64], places: Mapping[int, int]) -> Likeliest | None:
         """What was seen, with one copy from the device; None if nothing was.
@@ -75,8 +84,7 @@ class LikeliestLog:
             counts: [num_reqs], rows of each request.
             places: of those that sampled a token, where they are in the batch that is drafted for.
         """
-        parts = [torch.stack((fed.int(), next_ids.int())) for fed, next_ids in self._parts]
-        self._parts.clear()
+        parts, self._parts = self._parts, []
         if not parts or sum(part.shape[1] for part in parts) != counts.sum():  # vLLM sampled for nobody
             return None
         fed, next_ids = torch.cat(parts, dim=1).cpu().numpy()

@@ -1,5 +1,5 @@
 """Edits of logits before verification, exact at every position: allowed tokens, biases, minimum lengths, penalties, bad
-words, grammars.
+words.
 
 Front door: `adjust` gives float32 logits for `rejection_sample`; `Edits` says what is edited, in the arrays by request
 state that Model Runner V2 of vLLM keeps on the device, so that a step converts nothing. The parameters are rare: they
@@ -7,10 +7,10 @@ cost one launch, which batches without them do not make. Order as in vLLM: bias,
 penalty; a token that anything forbids has -inf. num_logits, num_states: as in the parent package.
 """
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
-from ...implementations import implementation_of
+from ...implementations import module_of
+from .. import Layout
 
 
 class Allowed(NamedTuple):
@@ -79,8 +79,6 @@ class Edits(NamedTuple):
     min_tokens: MinTokens | None = None
     penalties: Penalties | None = None
     bad_words: BadWords | None = None
-    # [num_logits, ceil(vocab_size / 32)] int32, packed as prompt_mask: what a grammar permits, by row
-    grammar: Any = None
 
 
 def adjust(
@@ -113,6 +111,6 @@ def adjust(
     tensor([[0.0000, 0.0000, 0.5000],
             [0.0000, 0.0000, 0.5000]])
     """
-    module = import_module(f".{implementation_of(logits, implementation)}", __name__)
-    arguments = cu_num_logits, draft_token_ids, positions, idx_mapping, edits, max_num_draft
-    return module.adjust(logits, *arguments, only_last)
+    module = module_of(__name__, logits, implementation)
+    layout = Layout(cu_num_logits, draft_token_ids, positions, idx_mapping)
+    return module.adjust(logits, layout, edits, max_num_draft, only_last)

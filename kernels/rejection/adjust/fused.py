@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import Layout
 from ..arguments import layout_of, target_of
 from . import Edits
 
@@ -142,7 +143,6 @@ def _adjust_kernel(
     # The first fields of Edits, but for penalties: tensors, then strides
     lists,
     penalties,
-    grammar,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ONLY_LAST: tl.constexpr,
@@ -183,8 +183,6 @@ def _adjust_kernel(
     if penalties is not None:
         drafts = layout.draft_token_ids + begin + 1
         logits = _penalized(logits, penalties, state, drafts, step, offsets, words, num_words, inside)
-    if grammar is not None:
-        logits = tl.where(_bits(grammar[0] + place * grammar[1], words, num_words) != 0, logits, float("-inf"))
     tl.store(result_ptr + offsets, logits, mask=inside)
 
 
@@ -193,24 +191,14 @@ def _with_strides(tensors: Any) -> tuple[Any, ...] | None:
     return None if tensors is None else (*tensors, *(tensor.stride(0) for tensor in tensors if tensor.ndim == 2))
 
 
-def adjust(
-    logits: torch.Tensor,  # [num_logits, vocab_size]
-    cu_num_logits: torch.Tensor,  # [num_reqs + 1]
-    draft_token_ids: torch.Tensor,  # [num_logits]
-    positions: torch.Tensor,  # [num_logits]
-    idx_mapping: torch.Tensor,  # [num_reqs]
-    edits: Edits,
-    max_num_draft: int,
-    only_last: bool = False,
-) -> torch.Tensor:
+def adjust(logits: torch.Tensor, layout: Layout, edits: Edits, max_num_draft: int, only_last: bool) -> torch.Tensor:
     """See the front door."""
-    target, layout = target_of(logits), layout_of(cu_num_logits, draft_token_ids, positions, idx_mapping)
+    target, layout = target_of(logits), layout_of(*layout)
     result = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
     lists = edits.allowed, edits.bias, edits.min_tokens, edits.bad_words
-    grammar = None if edits.grammar is None else (edits.grammar,)
     num_rows = 1 if only_last else max_num_draft + 1
-    _adjust_kernel[triton.cdiv(target.vocab_size, TILE_SIZE), num_rows, len(idx_mapping)](
+    _adjust_kernel[triton.cdiv(target.vocab_size, TILE_SIZE), num_rows, len(layout.idx_mapping)](
         result, target, layout, tuple(map(_with_strides, lists)), _with_strides(edits.penalties),
-        _with_strides(grammar), WORDS=TILE_SIZE // 32, BLOCK=_BLOCK_SIZE, ONLY_LAST=only_last, num_warps=_NUM_WARPS,
+        WORDS=TILE_SIZE // 32, BLOCK=_BLOCK_SIZE, ONLY_LAST=only_last, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return result

@@ -4,28 +4,18 @@ from itertools import pairwise
 
 import torch
 
+from .. import Layout
 from . import BadWords, Edits, Penalties
 
 
-def adjust(
-    logits: torch.Tensor,  # [num_logits, V]
-    cu_num_logits: torch.Tensor,  # [num_reqs + 1]
-    draft_token_ids: torch.Tensor,  # [num_logits]
-    positions: torch.Tensor,  # [num_logits]
-    idx_mapping: torch.Tensor,  # [num_reqs]
-    edits: Edits,
-    max_num_draft: int,
-    only_last: bool = False,
-) -> torch.Tensor:
+def adjust(logits: torch.Tensor, layout: Layout, edits: Edits, max_num_draft: int, only_last: bool) -> torch.Tensor:
     """See the front door."""
     result = logits.to(torch.float32, copy=True)
-    bounds = cu_num_logits.tolist()
-    for request, state in enumerate(idx_mapping.tolist()):
+    bounds = layout.cu_num_logits.tolist()
+    for request, state in enumerate(layout.idx_mapping.tolist()):
         rows = slice(bounds[request], bounds[request + 1])
         own = result[request : request + 1] if only_last else result[rows]
-        _adjust_request(own, draft_token_ids[rows][1:].long(), positions[rows], state, edits)
-    if edits.grammar is not None:
-        result.masked_fill_(~unpack(edits.grammar, logits.shape[-1]), -torch.inf)
+        _adjust_request(own, layout.draft_token_ids[rows][1:].long(), layout.positions[rows], state, edits)
     return result
 
 

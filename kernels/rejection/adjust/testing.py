@@ -14,7 +14,7 @@ def make_edits(batch: Batch, *, seed: int = 0) -> Edits:
     that must not count. 16 divides the rows' lengths, as those of Model Runner V2.
     """
     rng = torch.Generator().manual_seed(seed)
-    num_logits, vocab_size = batch.target_logits.shape
+    vocab_size = batch.target_logits.shape[1]
     num_states, num_words, longest = len(batch.sampling.seeds), 24, 4
     asks = torch.arange(num_states) % 4 != 3
     pool = torch.randperm(vocab_size, generator=rng)[:2048].int()
@@ -31,9 +31,6 @@ def make_edits(batch: Batch, *, seed: int = 0) -> Edits:
     def said(*shape: int) -> torch.Tensor:
         return pool[integers(0, min(3, len(pool)), *shape)]
 
-    def packed(num_rows: int) -> torch.Tensor:
-        return integers(-(2**31), 2**31 - 1, num_rows, (vocab_size + 31) // 32)
-
     lengths = torch.zeros(num_states, dtype=torch.int32)
     lengths[batch.idx_mapping.long()] = batch.positions[batch.cu_num_logits[:-1].long()].int()
     values = torch.randn(3, num_states, generator=rng).masked_fill_(~asks, 0)
@@ -49,7 +46,7 @@ def make_edits(batch: Batch, *, seed: int = 0) -> Edits:
             (values[0] * 0.3).exp(),
             values[1].clone(),  # aligned, as an array of its own is
             values[2].clone(),
-            packed(num_states),
+            integers(-(2**31), 2**31 - 1, num_states, (vocab_size + 31) // 32),
             integers(0, 3, num_states, vocab_size),
         ),
         bad_words=BadWords(
@@ -59,5 +56,4 @@ def make_edits(batch: Batch, *, seed: int = 0) -> Edits:
             said(num_states, (int(lengths.max()) // 16 + 1) * 16),
             (lengths - integers(0, 3, num_states)).clamp(min=0),
         ),
-        grammar=packed(num_logits),
     )

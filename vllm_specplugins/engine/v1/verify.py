@@ -22,7 +22,7 @@ from vllm_specplugins.engine.grammar.output import Forced
 from vllm_specplugins.engine.v1.edits import custom, edit, edit_of_drafts
 from vllm_specplugins.engine.v1.rows import Rows
 from vllm_specplugins.engine.verify import OPERATIONS, LikeliestLog
-from vllm_specplugins.kernels.rejection import Sampling, load
+from vllm_specplugins.kernels.rejection import Sampling, host
 from vllm_specplugins.kernels.rejection.reference import truncated
 
 
@@ -53,13 +53,11 @@ class Verifier:
         self._runner = runner
         self._seed_of = seed_of
         self._rejection = runner.speculative_config.plugin_config.common.rejection
-        self._seen = LikeliestLog() if runner.speculative_config.reads_likeliest else None
+        self._seen = LikeliestLog(runner.speculative_config.reads_likeliest)
         self._counts = np.zeros(0, np.int64)  # rows of each request in the newest step
         self._draft_logits: torch.Tensor | None = None
         self._drafted_for: Sequence[str] = ()
         self.forced: Forced = {}  # in the newest step
-        if runner.device.type == "cpu":
-            load("host")  # compiles now, and not while a request waits
 
     def keep_draft(self, request_ids: Sequence[str], logits: torch.Tensor | None) -> None:
         """Remembers what the drafts of these requests were drawn from, [num_reqs, K, V]; None: q is one-hot."""
@@ -90,19 +88,16 @@ class Verifier:
 
     def likeliest(self, rows: list[int]) -> Likeliest | None:
         """`draft.DraftBatch.likeliest` for these rows of the batch."""
-        if self._seen is None:
-            return None
         return self._seen.take(self._counts, {row: place for place, row in enumerate(rows)})
 
-    def _note(self, rows: Rows, likeliest: torch.Tensor) -> None:
-        """Keeps the likeliest tokens [N] of a step."""
-        assert self._seen is not None
+    def _note(self, rows: Rows, edited: torch.Tensor) -> None:
+        """Keeps the likeliest tokens of a step."""
         input_batch, fed = self._runner.input_batch, rows.fed.copy()
         indexes = np.arange(input_batch.num_reqs)
         fed[rows.starts[:-1]] = input_batch.token_ids_cpu[indexes, input_batch.num_tokens_no_spec[indexes] - 1]
         self._counts = rows.counts
         self._seen.begin()
-        self._seen.add(rows.as_tensor(fed), likeliest)
+        self._seen.add(rows.as_tensor(fed), edited)
 
     def sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         """vLLM's signature; `logits` [N, V]."""
@@ -113,33 +108,22 @@ class Verifier:
         else:
             drafts = spec_decode_metadata.num_draft_tokens, spec_decode_metadata.draft_token_ids.tolist()
         rows = Rows(*drafts, input_batch.num_tokens_no_spec, logits.device)
-        wants_logprobs = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
-        mode = self._runner.sampler.logprobs_mode
-        keeps_raw = wants_logprobs and mode.startswith("raw")
-        edited = edit(logits, metadata, input_batch, rows)
-        if metadata.all_greedy and logits.device.type == "cpu":
-            likeliest = self._runner.sampler.greedy_sample(edited.float())
-            if self._seen is not None:
-                self._note(rows, likeliest)
-            sampled = _greedy(likeliest, rows)
-            return self._output(sampled, logits if keeps_raw else edited, None, metadata, rows)
-        if self._seen is not None:
-            self._note(rows, edited.argmax(-1))
-        sampling = self.sampling(metadata)
-        if not metadata.all_greedy and any(custom(metadata.logitsprocs.argmax_invariant)):
-            edited, sampling = _scale(edited, metadata, sampling)
-        max_num_draft = max(rows.num_draft)
-        sampled, _ = OPERATIONS[self._rejection](
-            edited, *rows.layout, sampling, max_num_draft, self._q(rows, max_num_draft)
-        )
-        return self._output(sampled, logits if keeps_raw else edited, sampling, metadata, rows)
-
-    def _output(
-        self, sampled: torch.Tensor, logits: torch.Tensor, sampling: Sampling | None, metadata: Any, rows: Rows
-    ) -> SamplerOutput:
+        edited, sampler = edit(logits, metadata, input_batch, rows), self._runner.sampler
+        if self._seen.is_read:
+            self._note(rows, edited)
+        sampling, max_num_draft = self.sampling(metadata), max(rows.num_draft)
+        verified = edited, sampling
+        if metadata.all_greedy and logits.device.type == "cpu":  # in a tenth of the operation's time
+            sampled = _accepted(sampler.greedy_sample(edited.float()), rows)
+        else:
+            if not metadata.all_greedy and any(custom(metadata.logitsprocs.argmax_invariant)):
+                verified = _scale(edited, metadata, sampling)
+            operation, q = OPERATIONS[self._rejection], self._q(rows, max_num_draft)
+            sampled, _ = operation(verified[0], *rows.layout, verified[1], max_num_draft, q)
         logprobs = None
         if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
-            sampling = sampling or self.sampling(metadata)
+            if not sampler.logprobs_mode.startswith("raw"):
+                logits, sampling = verified
             logprobs = self._logprobs(logits, sampling, sampled, metadata, rows)
         return SamplerOutput(sampled_token_ids=sampled.to(torch.int32), logprobs_tensors=logprobs)
 
@@ -215,19 +199,11 @@ class Verifier:
         return LogprobsTensors(*(_spread(tensor, is_token.flatten()) for tensor in found[:3]))
 
 
-def _greedy(token_ids: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """[B, max_num_draft + 1] what rejection_sample gives at temperature 0, from each row's likeliest token [N].
-
-    vLLM's CPU kernel finds these in a tenth of the time that the operation takes.
-    """
-    if not rows.draft_token_ids:
-        return token_ids[:, None]
-    steps = np.arange(max(rows.num_draft) + 1)
-    places = np.minimum(rows.starts[:-1, None] + steps, rows.starts[-1] - 1)
-    tokens, is_draft = token_ids.numpy()[places], steps[1:] < rows.counts[:, None]
-    is_accepted = is_draft & (tokens[:, :-1] == rows.fed[places[:, 1:]])
-    num_accepted = np.cumprod(is_accepted, axis=1).sum(axis=1)
-    return torch.from_numpy(np.where(steps <= num_accepted[:, None], tokens, -1))
+def _accepted(token_ids: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """[B, max_num_draft + 1] what rejection_sample gives at temperature 0, from each row's likeliest token [N]."""
+    sampled = np.empty((len(rows.counts), max(rows.num_draft) + 1), np.int64)
+    host.accept(token_ids.numpy(), rows.starts.astype(np.int32), rows.fed, sampled, np.empty(len(sampled), np.int32))
+    return torch.from_numpy(sampled)
 
 
 def _spread(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

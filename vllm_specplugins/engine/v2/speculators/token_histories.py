@@ -87,7 +87,6 @@ class TokenHistories:
     def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> Match:
         """What is found for each row; `longest` is the most tokens of a text, None: a graph is recorded, that has to
         do for any text and reference."""
-        references = self._all if longest is None or self._digests else None
         if longest is not None:
             longest = max(longest, *(reference.num_tokens for reference in self._references.values()), 1)
         return history_match(
@@ -97,7 +96,7 @@ class TokenHistories:
             self._max_num_draft,
             self._config.min_ngram,
             self._config.max_ngram,
-            references,
+            self._all,
             longest=longest,
             implementation=self.implementation,
         )

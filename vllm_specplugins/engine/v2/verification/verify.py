@@ -22,8 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _
 from vllm_specplugins.draft import Likeliest
 from vllm_specplugins.engine.v2.verification.edits import LogitsEditor
 from vllm_specplugins.engine.verify import OPERATIONS, LikeliestLog
-from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
-from vllm_specplugins.kernels.rejection.arguments import Layout
+from vllm_specplugins.kernels.rejection import Layout, Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection.step import sample_step
 
 # Of a step, in the order of vLLM's apply_sampling_params: expanded_idx_mapping, idx_mapping, idx_mapping_np, pos,
@@ -81,7 +80,7 @@ class FusedRejectionSampler(RejectionSampler):
         super().__init__(sampler, spec_config, device)
         self.operation = OPERATIONS[spec_config.plugin_config.common.rejection]
         self.editor = LogitsEditor(sampler)
-        self._seen = LikeliestLog() if spec_config.reads_likeliest else None
+        self._seen = LikeliestLog(spec_config.reads_likeliest)
         self._idx_mapping_np = np.zeros(0, np.int32)
         self._expanded_idx_mapping: torch.Tensor | None = None
         self._is_ever_plain = not (
@@ -98,8 +97,7 @@ class FusedRejectionSampler(RejectionSampler):
         self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
     ) -> Any:
         """vLLM's signature; vLLM's own way may verify in several pieces."""
-        if self._seen is not None:
-            self._seen.begin()
+        self._seen.begin()
         if draft_logits is None and invalid_drafts is None:
             output = self.plain(logits, input_batch, self.num_speculative_steps)
             if output is not None:
@@ -134,7 +132,7 @@ class FusedRejectionSampler(RejectionSampler):
 
     def likeliest(self, input_batch: Any, places: Mapping[int, int]) -> Likeliest | None:
         """`draft.DraftBatch.likeliest`, see LikeliestLog.take; waits for the device."""
-        return None if self._seen is None else self._seen.take(np.diff(input_batch.cu_num_logits_np), places)
+        return self._seen.take(np.diff(input_batch.cu_num_logits_np), places)
 
     def _sampling(self, idx_mapping_np: np.ndarray) -> Sampling:
         """The parameters of all request states, those without which this batch can do left out."""
@@ -148,15 +146,6 @@ class FusedRejectionSampler(RejectionSampler):
             states.min_p.gpu if (min_p != 0.0).any() else None,
         )
 
-    def _processed(self, logits: torch.Tensor, edited: torch.Tensor, batch: _Batch) -> torch.Tensor:
-        """What vLLM's samplers hand on beside the tokens, for logprobs: after all parameters if that is asked for."""
-        sampler, idx_mapping_np = self.sampler, batch[2]
-        asked = sampler.get_logprobs_dims(idx_mapping_np) is not None
-        if not sampler.return_sampling_mask and not (asked and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES):
-            return edited
-        processed: torch.Tensor = sampler.apply_sampling_params(logits, *batch)
-        return processed
-
     def _run(
         self,
         operation: Callable[..., Any],
@@ -167,45 +156,26 @@ class FusedRejectionSampler(RejectionSampler):
         draft_logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Processed logits, and what the operation makes of the edited ones."""
-        expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens = batch
-        context = LogitsContext(
-            expanded_idx_mapping=expanded_idx_mapping,
-            idx_mapping=idx_mapping,
-            idx_mapping_np=idx_mapping_np,
-            expanded_local_pos=expanded_local_pos,
-            input_ids=input_ids,
-            pos=pos,
-            seq_lens_upper_bound_np=seq_lens,
-        )
+        sampler, (expanded, idx_mapping, requests, pos, input_ids, local_pos, seq_lens) = self.sampler, batch
+        context = LogitsContext(expanded, idx_mapping, requests, local_pos, input_ids, pos, seq_lens)
         edited = self.editor.edit(logits, layout, max_num_draft, context)
-        if self._seen is not None:
-            self._seen.add(input_ids, edited.argmax(-1))
-        sampled, num_sampled = operation(edited, *layout, self._sampling(idx_mapping_np), max_num_draft, draft_logits)
-        return self._processed(logits, edited, batch), sampled, num_sampled
+        self._seen.add(input_ids, edited)
+        sampled, num_sampled = operation(edited, *layout, self._sampling(requests), max_num_draft, draft_logits)
+        asked = sampler.get_logprobs_dims(requests) is not None and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        if asked or sampler.return_sampling_mask:  # of what vLLM's samplers hand on: after all parameters
+            edited = sampler.apply_sampling_params(logits, *batch)
+        return edited, sampled, num_sampled
 
     def sample(
-        self,
-        logits: torch.Tensor,  # [num_logits, vocab_size]
-        expanded_idx_mapping: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
-        pos: torch.Tensor,
-        input_ids: torch.Tensor,
-        expanded_local_pos: torch.Tensor,
-        seq_lens_upper_bound_np: np.ndarray,
-        return_logprobs: bool = False,
+        self, logits: torch.Tensor, *batch: Any, return_logprobs: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As of vLLM's sampler; every row is a request that nothing was drafted for."""
-        if self._seen is not None:
-            self._seen.begin()
-        batch = (
-            expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
-            seq_lens_upper_bound_np,
-        )  # fmt: skip
+        self._seen.begin()
+        idx_mapping, _, _, pos, input_ids, *_ = batch
         rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
-        layout = rows, input_ids, pos + 1, expanded_idx_mapping
-        processed, sampled, _ = self._run(rejection_sample, logits, layout, batch, 0)
-        return sampled[:, 0], processed
+        layout = rows, input_ids, pos + 1, idx_mapping
+        edited, sampled, _ = self._run(rejection_sample, logits, layout, batch, 0)
+        return sampled[:, 0], edited
 
     def _verify(
         self,

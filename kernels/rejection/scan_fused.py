@@ -6,10 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..arguments import Drafts, Layout, Parameters, Target
-from ..reference import GROUP_SIZE
+from . import Layout
+from .arguments import Drafts, Parameters, Target
+from .reference import GROUP_SIZE
 
 TILE_SIZE = 8192
+GROUP = tl.constexpr(GROUP_SIZE)  # tokens
+_TILE_GROUPS = tl.constexpr(TILE_SIZE // GROUP_SIZE)
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -23,6 +26,7 @@ class Scan(NamedTuple):
     total: torch.Tensor
     # [num_reqs] int32, all 0: for the programs of the next launch to count themselves
     arrivals: torch.Tensor
+    num_groups: int
 
 
 @triton.jit
@@ -35,25 +39,10 @@ def load_request(layout, parameters, request):
 
 
 @triton.jit
-def load_position(layout, row):
-    """Where the token that a row predicts will stand."""
-    if layout.logits_indices is not None:
-        position = tl.load(layout.positions + tl.load(layout.logits_indices + row)) + 1
-    else:
-        position = tl.load(layout.positions + row)
-    return position
-
-
-@triton.jit
-def tidy(logits):
-    """NaN counts as -inf, +inf as the largest float32."""
-    return tl.minimum(tl.where(logits != logits, float("-inf"), logits), LARGEST)
-
-
-@triton.jit
 def load_logits(row_ptr, offsets, mask):
-    """Tidy float32 logits of a row."""
-    return tidy(tl.load(row_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32))
+    """float32 logits of a row; NaN counts as -inf, +inf as the largest float32."""
+    logits = tl.load(row_ptr + offsets, mask=mask, other=float("-inf")).to(tl.float32)
+    return tl.minimum(tl.where(logits != logits, float("-inf"), logits), LARGEST)
 
 
 @triton.jit
@@ -76,12 +65,9 @@ def _scan_kernel(
     drafts,
     layout,
     parameters,
-    num_groups,
     width,
-    GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
 ):
-    """One tile of a row, GROUPS groups of it."""
+    """One tile of a row."""
     tile, place, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if (tile == 0) & (place == 0):
         tl.store(scanned.arrivals + request, 0)
@@ -91,9 +77,8 @@ def _scan_kernel(
     step = tl.where(is_draft, place - width, place)
     if step + is_draft.to(tl.int32) >= num_rows:
         return
-    scale = scale_of(temperature)
-    groups = tile * GROUPS + tl.arange(0, GROUPS)
-    offsets = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+    groups = tile * _TILE_GROUPS + tl.arange(0, _TILE_GROUPS)
+    offsets = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if drafts is not None and is_draft:
         row_ptr = drafts.logits + state * drafts.state_stride + step * drafts.step_stride
         logits = tl.load(row_ptr + offsets, mask=offsets < drafts.vocab_size, other=float("-inf")).to(tl.float32)
@@ -101,38 +86,31 @@ def _scan_kernel(
     else:
         logits = load_logits(target.logits + (begin + step) * target.stride, offsets, offsets < target.vocab_size)
     maximum = tl.max(logits, axis=1)
-    total = tl.sum(tl.exp2((logits - finite_maximum(maximum)[:, None]) * scale), axis=1)
-    slots = (request * tl.num_programs(1) + place).to(tl.int64) * num_groups + groups
-    tl.store(scanned.maximum + slots, maximum, mask=groups < num_groups)
-    tl.store(scanned.total + slots, total, mask=groups < num_groups)
+    total = tl.sum(tl.exp2((logits - finite_maximum(maximum)[:, None]) * scale_of(temperature)), axis=1)
+    slots = (request * tl.num_programs(1) + place).to(tl.int64) * scanned.num_groups + groups
+    tl.store(scanned.maximum + slots, maximum, mask=groups < scanned.num_groups)
+    tl.store(scanned.total + slots, total, mask=groups < scanned.num_groups)
 
 
 @triton.jit
-def load_scan(scanned, slot, num_groups, scale, GROUPS: tl.constexpr):
+def load_scan(scanned, slot, scale, GROUPS: tl.constexpr):
     """Of a row: the groups' maxima and weights [GROUPS], the weights relative to its maximum, which comes third."""
     groups = tl.arange(0, GROUPS)
-    slots = slot.to(tl.int64) * num_groups + groups
-    maxima = tl.load(scanned.maximum + slots, mask=groups < num_groups, other=float("-inf"))
-    totals = tl.load(scanned.total + slots, mask=groups < num_groups, other=0.0)
+    slots = slot.to(tl.int64) * scanned.num_groups + groups
+    maxima = tl.load(scanned.maximum + slots, mask=groups < scanned.num_groups, other=float("-inf"))
+    totals = tl.load(scanned.total + slots, mask=groups < scanned.num_groups, other=0.0)
     maximum = finite_maximum(tl.max(maxima, axis=0))
     return maxima, totals * tl.exp2((maxima - maximum) * scale), maximum
 
 
-def scan(
-    target: Target,
-    drafts: Drafts | None,
-    layout: Layout,
-    parameters: Parameters,
-    width: int,
-) -> Scan:
+def scan(target: Target, drafts: Drafts | None, layout: Layout, parameters: Parameters, width: int) -> Scan:
     """Scans all rows in one launch."""
     num_reqs, device = len(layout.idx_mapping), target.logits.device
     num_rows = width if drafts is None else 2 * width - 1
     shape = num_reqs, num_rows, triton.cdiv(target.vocab_size, GROUP_SIZE)
     maximum, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-    scanned = Scan(maximum, total, torch.empty(num_reqs, dtype=torch.int32, device=device))
+    scanned = Scan(maximum, total, torch.empty(num_reqs, dtype=torch.int32, device=device), shape[2])
     _scan_kernel[(triton.cdiv(target.vocab_size, TILE_SIZE), num_rows, num_reqs)](
-        scanned, target, drafts, Layout(*layout[:4]), parameters, shape[2], width,
-        GROUPS=TILE_SIZE // GROUP_SIZE, GROUP_SIZE=GROUP_SIZE, num_warps=8,
-    )  # fmt: skip
+        scanned, target, drafts, Layout(*layout[:4]), parameters, width, num_warps=8
+    )
     return scanned

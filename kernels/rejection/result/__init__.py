@@ -1,1 +1,0 @@
-"""How verdicts on a request's rows become its result."""

@@ -1,1 +1,0 @@
-"""One read of the logits, target's and draft's: what each group of tokens weighs."""
