@@ -33,7 +33,6 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
         ("first of all", "== num_programs - 1", "== 0", _DENSE),
         ("row", "layout.positions + row", "layout.positions + request", _DRAW),
         ("place", "tl.load(layout.logits_indices + row)) + 1", "tl.load(layout.logits_indices + row))", _PLACE),
-        ("prompt", "tl.where(is_prompts, tl.minimum(num_sampled, 1), num_sampled)", "num_sampled", _PLACE),
         ("q", "p_draft / q_draft, 0.0)", "p_draft, 0.0)", _DENSE),
         ("less", "steps * 0) < ratios", "steps * 0) > ratios", _DENSE),
         ("nothing recovered", "tl.where(has_draft, drafts.vocab_size, 0)", "tl.where(has_draft, 0, 0)", _DENSE),
@@ -46,7 +45,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
         ("mask", "offsets < target.vocab_size)", "offsets < target.vocab_size - 1)", _DRAW),
         ("scale", "[:, None]) * scale_of(temperature))", "[:, None]) * (0.2 * scale_of(temperature)))", _CUT),
         ("temperature", "LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)", "LOG2_E", _DRAW),
-        ("weights", "totals * tl.exp2((maxima - maximum) * scale)", "totals", _DRAW),
+        ("weights", "totals * tl.exp2((maxima - maximum) * scale)", "totals", _CUT),
         ("a draft's row", "+ step * drafts.step_stride", "+ 0 * drafts.step_stride", _DENSE),
     ],
     "rejection/drafts.py": [
