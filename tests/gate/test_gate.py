@@ -134,10 +134,12 @@ def test_close_to_the_best_fixed_length_and_never_lost(name: str, accept_prob: f
     assert mean(speeds) >= 0.90 * best_fixed(engine, accept_prob)
 
 
-def test_off_within_64_tokens_and_on_within_32() -> None:
-    """Text that copies, stops copying, and copies again; on an engine where a useless draft costs."""
+@pytest.mark.parametrize("seed", range(8))
+def test_off_within_64_tokens_and_on_within_32(seed: int) -> None:
+    """Text that copies, stops copying, and copies again; on an engine where a useless draft costs. Kills: a rate that
+    useless drafts make smaller, so that more of them pay."""
     engine = Engine(base=30, slope=6.0)
-    rng = random.Random(0)
+    rng = random.Random(seed)
     gate = NamedGate()
     _, before = simulate(gate, engine, [0.95] * 60, rng)
     assert mean(before[20:]) > 3

@@ -22,7 +22,7 @@ SLOPE_MEMORY = 64.0  # how much of a record is kept at most, where steps differ 
 LEAST_KEPT = 0.8  # of a record, by step: one long draft does not make all others forgotten
 OUTLIER_RATIO = 3.0  # what takes so many times what was expected was held up: times err upwards alone
 MAX_OUTLIERS = 3  # in a row; a fourth one says that steps have become slower
-BEND_SHARE, BEND_WEIGHT = 0.1, 4.0  # of a time that is known, by step; as so many steps the line alone counts
+BEND_SHARE, BEND_WEIGHT = 0.1, 8.0  # of a time that is known, by step; as so many steps the line alone counts
 BEYOND_WEIGHT = 0.05  # of the line there where it was not measured
 MAX_STEP_BLAME = 0.5  # of a step without drafts: how much of what was not expected one step may lay to its drafts
 
@@ -158,5 +158,5 @@ def _load(num_reqs: int, num_context: int) -> tuple[int, int]:
 
 def break_even_rate(costs: StepCosts, num_reqs: int) -> float:
     """Tokens that a draft must be expected to bring for each ms that it costs a batch."""
-    rate = MARGIN * costs.tokens_per_ms
-    return rate if num_reqs == 1 else max(rate, SHARED_MARGIN * num_reqs / costs.plain_ms)
+    of_none = num_reqs / costs.plain_ms
+    return max(MARGIN * costs.tokens_per_ms, (MARGIN if num_reqs == 1 else SHARED_MARGIN) * of_none)
