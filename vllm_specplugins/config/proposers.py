@@ -31,7 +31,7 @@ class PromptLookupConfig:
     """
 
     max_ngram: int = integer(8, 1, MAX_NGRAM)
-    min_ngram: int = integer(2, 1, MAX_NGRAM)
+    min_ngram: int = integer(1, 1, MAX_NGRAM)
     max_index_bytes: int = integer(1 << 29, 1 << 20, 1 << 40)
 
     def __post_init__(self) -> None:
