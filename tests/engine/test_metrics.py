@@ -85,7 +85,9 @@ def test_adds_up(engine: Any, name: str) -> None:
     absent = {"faults", "stored_outputs", "stored_tokens", "exit_layer"}  # of suffix_lookup, and of a choice
     if drafts_in_graphs := TAPES and name in ("early_exit", "auto"):
         absent |= {"draft_seconds", "step_draft_seconds", "store_bytes"}  # the host only launches them
-    assert missing <= (absent if name == "auto" else absent | {"gate_lengths", "store_bytes"})
+    if name != "auto" or RUNNER == "v2":  # what its gate chooses on the device is not counted
+        absent |= {"gate_lengths", "store_bytes"}
+    assert missing <= absent
     check_sums(found, spec_metrics(llm), trims=drafts_in_graphs and name == "auto")  # a lookup's next draft is unsure
     if drafts_in_graphs:
         assert not any(found["draft_seconds"].values()) and found["verification_seconds"][()] > 0

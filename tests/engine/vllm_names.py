@@ -16,6 +16,7 @@ import asyncio
 import importlib
 import json
 import multiprocessing
+import os
 import re
 import sys
 import types
@@ -34,6 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 import prometheus_client
+import psutil  # type: ignore[import-untyped]
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import ValidationError
@@ -259,6 +261,8 @@ _OF_PYTHON = (
         BaseException,
         UnicodeDecodeError,
         types.FunctionType,
+        os.stat_result,
+        psutil.virtual_memory(),
     ),
     *(types.CodeType, types.ModuleType, types.FrameType, Path, re.Pattern, ast.AST, ast.Name, ast.Attribute, ast.alias),
     *(ast.FunctionDef, ast.ImportFrom, ast.ClassDef, ast.arguments, ast.arg, ast.Module, asyncio.AbstractEventLoop),

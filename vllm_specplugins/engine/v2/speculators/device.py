@@ -158,8 +158,7 @@ class DeviceSpeculator(Speculator):
         if not is_profile and self._replays(num_reqs):
             return
         self._map_rows(num_reqs)
-        longest = 1 + int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
-        self._draft_on_device(self._batch_of(input_batch, attends=not skip_attn), longest, self._depth)
+        self._draft_on_device(self._batch_of(input_batch, attends=not skip_attn), None, self._depth)
 
     def _begin(self, num_reqs: int, most: int, *sampled: torch.Tensor) -> None:
         self._limits.begin(most)
