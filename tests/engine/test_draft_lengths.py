@@ -27,8 +27,7 @@ def allowed_only(*tokens: int) -> dict[str, Any]:
 def test_nothing_found_costs_one_token(engine: Any) -> None:
     """Kills: K verified tokens for a request for which nothing was found."""
     llm = engine(PROMPT_LOOKUP, **SYNCHRONOUS)
-    no_bigram_twice = list(range(10, 60))
-    counts = drafted(llm, [no_bigram_twice], max_tokens=2)
+    counts = drafted(llm, [list(range(10, 60))], max_tokens=2, **allowed_only(5))  # no token twice
     assert counts["draft_tokens"] == 0
 
 
