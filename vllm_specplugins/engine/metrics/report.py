@@ -109,10 +109,7 @@ class Reporter:
     def _report(self, counters: Counters) -> dict[str, Any]:
         """Counters as what was added to them, gauges as they are, histograms as lists of what they shall observe."""
         self.forget(())
-        now: dict[str, float] = {
-            key("draft_lengths", length): count for length, count in enumerate(counters.draft_lengths)
-        }
-        now.update(self._counts(counters))
+        now = dict(self._counts(counters))
         gauges = {series: float(now.pop(series)) for series in list(now) if series.startswith("switched_off")}
         gauges.update(self._sizes())
         report: dict[str, Any] = {
