@@ -28,7 +28,7 @@ from stages import Request, load
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 
-LOOKUP = {"method": "prompt_lookup"}
+LOOKUP = {"method": "prompt_lookup", "min_ngram": 2}
 RECORDED = {"method": "early_exit", "draft_sample_method": "greedy"}  # tokens alone; they were drawn with the noise
 EXITS = {"exit": {**RECORDED, "exit_layer": 1}, "head": {**RECORDED, "exit_layer": 5},
          "built_in": {"method": "draft_model", "model": "of the trace"}}  # fmt: skip

@@ -18,7 +18,7 @@ from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.structures.draft_arrays import DraftArrays
 
 WIDTH, MOST = 12, 4
-LOOKUP = {"method": "prompt_lookup"}
+LOOKUP = {"method": "prompt_lookup", "min_ngram": 2}  # with 1 there is less left for the other stage
 EXIT = {
     "method": "early_exit", "exit_layer": LAYERS[1], "num_speculative_tokens": MOST, "draft_sample_method": "greedy",
 }  # fmt: skip
