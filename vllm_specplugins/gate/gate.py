@@ -83,7 +83,7 @@ class Gate:
         Args:
             rows: [R], of the requests.
             confidence: the stage's, [R, K], of each draft's tokens, or [R], of the first of them.
-            most, wanted: [R], of the stage's tokens, and of all.
+            most, max_draft: [R], of the stage's tokens, and of all.
         """
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None:

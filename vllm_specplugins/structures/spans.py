@@ -6,7 +6,7 @@ from bisect import insort
 class SpanAllocator:
     """Spans of a memory of `size` places, all of which are free.
 
-    >>> spans = Spans(10)
+    >>> spans = SpanAllocator(10)
     >>> spans.take(4), spans.take(4), spans.take(4)
     (0, 4, None)
     >>> spans.give_back(0, 4); spans.take(3)
