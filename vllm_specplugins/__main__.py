@@ -53,7 +53,6 @@ def _train_exit_head(add: Add) -> None:
     Example: python -m vllm_specplugins train-exit-head MODEL --exit-layer 8 --data corpus/*.txt --out HEAD
     """
     add("--exit-layer", type=whole(1, 10_000), required=True, help="how many layers run before the head")
-    add("--rank", type=whole(0, 100_000), default=0, help="of the head; 0 is a full matrix (default: 0)")
     _training(add)
 
 
@@ -88,11 +87,6 @@ def _training(add: Add) -> None:
     """What all training takes."""
     _model(add)
     add("--data", type=Path, nargs="+", default=[], help=f"{DATA} (default: Python's standard library)")
-    words = (
-        "train on what the model itself writes at this temperature (0: greedily) after the beginnings of the rows of "
-        "--data; it is sampled with vLLM, and kept in --out"
-    )
-    add("--self", type=temperature, dest="own_text", metavar="T", help=words)
     add("--out", type=Path, required=True, help="folder of the part; an interrupted run goes on there")
     add("--steps", type=whole(1, 10_000_000), default=1000, help="default: 1000")
     add("--batch-tokens", type=whole(16, 10_000_000), default=4096, help="tokens a step (default: 4096)")
@@ -112,7 +106,6 @@ def _calibrate(add: Add) -> None:
     add("--data", type=Path, nargs="+", required=True, help=DATA)
     add("--layers", type=listed(whole(1, 10_000)), help="exit layers, as in 1,2,4 (default: all but the last)")
     add("--exits", type=whole(1, 64), default=2, help="how many of them to serve (default: 2)")
-    add("--exit-head", type=Path, metavar="DIR", help="a trained head to look at as well")
     also = "prompt_lookup,suffix_lookup,cascade"
     words = f"other methods to serve, by name or as values of --speculative-config, or none (default: {also})"
     add("--also", nargs="+", default=[also], metavar="METHOD", help=words)

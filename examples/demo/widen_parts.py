@@ -34,10 +34,9 @@ def norm(weight: Tensor, factor: int) -> Tensor:
 
 
 def _exit_head(weights: Weights, factor: int) -> Weights:
-    read = "head.weight" if "head.weight" in weights else "down.weight"
-    rows, hidden = weights[read].shape
-    wide = {"norm.weight": norm(weights["norm.weight"], factor), read: padded(weights[read], rows, factor * hidden)}
-    return weights | wide
+    rows, hidden = weights["head.weight"].shape
+    head = padded(weights["head.weight"], rows, factor * hidden)
+    return {"norm.weight": norm(weights["norm.weight"], factor), "head.weight": head}
 
 
 def _jump(weights: Weights, factor: int) -> Weights:

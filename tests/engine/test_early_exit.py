@@ -37,7 +37,7 @@ def own_head(folder: Path, layer: int) -> Path:
     weights = load_file(DEMO_MODEL / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
     config = ExitHeadConfig(
-        exit_layer=layer, hidden_size=embedding.shape[1], vocab_size=len(embedding), rank=0, rms_norm_eps=1e-5
+        exit_layer=layer, hidden_size=embedding.shape[1], vocab_size=len(embedding), rms_norm_eps=1e-5
     )
     tensors = {"norm.weight": weights["model.norm.weight"], "head.weight": embedding}
     ExitHead(config, tensors).save(folder)
@@ -94,9 +94,7 @@ def damaged(folder: Path, damage: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "damage", ["cut short", "no weights", "no config", "hidden_size", "vocab_size", "exit_layer", "rank"]
-)
+@pytest.mark.parametrize("damage", ["cut short", "no weights", "no config", "hidden_size", "vocab_size", "exit_layer"])
 def test_bad_heads(tmp_path: Path, damage: str) -> None:
     """Refused before the engine starts, in one sentence."""
     folder = damaged(tmp_path / "head", damage)

@@ -1,15 +1,12 @@
-"""Training and the engine: text that the model writes for it, and acceptance that it prints, which the engine has."""
+"""Training and the engine: acceptance that it prints, which the engine has."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import early_exit, mixed_prompts
 from conftest import DEMO_MODEL, RUNNER, spec_metrics
 
-from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.base_model import BaseModel
-from vllm_specplugins.tools.training import own_text
 from vllm_specplugins.tools.training.kinds import exit_guesser, initial_head
 from vllm_specplugins.tools.training.scores import own_texts, scores
 
@@ -39,7 +36,7 @@ def test_printed_is_measured(engine: Any, base: BaseModel, rows: list[list[int]]
     # First the engine: vLLM's kernels on a CPU do not come up where the host's compiled loops already are.
     llm = engine({**early_exit(2, K), "draft_sample_method": "coupled"})
     texts = [own_texts(base, rows, heat) for heat in (0.0, 1.0)]
-    found = scores(base, *texts, exit_guesser(initial_head(base, 2, 0)), K)
+    found = scores(base, *texts, exit_guesser(initial_head(base, 2)), K)
     for own, printed in zip(texts, (found.length, found.sampled_lengths["coupled"]), strict=True):
         before = spec_metrics(llm)
         prompts = [{"prompt_token_ids": text.row[: text.begin]} for text in own]
@@ -54,23 +51,3 @@ def test_printed_is_measured(engine: Any, base: BaseModel, rows: list[list[int]]
         assert [list(result.outputs[0].token_ids) for result in results] == [text.row[text.begin :] for text in own]
         drafts, accepted = (after[name] - before[name] for name in ("drafts", "accepted_tokens"))
         assert printed == pytest.approx(1 + accepted / drafts, rel=0.05)
-
-
-@pytest.mark.slow
-def test_own_rows(base: BaseModel, rows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled once, and then read. Fails if a prompt is lost or cut elsewhere, if a cache is sampled again or taken for
-    other text, or if it is no sentence where it is damaged."""
-
-    def sample(temperature: float = 0.0) -> list[list[int]]:
-        return own_text.own_rows(str(DEMO_MODEL), rows[:4], NUM_TOKENS, temperature, 0, tmp_path)
-
-    found = sample()
-    assert found == [text.row for text in own_texts(base, rows[:4], 0.0)]
-    monkeypatch.setattr(own_text, "continued", lambda *_: pytest.fail("it was sampled again"))
-    assert sample() == found
-    with pytest.raises(pytest.fail.Exception):
-        sample(0.8)
-    [path] = tmp_path.glob("own_text-*.json")
-    path.write_text("{}x")
-    with pytest.raises(ConfigError, match=r"^--out must be a folder whose own_text-.*\.json is whole, not .*\.$"):
-        sample()

@@ -17,10 +17,10 @@ from vllm_specplugins.tools.training.core import STATE_FILE, resume, save_state
 from vllm_specplugins.tools.training.kinds import ExitHeadSettings
 
 SETTINGS = ExitHeadSettings(
-    model="m", exit_layer=1, rank=0, steps=12, batch_tokens=128, row_tokens=64, learning_rate=0.02, seed=0,
+    model="m", exit_layer=1, steps=12, batch_tokens=128, row_tokens=64, learning_rate=0.02, seed=0,
     heldout=0.1, data=1,
 )  # fmt: skip
-CONFIG = ExitHeadConfig(exit_layer=1, hidden_size=64, vocab_size=100, rank=0, rms_norm_eps=1e-5)
+CONFIG = ExitHeadConfig(exit_layer=1, hidden_size=64, vocab_size=100, rms_norm_eps=1e-5)
 
 
 class Run:

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.harness.serving import Answer, Turn
-from vllm_specplugins.tools.base_model import BaseModel, Exit
+from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.bench.figures import Row
 from vllm_specplugins.tools.exits import agreements, tokens_per_step
 
@@ -105,34 +105,19 @@ def test_speculation_that_does_not_pay(
         assert json.loads(file.read_text())["chosen"] is None
 
 
-def test_a_trained_head(tiny_model: Path, text_files: list[Path], engines: Any, tmp_path: Path, capsys: Any) -> None:
-    """Kills: a head that is served or compared as if it were the model's own, or left out of the configuration."""
-    options = ["--exit-layer", "1", "--steps", "40", "--row-tokens", "64", "--learning-rate", "0.02"]
-    data = ["--data", *map(str, text_files), "--batch-tokens", "256"]
-    assert main(["train-exit-head", str(tiny_model), *data, "--out", str(tmp_path / "head"), *options]) == 0
-    file = tmp_path / "calibration.json"
-    given = "--exit-head", str(tmp_path / "head"), "--exits", "3"
-    assert run(tiny_model, text_files, *given, "--json", str(file)) == 0
-    found = json.loads(file.read_text())
-    assert [row["exit_layer"] for row in found["exits"]] == [1, 2, 1]
-    head = str((tmp_path / "head").resolve())
-    assert found["exits"][2]["exit_head"] == found["methods"]["exit 1 + head"]["exit_head"] == head
-    assert found["exits"][2]["overlap"] != found["exits"][0]["overlap"]
-    assert "exit 1 + head" in capsys.readouterr().out and len(engines.configs) == 4
-
-
 def test_other_methods(tiny_model: Path, text_files: list[Path], engines: Any, tmp_path: Path) -> None:
-    """Served beside the exits; a cascade ends with the jump that is given, or with the best exit."""
-    (tmp_path / "jump").mkdir()
-    file = tmp_path / "calibration.json"
-    head = str((tmp_path / "jump").resolve())
-    trained = {"method": "jump", "head": head, "num_speculative_tokens": 3}
-    for jump, last in (([json.dumps(trained)], {"method": "jump", "head": head}), ([], {"method": "early_exit"})):
-        options = ["--also", "prompt_lookup:3,cascade", *jump, "--exits", "1", "--json", str(file)]
+    """Served beside the exits as they are; a cascade ends with the part that is given, or with the best exit."""
+    file, K = tmp_path / "calibration.json", {"num_speculative_tokens": 3}
+    jump = {"method": "jump", "head": str(tmp_path / "head")}
+    trained_exit = {"method": "early_exit", "exit_layer": 2, "exit_head": str(tmp_path / "head")}
+    for last in (jump, trained_exit, {"method": "early_exit"}):
+        given = [json.dumps(last | K)] if len(last) > 1 else []
+        options = ["--also", "prompt_lookup:3,cascade", *given, "--exits", "1", "--json", str(file)]
         assert run(tiny_model, text_files, *options) == 0
         methods = json.loads(file.read_text())["methods"]
-        names = ["prompt_lookup:3", "cascade", *(["jump:3"] if jump else [])]
+        names = ["prompt_lookup:3", "cascade", *(f"{last['method']}:3" for _ in given)]
         assert list(methods)[2:] == names and next(iter(methods)) == "none"
+        assert not given or methods[names[-1]] == last | K
         lookup, stage = methods["cascade"]["stages"]
         assert lookup == {"method": "prompt_lookup"} and last.items() <= stage.items()
         assert "num_speculative_tokens" not in stage
@@ -148,7 +133,7 @@ def test_bits_are_those_of_the_drafts(tiny_model: Path) -> None:
     """Against a draft loop that runs the exit itself. Kills: bits of another token or another layer."""
     prompts = [[0, 40, 50, 60], [0, 300, 301]]
     outputs = greedy(tiny_model, prompts, 20)
-    [(match, _)] = agreements(BaseModel.load(str(tiny_model), "cpu"), [Exit(2)], prompts, outputs)
+    [(match, _)] = agreements(BaseModel.load(str(tiny_model), "cpu"), [2], prompts, outputs)
     model = LlamaForCausalLM.from_pretrained(tiny_model)
     model.model.layers = model.model.layers[:2]
     num_tokens = num_steps = 0

@@ -18,7 +18,6 @@ REFUSED = {
     "layer 0": ([*TRAIN, "--exit-layer", "0"], "--exit-layer: must be an integer from 1 to 10000, not '0'"),
     "no number": ([*TRAIN, "--steps", "five"], "--steps: must be an integer from 1 to 10000000, not 'five'"),
     "last layer": ([*TRAIN, "--exit-layer", "3"], "--exit-layer must be an integer from 1 to 2 for this model, not 3"),
-    "rank": ([*TRAIN, "--rank", "33"], "--rank must be an integer from 0 to 32 for this model, not 33"),
     "rate": ([*TRAIN, "--learning-rate", "nan"], "--learning-rate: must be a number between 0 and 1, not 'nan'"),
     "device": ([*TRAIN, "--device", "tpu"], "--device: invalid choice: 'tpu'"),
     "no file": ([*TRAIN, "--data", "nowhere.txt"], "--data must be readable files, not nowhere.txt (No such file"),
@@ -40,7 +39,6 @@ REFUSED = {
     "no name": (["verify-lossless", "--method", '{"stages": []}'], "--method must name a method, "),
     "samples": (["verify-lossless", "--samples", "99"], "--samples: must be an integer from 100 to 10000000, not '99'"),
     "no folder": (["verify-lossless", "--json", "/nowhere/r"], "--json must be a file in a folder that is there, not "),
-    "no head": ([*CALIBRATE, "--exit-head", "nowhere"], "exit_head must be a folder with a readable config.json"),
 }
 
 

@@ -26,8 +26,7 @@ EXIT = {"exit_layer": 2, "hidden_size": HIDDEN, "vocab_size": VOCAB, "rms_norm_e
 PARTS: dict[str, tuple[type[TrainedPart], dict[str, Any]]] = {
     "jump over all layers": (JumpHead, {"early_layers": 0, "late_layer": 3, **JUMP}),
     "jump": (JumpHead, {"early_layers": 1, "late_layer": 2, **JUMP}),
-    "exit head": (ExitHead, {"rank": 0, **EXIT}),
-    "exit head of a rank": (ExitHead, {"rank": 4, **EXIT}),
+    "exit head": (ExitHead, EXIT),
     "look-ahead": (LookAhead, {"exit_layer": 2, "hidden_size": HIDDEN, "num_embeddings": 2}),
 }
 

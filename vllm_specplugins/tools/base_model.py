@@ -1,4 +1,4 @@
-"""The served model in transformers, frozen: what its layers hold, and what an exit reads from them.
+"""The served model in transformers, frozen: what its layers hold, and what its head makes of that.
 
 Knows nothing of vLLM. T: tokens, H: hidden size, V: vocabulary, L: layers.
 """
@@ -18,7 +18,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
 from vllm_specplugins.config import ConfigError, brief, error_text
-from vllm_specplugins.proposers.heads.exit_head import ExitHead
 
 Run = Callable[..., torch.Tensor]  # of states, and a step
 
@@ -145,22 +144,6 @@ class BaseModel:
         parts = {"layers": body.layers[first:end]} | ({} if normed else {"norm": torch.nn.Identity()})
         body._modules = {**body._modules, **parts}
         return body
-
-
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """A place to draft from: after `layer` layers, through a head of its own or the model's norm and head."""
-
-    layer: int
-    head: ExitHead | None = None
-
-    @torch.no_grad()
-    def logits(self, base: BaseModel, states: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Logits [T, V] float32, from what `BaseModel.hidden_states` gives for a row."""
-        hidden_states = states[self.layer]
-        if self.head is not None:
-            return self.head.logits(hidden_states.float())
-        return base.logits(base.model.base_model.norm(hidden_states))
 
 
 def _until(row: list[int], begin: int, stops: set[int]) -> list[int]:

@@ -7,14 +7,12 @@ the best exits are served, beside the methods that the user names, trained parts
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from vllm_specplugins.config import ConfigError, brief
-from vllm_specplugins.proposers.heads.exit_head import ExitHead
-from vllm_specplugins.tools.base_model import BaseModel, Exit, load_config, load_tokenizer
+from vllm_specplugins.tools.base_model import BaseModel, load_config, load_tokenizer
 from vllm_specplugins.tools.bench.command import Turns, measure
 from vllm_specplugins.tools.bench.report import tell
 from vllm_specplugins.tools.bench.workloads import Workload
@@ -66,29 +64,19 @@ def pick_prompts(args: argparse.Namespace) -> Workload:
     return Workload("data", [rows[index] for index in every_nth(len(rows), args.prompts * (1 + args.rounds))])
 
 
-def pick_exits(args: argparse.Namespace) -> list[tuple[int, Path | None]]:
-    """The exit layers to look at, in order, all but the last if the user names none; the trained head comes last.
-
-    Raises:
-        ConfigError: one that the model does not have, or an exit head that does not fit the model.
-    """
-    config = load_config(args.model)
-    last = config.num_hidden_layers - 1
+def pick_exits(args: argparse.Namespace) -> list[int]:
+    """The exit layers to look at, in order, all but the last if the user names none; ConfigError for one that the model
+    does not have."""
+    last = load_config(args.model).num_hidden_layers - 1
     layers = sorted(set(args.layers or range(1, max(1, last) + 1)))
     if not 1 <= layers[0] <= layers[-1] <= last:
         raise ConfigError(f"--layers must be integers from 1 to {last} for this model, not {brief(layers)}.")
-    exits: list[tuple[int, Path | None]] = [(layer, None) for layer in layers]
-    if args.exit_head:
-        layer = ExitHead.read_config(args.exit_head).exit_layer
-        sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-        ExitHead.check(args.exit_head, exit_layer=min(layer, last), **sizes)
-        exits.append((layer, args.exit_head))
-    return exits
+    return layers
 
 
 def compare(
     args: argparse.Namespace,
-    exits: Sequence[tuple[int, Path | None]],
+    exits: Sequence[int],
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],
 ) -> list[ExitRow]:
@@ -98,15 +86,14 @@ def compare(
         wanted = f"by {args.max_draft + MIN_STEPS} tokens or more"
         raise ConfigError(f"--data must hold text that the model continues {wanted}, not by {longest} at most.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    places = [(Exit(layer, ExitHead.load(head, device) if head else None), head) for layer, head in exits]
-    return list(exit_rows(BaseModel.load(args.model, device), places, prompts, outputs, args.max_draft))
+    return list(exit_rows(BaseModel.load(args.model, device), exits, prompts, outputs, args.max_draft))
 
 
 def candidates(best: Sequence[ExitRow], methods: Mapping[str, Config]) -> dict[str, Config]:
-    """What is served: exits and methods; `cascade` ends with a jump among them, or with the best exit."""
+    """What is served: exits and methods; `cascade` ends with a trained part among them, or with the best exit."""
     found = {row.name: row.speculative_config() for row in best}
-    jumps = [config for config in methods.values() if config["method"] == "jump"]
-    last = next(iter([*jumps, *found.values()]), None)
+    trained = [config for config in methods.values() if {"head", "exit_head"} & config.keys()]
+    last = next(iter([*trained, *found.values()]), None)
     for name, config in methods.items():
         if name == "cascade" and last:
             stage = {key: value for key, value in last.items() if key != "num_speculative_tokens"}

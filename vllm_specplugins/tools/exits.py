@@ -7,14 +7,13 @@ draft token takes its share of the layers of a step, and verification takes noth
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_specplugins.tools.base_model import BaseModel, Exit, overlap
+from vllm_specplugins.tools.base_model import BaseModel, overlap
 from vllm_specplugins.tools.training.scores import walk
 
 Bits = npt.NDArray[np.bool_]
@@ -25,7 +24,6 @@ class ExitRow:
     """How an exit does on the model's own outputs.
 
     Args:
-        exit_head: the folder of its head, if it has one of its own.
         match_rate: share of the tokens that it would have drafted at temperature 0.
         overlap: mean sum of min(p, q): share of its samples that is accepted at temperature 1.
         num_draft: K with which it is guessed to be fastest.
@@ -34,7 +32,6 @@ class ExitRow:
     """
 
     exit_layer: int
-    exit_head: str | None
     match_rate: float
     overlap: float
     num_draft: int
@@ -43,48 +40,45 @@ class ExitRow:
 
     @property
     def name(self) -> str:
-        return f"exit {self.exit_layer}{' + head' if self.exit_head else ''}"
+        return f"exit {self.exit_layer}"
 
     def speculative_config(self) -> dict[str, Any]:
         """The value for vLLM's `--speculative-config`."""
-        head = {"exit_head": self.exit_head} if self.exit_head else {}
-        own = {"method": "early_exit", "exit_layer": self.exit_layer, "num_speculative_tokens": self.num_draft}
-        return own | head
+        return {"method": "early_exit", "exit_layer": self.exit_layer, "num_speculative_tokens": self.num_draft}
 
 
 def exit_rows(
     base: BaseModel,
-    exits: Sequence[tuple[Exit, Path | None]],
+    layers: Sequence[int],
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],
     max_draft: int,
 ) -> Iterator[ExitRow]:
-    """A row for each exit and the folder of its head, with the best K up to max_draft."""
-    found = agreements(base, [place for place, _ in exits], prompts, outputs)
-    for (place, folder), (match, shared) in zip(exits, found, strict=True):
+    """A row for each exit, with the best K up to max_draft."""
+    for layer, (match, shared) in zip(layers, agreements(base, layers, prompts, outputs), strict=True):
         tokens = {k: tokens_per_step(match, k) for k in range(1, max_draft + 1)}
-        gains = {k: emitted / (1 + k * place.layer / base.num_layers) for k, emitted in tokens.items()}
+        gains = {k: emitted / (1 + k * layer / base.num_layers) for k, emitted in tokens.items()}
         best = max(gains, key=lambda k: gains[k])
         rate = sum(int(bits.sum()) for bits in match) / sum(map(len, match))
-        head = str(folder.resolve()) if folder else None
-        yield ExitRow(place.layer, head, rate, shared, best, tokens[best], gains[best])
+        yield ExitRow(layer, rate, shared, best, tokens[best], gains[best])
 
 
+@torch.no_grad()
 def agreements(
-    base: BaseModel, exits: Sequence[Exit], prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+    base: BaseModel, layers: Sequence[int], prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
 ) -> list[tuple[list[Bits], float]]:
     """Of each exit: for each output, [num_tokens - 1] whether its greedy token is the output's; and the mean overlap.
 
     The first token of an output comes from the prompt and is never drafted.
     """
-    found: list[tuple[list[Bits], list[torch.Tensor]]] = [([], []) for _ in exits]
+    found: list[tuple[list[Bits], list[torch.Tensor]]] = [([], []) for _ in layers]
     for prompt, output in zip(prompts, outputs, strict=True):
         wanted = torch.tensor(output[1:], device=base.model.device)
         [states] = base.hidden_states([[*prompt, *output[:-1]]])
         states = [state[len(prompt) :] for state in states]
         full = base.logits(states[-1])
-        for place, (match, overlaps) in zip(exits, found, strict=True):
-            logits = place.logits(base, states)
+        for layer, (match, overlaps) in zip(layers, found, strict=True):
+            logits = base.logits(base.model.base_model.norm(states[layer]))
             match.append((logits.argmax(-1) == wanted).cpu().numpy())
             overlaps.append(overlap(full, logits).cpu())
     return [(match, torch.cat(overlaps).mean().item()) for match, overlaps in found]

@@ -29,7 +29,7 @@ def make_folder(path: Path) -> Path:
 
 def other_run(name: str, stored: Any, value: Any, folder: Path) -> ConfigError:
     """That a folder holds what was made with another value of a setting."""
-    flag = {"model": "MODEL", "own_text": "--self"}.get(name, "--" + name.replace("_", "-"))
+    flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
     was, found = ("the text", "other text") if name == "data" else (brief(stored), brief(value))
     return ConfigError(f"{flag} must be {was}, as in the run in {folder}, or --out new, not {found}.")
 

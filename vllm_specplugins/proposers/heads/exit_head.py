@@ -1,8 +1,7 @@
 """A trained exit head: turns hidden states of an early layer into logits, in place of the model's own norm and head.
 
-A folder with `config.json` and `exit_head.safetensors`. The head is a matrix of the vocabulary, or the product of two
-(rank R), which also costs less to run. Knows nothing of vLLM; made by `python -m vllm_specplugins train-exit-head`.
-N: tokens, H: hidden size, V: vocabulary, R: rank.
+A folder with `config.json` and `exit_head.safetensors`, made by `python -m vllm_specplugins train-exit-head`. Knows
+nothing of vLLM. N: tokens, H: hidden size, V: vocabulary.
 """
 
 from dataclasses import dataclass
@@ -21,21 +20,19 @@ class ExitHeadConfig:
         exit_layer: how many layers run before it.
         hidden_size: H.
         vocab_size: V.
-        rank: R; 0 is one full matrix.
         rms_norm_eps: of its norm.
     """
 
     exit_layer: int
     hidden_size: int
     vocab_size: int
-    rank: int
     rms_norm_eps: float
 
 
 class ExitHead(TrainedPart):
     """See the module.
 
-    >>> config = ExitHeadConfig(exit_layer=1, hidden_size=2, vocab_size=3, rank=0, rms_norm_eps=0.0)
+    >>> config = ExitHeadConfig(exit_layer=1, hidden_size=2, vocab_size=3, rms_norm_eps=0.0)
     >>> head = ExitHead(config, {"norm.weight": torch.ones(2), "head.weight": torch.eye(3, 2)})
     >>> head.logits(torch.tensor([[3.0, 3.0]]))
     tensor([[1., 1., 0.]])
@@ -46,15 +43,10 @@ class ExitHead(TrainedPart):
 
     def make_layers(self) -> None:
         """See TrainedPart."""
-        hidden, vocab, rank = self.config.hidden_size, self.config.vocab_size, self.config.rank
-        self.norm = RMSNorm(hidden, self.config.rms_norm_eps)
-        if rank == 0:
-            self.head = Linear(hidden, vocab, bias=False)
-        else:
-            self.down, self.up = Linear(hidden, rank, bias=False), Linear(rank, vocab, bias=False)
+        self.norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
+        self.head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of hidden states [N, H] after layer `exit_layer`, before any norm."""
-        normed = self.norm(hidden_states)
-        logits: torch.Tensor = self.up(self.down(normed)) if self.config.rank else self.head(normed)
+        logits: torch.Tensor = self.head(self.norm(hidden_states))
         return logits

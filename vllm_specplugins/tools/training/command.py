@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import sys
 import zlib
 from dataclasses import fields
@@ -20,7 +19,6 @@ from vllm_specplugins.tools.files import every_nth, make_folder, save_whole
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.training.core import Settings, train
 from vllm_specplugins.tools.training.kinds import ExitHeadSettings, JumpSettings, LookAheadSettings
-from vllm_specplugins.tools.training.own_text import own_rows
 from vllm_specplugins.tools.training.report import Trained, card, show_all
 from vllm_specplugins.tools.training.scores import own_texts, scores
 
@@ -89,11 +87,7 @@ def _trained(
 
 
 def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
-    """The text to train and to score on; with --self it is sampled here, or read where it was before.
-
-    Raises:
-        ConfigError: there is no text, or too little; see own_rows.
-    """
+    """The text to train and to score on; ConfigError if there is none, or too little."""
     tokenizer = load_tokenizer(args.model)
     reading = bars.add_task("reading text", total=None)
     if args.data:
@@ -105,16 +99,7 @@ def _rows(args: argparse.Namespace, bars: Progress) -> list[list[int]]:
     bars.remove_task(reading)
     if len(rows) < 2:
         raise ConfigError(f"--data must hold at least 2 rows of up to {args.row_tokens} tokens, not {len(rows)}.")
-    if args.own_text is None:
-        return rows
-    batch_rows = max(1, args.batch_tokens // args.row_tokens)
-    wanted = math.ceil(args.steps * batch_rows / (1 - args.heldout)) + 2  # no step needs more
-    rows = [rows[index] for index in every_nth(len(rows), wanted)]
-    task = bars.add_task("sampling text", total=len(rows))
-    return own_rows(
-        args.model, rows, args.row_tokens, args.own_text, args.seed, args.out,
-        lambda count: bars.update(task, completed=count),
-    )  # fmt: skip
+    return rows
 
 
 def _settings(args: argparse.Namespace, base: BaseModel, data: int) -> Settings:

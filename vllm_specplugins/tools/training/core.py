@@ -60,7 +60,6 @@ class Settings:
         seed: of the order of the rows.
         heldout: share of the rows that is not trained on.
         data: checksum of the token ids.
-        own_text: temperature at which the model wrote the text; None: others did.
         num_draft: how many draft tokens it learns to predict, one after the other.
     """
 
@@ -72,7 +71,6 @@ class Settings:
     seed: int
     heldout: float
     data: int
-    own_text: float | None = None
     num_draft: int = 1
 
     @property

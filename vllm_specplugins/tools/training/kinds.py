@@ -29,15 +29,14 @@ class ExitHeadSettings(Settings):
     """A norm and a head that read an early layer as the model's own read its last one; see ExitHeadConfig."""
 
     exit_layer: int
-    rank: int
 
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
         """See Settings."""
-        return {"exit_layer": (1, base.num_layers - 1), "rank": (0, min(base.head_weight.shape))}
+        return {"exit_layer": (1, base.num_layers - 1)}
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> ExitHead:
         """See Settings."""
-        return initial_head(base, self.exit_layer, self.rank)
+        return initial_head(base, self.exit_layer)
 
     def guesser(self, base: BaseModel, part: ExitHead) -> Guesser:
         """See Settings."""
@@ -48,18 +47,13 @@ class ExitHeadSettings(Settings):
         return {"method": "early_exit", "exit_layer": self.exit_layer, "exit_head": str(folder.resolve())}
 
 
-def initial_head(base: BaseModel, exit_layer: int, rank: int) -> ExitHead:
-    """The model's own norm and head, in float32; with a rank, the nearest matrix of that rank (Eckart, Young 1936)."""
-    weight = base.head_weight.float()
-    sizes: dict[str, Any] = {"hidden_size": base.hidden_size, "vocab_size": len(weight), "rms_norm_eps": base.norm_eps}
-    weights = {"norm.weight": base.norm_weight.clone()}
-    if rank == 0:
-        weights["head.weight"] = weight.clone()
-    else:
-        # [H, R]: the directions in which the head's rows are longest; cheaper than an SVD of [V, H].
-        directions = torch.linalg.eigh(weight.T @ weight).eigenvectors[:, -rank:]
-        weights |= {"down.weight": directions.T.contiguous(), "up.weight": weight @ directions}
-    return ExitHead(ExitHeadConfig(exit_layer=exit_layer, rank=rank, **sizes), weights)
+def initial_head(base: BaseModel, exit_layer: int) -> ExitHead:
+    """The model's own norm and head, in float32."""
+    weight = base.head_weight.to(torch.float32, copy=True)
+    config = ExitHeadConfig(
+        exit_layer=exit_layer, hidden_size=base.hidden_size, vocab_size=len(weight), rms_norm_eps=base.norm_eps
+    )
+    return ExitHead(config, {"norm.weight": base.norm_weight.clone(), "head.weight": weight})
 
 
 def exit_guesser(head: ExitHead) -> Guesser:
