@@ -12,35 +12,22 @@ know, if something of ours, of Python, PyTorch or NumPy has an attribute of that
 """
 
 import ast
-import asyncio
 import importlib
+import importlib.machinery
 import json
 import multiprocessing
-import os
 import re
 import sys
-import types
-from collections import deque, namedtuple
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
 from functools import cache
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from io import IOBase
-from logging import Logger
-from multiprocessing import Process
-from multiprocessing.connection import Connection
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple
 
-import numpy as np
-import prometheus_client
 import psutil  # type: ignore[import-untyped]
 import torch
-from llguidance import LLMatcher, LLTokenizer
-from pydantic import ValidationError
-from torch import distributed
-from xgrammar import GrammarMatcher
 
 from vllm_specplugins.engine.vllm_api import compat
 
@@ -49,264 +36,104 @@ PACKAGE = Path(__file__).parents[2] / "vllm_specplugins"
 ENGINE = PACKAGE / "engine"
 Name = tuple[str, str]  # a file below vLLM's folder; "function", "Class.member" or a module's global name
 
-# The name of a variable or an attribute, as it ends -> classes of vLLM whose objects it stands for, or a module.
-RECEIVERS: dict[str, str] = {
-    "SamplingParams": "SamplingParams",
-    "_config": "SpeculativeConfig",
-    "_graphs": "SpeculatorCudaGraphManager CudaGraphManager",
-    "graphs": "CudaGraphManager",
-    "_llm": "LLM",
-    "_model_config": "ModelConfig",
-    "_stale_confidences[]": "CpuGpuBuffer",
-    "_req_states": "RequestState",
-    "_runner": "GPUModelRunner LoRAModelRunnerMixin",
-    "_sampler": "Sampler",
-    "_speculator": "DraftModelSpeculator",
-    "CUDAGraphMode": "CUDAGraphMode",
-    "ChatCompletionRequest": "ChatCompletionRequest",
-    "EngineArgs": "EngineArgs",
-    "EngineArgs()": "EngineArgs",
-    "args": "EngineArgs",
-    "array": "UvaBackedTensor",
-    "attention_config": "AttentionConfig",
-    "aux_output_config": "AuxOutputConfig",
-    "backend": "AttentionBackendEnum AttentionBackend StructuredOutputBackend",
-    "bad_words": "BadWordsState",
-    "batch": "InputBatch BatchExecutionDescriptor",
-    "bias": "LogitBiasState",
-    "_bias": "LogitBiasState",
-    "_target": "LlamaForCausalLM SupportsEagle3",
-    "common": "CommonAttentionMetadata",
-    "compilation_config": "CompilationConfig",
-    "carrier": "ModelRunnerOutput",
-    "current_platform": "Platform",
-    "engine": "LLMEngine",
-    "envs": "envs.py",
-    "RequestOutputKind": "RequestOutputKind",
-    "scheduler_stats": "SchedulerStats",
-    "config": "VllmConfig ModelConfig SpeculativeConfig",
-    "metric": "Counter",
-    "outputs[]": "RequestOutput",
-    "core_request": "EngineCoreRequest",
-    "request": "Request CachedRequestState",
-    "requests[]": "CachedRequestState",
-    "result": "RequestOutput SpeculativeConfig",
-    "state": "LogitsProcessor ModelState LogprobTokenIdsState LoraState",
-    "tables[]": "BlockTable",
-    "target_model_config": "ModelConfig",
-    "block_tables": "BlockTables",
-    "_body": "LlamaModel",
-    "body": "LlamaModel",
-    "buffers": "InputBuffers",
-    "context": "LogitsContext",
-    "cudagraph_mode": "CUDAGraphMode",
-    "cut": "LlamaModel compilation/decorators.py",
-    "engine_args": "EngineArgs",
-    "grammar": "XgrammarGrammar GuidanceGrammar",
-    "draft_token_ids": "DraftTokenIds",
-    "structured_outputs": "StructuredOutputManager",
-    "structured_output_manager": "StructuredOutputManager",
-    "structured_output_request": "StructuredOutputRequest",
-    "get_class()": "AttentionBackend",
-    "get_tp_group()": "GroupCoordinator",
-    "pp_group": "GroupCoordinator",
-    "group": "AttentionGroup GroupCoordinator KVCacheGroupSpec",
-    "holder": "ThinkingBudgetStateHolder",
-    "input_batch": "InputBatch",
-    "kv_cache_config": "KVCacheConfig",
-    "llm": "LLM",
-    "lora_state": "LoraState",
-    "llm_engine": "LLMEngine",
-    "logitsprocs": "LogitsProcessors",
-    "metadata": "SamplingMetadata",
-    "manager": "AdaptiveVerificationManager",
-    "_manager": "AdaptiveVerificationManager",
-    "buffer": "UvaBuffer",
-    "buffer_utils": "v1/worker/gpu/buffer_utils.py",
-    "scheduled": "SchedulerOutput",
-    "mine": "SamplingParams",
-    "model": "ModelConfig LlamaForCausalLM",
-    "model_config": "ModelConfig",
-    "model_runner": "GPUModelRunner v1/worker/gpu/model_runner.py",
-    "models": "_ModelRegistry",
-    "new": "NewRequestData",
-    "output": "AsyncOutput CompletionOutput",
-    "parallel": "ParallelConfig",
-    "parallel_config": "ParallelConfig",
-    "params": "SamplingParams",
-    "penalties": "PenaltiesState",
-    "processor": " ".join(f"{kind}LogitsProcessor" for kind in ("Adapter", "", "MinP", "LogitBias", "MinTokens")),
-    "registry": "_ModelRegistry",
-    "rejection_sampler": "v1/sample/rejection_sampler.py RejectionSampler",
-    "req_states": "RequestState LogitsProcRequestState",
-    "runner": "GPUModelRunner LoRAModelRunnerMixin",
-    "sampler": "Sampler RejectionSampler",
-    "sampling_metadata": "SamplingMetadata",
-    "sampling_params": "SamplingParams",
-    "sampling_states": "SamplingStates",
-    "scheduler": "SchedulerConfig",
-    "scheduler_config": "SchedulerConfig",
-    "scheduler_output": "SchedulerOutput",
-    "spec_decode_metadata": "SpecDecodeMetadata",
-    "speculative_config": "SpeculativeConfig",
-    "speculator": "DraftModelSpeculator",
-    "states": "SamplingStates",
-    "step": "ExecuteModelState",
-    "theirs": "SpeculativeConfig DraftModelSpeculator PrometheusStatLogger SpecDecodingProm",
-    "thinking_budget_state": "ThinkingBudgetState",
-    "vllm_config": "VllmConfig",
-    "vllm_config_module": "config/vllm.py",
-    "gpu_model_runner": "v1/worker/gpu_model_runner.py",
-    "dispatcher": "triton_utils/dispatcher.py",
+# Classes of vLLM, or a module, and the names of variables or attributes, as they end, that stand for their objects;
+# a name that is a class's own, as `scheduler_config` is SchedulerConfig's, is not listed.
+OBJECTS: dict[str, str] = {
+    "AdaptiveVerificationManager": "manager _manager",
+    "AsyncOutput CompletionOutput": "output",
+    "AttentionBackend": "get_class()",
+    "AttentionBackendEnum AttentionBackend StructuredOutputBackend": "backend",
+    "AttentionGroup GroupCoordinator KVCacheGroupSpec": "group",
+    "BadWordsState": "bad_words",
+    "BlockTable": "tables[]",
+    "CachedRequestState": "requests[]",
+    "CommonAttentionMetadata": "common",
+    "Counter": "metric",
+    "CpuGpuBuffer": "_stale_confidences[]",
+    "CudaGraphManager": "graphs",
+    "DraftModelSpeculator": "_speculator speculator",
+    "EngineArgs": "args",
+    "EngineCoreRequest": "core_request",
+    "ExecuteModelState": "step",
+    "GPUModelRunner LoRAModelRunnerMixin": "_runner runner",
+    "GPUModelRunner v1/worker/gpu/model_runner.py": "model_runner",
+    "GroupCoordinator": "get_tp_group() pp_group",
+    "InputBatch BatchExecutionDescriptor": "batch",
+    "InputBuffers": "buffers",
+    "LLMEngine": "engine",
+    "LlamaForCausalLM SupportsEagle3": "_target",
+    "LlamaModel": "_body body",
+    "LlamaModel compilation/decorators.py": "cut",
+    "LogitBiasState": "bias _bias",
+    "LogitsContext": "context",
+    "LogitsProcessor ModelState LogprobTokenIdsState LoraState": "state",
+    "LogitsProcessors": "logitsprocs",
+    "ModelConfig": "target_model_config",
+    "ModelConfig LlamaForCausalLM": "model",
+    "ModelRunnerOutput": "carrier",
+    "NewRequestData": "new",
+    "ParallelConfig": "parallel",
+    "PenaltiesState": "penalties",
+    "Platform": "current_platform",
+    "Request CachedRequestState": "request",
+    "RequestOutput": "outputs[]",
+    "RequestOutput SpeculativeConfig": "result",
+    "RequestState": "_req_states",
+    "RequestState LogitsProcRequestState": "req_states",
+    "Sampler RejectionSampler": "sampler",
+    "SamplingMetadata": "metadata",
+    "SamplingParams": "mine params",
+    "SamplingStates": "states",
+    "SchedulerConfig": "scheduler",
+    "SchedulerOutput": "scheduled",
+    "SpeculativeConfig": "_config",
+    "SpeculativeConfig DraftModelSpeculator PrometheusStatLogger SpecDecodingProm": "theirs",
+    "SpeculatorCudaGraphManager CudaGraphManager": "_graphs",
+    "StructuredOutputManager": "structured_outputs",
+    "ThinkingBudgetStateHolder": "holder",
+    "UvaBackedTensor": "array",
+    "UvaBuffer": "buffer",
+    "VllmConfig ModelConfig SpeculativeConfig": "config",
+    "XgrammarGrammar GuidanceGrammar": "grammar",
+    "_ModelRegistry": "models registry",
+    " ".join(f"{kind}LogitsProcessor" for kind in ("Adapter", "", "MinP", "LogitBias", "MinTokens")): "processor",
+    "config/vllm.py": "vllm_config_module",
+    "envs.py": "envs",
+    "triton_utils/dispatcher.py": "dispatcher",
+    "v1/sample/rejection_sampler.py RejectionSampler": "rejection_sampler",
+    "v1/worker/gpu/buffer_utils.py": "buffer_utils",
+    "v1/worker/gpu_model_runner.py": "gpu_model_runner",
 }
-# Where the classes stand that RECEIVERS names.
-FILES: dict[str, str] = {
-    "compilation/wrapper.py": "TorchCompileWithNoGuardsWrapper",
-    "config/attention.py": "AttentionConfig",
-    "config/aux_output.py": "AuxOutputConfig",
-    "config/compilation.py": "CUDAGraphMode CompilationConfig",
-    "config/model.py": "ModelConfig",
-    "config/parallel.py": "ParallelConfig",
-    "config/scheduler.py": "SchedulerConfig",
-    "config/speculative.py": "SpeculativeConfig",
-    "config/vllm.py": "VllmConfig",
-    "distributed/ec_transfer/ec_connector/metrics.py": "ECConnectorStats",
-    "distributed/parallel_state.py": "GroupCoordinator",
-    "engine/arg_utils.py": "EngineArgs",
-    "entrypoints/llm.py": "LLM",
-    "entrypoints/openai/chat_completion/protocol.py": "ChatCompletionRequest",
-    "model_executor/layers/logits_processor.py": "LogitsProcessor",
-    "model_executor/models/interfaces.py": "SupportsEagle3",
-    "model_executor/models/llama.py": "LlamaForCausalLM LlamaModel",
-    "model_executor/models/registry.py": "_LazyRegisteredModel _ModelRegistry",
-    "outputs.py": "CompletionOutput RequestOutput",
-    "platforms/interface.py": "Platform",
-    "sampling_params.py": "RequestOutputKind SamplingParams",
-    "v1/attention/backend.py": "AttentionBackend AttentionMetadataBuilder CommonAttentionMetadata",
-    "v1/attention/backends/registry.py": "AttentionBackendEnum",
-    "v1/core/sched/async_scheduler.py": "AsyncScheduler",
-    "v1/core/sched/output.py": "NewRequestData SchedulerOutput",
-    "v1/core/sched/scheduler.py": "Scheduler",
-    "v1/engine/__init__.py": "EngineCoreRequest",
-    "v1/engine/async_llm.py": "AsyncLLM",
-    "v1/engine/input_processor.py": "InputProcessor",
-    "v1/engine/llm_engine.py": "LLMEngine",
-    "v1/kv_cache_interface.py": "KVCacheConfig",
-    "v1/metrics/loggers.py": "PrometheusStatLogger StatLoggerManager",
-    "v1/metrics/reader.py": "Counter Metric",
-    "v1/metrics/stats.py": "SchedulerStats",
-    "v1/outputs.py": "DraftTokenIds ECConnectorOutput ModelRunnerOutput",
-    "v1/request.py": "Request",
-    "v1/sample/logits_processor/__init__.py": "AdapterLogitsProcessor",
-    "v1/sample/logits_processor/builtin.py": "LogitBiasLogitsProcessor MinPLogitsProcessor MinTokensLogitsProcessor",
-    "v1/sample/logits_processor/interface.py": "LogitsProcessor",
-    "v1/sample/logits_processor/state.py": "LogitsProcessors",
-    "v1/sample/metadata.py": "SamplingMetadata",
-    "v1/sample/sampler.py": "Sampler",
-    "v1/sample/thinking_budget_state.py": "ThinkingBudgetStateHolder",
-    "v1/spec_decode/llm_base_proposer.py": "SpecDecodeBaseProposer",
-    "v1/spec_decode/metadata.py": "SpecDecodeMetadata",
-    "v1/structured_output/__init__.py": "StructuredOutputManager",
-    "v1/structured_output/backend_guidance.py": "GuidanceGrammar",
-    "v1/structured_output/backend_xgrammar.py": "XgrammarGrammar",
-    "v1/structured_output/backend_types.py": "StructuredOutputBackend",
-    "v1/structured_output/request.py": "StructuredOutputRequest",
-    "v1/worker/block_table.py": "BlockTable",
-    "v1/worker/cpu_worker.py": "CPUWorker",
-    "v1/worker/gpu/async_utils.py": "AsyncOutput",
-    "v1/worker/gpu/block_table.py": "BlockTables",
-    "v1/worker/gpu/buffer_utils.py": "StagedWriteTensor UvaBackedTensor UvaBuffer",
-    "v1/worker/gpu/cudagraph_utils.py": "BatchExecutionDescriptor CudaGraphManager",
-    "v1/worker/gpu/input_batch.py": "InputBatch InputBuffers",
-    "v1/worker/gpu/lora_utils.py": "LoraState",
-    "v1/worker/gpu/model_runner.py": "ExecuteModelState GPUModelRunner",
-    "v1/worker/gpu/model_states/interface.py": "ModelState",
-    "v1/worker/gpu/sample/bad_words.py": "BadWordsState",
-    "v1/worker/gpu/sample/logit_bias.py": "LogitBiasState",
-    "v1/worker/gpu/sample/logits_processor/interface.py": "LogitsContext LogitsProcRequestState LogitsProcessor",
-    "v1/worker/gpu/sample/logprob.py": "LogprobTokenIdsState",
-    "v1/worker/gpu/sample/output.py": "SamplerOutput",
-    "v1/worker/gpu/sample/penalties.py": "PenaltiesState",
-    "v1/worker/gpu/sample/sampler.py": "Sampler",
-    "v1/worker/gpu/sample/states.py": "SamplingStates",
-    "v1/worker/gpu/sample/thinking_budget.py": "ThinkingBudgetState",
-    "v1/worker/gpu/spec_decode/adaptive_verification.py": "AdaptiveVerificationManager",
-    "v1/worker/gpu/spec_decode/rejection_sampler.py": "RejectionSampler",
-    "v1/worker/gpu/spec_decode/speculator.py": "BaseSpeculator DraftModelSpeculator",
-    "v1/worker/gpu/spec_decode/target_dependent_ar/cudagraph_utils.py": "SpeculatorCudaGraphManager",
-    "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py": "TargetDependentARSpeculator",
-    "v1/worker/gpu/spec_decode/utils.py": "DraftTokensHandler",
-    "v1/worker/gpu/states.py": "RequestState",
-    "v1/worker/gpu_input_batch.py": "CachedRequestState InputBatch",
-    "v1/worker/gpu_model_runner.py": "GPUModelRunner",
-    "v1/worker/gpu_worker.py": "Worker",
-    "v1/worker/lora_model_runner_mixin.py": "LoRAModelRunnerMixin",
-    "v1/worker/utils.py": "AttentionGroup",
-}
+RECEIVERS = {name: classes for classes, names in OBJECTS.items() for name in names.split()}
+# Files whose classes are named as those that we use.
+NAMESAKES = re.compile(
+    r"models/(inkling/|llama\w+\.py)|utils/counter|worker/cpu/|output_processor|kv_offload|moe/oracle"
+)
 # Attributes that are vLLM's wherever they stand.
 _SET_BY_US = frozenset({"adapter", "specplugins", "aux_hidden_state_layers"})  # on objects of vLLM's
 ATTRIBUTES = {"gpu": "UvaBackedTensor StagedWriteTensor", "np": "UvaBackedTensor UvaBuffer CpuGpuBuffer"}
-_OF_PYTHON = (
-    *(
-        str,
-        bytes,
-        int,
-        float,
-        list,
-        dict,
-        set,
-        tuple,
-        type,
-        property,
-        BaseException,
-        UnicodeDecodeError,
-        types.FunctionType,
-        os.stat_result,
-        psutil.virtual_memory(),
-    ),
-    *(types.CodeType, types.ModuleType, types.FrameType, Path, re.Pattern, ast.AST, ast.Name, ast.Attribute, ast.alias),
-    *(ast.FunctionDef, ast.ImportFrom, ast.ClassDef, ast.arguments, ast.arg, ast.Module, asyncio.AbstractEventLoop),
-    *(
-        Connection,
-        Process,
-        ModuleSpec("", None),
-        Logger,
-        IOBase,
-        ast.Constant,
-        multiprocessing,
-        torch.cuda,
-        torch.cuda.Event,
-    ),
-    *(
-        Future,
-        deque,
-        distributed,
-        prometheus_client.Gauge,
-        prometheus_client.Counter,
-        np.ufunc,
-        np.random,
-        np.random.Generator,
-        ValidationError,
-        namedtuple("A", ""),
-        ast.keyword,
-        ast.stmt,
-        ast.Store,
-    ),
-    *(
-        torch.cuda,
-        torch.cuda.Event,
-        torch.Tensor,
-        torch.nn.Module(),
-        torch.device,
-        torch.dtype,
-        torch.Generator,
-        np.ndarray,
-        np.generic,
-        LLMatcher,
-        LLTokenizer,
-        GrammarMatcher,
-    ),
-)
+# Whose attributes are nobody's business: classes, and modules, of Python and of what we build on.
+_OF_OTHERS: dict[str, str] = {
+    "builtins": "str bytes int float list dict set tuple type property BaseException UnicodeDecodeError",
+    "types": "FunctionType CodeType ModuleType FrameType",
+    "ast": "AST Name Attribute alias FunctionDef ImportFrom ClassDef arguments arg Module Constant keyword stmt Store",
+    "asyncio": "AbstractEventLoop",
+    "collections": "deque",
+    "concurrent.futures": "Future",
+    "importlib.machinery": "ModuleSpec",
+    "io": "IOBase",
+    "logging": "Logger",
+    "multiprocessing": "Process connection.Connection",
+    "numpy": "ufunc ndarray generic random random.Generator",
+    "os": "stat_result",
+    "pathlib": "Path",
+    "prometheus_client": "Gauge Counter",
+    "pydantic": "ValidationError",
+    "re": "Pattern",
+    "torch": "Tensor nn.Module device dtype Generator distributed cuda cuda.Event",
+    "llguidance": "LLMatcher LLTokenizer",
+    "xgrammar": "GrammarMatcher",
+}
 
 
 class Use(NamedTuple):
@@ -419,7 +246,7 @@ def uses_in(path: Path, module: ast.Module, known: set[str]) -> Iterator[Use]:
                 receiver = _last_name(node.value)
                 if receiver is None or receiver in modules - RECEIVERS.keys() or receiver in ("self", "super()"):
                     continue
-                owners = ATTRIBUTES.get(node.attr) or RECEIVERS.get(receiver)
+                owners = ATTRIBUTES.get(node.attr) or RECEIVERS.get(receiver) or _class_of(receiver)
                 names = _owned(owners.split(), node.attr, runner) if owners is not None else ()
                 if names or node.attr not in known:
                     yield Use(where, f"{receiver}.{node.attr}", names, isinstance(node.ctx, ast.Store))
@@ -513,7 +340,9 @@ def _ours() -> frozenset[str]:
 
 def known_attributes() -> set[str]:
     of_syntax = (getattr(kind, "_fields", ()) for kind in vars(ast).values())
-    return set(_ours() | _SET_BY_US).union(*(dir(kind) for kind in _OF_PYTHON), *of_syntax)
+    others = [resolve_name(f"{module}:{name}") for module, names in _OF_OTHERS.items() for name in names.split()]
+    others += [torch.nn.Module(), importlib.machinery.ModuleSpec("", None), multiprocessing, psutil.virtual_memory()]
+    return set(_ours() | _SET_BY_US).union(*map(dir, others), *of_syntax)
 
 
 def _owned(owners: list[str], attribute: str, runner: str) -> tuple[Name, ...]:
@@ -531,9 +360,28 @@ def _owned(owners: list[str], attribute: str, runner: str) -> tuple[Name, ...]:
 
 def _files_of(owner: str, runner: str) -> list[str]:
     """Classes of one name: what our code for one of the runners uses is that runner's."""
-    files = [file for file, classes in FILES.items() if owner in classes.split()]
+    files = _classes()[owner]
     own = [file for file in files if file.startswith("v1/worker/gpu/") == (runner == "v2")]
     return own if own and runner in ("v1", "v2") else files
+
+
+@cache
+def _classes() -> dict[str, list[str]]:
+    """Class of vLLM's -> the files that have one of this name."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(installed().rglob("*.py")):
+        file = str(path.relative_to(installed()))
+        if not NAMESAKES.search(file):
+            for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE):
+                found[name].append(file)
+    return found
+
+
+@cache
+def _class_of(receiver: str) -> str | None:
+    """The class that a variable is named for."""
+    names = {name.lower(): name for name in _classes()}
+    return names.get(receiver.removesuffix("()").replace("_", "").lower())
 
 
 def _file(module: str) -> str | None:
