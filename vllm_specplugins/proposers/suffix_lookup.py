@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.config import PromptLookupConfig, SuffixLookupConfig
+from vllm_specplugins.config import PromptLookupConfig, SuffixLookupConfig, redis_url
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
 from vllm_specplugins.structures.draft_arrays import NO_COUNTS, NO_TOKENS
 from vllm_specplugins.structures.slots import with_room
 from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
 from vllm_specplugins.structures.suffix.drafts import draft_step
+from vllm_specplugins.structures.suffix.shared import SharedTexts
 from vllm_specplugins.structures.suffix.store import SuffixStore
 from vllm_specplugins.structures.suffix.store_file import StoredText, StoreFile, fingerprint
 from vllm_specplugins.structures.suffix.store_saver import StoreSaver
@@ -63,23 +64,33 @@ class SuffixLookup:
         self._newest = np.zeros((1, 2, context.max_num_draft + 1), np.int32)  # drafts, by row: see Kept
         self._accept_probs = first_accept_probs()
         self._saver: StoreSaver | None = None
-        if config.store_path is not None:
+        self._shared: SharedTexts | None = None
+        if config.store_path is not None or config.shared is not None:
             self._load(config, context)
 
     def _load(self, config: SuffixLookupConfig, context: ProposerContext) -> None:
-        """Enters the texts of this engine's file, on every rank those that rank 0 has read, which alone saves."""
-        saver, texts = None, []
+        """Enters the texts of this engine's file and of the server, on every rank those that rank 0 has read, which
+        alone saves and publishes."""
+        saver, shared, texts = None, None, []
         if context.file_suffix is not None:
-            path = Path(f"{config.store_path}{context.file_suffix}")
             mark = fingerprint(context.tokenize, context.vocab_size)
-            file = StoreFile(path, mark, context.vocab_size, self.store.num_bytes)
-            saver = StoreSaver(file, config.save_every_s, self.store.max_tokens)
-            texts = saver.load()
-            logger.info("suffix_lookup: %d texts loaded from %s.", len(texts), path)
+            if config.store_path is not None:
+                path = Path(f"{config.store_path}{context.file_suffix}")
+                file = StoreFile(path, mark, context.vocab_size, self.store.num_bytes)
+                saver = StoreSaver(file, config.save_every_s, self.store.max_tokens)
+                texts = saver.load()
+                logger.info("suffix_lookup: %d texts loaded from %s.", len(texts), path)
+            if config.shared is not None:
+                url, size = redis_url(config.shared), (context.vocab_size, self.store.max_tokens)
+                shared = SharedTexts(url, mark, *size, config.shared_keep_s)
+                texts += shared.fill()
+                texts = list(
+                    {(text.tenant, text.tokens.tobytes()): text for text in texts}.values()
+                )  # in both, or twice
         for in_use, tenant, text in context.agreed(texts):
             self.store.enter(tenant, text, in_use)
             self.store.work()
-        self._saver = saver
+        self._saver, self._shared = saver, shared
 
     def propose(self, batch: DraftBatch) -> Draft:
         """For each request the draft with the most confidence, of those from its own text and from earlier outputs."""
@@ -112,6 +123,7 @@ class SuffixLookup:
         step = texts, lengths, prefix, num_begun, max_draft, rows, references, requests, self._min_confidence
         draft_step(step, (self._accept_probs, self._newest), drafts, tuple(self.store.ring))
         if has_new:
+            self._take_shared()
             self.store.work(STORE_WORK)
         return drafts
 
@@ -131,7 +143,7 @@ class SuffixLookup:
 
     def store_stats(self) -> dict[str, int]:
         """What the store holds, and what became of texts and saves so far."""
-        store, saver = self.store, self._saver
+        store, saver, shared = self.store, self._saver, self._shared
         return {
             "texts": store.num_texts,
             "tokens": store.num_tokens,
@@ -142,14 +154,21 @@ class SuffixLookup:
             "refused": store.num_refused,
             "saves": 0 if saver is None else saver.num_saves,
             "failed_saves": 0 if saver is None else saver.num_failures,
+            "published": 0 if shared is None else shared.num_published,
+            "fetched": 0 if shared is None else shared.num_fetched,
+            "ignored": 0 if shared is None else shared.num_ignored,
+            "failed_shares": 0 if shared is None else shared.num_failures,
         }
 
     def reset_store(self) -> None:
-        """Forgets all earlier outputs, of all tenants, in the file, too, and how often drafts were right."""
+        """Forgets all earlier outputs, of all tenants, in the file and on the server, too, and how often drafts were
+        right. What other engines have fetched stays."""
         self.store.clear()
         self._accept_probs = first_accept_probs()
         if self._saver is not None:
             self._saver.clear()
+        if self._shared is not None:
+            self._shared.clear()
 
     def save_store(self) -> None:
         """Waits until all that entered the store is on the disk, if it has a file."""
@@ -161,6 +180,8 @@ class SuffixLookup:
         self.forget(list(self._requests))
         if self._saver is not None:
             self._saver.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def _begin(self, request_id: str, history: Int32Array, options: Mapping[str, Any]) -> _Request:
         """A request that is new, or whose text is another one."""
@@ -186,7 +207,16 @@ class SuffixLookup:
         self._output_bytes -= 4 * len(request.output)
         text = np.frombuffer(request.output, np.int32)
         if self.store.enter(request.tenant, text):
-            self._save(StoredText(self.store.is_back(request.tenant), request.tenant, text))
+            stored = StoredText(self.store.is_back(request.tenant), request.tenant, text)
+            self._save(stored)
+            if self._shared is not None:
+                self._shared.add(stored)
+
+    def _take_shared(self) -> None:
+        """Has one text of another engine's enter the store, where none of this one's waits."""
+        if self._shared is not None and not self.store.has_work and (text := self._shared.take()) is not None:
+            self.store.enter(text.tenant, text.tokens)
+            self._save(text)
 
     def _save(self, text: StoredText) -> None:
         if self._saver is not None:

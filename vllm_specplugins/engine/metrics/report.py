@@ -142,6 +142,10 @@ class Reporter:
                         yield key(metric.name, stage, label), count
                 else:
                     yield key(metric.name, stage), value
+        for name, stage in stages_of(self._barrier.proposer, self.method):
+            if is_ours(stage, "store_stats"):
+                for what in ("published", "fetched", "ignored", "failed_shares"):
+                    yield key("shared_outputs", name, what), stage.store_stats()[what]
 
     def _sizes(self) -> Iterator[tuple[str, float]]:
         """Of the stages of ours that keep something; a user's code is not called from here."""

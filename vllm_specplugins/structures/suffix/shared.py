@@ -1,0 +1,152 @@
+"""Texts that engines share through Redis or Valkey: one stream of them for each tokenizer.
+
+A thread publishes what its engine adds and fetches what others have published, so no step waits for the network.
+Where the server is away the engine goes on with what it has; what it adds waits, and is published afterwards.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from contextlib import suppress
+from threading import Event, Thread
+from typing import Any
+from urllib.parse import urlsplit
+
+from vllm_specplugins.structures.suffix.store_file import StoredText, record, text_at
+
+logger = logging.getLogger("vllm.specplugins")
+
+TEXT, ORIGIN = b"text", b"origin"  # fields of an entry: a record as it stands in a store's file; whose it is
+PLACE_BYTES = 8  # of the server's memory for each token of the store, at most
+MOST_UNSENT = 10_000  # texts that wait for a server that is away; then the oldest are given up
+MOST_WAITING = 1_000  # fetched ones that wait for the engine; then no more are fetched
+MOST_FETCHED = 32  # in one answer
+WAIT_MS = 200  # for others' texts; what the engine adds is published in between
+TIMEOUT_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between attempts to reach the server
+FILL_S = 30.0  # the most that an engine's start waits for texts
+GRACE_S = 2.0  # for what is left at the end
+
+
+class SharedTexts:
+    """See the module. Made with the thread not yet running: `fill` is called once, and starts it.
+
+    Args:
+        url: redis://, rediss:// or unix://, with user and password if need be, which are never logged.
+        mark: engines with the same share texts; see `fingerprint`.
+        vocab_size: token ids of others that are not in [0, vocab_size) are ignored, with their texts.
+        max_tokens: that the store has room for.
+        keep_s: seconds that the server keeps a text.
+    """
+
+    def __init__(self, url: str, mark: bytes, vocab_size: int, max_tokens: int, keep_s: int):
+        import redis
+
+        parts = urlsplit(url)
+        self._place = parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"
+        self._errors = redis.RedisError, OSError
+        self._server: Any = redis.Redis.from_url(
+            url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=None
+        )
+        self._key, self._origin = f"specplugins:{mark.hex()}", os.urandom(8)
+        self._vocab_size, self._max_tokens, self._keep_s = vocab_size, max_tokens, keep_s
+        self._unsent: deque[bytes] = deque(maxlen=MOST_UNSENT)
+        self._waiting: deque[StoredText] = deque()
+        self._fetched_to = b"0"
+        self._pause_s = 0.0  # after the last attempt; 0: it was none in vain
+        self._is_cleared, self._is_closing = False, Event()
+        self.num_published = self.num_fetched = self.num_ignored = self.num_failures = 0
+        self._thread = Thread(target=self._run, name="specplugins-shared", daemon=True)
+
+    def fill(self) -> list[StoredText]:
+        """What others have published so far, the oldest first, no more than the store has room for."""
+        deadline, texts, num_tokens = time.monotonic() + FILL_S, deque[StoredText](), 0
+        while self._attempt(0) and self._waiting and time.monotonic() < deadline:
+            while self._waiting:
+                texts.append(self._waiting.popleft())
+                num_tokens += len(texts[-1].tokens)
+                while num_tokens > self._max_tokens:
+                    num_tokens -= len(texts.popleft().tokens)
+        logger.info("suffix_lookup: %d texts fetched from %s.", len(texts), self._place)
+        self._thread.start()
+        return list(texts)
+
+    def add(self, text: StoredText) -> None:
+        """Has a text published."""
+        self._unsent.append(record(text))
+
+    def take(self) -> StoredText | None:
+        """The next text of another engine's, if there is one."""
+        return self._waiting.popleft() if self._waiting else None
+
+    def clear(self) -> None:
+        """Has the server forget all texts, and this engine those that wait; what other engines hold stays."""
+        self._waiting.clear()
+        self._is_cleared = True
+
+    def close(self) -> None:
+        """Publishes what is left, if that can be done soon."""
+        self._is_closing.set()
+        self._thread.join(GRACE_S)
+
+    def _run(self) -> None:
+        while not self._is_closing.is_set():
+            if not self._attempt(WAIT_MS):
+                self._is_closing.wait(self._pause_s)
+            elif len(self._waiting) >= MOST_WAITING:
+                self._is_closing.wait(WAIT_MS / 1000)
+        with suppress(*self._errors):
+            self._publish()
+            self._server.close()
+
+    def _attempt(self, wait_ms: int) -> bool:
+        """Publishes and fetches; False where that fails, which is said once."""
+        try:
+            self._publish()
+            self._fetch(wait_ms)
+        except self._errors as error:
+            self.num_failures += 1
+            if self._pause_s == 0:
+                what = "%s cannot be reached (%s); earlier outputs are not shared until that changes."
+                logger.warning("suffix_lookup: " + what, self._place, type(error).__name__)
+            self._pause_s = min(2 * self._pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
+            return False
+        if self._pause_s:
+            logger.info("suffix_lookup: %s is reached again.", self._place)
+        self._pause_s = 0.0
+        return True
+
+    def _publish(self) -> None:
+        if self._is_cleared:
+            self._server.delete(self._key)
+            self._unsent.clear()
+            self._is_cleared = False
+        if not self._unsent:
+            return
+        while self._unsent:
+            self._server.xadd(self._key, {TEXT: self._unsent[0], ORIGIN: self._origin})
+            self._unsent.popleft()
+            self.num_published += 1
+        self._server.xtrim(self._key, minid=int((time.time() - self._keep_s) * 1000))
+        self._server.expire(self._key, self._keep_s)
+        num_bytes, most = self._server.memory_usage(self._key, samples=0) or 0, PLACE_BYTES * self._max_tokens
+        if num_bytes > most:
+            self._server.xtrim(self._key, maxlen=int(0.9 * self._server.xlen(self._key) * most / num_bytes))
+
+    def _fetch(self, wait_ms: int) -> None:
+        if len(self._waiting) >= MOST_WAITING:
+            return
+        found = self._server.xread({self._key: self._fetched_to}, MOST_FETCHED, wait_ms or None)
+        for place, fields in found[0][1] if found else ():
+            self._fetched_to = place
+            if fields.get(ORIGIN) != self._origin:
+                self._enter(fields.get(TEXT, b""))
+
+    def _enter(self, data: bytes) -> None:
+        text = text_at(data, 0, self._vocab_size)
+        if text is None:
+            self.num_ignored += 1
+        else:
+            self.num_fetched += 1
+            self._waiting.append(text[0])
