@@ -15,7 +15,7 @@ from recorded import runner
 
 from vllm_specplugins.engine.adaptive import conditions
 from vllm_specplugins.engine.v2 import scheduler as module
-from vllm_specplugins.engine.v2.scheduler import DraftLengths
+from vllm_specplugins.engine.v2.scheduler import DraftLengths, PlannedScheduler
 from vllm_specplugins.gate.step_times import StepTimes
 
 K, NUM_TOKENS = 5, 24
@@ -122,3 +122,27 @@ def test_graphs_where_nothing_trims(engine: Any, monkeypatch: pytest.MonkeyPatch
         mode = runner(llm).cudagraph_manager.dispatch(2, 2 * (1 + length), 1 + length, 0).cg_mode
         assert mode == CUDAGraphMode.FULL, length
     engine.stop()
+
+
+def planned_with_a_grammar(*accepted: int) -> list[int]:
+    """How many tokens are planned for a request with a grammar (31 by default) after steps that accepted so many."""
+    scheduler = PlannedScheduler.__new__(PlannedScheduler)
+    scheduler._num_tokens = {}
+    scheduler.structured_output_manager = SimpleNamespace(validate_tokens=lambda request, tokens: tokens)
+    request = SimpleNamespace(
+        request_id="a", num_tokens=9, use_structured_output=True, is_prefill_chunk=False, is_finished=lambda: False
+    )
+    scheduler.requests, planned = {"a": request}, []
+    for num in accepted:
+        request.num_tokens += 1 + num
+        request.spec_token_ids = [-1] * 31
+        drafts = SimpleNamespace(req_ids=["gone", "a"], draft_token_ids=[[1], [2] * 31])
+        scheduler.update_draft_token_ids_in_output(drafts, SimpleNamespace(scheduled_spec_decode_tokens={}))
+        planned.append(len(request.spec_token_ids))
+    return planned
+
+
+def test_planned_with_a_grammar() -> None:
+    """A row of a grammar's mask is filled for each planned token. Fails if all of K is planned where nothing is found,
+    if a request that copies is held at five, or if it is not let go again."""
+    assert planned_with_a_grammar(0, 0, 4, 5, 31, 31, 2, 0) == [5, 5, 5, 31, 31, 31, 5, 5]

@@ -85,13 +85,15 @@ class _Adapter:
     def __init__(self, runner: Any, barrier: FaultBarrier):
         self._runner = runner
         self._barrier = barrier
+        methods = methods_of(runner.speculative_config.plugin_config)
+        self._forces = "grammar" in methods
         # A proposer on the host is asked on rank 0 alone, whose drafts the scheduler hands out to all.
-        self._drafts = runner.speculative_config.runs_target or get_tp_group().rank_in_group == 0
+        is_asked = runner.speculative_config.runs_target or get_tp_group().rank_in_group == 0
+        self._drafts = is_asked and methods != ["grammar"]  # which the scheduler asks
         self._built_in = None if runner.speculative_config.built_in is None else built_in.BuiltInDrafter(runner)
         self._requests: dict[str, _Request] = {}
         # Requests without a seed get theirs in the order in which they come: the same on every rank.
         self._random = np.random.default_rng(runner.model_config.seed)
-        self._forces = "grammar" in methods_of(runner.speculative_config.plugin_config)
         self._drafted_at = 0.0  # when the last drafting ended
 
     def _may_draft(self, row: int) -> bool:
@@ -164,7 +166,9 @@ class _Adapter:
                 is_timed=scheduler_output.total_num_scheduled_tokens <= most_decoded,  # no prompt is taken in
             )
         feedback = self._feedback(request_ids, num_accepted, scheduler_output)
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        drafts = [
+            NEVER if self._forces and self._is_forced_and_alone(row) else [] for row in range(len(sampled_token_ids))
+        ]
         if not self._drafts:
             self._barrier.count(feedback)
             return drafts
@@ -182,8 +186,6 @@ class _Adapter:
         draft = self._barrier.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
         self._keep(batch, draft)
-        if self._forces:
-            drafts = [NEVER if self._is_forced_and_alone(row) else [] for row in range(len(drafts))]
         for row, tokens, count in zip(rows, draft.token_ids.tolist(), draft.num_draft.tolist(), strict=True):
             drafts[row] = tokens[:count] or drafts[row]
         return drafts

@@ -21,6 +21,7 @@ from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.gate.step_times import StepTimes
 from vllm_specplugins.request_options import draft_limit
 
+_UNPROVEN = 5  # tokens that are planned for a request with a grammar until more of a draft were right
 _VERIFIES = "specplugins_num_draft"  # attribute of SchedulerOutput: tokens that the step before had drafted
 
 
@@ -92,6 +93,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._planned: dict[str, int] = {}
+        self._num_tokens: dict[str, int] = {}  # of requests with a grammar, a step ago
         self._has_options = False  # whether any request that lives had some when it came
 
     def add_request(self, request: Any) -> None:
@@ -118,6 +120,19 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
                 planned = self._planned.get(request_id)
                 most = self._allowed(request) if planned is None else planned
                 request.spec_token_ids = request.spec_token_ids[:most]
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
+        """Where a grammar has to see the drafts; those of the next step are planned already, and cut here: a row of a
+        grammar's mask is filled for each, found or not."""
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
+        before, self._num_tokens = self._num_tokens, {}
+        for request_id in draft_token_ids.req_ids:
+            request = self.requests.get(request_id)
+            if request is None or not request.use_structured_output:
+                continue
+            self._num_tokens[request_id] = num_tokens = request.num_tokens
+            if num_tokens - before.get(request_id, num_tokens) <= _UNPROVEN:
+                request.spec_token_ids = request.spec_token_ids[:_UNPROVEN]
 
     def _allowed(self, request: Any) -> int:
         """For a request of which no draft is known yet."""
