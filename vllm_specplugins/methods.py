@@ -123,8 +123,8 @@ BUILT_IN: Mapping[str, Method] = dict.fromkeys(
 )
 
 LOOKUPS = tuple(name for name, row in METHODS.items() if row.is_lookup)
-# The stages of a cascade that drafts on the device.
-DEVICE_CASCADE = ["prompt_lookup", "early_exit"]
+# What a cascade that drafts on the device holds beside prompt_lookup, which comes first.
+ON_DEVICE = "early_exit", *BUILT_IN
 
 
 def registered_methods() -> Mapping[str, Registered]:
@@ -233,7 +233,9 @@ def drafts_on_device(config: SpecConfig) -> bool:
     """Whether the method, on Model Runner V2, drafts without the host, and reads tokens where they lie if it does."""
     if enters_states(config):
         return False  # its graphs are of single tokens
-    return method_of(config.method).on_device or methods_of(config) == DEVICE_CASCADE
+    first, *others = methods_of(config)
+    is_cascade = first == "prompt_lookup" and len(others) == 1 and others[0] in ON_DEVICE
+    return method_of(config.method).on_device or is_cascade
 
 
 def behind_gate(config: SpecConfig) -> SpecConfig:

@@ -20,12 +20,18 @@ def num_worth(
         depth: its tokens end there, counted from the draft's beginning.
         implementation: see `learn`.
     """
-    accept_probs = state.shared_tried.new_empty(drafts.confidence.shape)
-    predict(state, slots, drafts, accept_probs, implementation, keeps=False)
+    survival = survivals(state, slots, drafts, implementation)
     tried, accepted = (counts[than].sum() for counts in (state.shared_tried, state.shared_accepted))
     own_tried, own_accepted = (counts[slots, than].sum(dim=1) for counts in (state.tried, state.accepted))
     rate = (own_accepted + PRIOR_WEIGHT * accepted / tried) / (own_tried + PRIOR_WEIGHT)
-    return num_kept(accept_probs.cumprod(dim=1), rate[:, None], drafts.num_draft, depth)
+    return num_kept(survival, rate[:, None], drafts.num_draft, depth)
+
+
+def survivals(state: State, slots: torch.Tensor, drafts: Drafts, implementation: str | None = None) -> torch.Tensor:
+    """[R, K] float64: how likely all tokens of each draft up to each place are accepted; see `num_worth`."""
+    accept_probs = state.shared_tried.new_empty(drafts.confidence.shape)
+    predict(state, slots, drafts, accept_probs, implementation, keeps=False)
+    return accept_probs.cumprod(dim=1)
 
 
 def num_kept(

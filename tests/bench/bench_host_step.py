@@ -36,6 +36,11 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "cascade": {"method": "cascade", "stages": [LOOKUP, EXIT]},
     "early_exit": EXIT,
     "coupled": {**EXIT, "draft_sample_method": "coupled"},
+    **{name: {"method": name} for name in ("draft_model", "eagle3", "mtp")},
+    **{
+        f"lookup and {name}": {"method": "cascade", "stages": [LOOKUP, {"method": name}]}
+        for name in ("draft_model", "eagle3", "mtp")
+    },
 }
 # Arm, what it is held against, and the most that its step may cost of the other's at 1, 8 and 32 requests: what is
 # aimed at, and what --check holds today.
@@ -47,6 +52,7 @@ BARS = [
     ("early_exit", "ngram_gpu", (1.00, 1.00, 1.00), (1.20, 1.15, 1.15)),
     ("coupled", "ngram_gpu", (1.00, 1.00, 1.00), (1.30, 1.25, 1.30)),
     ("prompt_lookup, K = 0", "none", (1.10, 1.10, 1.06), (1.20, 1.20, 1.20)),
+    ("lookup and eagle3", "eagle3", (1.05, 1.05, 1.05), (1.15, 1.15, 1.15)),
 ]
 BATCHES = (1, 8, 32)
 MODEL = {
@@ -97,9 +103,10 @@ class Engine:
             config["gate"] = "off"
         self._temperature = 0.8 if name == "coupled" else 0.0
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+            drafter = (config or {}).get("stages", [config or {}])[-1]
+            model = _write_models(Path(folder), drafter)
             self._llm = LLM(
-                model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="float32", max_model_len=8192,
+                model=model, load_format="dummy", skip_tokenizer_init=True, dtype="float32", max_model_len=8192,
                 max_num_seqs=256, max_num_batched_tokens=8192, block_size=32, num_gpu_blocks_override=8192,
                 enable_prefix_caching=False, async_scheduling=True, speculative_config=config,
                 kv_cache_memory_bytes=1 << 28, disable_log_stats=True,
@@ -174,6 +181,20 @@ class Engine:
         self._llm.llm_engine.output_processor.abort_requests(requests, internal=True)
         while self._core.scheduler.has_requests() or self._core.batch_queue:
             self._core.step_fn()
+
+
+def _write_models(folder: Path, drafter: dict[str, Any]) -> str:
+    """A target, and what drafts for it if that is built into vLLM, whose dictionary gets its place."""
+    head = {**MODEL, "num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    target, method = MODEL, drafter.get("method")
+    if method == "mtp":
+        target = {**MODEL, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    for name, config in (("target", target), ("drafter", head)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    if method in ("draft_model", "eagle3"):
+        drafter["model"] = str(folder / "drafter")
+    return str(folder / "target")
 
 
 def _pin(scheduler: Any, num_draft: int | None) -> None:

@@ -15,7 +15,16 @@ from vllm_specplugins.config import BuiltInConfig
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.gate.gate import FIRST_CONFIDENCE
-from vllm_specplugins.structures.draft_arrays import Array, DraftArrays, columns, nothing, of_stage, picked
+from vllm_specplugins.structures.draft_arrays import (
+    Array,
+    DraftArrays,
+    columns,
+    either,
+    namespace,
+    nothing,
+    of_stage,
+    picked,
+)
 
 
 class BuiltIn:
@@ -65,6 +74,29 @@ class BuiltInDrafter:
         self.counters.drafted += int(num_draft.sum())
         drafts = of_stage(self.index, own, num_draft, np.full(len(max_draft), FIRST_CONFIDENCE))
         return drafts if sure is None else drafts._replace(confidence=sure)
+
+
+def better(found: DraftArrays, offered: DraftArrays, gains: tuple[Array, Array] | None) -> DraftArrays:
+    """Of each row a lookup's draft or a drafter's own: the one that gains more, [R] each, or without gains the first
+    one if there is any. Where both say the same as far as the shorter one goes, both: each drafter's token is its own.
+
+    >>> found, offered = (of_stage(i, np.array([[5, 6, 7]]), np.array([3 - i]), np.ones(1)) for i in (0, 1))
+    >>> joined = better(found, offered, None)
+    >>> joined.num_draft.tolist(), joined.stage.tolist()
+    ([3], [[1, 1, 0]])
+    """
+    is_theirs, is_found = offered.is_drafted, found.is_drafted
+    both = is_theirs & is_found
+    is_same = ((found.token_ids == offered.token_ids) | ~both).all(1)[:, None]
+    is_first = found.num_draft > 0 if gains is None else gains[0] >= gains[1]
+    chosen = either(is_first, found, offered)
+    longer = either(found.num_draft >= offered.num_draft, found, offered)
+    joined = either(is_same[:, 0], longer, chosen)
+    where = namespace(is_same).where
+    stage, confidence = (
+        where(is_same & is_theirs, getattr(offered, name), getattr(joined, name)) for name in ("stage", "confidence")
+    )
+    return joined._replace(stage=stage, confidence=confidence)
 
 
 def confidence_of(chances: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
+from vllm_specplugins.cascade.built_in import BuiltIn
 from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.proposers.draft_sampler import token_confidence
 from vllm_specplugins.proposers.early_exit import EarlyExit, Steps
 from vllm_specplugins.structures.draft_arrays import DraftArrays, either, of_stage
@@ -33,16 +36,22 @@ class Parts:
 
 
 class Stages:
-    """What stands behind a barrier where a lookup and an exit draft together: who they are, and their counters.
+    """What stands behind a barrier where a lookup and another stage draft together: who they are, and their counters.
 
     Args:
         names: of their methods.
+        second: an exit, or a drafter built into the engine, which the engine calls: behind a guard.
     """
 
-    def __init__(self, names: Sequence[str], lookup: Any, exit: EarlyExit):
-        self.exit = exit
+    def __init__(self, names: Sequence[str], lookup: Any, second: Any, context: ProposerContext):
+        self.exit = second
         self._names = [f"{index} {name}" for index, name in enumerate(names)]
-        self._stages, self._counters = (lookup, exit), [StageCounters() for _ in names]
+        self._stages, self._counters = (lookup, second), [StageCounters() for _ in names]
+        self.built_in_guard: Guard | None = None
+        if isinstance(second, BuiltIn):
+            on_all_ranks, name = context.num_ranks > 1, f"Stage 1 ({names[1]})"
+            budget_ms = None if on_all_ranks else context.time_budget_ms
+            self.built_in_guard = Guard(second, name, self._counters[1], budget_ms, ends_process=on_all_ranks)
 
     def stage_counters(self) -> dict[str, StageCounters]:
         """See Cascade.stage_counters."""

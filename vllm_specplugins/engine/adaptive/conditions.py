@@ -16,10 +16,18 @@ CAN = "FLASH_ATTN on Hopper, FLASHINFER on Blackwell and TRITON_ATTN"
 
 
 def place(vllm_config: Any) -> None:
-    """Leaves a cascade on the host where nothing would trim its drafts: there it has a gate of its own."""
+    """Leaves a cascade on the host where nothing would trim its exit's drafts: there it has a gate of its own; and one
+    with a drafter of vLLM's in a pipeline, whose last stage alone has that."""
     config = vllm_config.speculative_config
-    if config.reads_history and config.runs_target:
-        config.stays_on_host = not vllm_config.use_v2_model_runner or _missing(vllm_config) is not None
+    if not config.reads_history:
+        return
+    if config.built_in is not None:
+        is_here = vllm_config.parallel_config.pipeline_parallel_size == 1
+    elif config.runs_target:
+        is_here = _missing(vllm_config) is None
+    else:
+        return
+    config.stays_on_host = not (is_here and vllm_config.use_v2_model_runner)
 
 
 def settle(vllm_config: Any) -> None:
@@ -38,6 +46,8 @@ def settle(vllm_config: Any) -> None:
 def _missing(vllm_config: Any) -> str | None:
     """What adaptive verification lacks; None if nothing does as far as is known before the engine starts."""
     parallel, model, config = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
+    if config.method == "draft_model" or (config.built_in is not None and config.use_multi_module_mtp()):
+        return "vLLM's drafter takes its longest query from the lengths that the host knows"
     if config.plugin_config.common.rejection == "block" and config.draft_sample_method == "probabilistic":
         return "block verification decides on drafts that are sampled as a whole"
     if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
@@ -62,7 +72,7 @@ def tell(method: str, why_not: str) -> None:
     logger.warning("%s: draft lengths are planned a step ahead, not trimmed on the device: %s.", method, why_not)
 
 
-def or_planned(create: Callable[..., Any], runner: Any) -> Callable[..., Any]:
+def or_planned(create: Callable[..., Any], runner: Any, speculator: Any) -> Callable[..., Any]:
     """vLLM's factory of what carries it out, called when the attention backends are known; a backend that cannot costs
     the true lengths, and not the engine."""
 
@@ -70,7 +80,6 @@ def or_planned(create: Callable[..., Any], runner: Any) -> Callable[..., Any]:
     def created(**arguments: Any) -> Any:
         try:
             if (manager := create(**arguments)) is not None:
-                speculator = runner.speculator
                 Budget(manager, speculator.outcomes.confidences, speculator.budget_implementation)
                 return manager
         except ValueError as error:
@@ -79,7 +88,7 @@ def or_planned(create: Callable[..., Any], runner: Any) -> Callable[..., Any]:
                 runner.speculative_config.plugin_config.method,
                 f"attention backend {' or '.join(names)} cannot, {CAN} can ({' '.join(str(error).split())[:80]}...)",
             )
-            runner.speculator.enable_adaptive_verification = False
+            speculator.enable_adaptive_verification = False
             runner.speculative_config.enable_adaptive_verification = False
             runner.rejection_sampler.enable_adaptive_verification = False
         _record_plain_steps(runner)

@@ -17,7 +17,7 @@ from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.engine.v2.forced import put_forced
-from vllm_specplugins.engine.v2.speculators.built_in import rating, run_before
+from vllm_specplugins.engine.v2.speculators.built_in import DeviceOffer, rating, run_before
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.speculators.host import HostSpeculator
 from vllm_specplugins.engine.v2.verification import verify
@@ -36,7 +36,12 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
         if speculative_config.built_in is None:
             return kind(vllm_config, *arguments)
         theirs = rating(original, vllm_config, *arguments)
-        return run_before(theirs, kind(without_built_in(vllm_config), *arguments), vllm_config.num_speculative_tokens)
+        ours, max_num_draft = kind(without_built_in(vllm_config), *arguments), vllm_config.num_speculative_tokens
+        if isinstance(ours, DeviceSpeculator):
+            ours.offers = DeviceOffer(theirs, max_num_draft)
+            if vllm_config.parallel_config.data_parallel_size == 1:  # others run its experts together
+                ours.outcomes.watch_copies()
+        return run_before(theirs, ours, max_num_draft)
 
     with replaced(model_runner, {"init_speculator": init_speculator}):
         yield
@@ -48,7 +53,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     if speculator is None:  # a pipeline rank that does not draft
         return
     if hasattr(speculator, "specplugins"):
-        wrap(runner, "initialize_kv_cache", partial(_not_trimming, speculator))
+        wrap(runner, "initialize_kv_cache", partial(_trimming_as, speculator.specplugins, speculator))
         speculator = speculator.specplugins
     speculator.barrier, barrier.tally = barrier, speculator.tally
     add_requests, finish_requests = runner.add_requests, runner.finish_requests
@@ -67,7 +72,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     runner.draft_tokens_handler = speculator.report
     if isinstance(speculator, DeviceSpeculator):
         barrier.acceptance = speculator.tally
-        wrap(runner, "initialize_kv_cache", partial(_trimming_if_it_can, runner))
+        wrap(runner, "initialize_kv_cache", partial(_trimming_if_it_can, runner, speculator))
         asynchronous = runner.vllm_config.scheduler_config.async_scheduling
         speculator.report.trims = lambda: asynchronous and runner.adaptive_verification is not None
     speculator.rejection_sampler = lambda: runner.rejection_sampler
@@ -96,14 +101,15 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
     return output
 
 
-def _not_trimming(speculator: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
-    """Where the runner asks whether it shall trim the drafts."""
-    with replaced(speculator, {"enable_adaptive_verification": False}):
+def _trimming_as(ours: Any, theirs: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
+    """Where the runner asks vLLM's own speculator whether it shall trim the drafts."""
+    trims = isinstance(ours, DeviceSpeculator) and ours.enable_adaptive_verification
+    with replaced(theirs, {"enable_adaptive_verification": trims}):
         return initialize(*args, **kwargs)
 
 
-def _trimming_if_it_can(runner: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
+def _trimming_if_it_can(runner: Any, speculator: Any, initialize: Any, *args: Any, **kwargs: Any) -> Any:
     """Where the runner learns which attention backends there are."""
-    create = or_planned(model_runner.maybe_create_adaptive_verification_manager, runner)
+    create = or_planned(model_runner.maybe_create_adaptive_verification_manager, runner, speculator)
     with replaced(model_runner, {"maybe_create_adaptive_verification_manager": create}):
         return initialize(*args, **kwargs)

@@ -12,12 +12,12 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.cascade.on_device import Parts
-from vllm_specplugins.engine.adaptive.budget import new_confidences
+from vllm_specplugins.engine.adaptive.budget import Confidences, new_confidences
 from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengths
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.kernels import acceptance
 from vllm_specplugins.kernels.acceptance.state import clear, new_state
-from vllm_specplugins.kernels.acceptance.worth import num_worth
+from vllm_specplugins.kernels.acceptance.worth import num_worth, survivals
 from vllm_specplugins.structures.draft_arrays import DraftArrays
 
 
@@ -40,6 +40,7 @@ class DraftTracker:
         # How likely each token is to be accepted if those before it are; 0 after a draft's end. By rows.
         self.probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
         self.confidences = new_confidences(num_slots, max_num_draft, device)
+        self._copying: Confidences | None = None  # 1: whose match promises more than a drafter's whole draft
         self._known = new_state(num_stages, num_slots + 1, max_num_draft, device)
         self._num_draft = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.tally = Tally(num_slots, max_num_draft, num_stages if num_stages > 1 else 0, device)
@@ -49,6 +50,8 @@ class DraftTracker:
         if new_requests:
             slots = {new.req_id: self._req_states.req_id_to_index[new.req_id] for new in new_requests}
             clear(self._known, async_tensor_h2d(np.array(list(slots.values())), self.device))
+            if self._copying is not None:
+                self._copying.host[list(slots.values())] = 0.0
             self.tally.start(slots)
 
     def begin(self, num_reqs: int, *sampled: torch.Tensor) -> None:
@@ -95,6 +98,25 @@ class DraftTracker:
         slots = self._slots[: len(drafts.num_draft)]
         kept: torch.Tensor = num_worth(self._known, slots, _rated(drafts), than, depth, self.implementation)
         return kept
+
+    def gain(self, drafts: DraftArrays) -> torch.Tensor:
+        """[R]: how many tokens of each draft should be accepted."""
+        slots = self._slots[: len(drafts.num_draft)]
+        survival: torch.Tensor = survivals(self._known, slots, _rated(drafts), self.implementation)
+        return survival.sum(dim=1)
+
+    def watch_copies(self) -> None:
+        """From now on the host sees which requests copy."""
+        self._copying = new_confidences(self._req_states.max_num_reqs, 1, self.device)
+
+    def keep_copies(self, copies: torch.Tensor) -> None:
+        """Which rows do, [R] bool."""
+        if self._copying is not None:
+            self._copying.mapped[self._slots[: len(copies)], 0] = copies.float()
+
+    def copies(self, slots: np.ndarray) -> bool:
+        """Whether all requests of these slots did when the host last heard of it, a step ago or two."""
+        return self._copying is not None and bool(self._copying.host[slots].all())
 
     def keep(self, drafts: DraftArrays, max_draft: torch.Tensor, rates: bool, parts: Parts | None = None) -> None:
         """Takes a step's drafts, [R], counts them and what became of the last ones, and rates them if asked to.

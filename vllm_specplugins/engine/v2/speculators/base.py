@@ -20,7 +20,7 @@ from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.paged import Adapters, updates_in_place
 from vllm_specplugins.engine.v2.feedback.report import warms_up
-from vllm_specplugins.engine.v2.speculators.built_in import DeviceOffer
+from vllm_specplugins.engine.v2.speculators.built_in import HostOffer
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -42,7 +42,7 @@ class Speculator(DraftModelSpeculator):
     draft_logits: torch.Tensor | None
     report: Any
     barrier: FaultBarrier  # set by runner.attach
-    offer: DeviceOffer | None = None  # of a cascade's stage that is built into vLLM
+    offer: Any = None  # of a cascade's stage that is built into vLLM, in this step; None: it failed, or there is none
     rejection_sampler: Callable[[], Any]  # the runner's, and what its sampler knows of requests; set by runner.attach
     sampling_states: Callable[[], Any]
     adapters_of: Callable[[Any, bool], Adapters] | None = None  # of a batch; set by runner.attach where there are any
@@ -78,6 +78,14 @@ class Speculator(DraftModelSpeculator):
     def _most_tokens(self) -> int:
         """Of a request; less than at first where vLLM fits it to the memory."""
         return self.vllm_config.model_config.max_model_len
+
+    def new_offer(self) -> Any:
+        """What a step's draft of that stage is taken into: see built_in.py."""
+        return HostOffer(self.device)
+
+    def spares(self, input_batch: Any) -> bool:
+        """Whether nobody needs more of that stage in this step than that it takes tokens in."""
+        return False
 
     def load_model(self, target_model: nn.Module) -> None:
         if self.runs_target:

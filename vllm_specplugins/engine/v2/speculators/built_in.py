@@ -9,22 +9,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from vllm_specplugins.draft import Offer
 from vllm_specplugins.engine.frontend.spec_config import for_built_in
-from vllm_specplugins.engine.hooks import both
+from vllm_specplugins.engine.hooks import both, replaced
+from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
 
 
-class DeviceOffer:
-    """What vLLM's own speculator drafts in a step, and how likely it thinks each token is, still on the device."""
+class HostOffer:
+    """What vLLM's own speculator drafts in a step, and how likely it thinks each token is, on its way to the host."""
 
     def __init__(self, device: torch.device):
         self._is_cuda = device.type == "cuda"
         self._start = self._mark()
 
-    def take(self, drafts: torch.Tensor, accept_probs: torch.Tensor) -> "DeviceOffer":
+    def take(self, drafts: torch.Tensor, accept_probs: torch.Tensor) -> "HostOffer":
         """Its drafts; the time since then is theirs."""
         self._drafts, self._accept_probs, self._end = drafts, accept_probs, self._mark()
         return self
@@ -42,6 +46,49 @@ class DeviceOffer:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+class DeviceOffer:
+    """The same where a graph finds it: in vLLM's own buffers, of all steps.
+
+    Args:
+        max_num_draft: K of the cascade.
+    """
+
+    def __init__(self, theirs: Any, max_num_draft: int):
+        self._token_ids, self._accept_probs = theirs.draft_tokens, theirs.draft_token_confidence_probs
+        self.most, self._rest = theirs.num_speculative_steps, (0, max_num_draft - theirs.num_speculative_steps)
+        self._num, self._num_there = 0, torch.zeros((), dtype=torch.int32, device=theirs.device)
+
+    def take(self, drafts: torch.Tensor, accept_probs: torch.Tensor) -> "DeviceOffer":
+        """See HostOffer; of so many tokens."""
+        return self.begin(drafts.shape[1])
+
+    def begin(self, num_tokens: int) -> "DeviceOffer":
+        """A step for which it drafts so many."""
+        if num_tokens != self._num:
+            self._num = num_tokens
+            self._num_there.fill_(num_tokens)
+        return self
+
+    def drafts(self, stage: int, max_draft: torch.Tensor) -> DraftArrays:
+        """Its drafts for the first rows, at most so many tokens for each, [R]; the stage has this index."""
+        num_rows = len(max_draft)
+        token_ids = pad(self._token_ids[:num_rows].int().clamp_(min=0), self._rest)
+        drafts = of_stage(stage, token_ids, torch.minimum(max_draft, self._num_there), max_draft * 0.0 + 1)
+        sure = (1 - pad(self._accept_probs[:num_rows], self._rest).clamp(0, 1 - 1e-6)).rsqrt_()
+        return drafts._replace(confidence=torch.where(sure.isnan(), drafts.confidence, sure))
+
+
+class TrimmedGraphs(SpeculatorCudaGraphManager):
+    """vLLM's graphs of a drafter's first step, of any lengths up to `longest`, as the target's are where drafts are
+    trimmed on the device; None: of a batch with a prompt."""
+
+    longest: int | None = None
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's signature; it does not say the longest."""
+        return super().dispatch(*args, **{**kwargs, "max_query_len": self.longest})
 
 
 def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) -> Any:
@@ -71,18 +118,29 @@ def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
     """
     propose, own_most = theirs.propose, theirs.num_speculative_steps
 
-    def drafted(*args: Any, num_speculative_tokens: int | None = None, **kwargs: Any) -> DeviceOffer:
-        offer = DeviceOffer(ours.device)
+    def drafted(input_batch: Any, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any) -> Any:
+        offer = ours.new_offer()
         most = own_most if num_speculative_tokens is None else min(own_most, num_speculative_tokens)
-        drafts = propose(*args, num_speculative_tokens=most, **kwargs)
+        if ours.spares(input_batch):  # it takes in what was verified, which brings a token
+            most = min(most, 1)
+        # What a draft model is told of K it does not look at.
+        own = {"num_speculative_steps": max(1, most)} if isinstance(theirs, StandaloneARSpeculator) else {}
+        if isinstance(graphs := getattr(theirs, "prefill_cudagraph_manager", None), TrimmedGraphs):
+            graphs.longest = None if input_batch.has_prefill else int(input_batch.num_scheduled_tokens.max())
+        with replaced(theirs, own):
+            drafts = propose(input_batch, *args, num_speculative_tokens=most, **kwargs)
         accept_probs = theirs.draft_token_confidence_probs[: len(drafts)]
         return offer.take(drafts[:, :most], accept_probs[:, :most])  # after so many it leaves no tokens
 
     def init_cudagraph_manager(cudagraph_mode: Any) -> None:
         """Its first step takes in what was verified, and its graphs of that are as wide."""
-        theirs.num_speculative_steps = max_num_draft
-        original_init(cudagraph_mode)
-        theirs.num_speculative_steps = own_most
+        with replaced(theirs, {"num_speculative_steps": max_num_draft}):
+            original_init(cudagraph_mode)
+        # The target's metadata is that of its layers: its graphs are of any lengths where all attend alike.
+        backends = {group.backend for groups in theirs.target_attn_groups for group in groups}
+        if ours.enable_adaptive_verification and len(backends) == 1:
+            own = theirs.vllm_config, theirs.device, cudagraph_mode, max_num_draft + 1
+            theirs.prefill_cudagraph_manager = TrimmedGraphs(*own, varlen_decode=True)
 
     if isinstance(theirs, TargetDependentARSpeculator):
         original_init = theirs.init_cudagraph_manager
@@ -99,8 +157,7 @@ def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
         return result
 
     theirs.propose = propose_both
-    for name in ("load_model", "set_attn"):  # ours has them if it runs the target
-        if hasattr(ours, name):
-            setattr(theirs, name, both(getattr(ours, name), getattr(theirs, name)))
+    for name in ("load_model", "set_attn", "init_cudagraph_manager", "capture"):
+        setattr(theirs, name, both(getattr(ours, name), getattr(theirs, name)))
     theirs.specplugins = ours
     return theirs

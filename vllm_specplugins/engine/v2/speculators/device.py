@@ -1,4 +1,4 @@
-"""Model Runner V2: a lookup, a model proposer, or a lookup followed by an exit, that draft on the device.
+"""Model Runner V2: a lookup, a model proposer, or a lookup beside an exit or a drafter of vLLM's, on the device.
 
 Nothing here waits. The match, the steps of what runs the target, who is followed, how likely each token is to be
 accepted, and what is counted are one CUDA graph for each batch size and depth; every rank of a tensor-parallel group
@@ -18,12 +18,14 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
+from vllm_specplugins.cascade.built_in import better
 from vllm_specplugins.cascade.on_device import EXIT, LOOKUP, OnDevice, Parts, Stages, keep_logits
 from vllm_specplugins.config import EarlyExitConfig, PromptLookupConfig, SpecConfig, rule, stage_configs
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.engine.v2.feedback.draft_tracker import DraftTracker
 from vllm_specplugins.engine.v2.feedback.report import LateReport
 from vllm_specplugins.engine.v2.speculators.base import Speculator
+from vllm_specplugins.engine.v2.speculators.built_in import DeviceOffer
 from vllm_specplugins.engine.v2.speculators.draft_limits import DraftLimits
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
@@ -36,6 +38,7 @@ class DeviceSpeculator(Speculator):
     """See the module. Drafting by another way than a graph is guarded like any proposer."""
 
     texts: TokenHistories | None = None
+    offers: DeviceOffer | None = None  # of a stage that is built into vLLM
     budget_implementation: str | None = None  # of kernels/budget; the reference where the kernel failed its check
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
@@ -65,8 +68,8 @@ class DeviceSpeculator(Speculator):
         """What the barrier shall hold."""
         if self._policy is not None:
             stages = config.own.stages
-            exits: Any = build_proposer(stages[EXIT], context)
-            return Stages([stage.method for stage in stages], self.texts, exits)
+            second: Any = build_proposer(stages[EXIT], context)
+            return Stages([stage.method for stage in stages], self.texts, second, context)
         return self.texts or build_proposer(config, context)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
@@ -119,8 +122,17 @@ class DeviceSpeculator(Speculator):
         if request_ids and self.runs_target:
             self.barrier.forget(sorted(request_ids))
 
+    def new_offer(self) -> Any:
+        return self.offers
+
+    def spares(self, input_batch: Any) -> bool:
+        return self.outcomes.copies(input_batch.idx_mapping_np)
+
     def rests(self, input_batch: Any, most: int) -> bool:
-        """Whether nothing is drafted, as in the step before; no other step asks."""
+        """Whether nothing is drafted, as in the step before; no other step asks. What is built into vLLM has to see all
+        tokens."""
+        if self.offers is not None:
+            return False
         if rests := self.tally.rests(input_batch, most):
             self.outcomes.rest()
         return rests
@@ -162,6 +174,8 @@ class DeviceSpeculator(Speculator):
 
     def _begin(self, num_reqs: int, most: int, *sampled: torch.Tensor) -> None:
         self._limits.begin(most)
+        if self.offers is not None and self.offer is None:
+            self.offers.begin(0)
         self.outcomes.begin(num_reqs, *(values[:num_reqs] for values in sampled))
 
     def _replays(self, num_reqs: int) -> bool:
@@ -185,7 +199,9 @@ class DeviceSpeculator(Speculator):
         slots, num_sampled = self.outcomes.rows(num_rows)
         max_draft = self._limits.max_draft(slots, num_sampled)
         told: Parts | None = None
-        if self._policy is not None:
+        if self.offers is not None:
+            (drafts, told), logits = self._beside_offer(self.offers, slots, max_draft, longest), None
+        elif self._policy is not None:
             drafts, logits, told = self._cascaded(batch, slots, max_draft, longest, num_steps)
         elif self.texts is not None:
             drafts, logits = self._found(slots, max_draft, longest), None
@@ -221,6 +237,20 @@ class DeviceSpeculator(Speculator):
             own = proposer.propose(replace(batch, max_num_draft=most))
             drafts.token_ids[:, :num_steps], logits = own.token_ids, own.logits
         return drafts, logits
+
+    def _beside_offer(
+        self, offers: DeviceOffer, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None
+    ) -> tuple[DraftArrays, Parts]:
+        """By a lookup and a drafter built into vLLM, which has drafted; what each did."""
+        own, room = (self._limits.of_stage(max_draft, slots, stage) for stage in (EXIT, LOOKUP))
+        found = self._found(slots, room.clamp_(max=self._limits.of_stages[LOOKUP]), longest)
+        offered = offers.drafts(EXIT, own)
+        gains = None
+        if self._rates:
+            gains = self.outcomes.gain(found), self.outcomes.gain(offered)
+            self.outcomes.keep_copies(gains[0] >= offers.most)
+        told = Parts(found.num_draft, torch.where(own > 0, offered.num_draft, -1), own * 0)
+        return better(found, offered, gains), told
 
     def _cascaded(
         self, batch: DraftBatch, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None, num_steps: int
@@ -262,7 +292,8 @@ class DeviceSpeculator(Speculator):
     @property
     def _rates(self) -> bool:
         """Whether chances are ours to say, from the stages' records."""
-        return self.enable_adaptive_verification and self.texts is not None
+        chooses = self.offers is not None and self._policy == "auto"
+        return self.texts is not None and (self.enable_adaptive_verification or chooses)
 
     @property
     def _sees(self) -> Any:
