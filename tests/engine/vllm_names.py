@@ -87,7 +87,8 @@ OBJECTS: dict[str, str] = {
     "SchedulerConfig": "scheduler",
     "SchedulerOutput": "scheduled",
     "SpeculativeConfig": "_config",
-    "SpeculativeConfig DraftModelSpeculator TargetDependentARSpeculator PrometheusStatLogger SpecDecodingProm": "theirs",
+    "DraftModelSpeculator TargetDependentARSpeculator SpeculativeConfig PrometheusStatLogger "
+    "SpecDecodingProm": "theirs",
     "SpeculatorCudaGraphManager CudaGraphManager": "_graphs",
     "StructuredOutputManager": "structured_outputs",
     "ThinkingBudgetStateHolder": "holder",
