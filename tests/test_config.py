@@ -59,10 +59,7 @@ def malformed() -> list[dict[str, Any]]:
     wrong += [{"method": "prompt_lookup", "min_ngram": low, "max_ngram": low - 1} for low in range(2, 17)]
     wrong += [{"method": "custom", "proposer": value} for value in RUBBISH]
     wrong += [{"method": "custom", "proposer": path} for path in ("a", "a:", ":b", "a.b", "a:b:c", "a b:c", "1:2")]
-    wrong += [
-        {"method": "custom", "proposer": "json:nothing_there"},
-        {"method": "custom", "proposer": "nope.x:Y"},
-    ]
+    wrong += [{"method": "custom", "proposer": "json:nothing_there"}, {"method": "custom", "proposer": "nope.x:Y"}]
     wrong += [{"method": "custom", "options": {}}]
     wrong += [
         {"method": "early_exit", field: value}

@@ -43,9 +43,8 @@ def settings(stage: str, width: int, most: int, policies: Sequence[str]) -> dict
 
 
 class Oracle:
-    """Drafts what will be accepted of what lookup and exit say, if that gains more than it costs at `rate`.
-
-    The exit checks what was looked up in its first pass; behind that, it goes token by token.
+    """Drafts what will be accepted of what lookup and exit say, if that gains more than it costs at `rate`. The exit
+    checks what was looked up in its first pass; behind that, it goes token by token.
     """
 
     def __init__(

@@ -162,10 +162,7 @@ def compare(kind: str, args: argparse.Namespace) -> list[dict]:
                 "K": num_draft,
                 "accepted": {name: rounds[0][0] for name, rounds in found.items()},
                 "step_us": {name: statistics.median(us for _, us, _ in rounds) for name, rounds in found.items()},
-                "store_bytes": {
-                    "theirs": store_bytes / max(1, traffic.num_output_tokens),
-                    "ours": BYTES_PER_TOKEN,
-                },
+                "store_bytes": {"theirs": store_bytes / max(1, traffic.num_output_tokens), "ours": BYTES_PER_TOKEN},
                 "store": {"theirs": store_bytes, "ours": own.proposer.store.num_bytes},
                 "right": {name: totals.accepted / max(1, totals.drafted) for name, totals in last.items()},
             }

@@ -1,14 +1,10 @@
 """The policy `auto` on recorded texts, and what it drafts."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "traces"))
 from played import MACHINES, Engine, cells, speed_of
 from stages import LAYERS, Played, Request, load
 

@@ -139,10 +139,9 @@ def alone(batch: DraftBatch, stage: EarlyExit) -> tuple[list[list[int]], Any]:
 @pytest.mark.parametrize("edits", [False, True])
 @pytest.mark.parametrize("seed", range(30))
 def test_verified_tokens_are_the_stages_own(method: str, edits: bool, seed: int) -> None:
-    """Draft by draft, for ragged batches, and with q.
-
-    Kills: an off-by-one in columns or positions, a token kept unseen, noise of another position, a slot that is not
-    reserved, a pass that spoils the KV of a row that is done, a penalty that does not know the drafts before.
+    """Draft by draft, for ragged batches, and with q. Kills: an off-by-one in columns or positions, a token kept
+    unseen, noise of another position, a slot that is not reserved, a pass that spoils the KV of a row that is done, a
+    penalty that does not know the drafts before.
     """
     rng = np.random.default_rng(seed)
     batch = make_batch(rng, int(rng.integers(1, 6)), edits)
@@ -204,7 +203,6 @@ class TableForward:
 
 def test_verified_tokens_are_distributed_as_q() -> None:
     """Chi-squared of pairs of tokens over 200 k drafts, against the last stage's q; the offers are chosen to mislead.
-
     In turn they come from another q by the same noise, or are the stage's own likeliest or unlikeliest token. Kills: an
     offer that is kept because it is likely; noise that says more about a token that was offered.
     """

@@ -5,11 +5,11 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hostile import HOSTILE, VOCAB_SIZE, HostileProposer, K
 
 from vllm_specplugins.cascade.cascade import Cascade
 from vllm_specplugins.config import CascadeConfig, ConfigError, CustomConfig
@@ -18,9 +18,6 @@ from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.circuit_breaker import FIRST_PAUSE_S, MAX_FAULTS
 from vllm_specplugins.isolation.guard import HANGS, RAISED, SLOW
 from vllm_specplugins.methods import build_proposer, parse_config
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "isolation"))
-from hostile import HOSTILE, VOCAB_SIZE, HostileProposer, K
 
 BUDGET_MS = 400.0
 CONTEXT = ProposerContext(VOCAB_SIZE, 64, 8, K, lambda text: [], time_budget_ms=BUDGET_MS)

@@ -1,7 +1,6 @@
 """Drafts of a lookup and an exit made on tensors against those of the cascade on the host, over recorded texts."""
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 from prompts import edit_answer, load_prompts
 from transformers import AutoTokenizer
 from vllm_specplugins.kernels.acceptance.worth import num_kept
@@ -126,8 +123,7 @@ class Behind:
 
 
 @pytest.mark.parametrize(
-    ("policy", "rates", "most"),
-    [("first", False, (4, 2)), ("verify", True, (K, K)), ("auto", True, (2, 3))],
+    ("policy", "rates", "most"), [("first", False, (4, 2)), ("verify", True, (K, K)), ("auto", True, (2, 3))]
 )
 def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> None:
     """Token for token, and each of the same stage. Fails if a request's draft is that of a stage that it does not

@@ -1,15 +1,13 @@
 """LoRA adapters with random weights for families.py's Llama, in PEFT's format, large enough to change what it says."""
 
-import atexit
 import functools
 import json
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from families import NUM_LAYERS, SHAPE
 from safetensors.torch import save_file
+from shortened import new_folder
 
 RANK = 8
 # Arguments of an engine. On a CPU vLLM 0.32 has a request without adapter run the one in the last slot, if another in
@@ -20,8 +18,7 @@ WITH_ADAPTERS = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
 @functools.cache
 def adapter(seed: int) -> Path:
     """A folder with an adapter of every projection of every layer; it is removed when the process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="specplugins-adapter-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = new_folder("adapter")
     hidden, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
     queries, keys = (SHAPE[name] * SHAPE["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     shapes = {

@@ -1,20 +1,17 @@
 """Every kind of drafter that vLLM builds in, as small as it gets: a target and what drafts for it, by configuration
 alone. Weights are random and go by a parameter's name, so that a target is the same beside any drafter."""
 
-import atexit
 import json
 import math
-import shutil
-import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from families import FAMILIES, SHAPE, VOCAB_SIZE
+from shortened import new_folder
 
 V1, V2 = ("v1",), ("v2",)
 BOTH = (*V1, *V2)
@@ -90,8 +87,7 @@ KINDS: dict[str, Kind] = {
 
 def folder_of(config: dict[str, Any]) -> str:
     """A checkpoint of a configuration alone, with `load_format="dummy"`; it is removed when the process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="specplugins-kind-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = new_folder("kind")
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, default=str))
     return str(folder)
 

@@ -9,14 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from adapters import WITH_ADAPTERS, adapter
 from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit
 from families import EXIT_LAYER, NUM_LAYERS, SHAPE, checkpoint
-from parts import write_head
-from safetensors.torch import save_file
-
-from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
+from parts import medusa, with_embeddings, write_head
 
 HERE = Path(__file__).parent
 HIDDEN = SHAPE["hidden_size"]
@@ -37,21 +33,6 @@ def cascade(*stages: dict[str, Any]) -> dict[str, Any]:
     return {"method": "cascade", "num_speculative_tokens": K, "gate": "off", "stages": own}
 
 
-def look_ahead(folder: Path, exit_layer: int, hidden_size: int, num_draft: int = K) -> dict[str, Any]:
-    """An exit that drafts by one pass, with embeddings that say nothing."""
-    config = LookAheadConfig(exit_layer=exit_layer, hidden_size=hidden_size, num_embeddings=num_draft - 1)
-    LookAhead(config, {"embeddings.weight": torch.full((num_draft - 1, hidden_size), 0.01)}).save(folder)
-    return {**early_exit(exit_layer, num_draft), "look_ahead": str(folder)}
-
-
-def medusa(folder: Path, hidden_size: int) -> dict[str, Any]:
-    """Heads that change nothing, with the target's own: each drafts the newest token again."""
-    tensors = {f"blocks.{head}.layers.0.weight": torch.zeros(hidden_size, hidden_size) for head in range(K)}
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors")
-    return {"method": "medusa", "heads": str(folder), "num_speculative_tokens": K}
-
-
 def methods(folder: Path) -> dict[str, dict[str, Any]]:
     """By the row of the table; what they are made of is written to the folder."""
     sizes = {"num_layers": NUM_LAYERS, "hidden_size": HIDDEN}
@@ -60,7 +41,7 @@ def methods(folder: Path) -> dict[str, dict[str, Any]]:
         "suffix_lookup": SUFFIX_LOOKUP,
         "custom": CUSTOM,
         "early_exit": {**early_exit(EXIT_LAYER), "draft_sample_method": "coupled"},
-        "look_ahead": look_ahead(folder / "look_ahead", NUM_LAYERS, HIDDEN),
+        "look_ahead": with_embeddings(folder / "look_ahead", NUM_LAYERS, K, hidden_size=HIDDEN),
         "jump": write_head(folder / "jump", NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0, **sizes),
         "medusa": medusa(folder / "medusa", HIDDEN),
         "cascade": cascade(LOOKUP, early_exit(EXIT_LAYER)),

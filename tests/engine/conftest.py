@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from shortened import first_layers
 
 HERE = Path(__file__).parent
@@ -55,8 +52,6 @@ elif RUNNER == "v2":
     ENGINE_ENVIRONMENT["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ.update(ENGINE_ENVIRONMENT)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for the engines of this process alone
-sys.path.insert(0, str(EXAMPLES / "demo"))
-sys.path.insert(0, str(HERE.parent / "isolation"))
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
@@ -86,9 +81,7 @@ def whole_drafts() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=TAPES)
 def tapes(request: pytest.FixtureRequest, engine: Any) -> Iterator[None]:
     """Engines run on the simulated device and record graphs, but in files that say why not (WITHOUT_TAPES), and in the
-    device's own, which switch it on.
-
-    Verification is the reference's where a file is not about it (REAL_KERNELS).
+    device's own, which switch it on. Verification is the reference's where a file is not about it (REAL_KERNELS).
     """
     engine.stop()
     if "test_simulated" in request.module.__name__ or hasattr(request.module, "WITHOUT_TAPES"):

@@ -1,16 +1,14 @@
 """Tiny EAGLE and EAGLE-3 heads with random weights for families.py's Llama, in the format of published checkpoints,
 and families.py's Qwen 2 with a layer for multi-token prediction, in the format of MiMo's."""
 
-import atexit
 import functools
 import json
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from families import FAMILIES, checkpoint
 from safetensors.torch import load_file, save_file
+from shortened import new_folder
 
 SHARPNESS = 3.0  # of the attention: its output depends on single tokens
 
@@ -18,7 +16,7 @@ SHARPNESS = 3.0  # of the attention: its output depends on single tokens
 @functools.cache
 def eagle_head(method: str) -> Path:
     """A folder with a head for "eagle" or "eagle3"; it is removed when the process ends."""
-    folder = _folder(method)
+    folder = new_folder(method)
     target = FAMILIES["llama"]
     config = {**target.to_dict(), "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "dtype": "float32"}
     config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]  # vLLM's choice needs a target of more layers
@@ -31,7 +29,7 @@ def eagle_head(method: str) -> Path:
 def parallel_head(method: str) -> Path:
     """A folder with a layer for "dflash" or "dspark": attention over projected states of the target, and for the latter
     what one token says of the next, and how sure it is; it is removed when the process ends."""
-    folder, target = _folder(method), FAMILIES["llama"]
+    folder, target = new_folder(method), FAMILIES["llama"]
     hidden, head = target.hidden_size, target.head_dim
     kind = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}[method]
     config = {**target.to_dict(), "architectures": [kind], "model_type": "qwen3", "dtype": "float32"}
@@ -51,7 +49,7 @@ def parallel_head(method: str) -> Path:
 @functools.cache
 def mtp_model() -> Path:
     """A folder with a target whose checkpoint holds a layer for `mtp`; it is removed when the process ends."""
-    folder, plain = _folder("mimo"), checkpoint("qwen2")
+    folder, plain = new_folder("mimo"), checkpoint("qwen2")
     config = json.loads((plain / "config.json").read_text())
     config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
@@ -66,12 +64,6 @@ def mtp_model() -> Path:
     added |= {f"{layer}{name}_layernorm.weight": (hidden,) for name in ("token", "hidden", "final")}
     added[f"{layer}input_proj.weight"] = (hidden, 2 * hidden)
     _save({**weights, **_random(added)}, folder)
-    return folder
-
-
-def _folder(name: str) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix=f"specplugins-{name}-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 

@@ -1,17 +1,15 @@
 """Tiny checkpoints of several model families with random weights, made when a test first asks for one.
 
 The first half of the layers decides most of what such a model says and the second half amends it, so that early exit
-drafts something that is sometimes accepted and sometimes not. `python tests/engine/families.py` prints how often.
+drafts something that is sometimes accepted and sometimes not.
 """
 
-import atexit
 import functools
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from shortened import new_folder
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -58,8 +56,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 @functools.cache
 def checkpoint(family: str) -> Path:
     """A folder with a model of this family; it is removed when the process ends."""
-    folder = Path(tempfile.mkdtemp(prefix=f"specplugins-{family}-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = new_folder(family)
     make_model(family).save_pretrained(folder)
     return folder
 
@@ -94,34 +91,3 @@ def distribution(name: str, weight: torch.Tensor, gemma: bool) -> tuple[float, f
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return 0.0, 3.0 * share * std
     return 0.0, std
-
-
-@torch.no_grad()
-def _report(family: str, generator: torch.Generator) -> None:
-    """Prints how often the exit agrees with all layers, and how much of the context the output depends on."""
-    model, num_tokens = make_model(family), 24
-    prompts = torch.randint(VOCAB_SIZE, (20, 150), generator=generator)
-    outputs = model.generate(prompts, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False)
-    whole = model(outputs).logits.argmax(-1)[:, -num_tokens:]
-    layers, model.model.layers = model.model.layers, model.model.layers[:EXIT_LAYER]
-    model.config.num_hidden_layers = EXIT_LAYER
-    agree = (model(outputs).logits.argmax(-1)[:, -num_tokens:] == whole).float().mean()
-    model.model.layers = layers
-    model.config.num_hidden_layers = NUM_LAYERS
-    print(f"{family:8s} exit agrees {agree:.0%}", end="")
-    for distance in (2, 30, 100):  # another token there: how many of the next tokens change?
-        changed = outputs.clone()
-        changed[:, -num_tokens - distance] += 1
-        changed %= VOCAB_SIZE
-        differs = (model(changed).logits.argmax(-1)[:, -num_tokens:] != whole).float().mean()
-        print(f", {distance} back matters {differs:.0%}", end="")
-    distinct = sum(len(set(row[-num_tokens:].tolist())) for row in outputs) / len(outputs)
-    top = model(outputs).logits[:, -num_tokens:].topk(2).values
-    print(
-        f", distinct tokens {distinct:.1f} of {num_tokens}, smallest gap {float((top[..., 0] - top[..., 1]).min()):.1e}"
-    )
-
-
-if __name__ == "__main__":
-    for family in FAMILIES:
-        _report(family, torch.Generator().manual_seed(2))

@@ -1,15 +1,13 @@
 """A tiny Qwen 2 VL with random weights, text and images, positions of three parts (M-RoPE), and what its processor
 needs."""
 
-import atexit
 import functools
 import json
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from families import UNTIED, VOCAB_SIZE, distribution
+from shortened import new_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen2VLConfig
 
@@ -25,8 +23,7 @@ SPECIAL = {
 @functools.cache
 def vision_checkpoint() -> Path:
     """A folder with the model; it is removed when the process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="specplugins-qwen2_vl-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = new_folder("qwen2_vl")
     _model().save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
     image = {

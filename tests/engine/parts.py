@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from cases import early_exit
 from conftest import DEMO_MODEL, NUM_LAYERS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
@@ -32,3 +32,11 @@ def with_embeddings(folder: Path, layer: int, num_draft: int, **other: int) -> d
     weights = {"embeddings.weight": torch.full((sizes["num_embeddings"], sizes["hidden_size"]), 0.01)}
     LookAhead(LookAheadConfig(**sizes), weights).save(folder)
     return {**early_exit(layer, num_draft), "look_ahead": str(folder)}
+
+
+def medusa(folder: Path, hidden_size: int = HIDDEN, num_draft: int = K, **tensors: torch.Tensor) -> dict[str, Any]:
+    """Heads that change nothing, with the target's own: each drafts the newest token again."""
+    blocks = {f"blocks.{head}.layers.0.weight": torch.zeros(hidden_size, hidden_size) for head in range(num_draft)}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(blocks | tensors, folder / "model.safetensors")
+    return {"method": "medusa", "heads": str(folder), "num_speculative_tokens": num_draft}

@@ -8,11 +8,9 @@ freeze, unfreeze = gc.freeze, gc.unfreeze
 
 
 def quick_starts() -> None:
-    """Changes vLLM in this process, for good.
-
-    It looks at classes of models in a process of its own, which imports all of vLLM: this one has done so. And it
-    collects garbage some ten times on its way, half a second each; so what there is without an engine is left out of
-    that (`leave_out`).
+    """Changes vLLM in this process, for good. It looks at classes of models in a process of its own, which imports all
+    of vLLM: this one has done so. And it collects garbage some ten times on its way, half a second each; so what there
+    is without an engine is left out of that (`leave_out`).
     """
     from vllm.model_executor.models import registry
 

@@ -13,7 +13,6 @@ CONFIG = {"method": "custom", "proposer": "scripted:Scripted", "num_speculative_
 
 class Scripted:
     """Drafts the next `depth` tokens of a request's `script`, of which every third is replaced by another token.
-
     Requests without a script get no draft.
     """
 

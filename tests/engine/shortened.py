@@ -1,4 +1,4 @@
-"""Checkpoints of a model's first layers."""
+"""Folders of checkpoints that are made for a test, and a model's first layers."""
 
 import atexit
 import json
@@ -9,10 +9,16 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 
+def new_folder(name: str) -> Path:
+    """It is removed when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix=f"specplugins-{name}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def first_layers(model: Path, num_layers: int) -> Path:
     """A checkpoint of a model's first layers, in a new folder; the demo model is trained to be usable so."""
-    out = Path(tempfile.mkdtemp(prefix="specplugins-model-"))
-    atexit.register(shutil.rmtree, out, ignore_errors=True)
+    out = new_folder("model")
     shutil.copytree(model, out, dirs_exist_ok=True)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))

@@ -65,6 +65,23 @@ def sampled(
     return np.bincount(np.array(outputs) @ [VOCAB_SIZE**2, VOCAB_SIZE, 1], minlength=VOCAB_SIZE**3)
 
 
+def answered(
+    llm: Any, asked: list[dict[str, Any]], prompts: list[list[int]] | None = None, **common: Any
+) -> list[list[int]]:
+    """What requests with these parameters say, seeded by their place but for what they say; "words" are bad ones."""
+    from vllm import SamplingParams
+
+    common = {"max_tokens": 13, "ignore_eos": True, "detokenize": False, **common}
+    params = []
+    for seed, own in enumerate(asked):
+        own = {"seed": seed, **common, **own}
+        words = own.pop("words", None)
+        params.append(SamplingParams(**own))
+        params[-1]._bad_words_token_ids = words
+    tokens = [{"prompt_token_ids": prompt} for prompt in prompts or [PROMPT] * len(params)]
+    return [list(result.outputs[0].token_ids) for result in llm.generate(tokens, params, use_tqdm=False)]
+
+
 def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
     """Chi-squared; outcomes that are expected fewer than ten times are one cell. Impossible ones must not occur."""
     assert not counts[probs == 0].any()

@@ -63,9 +63,8 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_a_round_is_a_first_reading(method: str, tmp_path: Path) -> None:
     """Tokens a step of the last round are those of a fresh engine on the same prompts, within 5 %, although other
-    rounds, and the same prompts in another cell, were served before.
-
-    Kills: prompts asked in two rounds of which the second replays the first's outputs; a tenant that cells share.
+    rounds, and the same prompts in another cell, were served before. Kills: prompts asked in two rounds of which the
+    second replays the first's outputs; a tenant that cells share.
     """
     workload = make_workload("copy", load_tokenizer(str(DEMO_MODEL)), 48, 128)
     args = argparse.Namespace(prompts=12, rounds=3, tokens=48, ignore_eos=False)

@@ -45,12 +45,7 @@ def test_a_kind(engine: Any, name: str) -> None:
         "model": folder_of(kind.target), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256,
     }  # fmt: skip
     expected = generate(engine(**settings), prompts, [3], max_tokens=NUM_TOKENS)
-    config = {
-        "method": "cascade",
-        "num_speculative_tokens": WIDTH,
-        "gate": "off",
-        "time_budget_ms": 60_000,
-    }
+    config = {"method": "cascade", "num_speculative_tokens": WIDTH, "gate": "off", "time_budget_ms": 60_000}
     llm = engine({**config, "stages": [LOOKUP, stage_of(kind)]}, **settings)
     assert generate(llm, prompts, [3], max_tokens=NUM_TOKENS) == expected
     [stats] = llm.collective_rpc("specplugins_stats")

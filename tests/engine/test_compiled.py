@@ -81,7 +81,6 @@ NUM_TOKENS = 21  # one from the prompt and four whole steps of K + 1, so that no
 @pytest.mark.slow
 def test_compiled(tmp_path: Path) -> None:
     """An exit with a head of its own, checked by all layers, in two engines of which the second finds all code on disk.
-
     Kills: the body's code for a cut, one cut's for another, or a cut's for the body, in memory or from the cache; a
     norm that is compiled in; a draft token of a type that was not compiled for.
     """

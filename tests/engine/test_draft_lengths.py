@@ -1,6 +1,5 @@
 """True draft lengths are honoured: what was not found is not verified; and references are looked up."""
 
-import json
 from typing import Any
 
 import pytest
@@ -86,34 +85,6 @@ def test_reference(engine: Any) -> None:
     accepted = spec_metrics(llm)["accepted_tokens"] - before["accepted_tokens"]
     assert predicted == plain
     assert accepted >= 0.75 * len(plain) - 4, "nearly all tokens are accepted drafts"
-
-
-def test_options_as_text(engine: Any) -> None:
-    """As `vllm_xargs` of the HTTP API has to give them."""
-    llm = engine(PROMPT_LOOKUP)
-    prompt = list(range(10, 60))
-    [plain] = generate(llm, [prompt], [1])
-    text = json.dumps({"reference": [*prompt[-3:], *plain]})
-    before = spec_metrics(llm)
-    assert generate(llm, [prompt], [1], extra_args={"specplugins": text}) == [plain]
-    assert spec_metrics(llm)["accepted_tokens"] - before["accepted_tokens"] >= 0.75 * len(plain) - 4
-    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
-
-
-@pytest.mark.parametrize(
-    "options", [{"reference": [-1]}, {"max_draft": -1}, {"enabled": "no"}, {"stages": ["early_exit"]}, {"k": 1}, "{"]
-)
-def test_bad_options_are_refused(engine: Any, options: Any) -> None:
-    """One sentence for the caller; the engine and the other requests go on."""
-    from vllm.exceptions import VLLMValidationError
-
-    llm = engine(PROMPT_LOOKUP)
-    prompt = list(range(10, 60))
-    plain = generate(llm, [prompt, prompt], [2])
-    with pytest.raises(VLLMValidationError, match=r"^specplugins.* (must be|is not an option)"):
-        generate(llm, [prompt], [1], extra_args={"specplugins": options})
-    assert generate(llm, [prompt, prompt], [2]) == plain
-    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
 
 
 @pytest.mark.parametrize(

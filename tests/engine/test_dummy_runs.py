@@ -50,10 +50,9 @@ def worker_of(llm: Any) -> Any:
 
 
 def test_dummy_runs_draft(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All K steps for as many requests as can be, with attention and without; requests see nothing of it.
-
-    Kills: a check of more tokens than there is room for; a dummy run without drafts (memory that nobody has counted);
-    one that is counted, or that writes to the KV cache, or that asks for one that is not there yet.
+    """All K steps for as many requests as can be, with attention and without; requests see nothing of it. Kills: a
+    check of more tokens than there is room for; a dummy run without drafts (memory that nobody has counted); one that
+    is counted, or that writes to the KV cache, or that asks for one that is not there yet.
     """
     runner = worker_of(llm).model_runner
     expected = generate(llm, PROMPTS, [2], max_tokens=6)
@@ -93,9 +92,8 @@ def test_warm_up_teaches_nothing(llm: Any, monkeypatch: pytest.MonkeyPatch, name
 
 
 def test_waits_are_meant(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM_GPU_SYNC_CHECK=error would let pass what of ours reads a tensor of the device.
-
-    Kills: a read outside of gpu_sync_allowed().
+    """VLLM_GPU_SYNC_CHECK=error would let pass what of ours reads a tensor of the device. Kills: a read outside of
+    gpu_sync_allowed().
     """
     from vllm.utils import gpu_sync_debug
 
@@ -126,10 +124,7 @@ def test_waits_are_meant(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_fewer_than_k(llm: Any, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """vLLM asks for no drafts where no request of a step can use them.
-
-    Kills: drafts for nobody, or a report of some.
-    """
+    """vLLM asks for none where no request of a step can use them. Kills: drafts for nobody, or a report of some."""
     speculator = worker_of(llm).model_runner.speculator
     expected = generate(llm, PROMPTS, [2], max_tokens=6)
     layers = Layers(speculator, monkeypatch)

@@ -14,6 +14,7 @@ from small_vocabulary import (
     TEMPERATURE,
     TOP_P,
     VOCAB_SIZE,
+    answered,
     exact_probs,
     kept_probs,
     p_value,
@@ -71,19 +72,10 @@ def test_distribution(drafting: Any, expected: np.ndarray) -> None:
 def test_kernels(drafting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels in the engine, as on a GPU, say what the reference says. Kills: an argument of theirs that
     the engine lays out otherwise."""
-    from vllm import SamplingParams
     from vllm_specplugins.kernels import implementations
 
-    params = [
-        SamplingParams(temperature=heat, top_p=top_p, seed=seed, max_tokens=8, ignore_eos=True, detokenize=False)
-        for seed, (heat, top_p) in enumerate([(0.0, 1.0), (0.8, 1.0), (1.2, 0.8)])
-    ]
-
-    def run() -> list[list[int]]:
-        results = drafting.generate([{"prompt_token_ids": PROMPT}] * len(params), params, use_tqdm=False)
-        return [list(result.outputs[0].token_ids) for result in results]
-
-    expected, replaced = run(), []
+    asked = [{"temperature": heat, "top_p": top_p} for heat, top_p in ((0.0, 1.0), (0.8, 1.0), (1.2, 0.8))]
+    expected, replaced = answered(drafting, asked, max_tokens=8), []
     choose = implementations.implementation_of
 
     def fused(*arguments: Any) -> str:
@@ -91,7 +83,7 @@ def test_kernels(drafting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return "fused"
 
     monkeypatch.setattr(implementations, "implementation_of", fused)
-    assert run() == expected
+    assert answered(drafting, asked, max_tokens=8) == expected
     assert set(replaced) == {"host", "reference"}
 
 
@@ -182,31 +174,20 @@ def test_drafts_of_no_distribution(engine: Any, checkpoint: Path, monkeypatch: p
 @pytest.mark.skipif(INTERPRETED, reason="half a minute, for noise that is the same on both runners")
 def test_seeds(engine: Any, checkpoint: Path) -> None:
     """The same seed gives the same tokens, whatever else runs. Kills: draft noise by row or by step."""
-    from vllm import SamplingParams
-
     llm = engine(early_exit("probabilistic"), model=str(checkpoint), **ARGUMENTS)
-    params = SamplingParams(temperature=1.5, max_tokens=12, seed=11, ignore_eos=True, detokenize=False)
-    others = [
-        SamplingParams(temperature=1.0, max_tokens=20, seed=i, ignore_eos=True, detokenize=False) for i in range(5)
-    ]
-
-    def run(neighbours: list[Any]) -> list[int]:
-        results = llm.generate(
-            [{"prompt_token_ids": PROMPT}] * (len(neighbours) + 1), [*neighbours, params], use_tqdm=False
-        )
-        return list(results[-1].outputs[0].token_ids)
-
-    alone = run([])
-    assert run([]) == alone
-    assert run(others) == alone
+    own, others = {"temperature": 1.5, "max_tokens": 12, "seed": 11}, [{"temperature": 1.0, "max_tokens": 20}] * 5
+    [alone] = answered(llm, [own])
+    assert answered(llm, [own]) == [alone]
+    assert answered(llm, [*others, own])[-1] == alone
 
 
+WORDS = {"words": [[5], [3, 7], [7, 3], [1, 1], [2, 2], [2, 9, 2]]}
 EDITS: list[dict[str, Any]] = [
     {"logit_bias": {2: 4.0, 7: -3.0, 9: 2.5}},
     {"allowed_token_ids": [0, 2, 3, 5, 6, 8]},
     {"min_tokens": 9, "stop_token_ids": [0, 6, 7], "temperature": 1.9},
-    {"repetition_penalty": 1.9, "presence_penalty": 1.8, "frequency_penalty": 1.6},
-    {"repetition_penalty": 1.9, "logit_bias": {2: 4.0, 7: -3.0}, "min_p": 0.1, "temperature": 0.8},
+    {"repetition_penalty": 1.9, "presence_penalty": 1.8, "frequency_penalty": 1.6, **WORDS},
+    {"repetition_penalty": 1.9, "logit_bias": {2: 4.0, 7: -3.0}, "min_p": 0.1, "temperature": 0.8, **WORDS},
 ]
 
 
@@ -215,12 +196,10 @@ def test_all_layers_are_always_right(
     method: str, engine: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exit of all layers drafts what verification says, or has its law, under every parameter: at any temperature,
-    if it draws. And what a seeded request says does not depend on drafts that are certain.
-
-    Kills: noise of another position or seed; a limit or an edit that drafting leaves out, or takes from another row;
-    penalties that do not count the drafts before, or count what the step has said twice.
+    if it draws. And what a seeded request says does not depend on drafts that are certain. Kills: noise of another
+    position or seed; a limit or an edit that drafting leaves out, or takes from another row; penalties that do not
+    count the drafts before, or count what the step has said twice.
     """
-    from vllm import SamplingParams
     from vllm_specplugins.kernels.rejection import Sampling
 
     from vllm_specplugins.proposers import draft_sampler
@@ -239,32 +218,15 @@ def test_all_layers_are_always_right(
     if method == "greedy":
         asked = [{**own, "temperature": 0.0} for own in asked]
 
-    def run(**options: Any) -> list[list[int]]:
-        params = [
-            SamplingParams(
-                max_tokens=13,
-                seed=seed,
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={"specplugins": options},
-                **own,
-            )
-            for seed, own in enumerate(asked)
-        ]
-        for own in params[-2:]:
-            own._bad_words_token_ids = [[5], [3, 7], [7, 3], [1, 1], [2, 2], [2, 9, 2]]
-        results = llm.generate([{"prompt_token_ids": PROMPT}] * len(params), params, use_tqdm=False)
-        return [list(result.outputs[0].token_ids) for result in results]
-
     before = spec_metrics(llm)
-    drafted = run()
+    drafted = answered(llm, asked)
     after = spec_metrics(llm)
     num_drafted, num_accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
     # Each says its first token undrafted and then three a step; stop tokens end some early.
     assert num_drafted >= len(asked) * 5
     assert (num_accepted == num_drafted) == (not planted)
     if method != "probabilistic":
-        assert drafted == run(max_draft=0)
+        assert drafted == answered(llm, asked, extra_args={"specplugins": {"max_draft": 0}})
 
 
 @pytest.mark.slow
@@ -272,22 +234,15 @@ def test_all_layers_are_always_right(
 def test_edits_behind_lookups(method: str, engine: Any, checkpoint: Path) -> None:
     """All drafts of a cascade that verifies are its last stage's, also where a lookup's tokens stand before: of all
     layers, every one is accepted. Kills: a penalty that does not know those."""
-    from vllm import SamplingParams
-
     stages = [{"method": "prompt_lookup"}, {**early_exit(method), "exit_layer": 2}]
     stages[1].pop("num_speculative_tokens")
     config = {"method": "cascade", "policy": "verify", "gate": "off", "num_speculative_tokens": 4, "stages": stages}
     llm = engine(config, model=str(checkpoint), **ARGUMENTS)
-    params = [
-        SamplingParams(max_tokens=13, seed=seed, ignore_eos=True, detokenize=False, **own)
-        for seed, own in enumerate([{}, {"temperature": 0.0}, *EDITS])
-    ]
-    for own in params[-2:]:
-        own._bad_words_token_ids = [[5], [3, 7], [7, 3], [1, 1], [2, 2], [2, 9, 2]]
+    asked = [{}, {"temperature": 0.0}, *EDITS]
     before = spec_metrics(llm)
-    llm.generate([{"prompt_token_ids": PROMPT}] * len(params), params, use_tqdm=False)
+    answered(llm, asked)
     after = spec_metrics(llm)
     num_drafted, num_accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
-    assert num_drafted >= len(params) * 5 and num_accepted == num_drafted
+    assert num_drafted >= len(asked) * 5 and num_accepted == num_drafted
     [stats] = llm.collective_rpc("specplugins_stats")
     assert stats["faults"] == {}

@@ -120,9 +120,8 @@ def test_lookup(engine: Any, prompts: Outputs, plain: Any, family: str) -> None:
 
 @pytest.mark.slow
 def test_stress(engine: Any, prompts: Outputs, plain: Any, run: tuple[str, bool]) -> None:
-    """Half of the layers draft, in batches of 1 to 8, under preemption, prefix-cache hits and chunked prefill.
-
-    Kills: one group's block table for all groups, drafts that overwrite what was computed, another request's drafts.
+    """Half of the layers draft, in batches of 1 to 8, under preemption, prefix-cache hits and chunked prefill. Kills:
+    one group's block table for all groups, drafts that overwrite what was computed, another request's drafts.
     """
     family, asynchronous = run
     expected = plain(family)

@@ -86,9 +86,8 @@ def test_keys_of_a_schema(name: str) -> None:
 
 
 def test_last_token_may_join() -> None:
-    """Where white space may follow, a key's last quote may be one token with the colon: it is left out.
-
-    Kills: the last token kept always; left out always.
+    """Where white space may follow, a key's last quote may be one token with the colon: it is left out. Kills: the last
+    token kept always; left out always.
     """
     case = Case("xgrammar", any_whitespace=True)
     assert case.after(case.compile(SCHEMA, '{"')) == "customer_number"

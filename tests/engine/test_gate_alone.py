@@ -1,6 +1,5 @@
 """A gate before every method that is alone: drafts that are never right are not made for long, and change nothing."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,12 +7,11 @@ import pytest
 import torch
 from cases import generate
 from conftest import RUNNER
-from safetensors.torch import save_file
+from parts import HIDDEN, K, medusa
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 
-NUM_TOKENS, PROMPTS, K = 24, slice(0, 16), 4
-HIDDEN = 256
+NUM_TOKENS, PROMPTS = 24, slice(0, 16)
 NEVER = 2  # the demo model pads with it
 
 
@@ -34,12 +32,9 @@ class Wrong:
 @pytest.fixture(scope="module")
 def methods(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """One of the user's own, and Medusa heads that know one token."""
-    folder: Path = tmp_path_factory.mktemp("heads")
-    tensors = {f"blocks.{head}.layers.0.weight": torch.zeros(HIDDEN, HIDDEN) for head in range(K)}
-    tensors |= {"lm_head.weight": torch.zeros(1, HIDDEN), "token_map": torch.tensor([NEVER])}
-    save_file(tensors, folder / "model.safetensors")
+    known = {"lm_head.weight": torch.zeros(1, HIDDEN), "token_map": torch.tensor([NEVER])}
     custom = {"method": "custom", "proposer": "test_gate_alone:Wrong"}
-    return {"custom": custom, "medusa": {"method": "medusa", "heads": str(folder)}}
+    return {"custom": custom, "medusa": medusa(tmp_path_factory.mktemp("heads"), **known)}
 
 
 @pytest.mark.parametrize("name", ["custom"] + ["medusa"] * (RUNNER == "v1"))  # on V2 the scheduler chooses for medusa

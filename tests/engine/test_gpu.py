@@ -49,7 +49,6 @@ def test_identity(engine: Any, config: Any, asynchronous: bool, eager: bool) -> 
 @pytest.mark.parametrize("eager", [True, False])
 def test_all_layers_in_bfloat16(engine: Any, method: str, eager: bool) -> None:
     """A draft by all layers is what the target says itself, but for ties that bfloat16 decides by the batch's shape.
-
     Kills: a wrong position, slot, block table or length in the metadata of FlashAttention, updated in place or not.
     """
     config = {**EARLY_EXIT, "exit_layer": NUM_LAYERS, "draft_sample_method": method}

@@ -189,9 +189,8 @@ def test_after_a_lookup(engine: Any, expected: Any, backend: str) -> None:
 
 @ON_V1
 def test_after_drawn_drafts(engine: Any, backend: str) -> None:
-    """Drafts with a q, and forced tokens after them, which are certain: at temperature 0 as ever.
-
-    Kills: a forced token that is verified as if it had been drawn.
+    """Drafts with a q, and forced tokens after them, which are certain: at temperature 0 as ever. Kills: a forced token
+    that is verified as if it had been drawn.
     """
     exit_stage = {key: value for key, value in early_exit(4, 3).items() if key != "num_speculative_tokens"}
     exit_stage |= {"num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}

@@ -4,8 +4,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from cases import IS_SHORT, LONG, PROMPT_LOOKUP, STRESS, SUFFIX_LOOKUP, early_exit, generate
-from conftest import INTERPRETED, NUM_LAYERS, RUNNER
+from cases import IS_SHORT, LONG, PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit, generate
+from conftest import INTERPRETED, NUM_LAYERS
 
 METHODS = [PROMPT_LOOKUP, *([] if LONG == PROMPT_LOOKUP else [LONG]), SUFFIX_LOOKUP, early_exit(NUM_LAYERS // 2)]
 PROMPTS, NUM_TOKENS = slice(None), 16 if INTERPRETED else 24
@@ -20,19 +20,6 @@ def test_batches(engine: Any, prompts: Any, expected: Any) -> None:
     [stats] = llm.collective_rpc("specplugins_stats")
     assert stats["accepted_tokens"] > 100, "the drafts must matter to the outcome"
     assert stats["faults"] == {}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(RUNNER == "v2", reason="it has no generators")
-def test_seeded_in_pieces(engine: Any, prompts: Any) -> None:
-    """Seeded requests whose prompts come in pieces.
-
-    Kills: torch's generators left in the batch: vLLM rewinds them then, and on a CPU the engine dies of that.
-    """
-    llm = engine(PROMPT_LOOKUP, **STRESS)
-    seeded = [prompt for prompt in prompts if len(prompt) > 200][:4]
-    together = generate(llm, seeded, [4], temperature=1, seed=7)
-    assert together == generate(llm, seeded, [1], temperature=1, seed=7)
 
 
 END_OF_CONTEXT = {"max_model_len": 64, "max_num_batched_tokens": 64}
@@ -54,9 +41,8 @@ def plain_to_the_end(engine: Any) -> list[list[int]]:
 
 
 def test_end_of_context(engine: Any, plain_to_the_end: Any, config: dict[str, Any]) -> None:
-    """Requests that reach max_model_len in the middle of a draft, beside one that does not.
-
-    Kills: a room for drafts that is negative there, which the fault barrier would count.
+    """Requests that reach max_model_len in the middle of a draft, beside one that does not. Kills: a room for drafts
+    that is negative there, which the fault barrier would count.
     """
     llm = engine(config, **END_OF_CONTEXT)
     assert generate(llm, NEAR_THE_END, [4], max_tokens=60) == plain_to_the_end
@@ -121,9 +107,8 @@ def steps_of(llm: Any, request_id: str, prompt: list[int], num_steps: int | None
 
 
 def test_stop_inside_a_draft(engine: Any, edits: Any, config: dict[str, Any]) -> None:
-    """A stop token, and a stop string, with accepted tokens of the same draft behind them, which are not given out.
-
-    The check is vLLM's own. Kills: a method that fails (a fault is counted) over a request that ends there.
+    """A stop token, and a stop string, with accepted tokens of the same draft behind them, which are not given out. The
+    check is vLLM's own. Kills: a method that fails (a fault is counted) over a request that ends there.
     """
     llm = engine(config)
     tokens_found = strings_found = 0

@@ -50,13 +50,12 @@ ROWS = [
 def test_outputs_and_acceptance(
     engine: Any, prompts: Any, expected: Any, name: str, asynchronous: bool, tmp_path: Path
 ) -> None:
-    """Exact drafts, and others under preemption, prefix-cache hits and chunked prefill.
-
-    Kills: a wrong position, slot, block table, norm or token in a draft's forward pass; a layer that is left out or run
-    twice, early states that come normed, late layers that see another place, slot or request (jump); a newest token's
-    state that is another's, an embedding that is seen by what stands before it (look-ahead); drafts that write past
-    their own blocks, for want of lookahead slots, into another request's; a history that misses a resumed request's
-    output (lookup); a stage that runs over another request's rows or history, or drafts beyond the reserved slots.
+    """Exact drafts, and others under preemption, prefix-cache hits and chunked prefill. Kills: a wrong position, slot,
+    block table, norm or token in a draft's forward pass; a layer that is left out or run twice, early states that come
+    normed, late layers that see another place, slot or request (jump); a newest token's state that is another's, an
+    embedding that is seen by what stands before it (look-ahead); drafts that write past their own blocks, for want of
+    lookahead slots, into another request's; a history that misses a resumed request's output (lookup); a stage that
+    runs over another request's rows or history, or drafts beyond the reserved slots.
     """
     case = CASES[name]
     llm = engine(case.config(tmp_path), **(case.arguments or {}), async_scheduling=asynchronous)

@@ -17,9 +17,8 @@ from vllm_specplugins.proposers.heads.jump_head import JumpHead
 @pytest.mark.slow
 def test_stress(engine: Any, prompts: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random heads under preemption, prefix-cache hits and chunked prefill; each is fed the newest token's embedding
-    and the state from which that token was said.
-
-    Fails if a state is another request's, a rejected draft's or an older token's, or if drafts write past their slots.
+    and the state from which that token was said. Fails if a state is another request's, a rejected draft's or an older
+    token's, or if drafts write past their slots.
     """
     fed = []
     states = JumpHead.states
@@ -45,9 +44,8 @@ def test_stress(engine: Any, prompts: Any, expected: Any, tmp_path: Path, monkey
 @pytest.mark.slow
 @pytest.mark.skipif(RUNNER == "v2", reason="cascades run the same code there")
 def test_stage(engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> None:
-    """Behind a lookup, which may have begun a draft that a jump cannot go on with.
-
-    Fails if it does, from the state of the newest token.
+    """Behind a lookup, which may have begun a draft that a jump cannot go on with. Fails if it does, from the state of
+    the newest token.
     """
     jump = write_head(tmp_path, NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0)
     del jump["num_speculative_tokens"]

@@ -35,10 +35,7 @@ SMALL: dict[str, Any] = {
 # whose requests mostly take four blocks at a time.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "demo": (early_exit(NUM_LAYERS // 2, 8), {**SMALL, "num_gpu_blocks_override": 9}),
-    "gemma3": (
-        early_exit(EXIT_LAYER, 8),
-        {**SMALL, "num_gpu_blocks_override": 21, "skip_tokenizer_init": True},
-    ),
+    "gemma3": (early_exit(EXIT_LAYER, 8), {**SMALL, "num_gpu_blocks_override": 21, "skip_tokenizer_init": True}),
 }
 
 

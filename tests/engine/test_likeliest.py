@@ -47,10 +47,9 @@ def told(llm: Any) -> Iterator[Pairs]:
 
 
 def test_greedy(llm: Any, told: Pairs, prompts: Any, expected: Any) -> None:
-    """Outputs are those without speculation, and each token that was said was told after the one before it.
-
-    Kills: a row of another request or place; a request's first row, whose token is no draft, with another one; rows in
-    the middle of a prompt.
+    """Outputs are those without speculation, and each token that was said was told after the one before it. Kills: a
+    row of another request or place; a request's first row, whose token is no draft, with another one; rows in the
+    middle of a prompt.
     """
     assert generate(llm, prompts, SIZES) == expected
     texts = [[prompt[-1], *output] for prompt, output in zip(prompts, expected, strict=True)]

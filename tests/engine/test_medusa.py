@@ -4,38 +4,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import RUNNER, TAPES, spec_metrics
-from safetensors.torch import save_file
-from test_exit_sampling import ARGUMENTS, EDITS, PROMPT
+from parts import medusa
+from small_vocabulary import PROMPT, answered
+from test_exit_sampling import ARGUMENTS, EDITS
 from test_exit_sampling import checkpoint as checkpoint
 
 HIDDEN, K = 64, 3
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("heads")
-    tensors = {f"blocks.{head}.layers.0.weight": torch.zeros(HIDDEN, HIDDEN) for head in range(K)}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return medusa(tmp_path_factory.mktemp("heads"), HIDDEN, K)
 
 
-def config_of(heads: Path, method: str) -> dict[str, Any]:
-    return {"method": "medusa", "heads": str(heads), "num_speculative_tokens": K, "draft_sample_method": method}
+def config_of(heads: dict[str, Any], method: str) -> dict[str, Any]:
+    return {**heads, "draft_sample_method": method}
 
 
 @pytest.mark.parametrize("method", ["greedy", "coupled"])
 def test_heads_that_repeat(
-    method: str, engine: Any, checkpoint: Path, heads: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, engine: Any, checkpoint: Path, heads: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At temperature 0 each draft is the newest token, again and again; the output is that without drafts, seeded
-    samples, penalties and forbidden tokens included.
-
-    Kills: hidden states of another row, or of a rejected draft; a head that is not the target's.
+    samples, penalties and forbidden tokens included. Kills: hidden states of another row, or of a rejected draft; a
+    head that is not the target's.
     """
-    from vllm import SamplingParams
-
     from vllm_specplugins.proposers.medusa import Medusa
 
     drafts = []
@@ -52,15 +46,8 @@ def test_heads_that_repeat(
     asked = [{"temperature": 0.0}] * 3 + [{}, {"top_p": 0.7}, *EDITS]
 
     def run(llm: Any, **options: Any) -> list[list[int]]:
-        params = [
-            SamplingParams(
-                **{"max_tokens": 13, "ignore_eos": True, "seed": seed, "detokenize": False} | own,
-                extra_args={"specplugins": options},
-            )
-            for seed, own in enumerate(asked)
-        ]
-        prompts = [{"prompt_token_ids": PROMPT[: 3 + index % 4]} for index in range(len(params))]
-        return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params, use_tqdm=False)]
+        prompts = [PROMPT[: 3 + index % 4] for index in range(len(asked))]
+        return answered(llm, asked, prompts, extra_args={"specplugins": options})
 
     before = spec_metrics(llm)
     drafts.clear()  # of dummy runs
@@ -82,7 +69,7 @@ def test_heads_that_repeat(
 
 
 @pytest.mark.skipif(RUNNER == "v2", reason="refused in the front end, whatever runs")
-def test_refused_at_start(engine: Any, checkpoint: Path, heads: Path) -> None:
+def test_refused_at_start(engine: Any, checkpoint: Path, heads: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="a head for each of the 4 num_speculative_tokens, not one with 3"):
         engine({**config_of(heads, "greedy"), "num_speculative_tokens": 4}, model=str(checkpoint), **ARGUMENTS)
     with pytest.raises(ValueError, match="enable_lora must be false, not True: the heads know the model without"):

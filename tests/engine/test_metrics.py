@@ -40,9 +40,8 @@ def ours(llm: Any, method: str) -> dict[str, Series]:
 
 
 def check_sums(found: Mapping[str, Series], theirs: Mapping[str, float], trims: bool) -> None:
-    """Kills: a stage's tokens counted twice or not at all; positions off by one; drafts counted as verified.
-
-    vLLM counts what was planned to be verified; where that is trimmed on the device, ours is what was.
+    """Kills: a stage's tokens counted twice or not at all; positions off by one; drafts counted as verified. vLLM
+    counts what was planned to be verified; where that is trimmed on the device, ours is what was.
     """
     for stage, drafted in found["drafted_tokens"].items():
         kept, verified = found["kept_tokens"][stage], found["verified_tokens"][stage]
@@ -71,9 +70,8 @@ def another_package() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != ("early_exit" if RUNNER == "v1" else "verify")])
 def test_adds_up(engine: Any, name: str) -> None:
-    """Histograms hold what their counters say, and every name is there.
-
-    Scheduled synchronously: asynchronously a request's last step may be verified in vain, which vLLM does not count.
+    """Histograms hold what their counters say, and every name is there. Scheduled synchronously: asynchronously a
+    request's last step may be verified in vain, which vLLM does not count.
     """
     config = METHODS[name] | {"num_speculative_tokens": 4}
     llm = engine(config, async_scheduling=False)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit
-from combinations import PROMPTS, RANKS, Results, look_ahead, medusa, results_of
+from combinations import PROMPTS, RANKS, Results, results_of
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS
-from parts import HIDDEN, write_head
+from parts import medusa, with_embeddings, write_head
 from recycling import LIKELIEST
 
 pytestmark = pytest.mark.slow
@@ -50,8 +50,8 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
         made |= {
             "one rank": (PROMPT_LOOKUP, {**SAMPLES, "tensor_parallel_size": 1}),
             "gated": (GATED, {}),
-            "look_ahead": ({**look_ahead(folder / "look_ahead", NUM_LAYERS, HIDDEN), **COUPLED}, SAMPLES),
-            "medusa": ({**medusa(folder / "medusa", HIDDEN), **COUPLED}, SAMPLES),
+            "look_ahead": ({**with_embeddings(folder / "look_ahead", NUM_LAYERS, 4), **COUPLED}, SAMPLES),
+            "medusa": ({**medusa(folder / "medusa"), **COUPLED}, SAMPLES),
             "likeliest": (LIKELIEST, SAMPLES),
         }
     if LONG:
@@ -130,10 +130,9 @@ def test_two_ranks_exit_early(results: Results, name: str) -> None:
 
 
 def test_two_ranks_and_a_fault_on_one(results: Results) -> None:
-    """A custom stage that hangs: rank 0 alone asks it, and both ranks go on. An exit that fails
-    on rank 1 while rank 0 waits for it in a collective: both ranks stop, at once.
-
-    Kills: a host stage on each rank, which times out there by itself; a fault that rank 1 swallows (a hang of 300 s).
+    """A custom stage that hangs: rank 0 alone asks it, and both ranks go on. An exit that fails on rank 1 while rank 0
+    waits for it in a collective: both ranks stop, at once. Kills: a host stage on each rank, which times out there by
+    itself; a fault that rank 1 swallows (a hang of 300 s).
     """
     result = of(results, "a fault")
     custom, exit_stage = zip(*(rank["stages"].values() for rank in result["stats"]), strict=True)

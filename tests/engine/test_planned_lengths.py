@@ -38,7 +38,6 @@ def keep(draft: Draft, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("width", [0, 2, K])
 def test_behind_a_drafts_end(width: int) -> None:
     """Every row verified with K drafts, whatever its length: the first token that no draft decides is distributed as p.
-
     Kills: logits of nobody's, zeros as a cascade pads with, behind a row's end (token 0 then comes out far too often).
     """
     num_reqs, vocab_size = 30_000, 4
@@ -70,9 +69,7 @@ def test_behind_a_drafts_end(width: int) -> None:
 @pytest.mark.slow
 def test_cascade(engine: Any) -> None:
     """A cascade that samples its drafts, of two tokens for some and of one for the others: the third token of those,
-    which is planned and not drafted, is as often token 0 as with the others.
-
-    Kills: a q for what was not drafted.
+    which is planned and not drafted, is as often token 0 as with the others. Kills: a q for what was not drafted.
     """
     from vllm import SamplingParams
 

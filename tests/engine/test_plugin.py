@@ -1,6 +1,5 @@
 """The plugin in vLLM's configuration: inert until a method of ours is asked for, and clear when it refuses."""
 
-import json
 import logging
 import os
 import pickle
@@ -27,11 +26,7 @@ def engine_config(speculative_config: Any = None, **arguments: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(
-        model=str(DEMO_MODEL),
-        max_model_len=512,
-        speculative_config=speculative_config,
-        enforce_eager=True,
-        **arguments,
+        model=str(DEMO_MODEL), max_model_len=512, speculative_config=speculative_config, enforce_eager=True, **arguments
     )
     return args.create_engine_config()
 
@@ -79,11 +74,7 @@ before = snapshot()
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        timeout=300,
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=300
     )
 
 
@@ -94,7 +85,6 @@ def results(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 def test_inert_when_unused() -> None:
     """Loading the plugin changes two methods of EngineArgs and nothing else; vLLM's own methods get vLLM's own config.
-
     Kills: any patch at import or at load.
     """
     code = (
@@ -149,9 +139,8 @@ for arguments in {"speculative_config": {"method": "prompt_lookup"}}, {"spec_met
 
 
 def test_nothing_stays_swapped(engine: Any) -> None:
-    """After an engine with a method of ours was built and used, vLLM's modules are what they were.
-
-    But for the records of kind "patch", which mend vLLM where our methods run.
+    """After an engine with a method of ours was built and used, vLLM's modules are what they were. But for the records
+    of kind "patch", which mend vLLM where our methods run.
     """
     engine()
     before = snapshot()
@@ -255,7 +244,6 @@ def test_checked_again(method: str) -> None:
 
 def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asynchronous, as vLLM's default is, where nothing of the method reads tokens on the host; and a sentence says so.
-
     Kills: a default that the user did not ask for, and one that overrides him.
     """
     early_exit = {"method": "early_exit", "exit_layer": 1}
@@ -339,13 +327,6 @@ def test_server_refuses() -> None:
     assert done.returncode != 0
     assert "error: prompt_lookup: " in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_stats_over_rpc(engine: Any) -> None:
-    llm = engine(PROMPT_LOOKUP)
-    generate(llm, [[5, 6, 7, 5, 6]], [1], max_tokens=4)
-    [stats] = llm.collective_rpc("specplugins_stats")
-    assert json.loads(json.dumps(stats))["request_steps"] > 0
 
 
 def test_default_length_of_a_target_with_state() -> None:

@@ -45,9 +45,8 @@ def embedded(token_ids: list[int]) -> torch.Tensor:
 
 def test_nobody_is_shown_another_tenants_text(engine: Any) -> None:
     """A sends ids, then B, in the same row, embeddings, and last A ids again: outputs are those without drafts, and
-    nothing is drafted for B or remembered of it.
-
-    Kills: histories that are read where nothing was written; a request that is left out for good, or with others.
+    nothing is drafted for B or remembered of it. Kills: histories that are read where nothing was written; a request
+    that is left out for good, or with others.
     """
     first, second = mixed_prompts(str(DEMO_MODEL), 2)
     prompts = [

@@ -88,7 +88,6 @@ def test_what_is_in_a_report() -> None:
 
 def test_when_a_report_is_due() -> None:
     """Reports take a hundredth of the time; one that was not due loses nothing; an output that steps share is copied.
-
     Kills: a report at each step, whatever it costs; a shared output that carries one report for ever.
     """
     clock = Clock()

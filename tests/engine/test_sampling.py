@@ -52,9 +52,8 @@ def test_distribution(engine: Any) -> None:
 
 @pytest.mark.skipif(RUNNER == "v2", reason="V2 has no generators")
 def test_seeded_requests_with_chunked_prompts(engine: Any) -> None:
-    """Beside others, they say what they say when the prompt comes in one piece.
-
-    Kills: torch's generators in V1's batch, which vLLM winds back in the middle of a prompt: on a CPU it dies of that.
+    """Beside others, they say what they say when the prompt comes in one piece. Kills: torch's generators in V1's
+    batch, which vLLM winds back in the middle of a prompt: on a CPU it dies of that.
     """
     prompts = [[10 + (7 * i + row) % 90 for i in range(300)] for row in range(3)]
     outputs = []

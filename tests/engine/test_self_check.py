@@ -1,21 +1,13 @@
 """On a device our kernels are checked and warmed before they serve; here with a CPU that passes for one."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="of V2, in the interpreter")
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 WITHOUT_TAPES = "has a device of its own, that is a CPU"
-CONFIG = {
-    "method": "early_exit",
-    "exit_layer": 1,
-    "num_speculative_tokens": 2,
-    "draft_sample_method": "probabilistic",
-}
+CONFIG = {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
 PROMPTS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [9, 8]}]
 
 
@@ -79,9 +71,8 @@ def test_only(on_a_device: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_warm(engine: Any, on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What serving launches was launched before. Kills: a variant that is left out; one that a batch size adds.
-
-    In bfloat16 and with block verification, where variants are most; test_warm_up.py has the others.
+    """What serving launches was launched before. Kills: a variant that is left out; one that a batch size adds. In
+    bfloat16 and with block verification, where variants are most; test_warm_up.py has the others.
     """
     from launch_keys import recorded
 

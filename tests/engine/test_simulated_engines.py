@@ -88,9 +88,8 @@ def drafts(llm: Any, prompts: Any, batch_size: int) -> tuple[list[list[int]], in
 
 @pytest.mark.parametrize("batch_size", range(1, 9))
 def test_all_layers(device: Device, all_layers: Any, prompts: Any, expected: Any, batch_size: int) -> None:
-    """Every draft is accepted, by replays alone, without a wait; most batches have padding rows.
-
-    Kills: a buffer that a graph does not read where the step wrote it; rows of padding that write to a request's cache.
+    """Every draft is accepted, by replays alone, without a wait; most batches have padding rows. Kills: a buffer that a
+    graph does not read where the step wrote it; rows of padding that write to a request's cache.
     """
     speculator = runner(all_layers).speculator
     before, places = replays(speculator._graphs), device.ledger.places.total()

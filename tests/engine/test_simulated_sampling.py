@@ -65,10 +65,9 @@ def rate(llm: Any, batches: list[int]) -> tuple[np.ndarray, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [2, 1])
 def test_distribution(engine: Any, device: Device, checkpoint: Path, expected: np.ndarray, layer: int) -> None:
-    """Batches of 1 to 8, most with padding rows; from all layers every draft is accepted.
-
-    Fails if verification reads a q that the graph did not write, if a padding row writes into a request's q, or if a
-    graph keeps the noise that it was recorded with: then all drafts of all layers are accepted, and not by chance.
+    """Batches of 1 to 8, most with padding rows; from all layers every draft is accepted. Fails if verification reads a
+    q that the graph did not write, if a padding row writes into a request's q, or if a graph keeps the noise that it
+    was recorded with: then all drafts of all layers are accepted, and not by chance.
     """
     counts, accepted = rate(start(engine, checkpoint, layer), BATCHES)
     assert accepted == 1 if layer == 2 else 0.1 < accepted < 0.9

@@ -129,11 +129,9 @@ def serve_until(server: Server, number: int, rng: random.Random, kind: signal.Si
 
 
 def test_ends(starter: Any, tmp_path: Path) -> None:
-    """A server is ended again and again, by SIGTERM and by SIGKILL in turn, and begins with what it had.
-
-    At SIGTERM nothing that was answered is lost, at SIGKILL nothing but what came in the last second. Kills: an output
-    that waits for the next request, or for a save; an engine that is killed before it has saved; a file that a kill
-    spoils.
+    """A server is ended again and again, by SIGTERM and by SIGKILL in turn, and begins with what it had. At SIGTERM
+    nothing that was answered is lost, at SIGKILL nothing but what came in the last second. Kills: an output that waits
+    for the next request, or for a save; an engine that is killed before it has saved; a file that a kill spoils.
     """
     path, rng, expected = tmp_path / "store", random.Random(NUM_ENDS), []
     for number in range(NUM_ENDS):

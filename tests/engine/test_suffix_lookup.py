@@ -35,10 +35,9 @@ def accepted(llm: Any) -> int:
 
 @pytest.mark.slow
 def test_outputs_and_store(engine: Any, prompts: list[list[int]], tmp_path: Path) -> None:
-    """Outputs are those without speculation, in any batch, preempted or not; asked again, they are in the store.
-
-    Kills: drafts put into another request's row; outputs that do not reach the store, or only those of requests that
-    were preempted; a store that a reset leaves as it was; one that is not saved.
+    """Outputs are those without speculation, in any batch, preempted or not; asked again, they are in the store. Kills:
+    drafts put into another request's row; outputs that do not reach the store, or only those of requests that were
+    preempted; a store that a reset leaves as it was; one that is not saved.
     """
     expected = generate(engine(), prompts, SIZES)
     path = tmp_path / "store.bin"
@@ -80,9 +79,8 @@ def test_shared(engine: Any, prompts: list[list[int]]) -> None:
 
 @pytest.mark.slow
 def test_tenants(engine: Any, prompts: list[list[int]]) -> None:
-    """Who sends another `cache_salt` gets no drafts from the outputs, and says the same.
-
-    Kills: a salt that does not reach the worker; one that is not told from none.
+    """Who sends another `cache_salt` gets no drafts from the outputs, and says the same. Kills: a salt that does not
+    reach the worker; one that is not told from none.
     """
     from vllm import SamplingParams
 

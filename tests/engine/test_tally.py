@@ -34,9 +34,8 @@ def by_hand(own: StageCounters, stage: int, sent: DraftArrays, known: list[int],
 
 
 def test_counts_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps at random, rows of padding, of prompts and rehearsals among them.
-
-    Fails if a row is counted that sampled nothing, a rehearsal is, a stage's token is another's, or a total twice.
+    """Steps at random, rows of padding, of prompts and rehearsals among them. Fails if a row is counted that sampled
+    nothing, a rehearsal is, a stage's token is another's, or a total twice.
     """
     from vllm_specplugins.engine.v2.feedback import tally as module
 

@@ -26,10 +26,9 @@ def rows() -> list[list[int]]:
 
 @pytest.mark.slow
 def test_printed_is_measured(engine: Any, base: BaseModel, rows: list[list[int]]) -> None:
-    """At temperatures 0 and 1, of coupled drafts; the engine writes the same texts, to the token.
-
-    Fails if every token counts as the beginning of a step, if drafts are compared with other text than the model's, or
-    if a race runs with other noise.
+    """At temperatures 0 and 1, of coupled drafts; the engine writes the same texts, to the token. Fails if every token
+    counts as the beginning of a step, if drafts are compared with other text than the model's, or if a race runs with
+    other noise.
     """
     from vllm import SamplingParams
 

@@ -99,10 +99,9 @@ def accepted_tokens(llm: Any) -> int:
 
 
 def test_temperature_0(llm: Any, prompt: list[int], said: list[int], of_vllm: dict[str, Any]) -> None:
-    """All parameters in one batch, against vLLM without speculation, logprobs included.
-
-    Kills: penalties, bad words or min_tokens that do not count earlier drafts; a bias on a request's first row alone;
-    a parameter of another request; logprobs of another row.
+    """All parameters in one batch, against vLLM without speculation, logprobs included. Kills: penalties, bad words or
+    min_tokens that do not count earlier drafts; a bias on a request's first row alone; a parameter of another request;
+    logprobs of another row.
     """
     params = [
         with_script(sampling_params(name, 0.0, said, logprobs=3), list(of_vllm[name].token_ids), len(prompt), 5)
@@ -144,9 +143,8 @@ def undrafted(llm: Any, prompt: list[int], drawn: list[int]) -> Outputs:
 
 @pytest.mark.parametrize("depth", [1, 5])
 def test_sampled(llm: Any, prompt: list[int], drawn: list[int], undrafted: Outputs, depth: int) -> None:
-    """At temperature 0.8, with a seed: the same tokens with drafts of 1 and 5 and without.
-
-    Kills: noise by row, step or draft; a parameter that drafted positions do not have; temperature applied twice.
+    """At temperature 0.8, with a seed: the same tokens with drafts of 1 and 5 and without. Kills: noise by row, step or
+    draft; a parameter that drafted positions do not have; temperature applied twice.
     """
     params = [
         with_script(sampling_params(name, 0.8, drawn), undrafted[name], len(prompt), depth) for name in PARAMETERS
@@ -241,7 +239,6 @@ def rare_of_vllm(engine: Any, rare_prompt: list[int]) -> dict[str, Any]:
 
 def test_rare_parameters(engine: Any, rare_prompt: list[int], rare_of_vllm: dict[str, Any]) -> None:
     """Against vLLM without speculation: logprobs after all parameters, chosen logprobs, budgets, grammars, processors.
-
     Kills: a draft verified past the end of a budget; a processor of the user's own applied to another request's row;
     logprobs of the logits as the model made them.
     """

@@ -4,8 +4,6 @@ vLLM's sampler and its states are real; what the model would be is a stand-in wi
 """
 
 import itertools
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from conftest import RUNNER
 
 pytestmark = pytest.mark.skipif(RUNNER == "v1", reason="of V2")
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 WITHOUT_TAPES = "has a device of its own, that is a CPU"
 KERNELS = "vllm_specplugins.kernels"
 MAX_NUM_REQS = 17
@@ -157,9 +154,8 @@ def draft(runner: Any, requests: torch.Tensor, is_coupled: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_new(kind: str) -> None:
     """Kills: a variant left out of the warm-up; one that a batch's size adds, an array that is a slice, or one that is
-    not given; a self-check of what never serves.
-
-    Fails if the warm-up leaves out edited logits, or has requests of another type than serving.
+    not given; a self-check of what never serves. Fails if the warm-up leaves out edited logits, or has requests of
+    another type than serving.
     """
     from launch_keys import recorded
     from vllm_specplugins.kernels.self_check import Shapes, check_device

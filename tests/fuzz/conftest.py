@@ -4,12 +4,10 @@ Nothing is remembered between runs.
 """
 
 import os
-import sys
 from pathlib import Path
 
 from hypothesis import HealthCheck, configuration, settings
 
-sys.path.append(str(Path(__file__).parent))
 configuration.set_hypothesis_home_dir(Path(__file__).parents[2] / ".cache" / "hypothesis")
 settings.register_profile(
     "fuzz",

@@ -14,9 +14,7 @@ TEXTS = st.text(max_size=20) | st.sampled_from(ODD_TEXTS)
 NUMBERS = st.sampled_from(ODD_NUMBERS) | st.integers() | st.floats(allow_nan=True)
 SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS
 JSON = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
-    max_leaves=12,
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4), max_leaves=12
 )
 
 

@@ -1,14 +1,11 @@
 """Acceptance probabilities: predicted against observed, on recorded texts and made-up ones."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 from prompts import edit_answer, load_prompts
 from transformers import AutoTokenizer
 from vllm_specplugins.kernels.acceptance import Drafts, learn, predict

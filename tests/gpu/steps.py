@@ -1,9 +1,10 @@
 """Decoding steps of one engine: the time of the engine's thread (host) beside wall time, by number of requests.
 
-    python tests/gpu/steps.py CONFIG --model MODEL --requests 1 8 32 64 --workloads copy random
+    python tests/gpu/steps.py CONFIG --model MODEL --plain FILE --requests 1 8 32 64 --workloads copy random
 
-CONFIG: a --speculative-config, or `null`. The engine lives in this process and has it for itself. A step counts if all
-requests decoded in it and none began or ended. Prints a JSON line for each cell; `tests/gpu/report.py` reads them.
+CONFIG: a --speculative-config, or `null`, which is run first: FILE keeps its speed. The engine lives in this process
+and has it for itself. A step counts if all requests decoded in it and none began or ended. Prints a row of a table:
+speed-up over no speculation; tokens a step; ms a step of the engine's thread, and by the wall clock.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.tools.base_model import load_tokenizer
@@ -89,6 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=json.loads)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--plain", type=Path, required=True, help="speed of no speculation")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--workloads", nargs="+", default=["copy", "random"])
     parser.add_argument("--rounds", type=int, default=3)
@@ -102,7 +105,7 @@ def main() -> None:
     llm = LLM(args.model, speculative_config=args.config, **{**options, **args.engine_args})
     core, steps = llm.llm_engine.engine_core.engine_core, Steps()
     core.step_fn = steps.timing(core.step_fn)
-    tokenizer = load_tokenizer(args.model)
+    tokenizer, found = load_tokenizer(args.model), dict[str, dict[str, float]]()
     for workload in args.workloads:
         for num_reqs in args.requests:
             num_prompts = num_reqs * (1 + args.rounds)  # each round its own: the first one warms up
@@ -111,8 +114,22 @@ def main() -> None:
                 measured(llm, steps, prompts[begin : begin + num_reqs], args.tokens, f"{workload}-{num_reqs}-{begin}")
                 for begin in range(0, num_prompts, num_reqs)
             ]
-            cell = {"workload": workload, "requests": num_reqs, "rounds": [its for its in rounds[1:] if its]}
-            print(json.dumps(cell), flush=True)
+            if kept := [its for its in rounds[1:] if its]:
+                found[f"{workload}, {num_reqs}"] = {
+                    name: statistics.median(its[name] for its in kept) for name in kept[0]
+                }
+    if args.config is None:
+        args.plain.write_text(json.dumps(found))
+        print("| |", " | ".join(found), "|\n|---" + "|---" * len(found) + "|")
+    plain = json.loads(args.plain.read_text())
+    cells = (
+        f"{its['tokens_per_s'] / own['tokens_per_s']:.2f}x; {its['tokens_a_step']:.2f}; {its['host_ms']:.2f}, "
+        f"{its['wall_ms']:.2f}"
+        if (its := found.get(key))
+        else "-"
+        for key, own in plain.items()
+    )
+    print(f"| `{json.dumps(args.config)}` |", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hostile import HANGS, HOSTILE, RAISED, VOCAB_SIZE, HostileProposer, K
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Likeliest, RequestFault
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -27,9 +27,6 @@ from vllm_specplugins.isolation.circuit_breaker import (
 from vllm_specplugins.isolation.guard import CHARGED
 from vllm_specplugins.isolation.read_only import for_proposer, rows_of
 from vllm_specplugins.structures.views import Views, view
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hostile import HANGS, HOSTILE, RAISED, VOCAB_SIZE, HostileProposer, K
 
 GOOD = Draft(np.array([[1, 2], [3, 1 << 20]], np.int32), np.array([2, 1], np.int32))  # past num_draft anything
 
@@ -414,9 +411,8 @@ def test_a_fault_that_is_not_the_clients_counts(error: Exception, charged: int) 
 
 
 def test_histories_of_adapters() -> None:
-    """Slices of one view are handed on as they are, and neither they nor what is below can be written to.
-
-    Kills: a view of each at each step; slices of an array that can be written to; rows mixed up.
+    """Slices of one view are handed on as they are, and neither they nor what is below can be written to. Kills: a view
+    of each at each step; slices of an array that can be written to; rows mixed up.
     """
     matrix = np.arange(12, dtype=np.int32).reshape(3, 4)
     tokens = view(matrix)

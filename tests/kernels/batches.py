@@ -50,10 +50,9 @@ def make_batch(
     agreement: float = 0.7,
     **sampling: Any,
 ) -> Batch:
-    """A batch of requests with these numbers of drafts, at temperature 1 but for what `sampling` says.
-
-    Drafts are the most probable token with probability `agreement`, else any; dense ones are drawn from q, which is p
-    with some noise. The states of the requests are shuffled among twice as many.
+    """A batch of requests with these numbers of drafts, at temperature 1 but for what `sampling` says. Drafts are the
+    most probable token with probability `agreement`, else any; dense ones are drawn from q, which is p with some noise.
+    The states of the requests are shuffled among twice as many.
     """
     rng = torch.Generator().manual_seed(seed)
     num_reqs, width = len(num_draft), max(num_draft)

@@ -26,9 +26,8 @@ def _binder(kernel: Any) -> Callable[..., Any]:
 
 @contextmanager
 def recorded(of: str, runs: bool = True) -> Iterator[set[Key]]:
-    """Keys of the launches of kernels whose module's name begins so; others, and these too if wanted, run.
-
-    Nothing runs but in the interpreter.
+    """Keys of the launches of kernels whose module's name begins so; others, and these too if wanted, run. Nothing runs
+    but in the interpreter.
     """
     from triton import knobs
     from triton.runtime.interpreter import InterpretedFunction

@@ -1,27 +1,19 @@
-"""Acceptance in Triton beside its reference: the same numbers, whatever the batch; few variants; the device's check.
+"""Acceptance in Triton beside its reference: the same numbers, whatever the batch; few variants.
 
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
 The reference itself: tests/gate/test_confidence.py.
 """
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import DEVICE, needs_triton
+from launch_keys import recorded
 from vllm_specplugins.kernels.acceptance import Drafts, State, learn, predict
 from vllm_specplugins.kernels.acceptance.state import clear, new_state
 from vllm_specplugins.kernels.acceptance.testing import Step, make_steps
 from vllm_specplugins.kernels.acceptance.worth import num_worth
-from vllm_specplugins.kernels.self_check import Shapes, check_device
-
-sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import DEVICE, RUNS, needs_triton
-from launch_keys import recorded
-
-if RUNS:
-    from vllm_specplugins.kernels.acceptance import fused
 
 POISON = 77.0
 
@@ -98,14 +90,3 @@ def test_few_variants() -> None:
                     for depth in (1, 4):
                         num_worth(state, slots, drafts, depth % 2, depth, "fused")
     assert sorted(name for name, _ in keys) == ["_learn_kernel", "_predict_kernel", "_predict_kernel"]
-
-
-@needs_triton
-@pytest.mark.parametrize("planted", ["", "learn", "predict"])
-def test_self_check(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the check of a device finds fault with what is right, or misses an operation that does nothing."""
-    shapes = Shapes(100, torch.float32, max_num_draft=3, samples=False, block=False, looks_up=True)
-    if planted:
-        monkeypatch.setattr(fused, planted, lambda *arguments: torch.zeros_like(arguments[1], dtype=torch.int32))
-    findings = list(check_device(torch.device(DEVICE), shapes, "acceptance"))
-    assert [bool(finding.problem) for finding in findings] == [bool(planted)]

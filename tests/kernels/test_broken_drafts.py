@@ -1,15 +1,10 @@
 """Draft logits that are no distribution, or hardly one: what is emitted follows p, in every implementation."""
 
 import math
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from batches import make_batch
 from interpreted import DEVICE, RUNS, needs_triton
 from scipy.stats import chisquare

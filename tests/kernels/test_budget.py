@@ -3,16 +3,10 @@
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from vllm_specplugins.kernels.budget.testing import make_shares, shared
-from vllm_specplugins.kernels.self_check import Shapes, check_device
-
-sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import DEVICE, RUNS, needs_triton
+from vllm_specplugins.kernels.budget.testing import make_shares, shared
 
 HOST, GPU = torch.device("cpu"), torch.device(DEVICE)
 SIZES = [(1, 1, 1), (1, 5, 4), (12, 5, 16), (16, 16, 16), (97, 3, 100), (3, 31, 300)]
@@ -47,15 +41,3 @@ def test_as_vllm(num_rows: int, width: int, num_slots: int) -> None:
         survival = share.accept_probs[share.slots].cumprod(dim=1)
         worth = [sum(row[:count].sum() for row, count in zip(survival, own, strict=True)) for own in (ours, theirs)]
         torch.testing.assert_close(*worth)
-
-
-@needs_triton
-def test_the_check_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_specplugins.kernels.budget import fused
-
-    shapes = Shapes(2100, torch.bfloat16, max_num_draft=5, samples=False, block=False, trims=True)
-    sound = fused.share_budget
-    assert not [found.problem for found in check_device(GPU, shapes, "budget") if found.problem]
-    monkeypatch.setattr(fused, "share_budget", lambda *args: sound(*args[:4], max(0, args[4] - 1), args[5]))
-    [found] = check_device(GPU, shapes, "budget")
-    assert found.problem == "differs from its reference"

@@ -5,19 +5,15 @@ to be chosen before Triton is imported: a process of its own.
 """
 
 import doctest
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted import DEVICE, RUNS, needs_triton
 from scipy.stats import chisquare
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection import drafts as module
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, sample_with_q
 from vllm_specplugins.kernels.rejection.testing import to_device
-
-sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import DEVICE, RUNS, needs_triton
 
 NUM_REQS, VOCAB_SIZE = 400, 700
 STATES = torch.arange(NUM_REQS)

@@ -4,8 +4,6 @@ the texts.
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
 """
 
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,14 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
 from vllm_specplugins.kernels.history_match import NO_MATCH, Match, References, Texts, history_match, host
-from vllm_specplugins.kernels.self_check import Shapes, check_device
-
-sys.path.insert(0, str(Path(__file__).parent))
-from interpreted import DEVICE, INTERPRETED, RUNS, bytes_moved, needs_triton
-
-if RUNS:
-    from vllm_specplugins.kernels.history_match import fused
 
 POISON = 7_000_000  # stands wherever no token is
 
@@ -206,7 +198,6 @@ def test_blocks() -> None:
 
 def test_copying_goes_on() -> None:
     """Where two places match alike, the one is copied that goes on as far back as the last, whatever was replaced.
-
     Fails if the latest or the earliest is taken.
     """
     one, two, three = ([number, 7, 7, 8, 8] for number in (1, 2, 3))
@@ -255,22 +246,6 @@ def test_borders(end: int) -> None:
     assert matched([row], 2, 16, "fused")[0][:2] == (fill[end : end + 3], 16)
     other = Row([7, *needle], [], text[:-3], 3)
     assert matched([other], 2, 16, "fused", longest=2200)[0][:2] == (fill[end : end + 3], 16)
-
-
-@needs_triton
-def test_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if the check of a device finds fault with what is right, or misses one token of one request."""
-    shapes = Shapes(100, torch.float32, max_num_draft=3, samples=False, block=False, looks_up=True)
-    assert [finding.problem for finding in check_device(torch.device(DEVICE), shapes, "lookup")] == [""]
-    sound = fused.history_match
-
-    def planted(*arguments: object) -> Match:
-        match = sound(*arguments)
-        match.token_ids[3, 1] += 1
-        return match
-
-    monkeypatch.setattr(fused, "history_match", planted)
-    assert [finding.problem for finding in check_device(torch.device(DEVICE), shapes, "lookup")] != [""]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")

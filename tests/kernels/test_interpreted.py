@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from interpreted import RUNS
 
 FILES = [path for path in sorted(Path(__file__).parent.glob("test_*.py")) if "@needs_triton" in path.read_text()]

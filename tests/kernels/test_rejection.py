@@ -3,19 +3,15 @@
 import doctest
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from batches import conditional, make_batch, of_states
 from scipy.stats import chisquare
 from vllm_specplugins.kernels import rejection
 from vllm_specplugins.kernels.rejection import Layout, Sampling, noise, reference, rejection_sample, step, truncation
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 from vllm_specplugins.kernels.rejection.testing import Batch, as_step
-
-sys.path.insert(0, str(Path(__file__).parent))
-from batches import conditional, make_batch, of_states
 
 NUM_DRAWS = 200_000
 ONE = torch.ones((), dtype=torch.float64)

@@ -2,20 +2,16 @@
 
 import doctest
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from batches import make_batch
+from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
 from vllm_specplugins.kernels.rejection import adjust as front
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import Edits, Penalties, adjust
 from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
 from vllm_specplugins.kernels.rejection.testing import Batch, to_device
-
-sys.path.insert(0, str(Path(__file__).parent))
-from batches import make_batch
-from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
 
 
 def listed(tokens: tuple, state: int) -> list[int]:

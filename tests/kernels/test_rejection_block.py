@@ -2,17 +2,13 @@
 
 import itertools
 import math
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from batches import conditional, make_batch
 from scipy.stats import chisquare
 from vllm_specplugins.kernels.rejection import reference, rejection_sample
-
-sys.path.insert(0, str(Path(__file__).parent))
-from batches import conditional, make_batch
 
 block_rejection_sample = partial(rejection_sample, block=True)
 

@@ -4,21 +4,17 @@ On a GPU as it is, else in Triton's interpreter, which has to be chosen before T
 """
 
 import math
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from batches import TRUNCATIONS, make_batch, of_states
+from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.arguments import Drafts, layout_of, parameters_of, target_of
 from vllm_specplugins.kernels.rejection.step import sample_step
 from vllm_specplugins.kernels.rejection.testing import Batch, as_step, to_device
 from vllm_specplugins.kernels.rejection.truncation import thresholds
-
-sys.path.insert(0, str(Path(__file__).parent))
-from batches import TRUNCATIONS, make_batch, of_states
-from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
 
 # The operation, and whether q is dense.
 KINDS = {
@@ -95,9 +91,8 @@ FLAT["all"] = FLAT["top_k"] | FLAT["top_p"] | FLAT["min_p"]
 @pytest.mark.parametrize("truncation", FLAT)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_flat_rows(dtype: torch.dtype, truncation: str) -> None:
-    """Exactly what is kept, and its weight, where thousands of tokens share it: no group can be left out.
-
-    Fails if a bound is above the threshold, a read leaves out a chunk or a group, or the search ends beside it.
+    """Exactly what is kept, and its weight, where thousands of tokens share it: no group can be left out. Fails if a
+    bound is above the threshold, a read leaves out a chunk or a group, or the search ends beside it.
     """
     from vllm_specplugins.kernels.rejection.accept_fused import weigh
     from vllm_specplugins.kernels.rejection.scan_fused import LOG2_E, scan

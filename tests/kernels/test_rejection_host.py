@@ -1,18 +1,14 @@
 """Compiled verification on a CPU beside its reference: the same noise and the same tokens, to the last bit."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from batches import TRUNCATIONS, make_batch, of_states
 from vllm_specplugins.kernels.rejection import host, noise, rejection_sample
 from vllm_specplugins.kernels.rejection.testing import Batch
 from vllm_specplugins.kernels.rejection.truncation import thresholds
-
-sys.path.insert(0, str(Path(__file__).parent))
-from batches import TRUNCATIONS, make_batch, of_states
 
 LARGEST = 2**63 - 1
 EXTREMES = torch.tensor([0, 1, -1, 2**55, -(2**62), LARGEST, -LARGEST - 1])

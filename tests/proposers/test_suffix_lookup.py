@@ -22,7 +22,6 @@ from suffix_play import TEXT, K, proposer, serve, step, texts_of, wait_for
 
 def test_learns_what_was_said():
     """The second time the output is known, its first token included, for this tenant alone, unless it is kept out.
-
     Fails if outputs do not enter the store; if their beginning, or the end of the prompt, does not; if `learn` or the
     tenant is not looked at; if a prompt is taken for output.
     """
@@ -35,10 +34,9 @@ def test_learns_what_was_said():
 
 
 def test_keeps_its_store(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """A store outlives its process, without any end of that; not for another tokenizer, nor a reset.
-
-    Fails if an output waits for the next request, or for a save; if the file is not loaded, or its mark not looked at;
-    if it is not let go of; if a reset leaves what it holds.
+    """A store outlives its process, without any end of that; not for another tokenizer, nor a reset. Fails if an output
+    waits for the next request, or for a save; if the file is not loaded, or its mark not looked at; if it is not let go
+    of; if a reset leaves what it holds.
     """
     path = tmp_path / "store"
     own = proposer(store_path=str(path))
@@ -67,9 +65,8 @@ def test_keeps_its_store(tmp_path: Path, caplog: pytest.LogCaptureFixture):
 
 
 def test_the_next_server(tmp_path: Path):
-    """Started before the last one has ended, it saves once that is over, and loses nothing of the other's.
-
-    Fails if it does not try again, or writes its own store over what the other learned meanwhile.
+    """Started before the last one has ended, it saves once that is over, and loses nothing of the other's. Fails if it
+    does not try again, or writes its own store over what the other learned meanwhile.
     """
     path = tmp_path / "store"
     first = proposer(store_path=str(path))
@@ -140,9 +137,8 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
 
 
 def test_a_file_stays_in_bounds(tmp_path: Path):
-    """It is written anew when what left the store fills it, with what the store holds, also what came meanwhile.
-
-    Fails if it grows with what was ever said, or a text gets lost on the way.
+    """It is written anew when what left the store fills it, with what the store holds, also what came meanwhile. Fails
+    if it grows with what was ever said, or a text gets lost on the way.
     """
     path, rng = tmp_path / "store", np.random.default_rng(0)
     own = proposer(store_path=str(path), store_bytes=1 << 20)
@@ -203,9 +199,8 @@ def test_reference():
 
 
 def test_another_text_of_the_same_name():
-    """A request that was preempted, and whose text is now shorter, goes on; what it had emitted is in the store.
-
-    Fails if tokens of the first text are taken for the second's, or learned from, or lost.
+    """A request that was preempted, and whose text is now shorter, goes on; what it had emitted is in the store. Fails
+    if tokens of the first text are taken for the second's, or learned from, or lost.
     """
     own = proposer(min_confidence=0)
     step(own, {"a": TEXT[:50]})

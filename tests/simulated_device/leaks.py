@@ -8,9 +8,8 @@ _CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 
 
 def sizes(*roots: Any) -> dict[str, int]:
-    """Length of each dict, list, set and deque, by the path to it, with those behind all keys as one.
-
-    Objects of other packages are not entered.
+    """Length of each dict, list, set and deque, by the path to it, with those behind all keys as one. Objects of other
+    packages are not entered.
     """
     found: Counter[str] = Counter()
     seen: set[int] = set()

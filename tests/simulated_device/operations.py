@@ -28,12 +28,7 @@ _WAITS = {
     _aten.unique_consecutive.default,
     _aten.unique_dim.default,
 }
-_INDEXED = {
-    _aten.index.Tensor,
-    _aten.index_put.default,
-    _aten.index_put_.default,
-    _aten._index_put_impl_.default,
-}
+_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 HOST_READS = {
     Tensor.__array__,
     Tensor.__bool__,
@@ -80,9 +75,8 @@ class Kernels(TorchDispatchMode):
 
 @cache
 def _made_of_others(func: Any) -> Any:
-    """The key of an operation's implementation if what that calls is the device's work; None for a kernel.
-
-    vLLM's own operations are Python, and look into the forward context. Its kernels (_C) are whole.
+    """The key of an operation's implementation if what that calls is the device's work; None for a kernel. vLLM's own
+    operations are Python, and look into the forward context. Its kernels (_C) are whole.
     """
     if func.namespace == "vllm":
         return torch._C.DispatchKey.CPU

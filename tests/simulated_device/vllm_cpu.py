@@ -48,10 +48,9 @@ def patch_platform(patches: Patches) -> None:
 
 
 def patch_attention(patches: Patches, guard: Guard) -> None:
-    """The CPU's attention kernel as one that makes its own plan on the device.
-
-    vLLM plans the work of its threads on the host, for the lengths of one step. Here planning is part of the kernel,
-    which then depends on nothing but tensors: a graph of it replays for any batch that is not larger.
+    """The CPU's attention kernel as one that makes its own plan on the device. vLLM plans the work of its threads on
+    the host, for the lengths of one step. Here planning is part of the kernel, which then depends on nothing but
+    tensors: a graph of it replays for any batch that is not larger.
     """
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backend import AttentionCGSupport

@@ -31,10 +31,8 @@ MEANWHILE: dict[str, Callable[[], Any]] = {
 
 
 class Chaos:
-    """See the module.
-
-    Options: seed; rate, the share of the steps that turn out badly; folder, for journal and calm; index and count: it
-    is this one of so many, each with misdeeds of its own.
+    """See the module. Options: seed; rate, the share of the steps that turn out badly; folder, for journal and calm;
+    index and count: it is this one of so many, each with misdeeds of its own.
     """
 
     def __init__(self, options: dict[str, Any], context: ProposerContext):

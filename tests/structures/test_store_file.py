@@ -46,7 +46,6 @@ def shown(texts: list[StoredText]) -> list[tuple[bool, bytes, list[int]]]:
 
 def test_round_trip(tmp_path: Path) -> None:
     """What is read is what was written and appended, in order, for nobody else to read, whoever made the file before.
-
     Fails if order, flag or mode is another, or something is left beside it.
     """
     path = tmp_path / "store"
@@ -67,9 +66,8 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_mutations(tmp_path: Path) -> None:
-    """Of 500 damaged files the texts before the damage are read, and appended to; or one sentence says why none.
-
-    Fails if a digest is not looked at, an error passes, or what is appended stands after what cannot be read.
+    """Of 500 damaged files the texts before the damage are read, and appended to; or one sentence says why none. Fails
+    if a digest is not looked at, an error passes, or what is appended stands after what cannot be read.
     """
     path, rng = tmp_path / "store", random.Random(1)
     whole = saved(path)
@@ -131,9 +129,8 @@ def test_other_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_links(tmp_path: Path) -> None:
-    """A link is followed, and stays one; what others put where our files are begun is not touched.
-
-    Fails if the link is replaced by a file, or the victim's file is written to.
+    """A link is followed, and stays one; what others put where our files are begun is not touched. Fails if the link is
+    replaced by a file, or the victim's file is written to.
     """
     (tmp_path / "real").mkdir()
     link, real, victim = tmp_path / "store", tmp_path / "real" / "file", tmp_path / "victim"
@@ -223,7 +220,6 @@ while True:
 
 def test_killed_while_saving(tmp_path: Path) -> None:
     """A process that is killed anywhere loses nothing that it has appended, 10 times; what it began is cleared away.
-
     Fails if the file is written anew in its place, or a text is kept back.
     """
     path, rng, number = tmp_path / "store", random.Random(0), 0

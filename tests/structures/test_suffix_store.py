@@ -82,10 +82,9 @@ def best(*found):
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 40])
 def test_oracle(vocab_size, monkeypatch):
-    """Random texts of two tenants are entered by pieces, while they overwrite what is old.
-
-    Kills: an older place preferred among equals; a match that is counted though it is shorter, or goes on into another
-    text, or what was overwritten; a place that is taken though its text ends there; one that is not linked.
+    """Random texts of two tenants are entered by pieces, while they overwrite what is old. Kills: an older place
+    preferred among equals; a match that is counted though it is shorter, or goes on into another text, or what was
+    overwritten; a place that is taken though its text ends there; one that is not linked.
     """
     monkeypatch.setattr(ring, "SETS_PER_WAYS", (64, 19))  # no entry ever has to go
     rng, store, put = random.Random(vocab_size), SuffixStore(1 << 18), []
@@ -155,9 +154,8 @@ def test_tables_are_large_enough():
 
 
 def test_memory():
-    """A million tokens of random traffic stay within the bound, and what is counted is what there is.
-
-    Fails if a text is lost, or not counted.
+    """A million tokens of random traffic stay within the bound, and what is counted is what there is. Fails if a text
+    is lost, or not counted.
     """
     rng, max_bytes = np.random.default_rng(0), 1 << 22
     tracemalloc.start()
@@ -236,10 +234,9 @@ class Room:
 
 @pytest.mark.parametrize("num_tenants", [1, 5, 60])
 def test_who_makes_room(num_tenants):
-    """Random tenants enter, come back and draft, beside what should be there.
-
-    Kills: any other text removed; a flag or a number of places that outlives its tenant, or is counted for others; a
-    use that counts for nothing, or for more than one time; texts that stay without end.
+    """Random tenants enter, come back and draft, beside what should be there. Kills: any other text removed; a flag or
+    a number of places that outlives its tenant, or is counted for others; a use that counts for nothing, or for more
+    than one time; texts that stay without end.
     """
     rng, store = random.Random(num_tenants), SuffixStore(1 << 17)
     room = Room(store.max_tokens)
@@ -263,9 +260,7 @@ def test_who_makes_room(num_tenants):
 @pytest.mark.parametrize("times", [1, 2])
 def test_many_salts(times):
     """1,200 tenants of one client, each of which asks so often, do not evict one that is in use: the outputs that it is
-    drafted from now and then, nor, if theirs are asked for once, those that it has.
-
-    Fails if all tenants count alike.
+    drafted from now and then, nor, if theirs are asked for once, those that it has. Fails if all tenants count alike.
     """
     store, rng = SuffixStore(1 << 21), np.random.default_rng(0)
     mine = [numbered(rng, 24) for _ in range(100)]
@@ -285,7 +280,6 @@ def test_many_salts(times):
 
 def test_tenants_never_meet():
     """Two tenants with opposite texts: what one is drafted is its own. Fails if owners are neither hashed nor compared.
-
     Half of the tokens are the other's, too, so that their n-grams meet in the same table.
     """
     rng, store = np.random.default_rng(0), SuffixStore(1 << 20)
@@ -332,7 +326,6 @@ def pvalue(rng, cases, text):
 
 def test_time_says_nothing():
     """A thousand trials cannot tell whether another tenant's texts are what is asked for; they can where it is our own.
-
     Fails if owners are neither hashed nor compared: then the other's places are looked at, and the match is long.
     """
     rng, random_ids = random.Random(0), np.random.default_rng(0)

@@ -60,9 +60,8 @@ def run(tiny_model: Path, engines: Any, capsys: pytest.CaptureFixture[str]) -> R
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines share a GPU's memory")
 @pytest.mark.parametrize(("gib", "in_turns"), [(4, False), (8, True)])
 def test_little_memory(gib: int, in_turns: bool, run: Run, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines take 5 GiB. Where these are not free, one serves after the other, with the same figures.
-
-    Kills: engines that page each other out; a method without a row; rounds held against another round's.
+    """Two engines take 5 GiB. Where these are not free, one serves after the other, with the same figures. Kills:
+    engines that page each other out; a method without a row; rounds held against another round's.
     """
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=gib << 30, total=64 << 30))
     status, output = run()
@@ -73,10 +72,9 @@ def test_little_memory(gib: int, in_turns: bool, run: Run, engines: Any, monkeyp
 
 
 def test_figures(tiny_model: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By hand: a step of 3 tokens takes 20 ms where 3 steps take 30 ms.
-
-    Kills: the first token counted as a step, the round that warms up counted, ratios of other rounds' times, a
-    range that is not the rounds' own, lines of more than 100 columns.
+    """By hand: a step of 3 tokens takes 20 ms where 3 steps take 30 ms. Kills: the first token counted as a step, the
+    round that warms up counted, ratios of other rounds' times, a range that is not the rounds' own, lines of more than
+    100 columns.
     """
     status, output = run("--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"))
     plain, lookup = json.loads((tmp_path / "a.json").read_text())["rows"]

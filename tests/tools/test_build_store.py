@@ -40,9 +40,8 @@ def proposer(tokenizer, path: Path) -> SuffixLookup:
 
 
 def test_built_and_loaded(tmp_path, tokenizer, capsys):
-    """Plain text, JSON lines and chats are drafted from; what a user says in a chat is not.
-
-    Fails if a form of text is lost, the fingerprint is not that of an engine, or users' words go in.
+    """Plain text, JSON lines and chats are drafted from; what a user says in a chat is not. Fails if a form of text is
+    lost, the fingerprint is not that of an engine, or users' words go in.
     """
     (tmp_path / "plain.txt").write_text(TEXTS[0])
     texts = lines(tmp_path / "texts.jsonl", {"text": TEXTS[1]})

@@ -70,10 +70,9 @@ def run(model: Path, files: list[Path], *options: str) -> int:
 def test_an_exit_that_is_the_model(
     idle_model: Path, text_files: list[Path], engines: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Everything matches, and the best K is the longest; what is served is what `bench` would measure.
-
-    Kills: bits off by a token, a drafted first token, the wrong K, an exit that is guessed to be dear and served, an
-    engine that is measured against another's rounds, or served twice.
+    """Everything matches, and the best K is the longest; what is served is what `bench` would measure. Kills: bits off
+    by a token, a drafted first token, the wrong K, an exit that is guessed to be dear and served, an engine that is
+    measured against another's rounds, or served twice.
     """
     file, plot = tmp_path / "calibration.json", tmp_path / "calibration.png"
     assert run(idle_model, text_files, "--exits", "1", "--json", str(file), "--plot", str(plot)) == 0

@@ -120,9 +120,8 @@ def test_trace() -> None:
 
 
 def test_oracle() -> None:
-    """What the target says is accepted to the last token, and the feedback is right.
-
-    Kills: a draft compared one position off; a preempted request that loses a token or gets its old draft's feedback.
+    """What the target says is accepted to the last token, and the feedback is right. Kills: a draft compared one
+    position off; a preempted request that loses a token or gets its old draft's feedback.
     """
     violations, exact = checked("Oracle")
     assert violations == []

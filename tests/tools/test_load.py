@@ -1,12 +1,7 @@
 """The gate under load, on recorded text at an H100's step costs."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "traces"))
 from make import KINDS, trace
 
 from vllm_specplugins.tools.replay.candidates import candidates
@@ -16,9 +11,8 @@ from vllm_specplugins.tools.replay.simulate import simulate
 
 
 def speeds(kind: str, batch: int, costs: CostTable, draft_us: float) -> list[float]:
-    """Tokens a ms of `prompt_lookup`, K = 8: of all found drafted, and of the gate's choice, to nothing drafted.
-
-    A gate takes some requests of each place in the batch to know a batch size.
+    """Tokens a ms of `prompt_lookup`, K = 8: of all found drafted, and of the gate's choice, to nothing drafted. A gate
+    takes some requests of each place in the batch to know a batch size.
     """
     traffic, load = Traffic(), Load(costs, batch, draft_us)
     for prompt, output in trace(kind, max(20, 4 * batch), at_a_time=batch, max_output=300):

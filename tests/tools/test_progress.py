@@ -81,9 +81,7 @@ def test_reading_and_playing(
     """Kills: `build-store`, `replay` or `check` without a word."""
     store = ["build-store", "--tokenizer", str(DEMO_MODEL), "--data", *map(str, text_files * 10)]
     assert re.search(
-        r"^reading \([\d,]+ tokens so far\): ",
-        spoken([*store, "--out", str(tmp_path / "store")], capfd),
-        re.MULTILINE,
+        r"^reading \([\d,]+ tokens so far\): ", spoken([*store, "--out", str(tmp_path / "store")], capfd), re.MULTILINE
     )
     traffic = tmp_path / "trace.jsonl"
     traffic.write_text('{"prompt": [1, 2, 3, 4], "output": [1, 2, 3, 4, 1, 2, 3, 4]}\n' * 50)

@@ -193,9 +193,8 @@ def test_interrupted(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ctrl-C in the third step: status 130 and a sentence; the head in the end is as if it had not come.
-
-    Kills: a traceback, and a step that is cut in two and saved.
+    """Ctrl-C in the third step: status 130 and a sentence; the head in the end is as if it had not come. Kills: a
+    traceback, and a step that is cut in two and saved.
     """
     assert command.run(arguments(tiny_model, text_files, tmp_path / "whole", steps=6)) == 0
     args = arguments(tiny_model, text_files, tmp_path / "cut", steps=6)
@@ -256,7 +255,6 @@ def test_scores_only_what_was_not_trained_on(
 @pytest.mark.parametrize(("early_layers", "late_layer"), [(0, 1), (1, 1), (0, 3)])
 def test_jump_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]], early_layers: int, late_layer: int) -> None:
     """Each draft token of a place by its definition: the model over the text before the draft, the jump over the draft.
-
     Fails if a pass sees text that its draft replaces, or not what an earlier pass left, or stands at another place.
     """
     head = jump_head(0.1, early_layers=early_layers, late_layer=late_layer, inner_size=8)
@@ -286,10 +284,9 @@ def test_exact_jump(base: BaseModel, rows: list[list[int]]) -> None:
 def test_jump_learns(
     base: BaseModel, rows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late_layer: int
 ) -> None:
-    """Held-out agreement rises by the fit alone, and by steps alone; with one layer behind the jump, or none.
-
-    Fails if no step is taken, if the fit's halves change places, if it fits normed states in front of the norm, or if
-    what is saved is not what was trained.
+    """Held-out agreement rises by the fit alone, and by steps alone; with one layer behind the jump, or none. Fails if
+    no step is taken, if the fit's halves change places, if it fits normed states in front of the norm, or if what is
+    saved is not what was trained.
     """
     settings = replace(JUMP, steps=40, learning_rate=0.003, late_layer=late_layer)
     fitted, nothing = settings.begin(base, rows[:-8]), settings.begin(base, rows[:-8])
@@ -303,9 +300,8 @@ def test_jump_learns(
 
 
 def test_look_ahead_unrolls_as_it_serves(base: BaseModel, rows: list[list[int]]) -> None:
-    """Each draft token of a place by its definition: the exit over the text and the embeddings behind it.
-
-    Fails if an embedding sees text that its draft replaces, or another draft's embeddings, or stands elsewhere.
+    """Each draft token of a place by its definition: the exit over the text and the embeddings behind it. Fails if an
+    embedding sees text that its draft replaces, or another draft's embeddings, or stands elsewhere.
     """
     torch.manual_seed(0)
     embeddings = torch.randn(2, 32)

@@ -1,14 +1,11 @@
 """Parts that are widened with their model draft what they drafted before."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
 from widen import widen, widened_config
 from widen_parts import widen_part
 
