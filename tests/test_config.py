@@ -260,8 +260,14 @@ def test_grammar() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_frozen(name: str) -> None:
-    needed = {"custom": {"proposer": "json:loads"}, "cascade": {"stages": [EXIT] * 2}, "medusa": {"heads": "folder"}}
-    config = parse_config({"method": name, **needed.get(name, {"head": "folder"} if name == "jump" else {})})
+    needed: dict[str, dict[str, Any]] = {
+        "custom": {"proposer": "json:loads"},
+        "cascade": {"stages": [EXIT] * 2},
+        "medusa": {"heads": "folder"},
+        "jump": {"head": "folder"},
+        "remote": {"url": "http://host/v1", "model": "name"},
+    }
+    config = parse_config({"method": name, **needed.get(name, {})})
     with pytest.raises(AttributeError):
         config.common.num_speculative_tokens = 7  # type: ignore[misc]
 

@@ -16,6 +16,7 @@ from vllm_specplugins.config import (
     JumpConfig,
     MedusaConfig,
     PromptLookupConfig,
+    RemoteConfig,
     SpecConfig,
     StageConfig,
     SuffixLookupConfig,
@@ -55,6 +56,8 @@ class Method:
             reads histories is then V1's.
         cuts_layers: runs some of the target's layers, or enters them (see `enters_states`).
         enters_states: whether an own configuration hands the target's layers states in place of tokens.
+        reads_tokens_alone: drafts from them, so that what was recorded can be played to it; else from what an engine or
+            a server has.
         knows_adapters: drafts as a request's adapter does.
         own_field: where vLLM has a method of the same name, ours is the one whose dictionary has this field.
     """
@@ -67,6 +70,7 @@ class Method:
     on_device: bool = False
     cuts_layers: bool = False
     enters_states: Callable[[Any], bool] = lambda own: False
+    reads_tokens_alone: bool = True
     knows_adapters: bool = True
     own_field: str | None = None
 
@@ -111,7 +115,8 @@ METHODS: Mapping[str, Method] = {
         knows_adapters=False,
         own_field="heads",
     ),
-    "grammar": Method(GrammarConfig, "vllm_specplugins.proposers.grammar:Grammar"),
+    "grammar": Method(GrammarConfig, "vllm_specplugins.proposers.grammar:Grammar", reads_tokens_alone=False),
+    "remote": Method(RemoteConfig, "vllm_specplugins.proposers.remote:Remote", reads_tokens_alone=False),
     "cascade": Method(CascadeConfig, "vllm_specplugins.cascade.cascade:Cascade"),
     "custom": Method(CustomConfig, None),
 }

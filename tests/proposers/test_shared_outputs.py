@@ -169,7 +169,7 @@ def test_server_killed(
     wait_for(lambda: own.store_stats()["published"] == 1)
     port = server.port
     server._process.kill()
-    wait_for(lambda: own.store_stats()["failed_shares"] >= 2)
+    wait_for(lambda: own.store_stats()["failed"] >= 2)
     assert step(own, {"b": TEXT[:40]}) == [TEXT[40:45].tolist()]
     serve(own, "c", TEXT[::-1].copy(), 20)
     assert caplog.text.count("cannot be reached") == 1
@@ -202,7 +202,7 @@ def test_garbage(server: ValkeyServer, replica: Callable[..., SuffixLookup]) -> 
     assert own.store_stats()["ignored"] == len(bad) + 1
     connection.delete(key)
     connection.set(key, b"no stream")
-    wait_for(lambda: own.store_stats()["failed_shares"] > 0)
+    wait_for(lambda: own.store_stats()["failed"] > 0)
     assert step(own, {"b": TEXT[:40]}) == [TEXT[40:45].tolist()]
 
 
@@ -246,7 +246,7 @@ def test_password(server: ValkeyServer, caplog: pytest.LogCaptureFixture, monkey
         monkeypatch.setenv("STORE", f"redis://:{password}@{server.host}:{server.port}")
         own = proposer(shared="env:STORE")
         serve(own, "a", TEXT, 20)
-        wait_for(lambda: own.store_stats()["published" if password == "secret" else "failed_shares"])  # noqa: B023
+        wait_for(lambda: own.store_stats()["published" if password == "secret" else "failed"])  # noqa: B023
         own.close()
     assert "AuthenticationError" in caplog.text and "secret" not in caplog.text
 

@@ -25,6 +25,7 @@ from vllm_specplugins.config.proposers import (
     JumpConfig,
     MedusaConfig,
     PromptLookupConfig,
+    RemoteConfig,
     StageConfig,
     SuffixLookupConfig,
 )

@@ -1,9 +1,11 @@
 """One frozen dataclass per method; a whole configuration checks its fields (whole.py)."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from vllm_specplugins.config.fields import (
     ConfigError,
@@ -127,6 +129,19 @@ def _names_class(value: Any) -> bool:
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), name))
 
 
+def _is_http_url(value: Any) -> bool:
+    try:
+        parts = urlsplit(value if isinstance(value, str) else "")
+        has_port = parts.port is None or parts.port > 0
+    except ValueError:  # a port that is none
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and has_port and "@" not in parts.netloc
+
+
+def _is_set(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value in os.environ)
+
+
 def _is_keyed(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
@@ -135,6 +150,21 @@ def _is_keyed(value: Any) -> bool:
 class GrammarConfig:
     """`grammar`: where a request's grammar, of xgrammar or guidance, allows one text only, as keys of a schema, that
     text; as a stage it goes on where the others' drafts end, wherever it stands among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteConfig:
+    """`remote`: a model behind another server drafts, asked ahead and never waited for.
+
+    Args:
+        url: of an OpenAI-compatible server that takes and answers token ids, as vLLM does: http://HOST:PORT/v1.
+        model: what it calls a model with the target's tokenizer.
+        api_key_env: the environment variable that holds its key; null: it wants none.
+    """
+
+    url: str = checked("an http:// or https:// address without user and password", _is_http_url)
+    model: str = checked("a non-empty string", lambda value: isinstance(value, str) and bool(value))
+    api_key_env: str | None = checked("the name of an environment variable that is set, or null", _is_set, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,7 +143,7 @@ class SuffixLookup:
 
     def store_stats(self) -> dict[str, int]:
         """What the store holds, and what became of texts and saves so far."""
-        store, saver, shared = self.store, self._saver, self._shared
+        store, saver = self.store, self._saver
         return {
             "texts": store.num_texts,
             "tokens": store.num_tokens,
@@ -154,11 +154,12 @@ class SuffixLookup:
             "refused": store.num_refused,
             "saves": 0 if saver is None else saver.num_saves,
             "failed_saves": 0 if saver is None else saver.num_failures,
-            "published": 0 if shared is None else shared.num_published,
-            "fetched": 0 if shared is None else shared.num_fetched,
-            "ignored": 0 if shared is None else shared.num_ignored,
-            "failed_shares": 0 if shared is None else shared.num_failures,
+            **self.exchange_stats(),
         }
+
+    def exchange_stats(self) -> dict[str, int]:
+        """What became of texts that engines share, so far; nothing where they share none."""
+        return {} if self._shared is None else self._shared.counts
 
     def reset_store(self) -> None:
         """Forgets all earlier outputs, of all tenants, in the file and on the server, too, and how often drafts were

@@ -36,7 +36,7 @@ _RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _KEPT = "Tokens of a stage that the stage after it kept, or that went to the target where there is none."
 _AT = "Tokens of a stage that the target accepted, by position in the draft."
 _GATE = "Decisions of a cascade's gate, by the length it chose."
-_SHARED = "Outputs that suffix_lookup published, fetched or ignored, and failed attempts to."
+_EXCHANGED = "Outputs shared by suffix_lookup, questions of remote, by what came of them."
 _OFF = "times_switched_off"
 
 COUNTS = (
@@ -61,7 +61,7 @@ TABLE: tuple[Metric, ...] = (
     Metric("gauge", "store_bytes", "Memory of what a stage keeps of requests, in bytes."),
     Metric("gauge", "stored_outputs", "Outputs of earlier requests that suffix_lookup drafts from."),
     Metric("gauge", "stored_tokens", "Their tokens."),
-    Metric("counter", "shared_outputs", _SHARED, labels=("stage", "what")),
+    Metric("counter", "exchanges", _EXCHANGED, labels=("stage", "what")),
     Metric("histogram", "draft_seconds", "Host time that a stage took for a step."),
     Metric("histogram", "step_draft_seconds", "Host time of all drafting of a step.", labels=()),
     Metric(

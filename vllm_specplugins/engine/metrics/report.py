@@ -143,9 +143,9 @@ class Reporter:
                 else:
                     yield key(metric.name, stage), value
         for name, stage in stages_of(self._barrier.proposer, self.method):
-            if is_ours(stage, "store_stats"):
-                for what in ("published", "fetched", "ignored", "failed_shares"):
-                    yield key("shared_outputs", name, what), stage.store_stats()[what]
+            if is_ours(stage, "exchange_stats"):
+                for what, count in stage.exchange_stats().items():
+                    yield key("exchanges", name, what), count
 
     def _sizes(self) -> Iterator[tuple[str, float]]:
         """Of the stages of ours that keep something; a user's code is not called from here."""

@@ -56,7 +56,7 @@ class SharedTexts:
         self._fetched_to = b"0"
         self._pause_s = 0.0  # after the last attempt; 0: it was none in vain
         self._is_cleared, self._is_closing = False, Event()
-        self.num_published = self.num_fetched = self.num_ignored = self.num_failures = 0
+        self.counts = dict.fromkeys(("published", "fetched", "ignored", "failed"), 0)
         self._thread = Thread(target=self._run, name="specplugins-shared", daemon=True)
 
     def fill(self) -> list[StoredText]:
@@ -106,7 +106,7 @@ class SharedTexts:
             self._publish()
             self._fetch(wait_ms)
         except self._errors as error:
-            self.num_failures += 1
+            self.counts["failed"] += 1
             if self._pause_s == 0:
                 what = "%s cannot be reached (%s); earlier outputs are not shared until that changes."
                 logger.warning("suffix_lookup: " + what, self._place, type(error).__name__)
@@ -127,7 +127,7 @@ class SharedTexts:
         while self._unsent:
             self._server.xadd(self._key, {TEXT: self._unsent[0], ORIGIN: self._origin})
             self._unsent.popleft()
-            self.num_published += 1
+            self.counts["published"] += 1
         self._server.xtrim(self._key, minid=int((time.time() - self._keep_s) * 1000))
         self._server.expire(self._key, self._keep_s)
         num_bytes, most = self._server.memory_usage(self._key, samples=0) or 0, PLACE_BYTES * self._max_tokens
@@ -146,7 +146,7 @@ class SharedTexts:
     def _enter(self, data: bytes) -> None:
         text = text_at(data, 0, self._vocab_size)
         if text is None:
-            self.num_ignored += 1
+            self.counts["ignored"] += 1
         else:
-            self.num_fetched += 1
+            self.counts["fetched"] += 1
             self._waiting.append(text[0])

@@ -3,17 +3,17 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from vllm_specplugins.config import ConfigError, built_in_stage, methods_of
+from vllm_specplugins.config import ConfigError, built_in_stage
 from vllm_specplugins.custom import reads_likeliest
 from vllm_specplugins.draft import Proposer, ProposerContext
 from vllm_specplugins.methods import (
     METHODS,
     behind_gate,
     build_proposer,
+    drafters,
     drafts_on_device,
     parse_config,
     registered_methods,
-    runs_target,
 )
 from vllm_specplugins.tools.picker import Config, pick_methods
 
@@ -75,7 +75,7 @@ def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candida
 def _default() -> Iterator[str]:
     """Names of every history proposer."""
     for name, method in METHODS.items():
-        if not method.runs_target and name not in ("cascade", "custom", "grammar"):
+        if not method.runs_target and method.reads_tokens_alone and name not in ("cascade", "custom"):
             yield name
     yield from registered_methods()
 
@@ -84,5 +84,5 @@ def _reads_histories_alone(config: Config) -> bool:
     if config["method"] not in (*METHODS, *registered_methods()):
         return False
     parsed = parse_config(config)
-    needs_more = runs_target(parsed) or reads_likeliest(parsed) or "grammar" in methods_of(parsed)
-    return not needs_more and built_in_stage(parsed) is None
+    reads_more = any(row.runs_target or not row.reads_tokens_alone for row, _ in drafters(parsed))
+    return not (reads_more or reads_likeliest(parsed) or built_in_stage(parsed))
