@@ -121,7 +121,7 @@ def expected_shares(
         acceptance(gate._ledger, rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))
     ]
     plans = []
-    for depth in range(min(K, costs.longest) + 1):
+    for depth in range(min(K, costs.longest(is_free=False)) + 1):
         total, plan = -depth * draft_price, []
         for index in range(len(rows)):
             had = [

@@ -17,6 +17,7 @@ TOKEN_SHARE = 0.32  # but, from 16 on, no more than so much of what one of the s
 SLOPE_WEIGHT = 1.0  # how much of a record (draft tokens of a request, squared) that guess is worth
 FIRST_WEIGHT = 8.0  # of what another number of requests has taught
 LONGER = 1.35  # times as long may a draft be with every step that is known
+FREE_LONGER, SHARED_FREE_LONGER = 1.6, 4.0  # where drafting costs nothing: of one request, of several
 SHORT_CONTEXT = 1024  # tokens of all requests, below which their attention costs nothing that shows
 SLOPE_MEMORY = 64.0  # how much of a record is kept at most, where steps differ so much
 LEAST_KEPT = 0.8  # of a record, by step: one long draft does not make all others forgotten
@@ -114,10 +115,14 @@ class StepCosts:
         """Of a step without drafts; the line is not trusted beyond half of the mean."""
         return max(0.5 * self.mean_ms, self.mean_ms - self.slope_ms * self.mean_draft)
 
-    @property
-    def longest(self) -> int:
-        """Of the drafts that may be tried: short ones at first, then ever longer ones."""
-        return int(max(self.weight, LONGER**self.weight))
+    def longest(self, is_free: bool) -> int:
+        """Of the drafts that may be tried: short ones at first, then ever longer ones.
+
+        Args:
+            is_free: whether drafting costs nothing.
+        """
+        free = FREE_LONGER if self.num_reqs == 1 else SHARED_FREE_LONGER
+        return int(max(self.weight, (free if is_free else LONGER) ** self.weight))
 
     @property
     def step_ms(self) -> float:

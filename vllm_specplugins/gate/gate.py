@@ -103,7 +103,8 @@ class Gate:
         prices = rate * tokens_ms, rate * self._draft_ms.get(stage, 0.0)
         drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
         limits = self._of_each(confidence), most, room
-        host.share(kept, own, rows, drafts, stage, *limits, prices, costs.longest, self._ledger.records)
+        longest = costs.longest(is_free=not self._drafted)
+        host.share(kept, own, rows, drafts, stage, *limits, prices, longest, self._ledger.records)
         return kept, own
 
     def profitable_length(self, rows: Ints, drafts: DraftArrays) -> Ints:
