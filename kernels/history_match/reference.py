@@ -21,7 +21,8 @@ def history_match(
 ) -> Match:
     """See the front door."""
     slots, steps = slots.long(), torch.arange(max_num_draft, device=slots.device)
-    own, end = texts.token_ids[slots, :longest].long(), texts.lengths[slots].long()
+    own = texts.token_ids[slots, :longest].long()
+    end = texts.lengths[slots].long().clamp(max=own.shape[1])  # a prompt that is read in pieces has no room for drafts
     last = end[:, None] - 1 - torch.arange(LONGEST_MATCH, device=slots.device)
     ending = own.gather(1, last.clamp(min=0)).masked_fill(last < 0, -1)
     expected = (end[:, None] - texts.distances[slots]).clamp(min=0)

@@ -11,7 +11,7 @@ from families import checkpoint
 from parts import with_embeddings, write_head
 from safetensors.torch import load_file
 from torch import nn
-from transformers import GPT2Config, JambaConfig, MambaConfig, OPTConfig
+from transformers import GPT2Config, JambaConfig, Lfm2Config, Mamba2Config, MambaConfig, OPTConfig
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.frontend import spec_config
@@ -103,11 +103,15 @@ def test_engines_of_a_dense_model() -> None:
     assert config.speculative_config.runs_target
 
 
-@pytest.mark.parametrize("config", [MambaConfig(), JambaConfig()], ids=["state-space", "hybrid"])
-def test_refused_targets(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models whose layers cannot be run alone, before any weight is loaded; and all methods on a CPU, where vLLM 0.32
-    says something else of Mamba 2 and of LFM 2 as soon as anything is drafted, by its own n-grams, too. Fails if
-    another device is refused prompt lookup."""
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [(MambaConfig(), "mamba1"), (JambaConfig(), "mamba1"), (Mamba2Config(), None), (Lfm2Config(), None)],
+    ids=["state-space", "hybrid", "state-space-2", "convolution"],
+)
+def test_refused_targets(tmp_path: Path, config: Any, kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models whose layers cannot be run alone, before any weight is loaded; all methods on a CPU, where vLLM 0.32
+    says something else of Mamba 2 and of LFM 2 as soon as anything is drafted, by its own n-grams, too; and on any
+    device those whose state vLLM does not wind back. Fails if prompt lookup is refused others there."""
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(tmp_path)
     arguments = {"model": str(tmp_path), "skip_tokenizer_init": True}
@@ -116,6 +120,10 @@ def test_refused_targets(tmp_path: Path, config: Any, monkeypatch: pytest.Monkey
             engine_config(spec, **arguments)
     platform = type("Other", (), {"is_cpu": lambda self: False})()
     monkeypatch.setattr(spec_config, "current_platform", platform)
+    if kind:
+        with pytest.raises(ConfigError, match=rf"^prompt_lookup: model must keep no state of kind {kind},.*\.$"):
+            engine_config(PROMPT_LOOKUP, **arguments)
+        return
     with pytest.raises(ConfigError, match=r"^early_exit: model must be a text-only decoder .*hybrid.*\.$"):
         engine_config(early_exit(1), **arguments)
     engine_config(PROMPT_LOOKUP, **arguments)

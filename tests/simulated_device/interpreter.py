@@ -17,15 +17,23 @@ def patch_interpreter(patches: Patches) -> None:
     from triton.runtime import interpreter
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
-    masked_store = interpreter.InterpreterBuilder.create_masked_store
+    builder = interpreter.InterpreterBuilder
+    masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
+
+    def create_masked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        return masked_load(self, pointers, of_booleans(mask), *rest)
 
     def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        mask.data = mask.data.astype(bool)  # that of a grammar's bits is of integers
-        return masked_store(self, pointers, value, mask, *rest)
+        return masked_store(self, pointers, value, of_booleans(mask), *rest)
+
+    def of_booleans(mask: Any) -> Any:  # a grammar's bits, and a product of conditions, are integers
+        mask.data = mask.data.astype(bool)
+        return mask
 
     patches.enter_context(quick_interpreter())
     patch_slot_mappings(patches)
-    patches.set(interpreter.InterpreterBuilder, "create_masked_store", create_masked_store)
+    patches.set(builder, "create_masked_load", create_masked_load)
+    patches.set(builder, "create_masked_store", create_masked_store)
     patch_profile_run(patches)
     # vLLM takes residuals of a dense q with libdevice's log1p.
     patches.set(rejection_sampler_utils, "tldevice", SimpleNamespace(log1p=lambda x: tl.log(1.0 + x)))

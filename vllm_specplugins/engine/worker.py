@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, time_verification
+from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states, time_verification
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import behind_gate, build_proposer
 
@@ -66,6 +66,7 @@ class _WithProposer:
         time_verification(self.model_runner, self._reporter.verification)
 
     def compile_or_warm_up_model(self) -> Any:
+        tell_states(self.vllm_config, self.model_runner.kv_cache_config, self._reporter.method)
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         self._reporter.drop()
         return times

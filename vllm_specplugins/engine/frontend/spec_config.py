@@ -30,7 +30,7 @@ from vllm_specplugins.engine.frontend.kernel_overrides import look_into_plain_mo
 from vllm_specplugins.engine.frontend.method_names import name_in_vllm
 from vllm_specplugins.engine.frontend.options import check_requests
 from vllm_specplugins.engine.metrics.export import export_metrics
-from vllm_specplugins.engine.target.admission import check_target, has_state
+from vllm_specplugins.engine.target.admission import check_states, check_target, has_state
 from vllm_specplugins.methods import drafts_on_device, reads_history, runs_target
 
 logger = logging.getLogger("vllm.specplugins")
@@ -225,6 +225,7 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
             f"{method}: model must have attention in every layer on a CPU, not be a hybrid or state-space model, whose "
             "state vLLM does not wind back there when a draft is rejected."
         )
+    check_states(vllm_config, method)
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and not vllm_config.use_v2_model_runner:
         raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import ECConnectorOutput
 
 from vllm_specplugins.counters import Counters, StageCounters
@@ -24,6 +25,20 @@ logger = logging.getLogger("vllm.specplugins")
 
 SHARE = 0.005  # of the time is spent on reports, at the most
 _STEP = "step_draft_seconds"
+
+
+def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
+    """Logs what states take: of each layer one for each token that is verified, whether drafted or not."""
+    total = drafted = 0
+    for group in kv_cache_config.kv_cache_groups:
+        if isinstance(spec := group.kv_cache_spec, MambaSpec):
+            total += len(group.layer_names) * spec.max_memory_usage_bytes(vllm_config)
+            drafted += len(group.layer_names) * spec.num_speculative_blocks * spec.page_size_bytes
+    if drafted:
+        logger.info(
+            "%s: the target's states take %.2f MiB a request, %.2f MiB of them for num_speculative_tokens %d.",
+            *(method, total / (1 << 20), drafted / (1 << 20), vllm_config.num_speculative_tokens),
+        )
 
 
 class Reporter:

@@ -1,10 +1,10 @@
-"""Which targets a proposer of ours can run layers of, or read states of; refused before the engine loads anything."""
+"""Which targets may be drafted for, and by what of ours; refused before the engine loads anything."""
 
 from vllm.config import ModelConfig, VllmConfig
 
 from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.custom import import_object
-from vllm_specplugins.engine.target.model_source import may_be_cut, uncuttable
+from vllm_specplugins.engine.target.model_source import kinds_of_state, may_be_cut, uncuttable
 from vllm_specplugins.methods import drafters
 from vllm_specplugins.target import TargetSizes
 
@@ -12,6 +12,22 @@ from vllm_specplugins.target import TargetSizes
 def has_state(model: ModelConfig) -> bool:
     """Whether a layer keeps a state that every token changes, as Mamba's, GDN's and short convolutions do."""
     return bool(model.is_hybrid or model.has_inner_state or model.is_attention_free)
+
+
+def check_states(vllm_config: VllmConfig, method: str) -> None:
+    """Raises ConfigError for a target whose state stays, on any device, as a rejected draft left it."""
+    left = {"mamba1", "linear_attention"} if vllm_config.use_v2_model_runner else {"mamba1"}
+    model = vllm_config.model_config
+    if has_state(model) and (found := sorted(left & kinds_of_state(_module_of(model)))):
+        raise ConfigError(
+            f"{method}: model must keep no state of kind {found[0]}, which vLLM does not wind back when a draft is "
+            f"rejected, as {model.architecture} does."
+        )
+
+
+def _module_of(model: ModelConfig) -> str:
+    """Where the target's class stands; of a class of the user's own nothing is known."""
+    return str(getattr(model.registry.models.get(model.architecture), "module_name", ""))
 
 
 def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
@@ -40,9 +56,7 @@ def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     for kind, found in kinds.items():
         if found:
             raise ConfigError(f"{method}: model must be a text-only decoder with attention in every layer, not {kind}.")
-    registered = model.registry.models.get(model.architecture)
-    module = getattr(registered, "module_name", "")  # of a class of the user's own there is none
-    if any(row.cuts_layers for row, _ in rows) and not may_be_cut(module):
+    if any(row.cuts_layers for row, _ in rows) and not may_be_cut(_module_of(model)):
         raise uncuttable(method, model.architecture)
     sizes = TargetSizes(
         model.get_total_num_hidden_layers(), model.get_hidden_size(), model.get_vocab_size(), config.length

@@ -1,4 +1,4 @@
-"""Whether a model's layers can be cut, read from vLLM's source before an engine starts.
+"""Whether a model's layers can be cut, and what they keep, read from vLLM's source before an engine starts.
 
 Importing a model class takes seconds and may initialise a device, so nothing is imported. What the source does not
 say for certain, the worker decides (layers.py).
@@ -35,6 +35,18 @@ def may_be_cut(module: str) -> bool:
     """
     sources = list(_sources(module, set()))
     return not sources or any(_is_body(node) for source in sources for node in source.body)
+
+
+def kinds_of_state(module: str) -> set[str]:
+    """What the layers keep that every token changes, as vLLM names what copies it; none where it names nothing.
+
+    >>> kinds_of_state("vllm.model_executor.models.jamba")
+    {'mamba1'}
+    """
+    end = "_state_copy_func"
+    nodes = (node for source in _sources(module, set()) for node in ast.walk(source))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and node.attr.endswith(end)}
+    return {name.removesuffix(end) for name in names} - {"get_mamba"}
 
 
 def _is_body(node: ast.stmt) -> bool:
