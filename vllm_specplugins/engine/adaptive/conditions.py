@@ -17,12 +17,12 @@ CAN = "FLASH_ATTN on Hopper, FLASHINFER on Blackwell and TRITON_ATTN"
 
 def place(vllm_config: Any) -> None:
     """Leaves a cascade on the host where nothing would trim its exit's drafts: there it has a gate of its own; and one
-    with a drafter of vLLM's in a pipeline, whose last stage alone has that."""
+    with a drafter of vLLM's on several ranks, where vLLM trims by that drafter's confidences alone."""
     config = vllm_config.speculative_config
     if not config.reads_history:
         return
     if config.built_in is not None:
-        is_here = vllm_config.parallel_config.pipeline_parallel_size == 1
+        is_here = vllm_config.parallel_config.world_size == 1
     elif config.runs_target:
         is_here = _missing(vllm_config) is None
     else:
