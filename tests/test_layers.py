@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "draft": {"target"},
     "counters": {"draft"},
-    "structures": {"draft"},
+    "structures": {"draft", "kernels"},
     "isolation": {"counters", "draft", "structures"},
     "proposers": {"config", "draft", "kernels", "structures", "target"},
     "gate": {"counters", "draft", "kernels", "structures"},

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import types
 
-from ..compiled import compiled, inlined
+from ..compiled import compiled, inlined, text_at
 from . import LONGEST_MATCH
 
 Int32Array = npt.NDArray[np.int32]
@@ -22,18 +21,6 @@ BLOCK = 1024  # places
 # Columns of `known`: see Texts.distances; where a request's reference lies, and how many tokens it has, or 0.
 OWN, OTHER, REFERENCE, NUM_TOKENS = range(4)
 NUM_COLUMNS = 4
-
-
-def _as_pointer(typing: Any, address: Any) -> Any:
-    """An address, for `carray`."""
-
-    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), make
-
-
-_pointer: Any = intrinsic(_as_pointer)
 
 
 @inlined
@@ -156,13 +143,13 @@ def history_match(
         request, size, most = known[rows[index]], lengths[index], min(max_draft[index], token_ids.shape[1])
         if most == 0:
             continue
-        own = carray(_pointer(texts[index]), (size,), np.int32)
+        own = text_at(texts[index], size)
         end = size + (num_begun[index] if len(num_begun) > 0 else 0)
         num_ending = min(LONGEST_MATCH, end)
         for n in range(num_ending):
             ending[n] = own[end - 1 - n] if end - 1 - n < size else prefix[index, end - 1 - n - size]
         for source in range(2):
-            text = own if source == OWN else carray(_pointer(request[REFERENCE]), (request[NUM_TOKENS],), np.int32)
+            text = own if source == OWN else text_at(request[REFERENCE], request[NUM_TOKENS])
             expected = max(0, end - request[source])
             place, length = _nearest_match(text, ending, num_ending, min_ngram, max_ngram, expected, differs)
             if length > 0 and end == size:

@@ -88,11 +88,10 @@ def test_adds_up(engine: Any, name: str) -> None:
     assert missing <= absent
     check_sums(found, spec_metrics(llm), trims=drafts_in_graphs and name == "auto")  # a lookup's next draft is unsure
     if drafts_in_graphs:
-        assert not any(found["draft_seconds"].values()) and found["verification_seconds"][()] > 0
+        assert not any(found["draft_seconds"].values())
     else:
         num_steps = found["step_draft_seconds"][()]
         assert 0 < max(found["draft_seconds"].values()) <= num_steps
-        assert 0 < found["verification_seconds"][()] <= num_steps
     assert 0 < found["request_acceptance_rate"][()] <= 4
     if "gate" not in config and config["method"] == "cascade" and not drafts_in_graphs:
         assert sum(found["gate_lengths"].values()) > 0

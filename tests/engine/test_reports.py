@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import EXAMPLES, RUNNER
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
@@ -62,7 +61,7 @@ def report_of(carrier: Any) -> dict[str, Any]:
 def test_what_is_in_a_report() -> None:
     """Two steps by hand. Kills: totals where what was added belongs; a position off by one; a request's rate lost."""
     barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=1000)
-    reporter = Reporter(barrier, "custom", torch.device("cpu"))
+    reporter = Reporter(barrier, "custom")
     step(barrier, ["a", "b", "c"], [3, 3, 0], [0, 0, 0], [0, 0, 0])
     first = report_of(reporter.attach(output(), is_last=True))
     step(barrier, ["a", "b"], [1, 3], [2, 2], [1, 2])
@@ -92,7 +91,7 @@ def test_when_a_report_is_due() -> None:
     """
     clock = Clock()
     barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=1000)
-    reporter = Reporter(barrier, "custom", torch.device("cpu"), clock)
+    reporter = Reporter(barrier, "custom", clock)
     step(barrier, ["a"], [3], [0], [0])
     reporter._not_before = clock.now + 1
     assert reporter.attach(output()).ec_connector_output is None
@@ -111,7 +110,7 @@ def test_when_a_report_is_due() -> None:
 def test_a_report_that_fails() -> None:
     """It is the last one. Kills: an engine that dies of its metrics."""
     barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=1000)
-    reporter = Reporter(barrier, "custom", torch.device("cpu"))
+    reporter = Reporter(barrier, "custom")
     step(barrier, ["a"], [3], [0], [0])
     barrier.counters.draft_lengths = None  # type: ignore[assignment]
     for _ in range(2):

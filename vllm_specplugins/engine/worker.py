@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states, time_verification
+from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import behind_gate, build_proposer
 
@@ -58,12 +58,8 @@ class _WithProposer:
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device, build)
         runner.attach(self.model_runner, self._barrier)
         method = self.vllm_config.speculative_config.plugin_config.method
-        self._reporter = Reporter(self._barrier, method, self.model_runner.device)
+        self._reporter = Reporter(self._barrier, method)
         self._reports = self.vllm_config.ec_transfer_config is None  # see metrics/report.py
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
-        time_verification(self.model_runner, self._reporter.verification)
 
     def compile_or_warm_up_model(self) -> Any:
         tell_states(self.vllm_config, self.model_runner.kv_cache_config, self._reporter.method)

@@ -1,30 +1,19 @@
-"""How our loops are compiled for the CPU, by numba."""
+"""How our loops are compiled for the CPU: as those of kernels/, and what lets them take many arrays."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
-from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
+from vllm_specplugins.kernels import compiled as loops
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Without it numba counts references, atomically, at each call.
-inlined: Callable[[Function], Function] = njit(inline="always")
-
-
-def compiled(signature: Any) -> Callable[[Function], Function]:
-    """Compile at import, for this signature only, and keep the machine code beside the module if possible."""
-
-    def decorate(function: Function) -> Function:
-        try:
-            return njit(signature, cache=True)(function)  # type: ignore[no-any-return]
-        except RuntimeError:  # neither the package's folder nor the user's cache can be written
-            return njit(signature)(function)  # type: ignore[no-any-return]
-
-    return decorate
+inlined: Callable[[Function], Function] = loops.inlined
+compiled: Callable[[Any], Callable[[Function], Function]] = loops.compiled
+text_at = loops.text_at
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -42,17 +31,3 @@ def borrowed(typing_context: Any, array: Any) -> Any:
         return view._getvalue()
 
     return array(array), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
-
-
-@inlined
-def text_at(address: int, num_tokens: int) -> Any:
-    """The int32 tokens that lie there; see views.places_of."""
-    return carray(_pointer(address), (num_tokens,), np.int32)

@@ -64,9 +64,6 @@ TABLE: tuple[Metric, ...] = (
     Metric("counter", "exchanges", _EXCHANGED, labels=("stage", "what")),
     Metric("histogram", "draft_seconds", "Host time that a stage took for a step."),
     Metric("histogram", "step_draft_seconds", "Host time of all drafting of a step.", labels=()),
-    Metric(
-        "histogram", "verification_seconds", "Time of verification with drafts; on a GPU of one step in 64.", labels=()
-    ),
     Metric("histogram", "request_acceptance_rate", "Accepted / verified tokens of finished requests.", "", (), _RATES),
 )
 REPORT = "specplugins"  # what a report is called in the dictionary that vLLM carries

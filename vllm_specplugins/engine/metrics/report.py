@@ -11,19 +11,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import ECConnectorOutput
 
 from vllm_specplugins.counters import Counters, StageCounters
-from vllm_specplugins.engine.metrics.clock import LONGEST_LIST, DeviceClock
 from vllm_specplugins.engine.metrics.names import COUNTS, HEALTH, REPORT, key
 from vllm_specplugins.isolation.barrier import FaultBarrier
 
 logger = logging.getLogger("vllm.specplugins")
 
 SHARE = 0.005  # of the time is spent on reports, at the most
+LONGEST_LIST = 1000  # values of a histogram that nobody takes; more are dropped
 _STEP = "step_draft_seconds"
 
 
@@ -42,16 +41,9 @@ def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
 
 
 class Reporter:
-    """Reports of one worker, whose barrier holds the counters and whose verification runs on `device`."""
+    """Reports of one worker, whose barrier holds the counters."""
 
-    def __init__(
-        self,
-        barrier: FaultBarrier,
-        method: str,
-        device: torch.device,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self.verification = DeviceClock(device)
+    def __init__(self, barrier: FaultBarrier, method: str, clock: Callable[[], float] = time.perf_counter):
         self._barrier = barrier
         self.method = method
         self._clock = clock
@@ -135,8 +127,6 @@ class Reporter:
         }
         report |= {series: value for series, value in gauges.items() if value != self._shown.get(series)}
         self._sent, self._shown = now, gauges
-        if seconds := self.verification.take():
-            self._observed["verification_seconds"] = seconds
         report |= self._observed
         self._observed.clear()
         return report
@@ -182,26 +172,3 @@ def stages_of(proposer: Any, method: str) -> list[tuple[str, Any]]:
 def is_ours(stage: Any, method: str) -> bool:
     """Whether a stage has this method and is not of a user's code."""
     return hasattr(stage, method) and type(stage).__module__.startswith("vllm_specplugins.")
-
-
-def time_verification(runner: Any, clock: DeviceClock) -> None:
-    """Has a runner's verification of drafts timed, steps without drafts left out."""
-    if hasattr(runner, "speculator"):  # Model Runner V2
-        sampler = runner.rejection_sampler
-        if sampler is not None:
-            kind = type(sampler)
-
-            def verify(self: Any, *args: Any) -> Any:
-                return clock.call(kind.__call__, self, *args)
-
-            # It may be called in one place, and is read and written in others.
-            sampler.__class__ = type(kind.__name__, (kind,), {"__call__": verify})
-        return
-    sample = runner._sample
-
-    def timed(logits: Any, spec_decode_metadata: Any) -> Any:
-        if spec_decode_metadata is None:
-            return sample(logits, spec_decode_metadata)
-        return clock.call(sample, logits, spec_decode_metadata)
-
-    runner._sample = timed
