@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "isolation": {"counters", "draft", "structures"},
     "proposers": {"config", "draft", "kernels", "structures", "target"},
     "gate": {"counters", "draft", "kernels", "structures"},
-    "cascade": {"config", "counters", "draft", "gate", "isolation", "proposers", "structures", "target"},
+    "cascade": {"config", "counters", "draft", "gate", "isolation", "methods", "proposers", "structures", "target"},
     "options_text": {"config"},
     "request_options": {"config", "options_text"},
     "custom": {"config", "draft", "isolation"},

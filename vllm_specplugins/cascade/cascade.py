@@ -22,14 +22,10 @@ from vllm_specplugins.gate.gate import Gate
 from vllm_specplugins.gate.ledger import Ledger
 from vllm_specplugins.isolation.circuit_breaker import Clock
 from vllm_specplugins.isolation.guard import Guard
+from vllm_specplugins.methods import method_of
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.proposers.jump import Jump
-from vllm_specplugins.proposers.medusa import Medusa
 from vllm_specplugins.structures.slots import SlotTable
 from vllm_specplugins.structures.views import places_of
-
-RUN_TARGET = EarlyExit, Jump, Medusa
-LOOKUPS = "prompt_lookup", "suffix_lookup"  # free, and they continue drafts
 
 
 class Cascade:
@@ -44,12 +40,13 @@ class Cascade:
         self,
         config: SpecConfig,
         context: ProposerContext,
-        stages: Sequence[Proposer],
+        stages: Sequence[Any],
         clock: Clock = time.monotonic,
     ):
         self._stages = stages
         self._context = context
         self._names = [stage.method for stage in config.own.stages]
+        self._methods = [method_of(name) for name in self._names]
         self._asked = stage_names(self._names)  # what options call them
         self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
         self._width = context.max_num_draft
@@ -59,7 +56,7 @@ class Cascade:
         self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
         self._guards = {
-            index: self._guard(index, clock) for index, stage in enumerate(stages) if not isinstance(stage, RUN_TARGET)
+            index: self._guard(index, clock) for index, method in enumerate(self._methods) if not method.runs_target
         }
         self._gated_stages: list[Auto] = []
         self._drafter = self._combine(rule(config))
@@ -97,8 +94,8 @@ class Cascade:
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """See EarlyExit.set_max_model_len."""
-        for stage in self._stages:
-            if isinstance(stage, RUN_TARGET):
+        for stage, method in zip(self._stages, self._methods, strict=True):
+            if method.runs_target:
                 stage.set_max_model_len(max_model_len)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
@@ -106,8 +103,8 @@ class Cascade:
         assert batch.target is not None
         firsts = np.zeros(batch.num_reqs, np.int64)
         draft = Draft.empty(batch.num_reqs)
-        for stage in self._stages:
-            if isinstance(stage, RUN_TARGET):
+        for stage, method in zip(self._stages, self._methods, strict=True):
+            if method.runs_target:
                 draft = stage.propose(batch)
             if isinstance(stage, EarlyExit):
                 longest = np.zeros((batch.num_reqs, int(batch.max_num_draft.max(initial=1))), np.int64)
@@ -183,9 +180,9 @@ class Cascade:
         return self._auto(self._gate, index, second=drafter, most=self._width)
 
     def _by_gate(self, gate: Gate) -> Drafter:
-        drafter, is_lookup = self._allowed(0), self._names[0] in LOOKUPS
-        lookup = drafter if is_lookup else None
-        if isinstance(self._stages[0], RUN_TARGET):
+        drafter = self._allowed(0)
+        lookup = drafter if self._methods[0].is_lookup else None
+        if self._methods[0].runs_target:
             limits = {"name": self._asked[0], "most": self._most[0]}
             drafter = self._auto(gate, 0, second=self._drafter_of(0), **limits)
         elif len(self._stages) == 1:
@@ -197,7 +194,7 @@ class Cascade:
                 first=drafter,
                 second=self._drafter_of(index),
                 lookup=lookup,
-                is_free=not isinstance(stage, RUN_TARGET),
+                is_free=not self._methods[index].runs_target,
                 continues=isinstance(stage, EarlyExit),
                 name=self._asked[index],
                 most=self._most[index],
@@ -210,11 +207,11 @@ class Cascade:
 
     def _drafter_of(self, index: int) -> Drafter:
         stage, counters = self._stages[index], self._counters[index]
-        if isinstance(stage, RUN_TARGET):
+        if self._methods[index].runs_target:
             return ModelDrafter(stage, index, counters)
         if isinstance(stage, BuiltIn):
             return BuiltInDrafter(index, counters, self._width)
-        is_lookup = self._names[index] in LOOKUPS
+        is_lookup = self._methods[index].is_lookup
         gate = None if is_lookup else self._gate  # lookups cost next to nothing
         return HostDrafter(stage, index, is_lookup, self._guards[index], counters, self._context, gate)
 

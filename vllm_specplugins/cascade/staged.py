@@ -22,8 +22,6 @@ from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.gate.gate import FIRST_CONFIDENCE
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.proposers.jump import Jump
-from vllm_specplugins.proposers.medusa import Medusa
 from vllm_specplugins.structures.draft_arrays import Array, DraftArrays, columns, nothing, of_stage, picked, stacked
 from vllm_specplugins.structures.slots import Ints
 from vllm_specplugins.target import Target
@@ -108,16 +106,16 @@ def _array(tensor: torch.Tensor, dtype: Any) -> Any:
 
 @dataclass(slots=True)
 class ModelDrafter:
-    """The model stage with this index by itself, token by token. A jump only begins drafts: it needs the target's last
-    state."""
+    """The model stage with this index by itself, token by token. One that is no exit only begins drafts: it needs the
+    target's last state."""
 
-    stage: EarlyExit | Jump | Medusa
+    stage: Any
     index: int
     counters: StageCounters
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
         assert batch.target is not None
-        if isinstance(self.stage, Jump) and prefix is not None:
+        if prefix is not None and not isinstance(self.stage, EarlyExit):
             max_draft, prefix = np.where(prefix.num_draft == 0, max_draft, 0), None
         num_steps, num_reqs = max(max_draft.tolist(), default=0), len(max_draft)
         if num_steps == 0:
