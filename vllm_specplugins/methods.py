@@ -51,7 +51,7 @@ class Method:
         runs_target: gets `DraftBatch.target`, and K slots of the KV cache past the last token; others get
             `DraftBatch.token_ids`.
         is_lookup: copies what stands in texts, the option `reference` among them, and continues drafts.
-        has_tenants: keeps what requests said for later ones of the same tenant.
+        has_tenants: keeps what requests emitted for later ones of the same tenant.
         on_device: drafts there on Model Runner V2, without the host (v2/speculators/device.py); the class of one that
             reads histories is then V1's.
         cuts_layers: runs some of the target's layers, or enters them (see `enters_states`).

@@ -113,7 +113,7 @@ class Engine:
                 ms += step_ms + self._drafting_ms * bool(decoding)
                 num_tokens += sum(fate.emitted for fate in fates)
             self._drafting_ms = self._machine.passes(self.proposer.passes)
-            over = [number for number in running if player.is_said(number)]
+            over = [number for number in running if player.has_ended(number)]
             player.forget(over)
             running = [number for number in running if number not in over]
         return num_tokens / ms

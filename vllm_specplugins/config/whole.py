@@ -8,7 +8,7 @@ from vllm_specplugins.config.fields import ConfigError, brief, check_fields, cho
 from vllm_specplugins.config.proposers import BuiltInConfig, CascadeConfig, EarlyExitConfig, StageConfig
 
 MAX_NUM_SPECULATIVE_TOKENS = 64
-# K where nothing is said: what is copied costs nothing to draft, and is right all along or not at all.
+# K where the configuration has none: what is copied costs nothing to draft, and is right all along or not at all.
 LONG, SHORT = 31, 5
 T = TypeVar("T")
 

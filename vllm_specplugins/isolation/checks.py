@@ -25,8 +25,8 @@ class NotFinite(Nonsense):
 
 def checked_draft(
     draft: Any,
-    max_num_draft: Int32Array,  # [num_reqs], what the draft was wanted for
-    width: int,
+    limits: Int32Array,  # [num_reqs], most tokens of each request
+    max_num_draft: int,
     vocab_size: int,
     runs_target: bool = False,
 ) -> Draft:
@@ -34,8 +34,8 @@ def checked_draft(
 
     Args:
         draft: anything.
-        max_num_draft: most tokens of each request.
-        width: K, most columns.
+        limits: see DraftBatch.max_num_draft.
+        max_num_draft: K, most columns.
         vocab_size: token ids are in [0, vocab_size).
         runs_target: tensors are passed on as they are: such a proposer is ours, and reading them would wait for the
             device.
@@ -45,13 +45,13 @@ def checked_draft(
     """
     if type(draft) is not Draft:
         raise Nonsense(f"a {type(draft).__name__} instead of a Draft")
-    num_reqs = len(max_num_draft)
+    num_reqs = len(limits)
     fields: list[Any] = [getattr(draft, name, None) for name in Draft.__slots__]
     token_ids, num_draft, confidence, logits, stage = fields
     if not runs_target or type(token_ids) is np.ndarray:
-        token_ids = _copied("token_ids", token_ids, np.int32, 2, num_reqs, width)
+        token_ids = _copied("token_ids", token_ids, np.int32, 2, num_reqs, max_num_draft)
     num_draft = _copied("num_draft", num_draft, np.int32, 1, num_reqs)
-    if (num_draft.view(np.uint32) > np.minimum(max_num_draft, token_ids.shape[1])).any():  # as such, -1 is too many
+    if (num_draft.view(np.uint32) > np.minimum(limits, token_ids.shape[1])).any():  # as such, -1 is too many
         raise Nonsense("num_draft is outside of 0..max_num_draft")
     if type(token_ids) is np.ndarray and token_ids.view(np.uint32).max(initial=0) >= vocab_size:
         # a tensor's are an argmax over the vocabulary; past the end of a draft anything may stand

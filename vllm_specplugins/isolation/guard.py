@@ -21,6 +21,7 @@ from vllm_specplugins.isolation.call_thread import CallThread
 from vllm_specplugins.isolation.checks import Nonsense, NotFinite
 from vllm_specplugins.isolation.circuit_breaker import CircuitBreaker, Clock, FaultCounters
 from vllm_specplugins.isolation.read_only import feedback_for_proposer
+from vllm_specplugins.request_options import SETTINGS, TENANT
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -37,8 +38,7 @@ def _unfailing(handle: Callable[[logging.LogRecord], None]) -> Callable[[logging
 
 setattr(logger, "handle", _unfailing(logger.handle))  # noqa: B010
 
-# Which no proposer of another's reads.
-OUR_OPTIONS = frozenset({"enabled", "learn", "max_context", "max_draft", "stages", "tenant"})
+OUR_OPTIONS = SETTINGS | {TENANT}  # at which no proposer of the user's own fails
 LONGEST_CAUSE = 300
 
 RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow"

@@ -13,22 +13,22 @@ from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, sample_with_q
 from vllm_specplugins.target import Target
 
-SUREST = 16.0  # as of a match of so many tokens
+LARGEST_CONFIDENCE = 16.0  # as of a match of so many tokens
 
 
 def token_confidence(
     logits: torch.Tensor,  # [N, V]
     temperature: torch.Tensor,  # [N], 0 is greedy
 ) -> torch.Tensor:
-    """[N] float32: how sure a head is of what it says, whichever token was drawn: 1 / sqrt(1 - its largest chance),
-    which is of the size of a lookup's confidence: 2 where the chance is 3/4, 4 where it is 15/16.
+    """[N] float32: of a head's distribution, whichever token was drawn: 1 / sqrt(1 - its largest probability), which
+    is of the size of a lookup's confidence: 2 where the probability is 3/4, 4 where it is 15/16.
 
     >>> token_confidence(torch.tensor([[0.75, 0.25]]).log(), torch.zeros(1)).tolist()
     [2.0]
     """
     logits = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    surest = logits.amax(dim=-1) - logits.logsumexp(dim=-1)
-    return (-torch.expm1(surest)).clamp_(min=SUREST**-2).rsqrt_()
+    largest = logits.amax(dim=-1) - logits.logsumexp(dim=-1)
+    return (-torch.expm1(largest)).clamp_(min=LARGEST_CONFIDENCE**-2).rsqrt_()
 
 
 class DraftSampler:

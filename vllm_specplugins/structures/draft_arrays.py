@@ -56,8 +56,8 @@ class DraftArrays(NamedTuple):
         token_ids: [num_reqs, K] int32.
         num_draft: [num_reqs] int; on the host int64.
         stage: [num_reqs, K] int, index of the stage that answers for a token; on the host int64.
-        confidence: [num_reqs, K] float, on the host float64, in that stage's unit; a token is surer by 1 than the one
-            before it, if that is of its stage: it is looked at only if that one was right.
+        confidence: [num_reqs, K] float, on the host float64, in that stage's unit; 1 more than of the token before, if
+            that is of its stage: a token is looked at only if that one was right.
         q: [num_reqs, K] int64, the row of `logits` that the token was drawn from, -1 where its q is one-hot; None: all.
         logits: [N, vocab_size] tensor.
     """
@@ -101,11 +101,11 @@ def of_stage(
 ) -> DraftArrays:
     """Drafts that one stage made."""
     if isinstance(token_ids, np.ndarray):
-        stages, sure = np.empty(token_ids.shape, np.int64), np.empty(token_ids.shape)
-        host.label(stage, confidence.astype(np.float64, copy=False), stages, sure)
-        return DraftArrays(token_ids, num_draft.astype(np.int64, copy=False), stages, sure, q, logits)
-    sure = confidence[:, None] + columns(token_ids)
-    return DraftArrays(token_ids, num_draft, namespace(token_ids).full_like(token_ids, stage), sure, q, logits)
+        stages, confidences = np.empty(token_ids.shape, np.int64), np.empty(token_ids.shape)
+        host.label(stage, confidence.astype(np.float64, copy=False), stages, confidences)
+        return DraftArrays(token_ids, num_draft.astype(np.int64, copy=False), stages, confidences, q, logits)
+    confidences = confidence[:, None] + columns(token_ids)
+    return DraftArrays(token_ids, num_draft, namespace(token_ids).full_like(token_ids, stage), confidences, q, logits)
 
 
 def nothing(num_reqs: int, width: int) -> DraftArrays:
@@ -123,7 +123,7 @@ def _empty(token_ids: npt.NDArray[np.int32]) -> DraftArrays:
 
 
 def either(is_first: Array, first: DraftArrays, second: DraftArrays) -> DraftArrays:
-    """The first draft of the requests [num_reqs] bool that are said to have that one, the second of the others."""
+    """The first draft of the requests [num_reqs] bool that have that one, the second of the others."""
     num_draft = namespace(is_first).where(is_first, first.num_draft, second.num_draft)
     return _chosen(is_first[:, None], first, second, num_draft)
 

@@ -10,12 +10,12 @@ _drafts = types.int32[:, ::1], types.int64[::1], types.int64[:, ::1], types.floa
 
 
 @compiled(types.void(types.int64, types.float64[::1], types.int64[:, ::1], types.float64[:, ::1]))
-def label(index: int, first_sure: Any, stages: Any, sure: Any) -> None:
-    """See drafted.of_stage; into `stages` and `sure`."""
-    for row in range(len(first_sure)):
+def label(index: int, first_confidence: Any, stages: Any, confidences: Any) -> None:
+    """See draft_arrays.of_stage; into `stages` and `confidences`."""
+    for row in range(len(first_confidence)):
         for place in range(stages.shape[1]):
             stages[row, place] = index
-            sure[row, place] = first_sure[row] + place
+            confidences[row, place] = first_confidence[row] + place
 
 
 @compiled(types.void(*_drafts, *_drafts, *_drafts))
@@ -23,27 +23,27 @@ def join(
     token_ids: Any,
     num_draft: Any,
     stages: Any,
-    sure: Any,
-    behind_ids: Any,
-    num_behind: Any,
-    behind_stages: Any,
-    behind_sure: Any,
+    confidences: Any,
+    other_ids: Any,
+    num_other: Any,
+    other_stages: Any,
+    other_confidences: Any,
     joined_ids: Any,
     num_joined: Any,
     joined_stages: Any,
-    joined_sure: Any,
+    joined_confidences: Any,
 ) -> None:
     """See DraftArrays.followed_by; without q."""
     width = token_ids.shape[1]
     for row in range(len(num_draft)):
         end = num_draft[row]
-        num_joined[row] = end + num_behind[row]
+        num_joined[row] = end + num_other[row]
         for place in range(width):
             if place < end:
                 joined_ids[row, place] = token_ids[row, place]
                 joined_stages[row, place] = stages[row, place]
-                joined_sure[row, place] = sure[row, place]
+                joined_confidences[row, place] = confidences[row, place]
             else:
-                joined_ids[row, place] = behind_ids[row, place - end]
-                joined_stages[row, place] = behind_stages[row, place - end]
-                joined_sure[row, place] = behind_sure[row, place - end]
+                joined_ids[row, place] = other_ids[row, place - end]
+                joined_stages[row, place] = other_stages[row, place - end]
+                joined_confidences[row, place] = other_confidences[row, place - end]

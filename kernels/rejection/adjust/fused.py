@@ -54,7 +54,7 @@ def _add(result_ptr, token_ids_ptr, values_ptr, num_tokens, first, last, BLOCK: 
 def _put_after(
     result_ptr, bad_words, num_words, state, drafts_ptr, step, position, first, last, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Stores -inf at the last tokens of words whose other tokens were said; `drafts_ptr` is at the row's own draft."""
+    """Stores -inf at the last tokens of words whose others were emitted; `drafts_ptr` is at the row's own draft."""
     _, offsets_ptr, token_ids_ptr, history_ptr, prompt_lengths_ptr, offsets_stride, tokens_stride, stride = bad_words
     offsets_ptr += state * offsets_stride
     token_ids_ptr += state * tokens_stride
@@ -66,7 +66,7 @@ def _put_after(
         tokens = tl.load(token_ids_ptr + ends - 1, mask=ends > begins, other=-1)
         matches = (tokens >= first) & (tokens < last)
         for back in range(1, tl.max(tl.where(matches, ends - begins, 0))):
-            # A row's own draft is the last token said, unless the row is its request's first.
+            # A row's own draft is the last token emitted, unless the row is its request's first.
             place = position - back
             emitted = (back > step) & (place >= prompt_length)
             said = tl.load(history_ptr + state * stride + place, mask=emitted, other=-1)
@@ -87,7 +87,7 @@ def _bits(words_ptr, words, num_words):
 
 @triton.jit
 def _penalized(logits, penalties, state, drafts_ptr, num_drafts, offsets, words, num_words, inside):
-    """Logits of a tile, less what its tokens cost that were said; `drafts_ptr` is at the request's first draft."""
+    """Logits of a tile, less what its tokens cost that were emitted; `drafts_ptr` is at the request's first draft."""
     repetition_ptr, frequency_ptr, presence_ptr, prompt_ptr, counts_ptr, prompt_stride, counts_stride = penalties
     repetition = tl.load(repetition_ptr + state)
     frequency, presence = tl.load(frequency_ptr + state), tl.load(presence_ptr + state)

@@ -55,7 +55,7 @@ def _listed(tokens: tuple[torch.Tensor, ...], state: int) -> torch.Tensor:
 
 
 def _penalize(logits: torch.Tensor, drafts: torch.Tensor, state: int, penalties: Penalties) -> None:
-    """Edits the columns of the tokens that were said; the others' counts are 0."""
+    """Edits the columns of the tokens that were emitted; the others' counts are 0."""
     repetition, frequency, presence = (values[state] for values in penalties[:3])
     if repetition == 1 and frequency == 0 and presence == 0:
         return
@@ -87,10 +87,10 @@ def _forbid_words(
     end = int(positions[0])
     longest = max(last - first for first, last in words)
     begin = min(max(int(bad_words.prompt_lengths[state]), end - longest), end)
-    said = bad_words.history[state, begin:end].tolist() + drafts.tolist()
+    emitted = bad_words.history[state, begin:end].tolist() + drafts.tolist()
     for first, last in words:
         *prefix, token = bad_words.token_ids[state, first:last].tolist()
         for step, row in enumerate(logits, start=len(positions) - len(logits)):
             length = end - begin + step
-            if prefix == said[max(length - len(prefix), 0) : length]:
+            if prefix == emitted[max(length - len(prefix), 0) : length]:
                 row[token] = -torch.inf

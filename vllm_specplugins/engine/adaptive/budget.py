@@ -95,8 +95,8 @@ class Budget:
     def __init__(self, manager: Any, confidences: Confidences | None, implementation: str | None = None):
         self._manager, self._confidences, self._implementation = manager, confidences, implementation
         self._req_states, num_slots = manager.req_states, manager.req_states.max_num_reqs
-        width = manager.num_speculative_steps
-        self._found, self._had_nothing = np.zeros((num_slots, width)), np.zeros(num_slots, bool)
+        max_num_draft = manager.num_speculative_steps
+        self._found, self._had_nothing = np.zeros((num_slots, max_num_draft)), np.zeros(num_slots, bool)
         self._layout = Layout(manager._cu_num_logits, manager.query_start_loc)
         self._chances = manager._confidence_probs if confidences is None else confidences.newest[:num_slots]
         self._add, self._compact = manager.add_request, manager.compact_batch

@@ -35,7 +35,7 @@ class OptionChecks:
 
     def concern(self, options: Mapping[str, Any]) -> bool:
         """Whether somebody has to be asked about these options."""
-        return bool(self._checks) and not options.keys() <= {*SETTINGS}
+        return bool(self._checks) and not options.keys() <= SETTINGS
 
     @property
     def are_stuck(self) -> bool:

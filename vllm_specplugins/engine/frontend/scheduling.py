@@ -24,7 +24,7 @@ SYNCHRONOUS = "vllm_specplugins.engine.v2.scheduler.ChoosingScheduler"
 
 
 def wanted_of_vllm(config: SpecConfig, asked: bool | None, num_stages: int) -> bool | None:
-    """What vLLM is told: what the user said, else False or vLLM's own default (None)."""
+    """What vLLM is told: what the user asked for, else False or vLLM's own default (None)."""
     waits = reads_history(config) and not drafts_on_device(config) and num_stages == 1
     return False if asked is None and waits else asked
 

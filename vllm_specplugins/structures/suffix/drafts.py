@@ -47,7 +47,7 @@ class Asked(NamedTuple):
     rows: Int64Array  # [B]
     references: Int64Array  # [B * 2] where their references lie, and the lengths of these, or 0
     requests: Int64Array  # [B * 2] how many tokens of a text are new, and the owner of its texts in the ring, or 0
-    min_confidence: float  # a draft ends before a token that is less sure
+    min_confidence: float  # a draft ends before a token that is less likely to be accepted
 
 
 class Kept(NamedTuple):

@@ -69,7 +69,7 @@ class Row:
         gap_ms: from tokens to the next ones of the same request, median and 99th percentile.
         repeats: share of output tokens that end an 8-gram which stood before in the same output.
         num_outputs: in all rounds.
-        num_different: how many of them are not what no speculation said; None where they are sampled.
+        num_different: how many of them are not those of no speculation; None where they are sampled.
         num_faults: of our proposer.
     """
 

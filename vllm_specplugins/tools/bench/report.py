@@ -23,7 +23,7 @@ LEGEND = (
 )
 FRESH = (
     "Each round asks prompts of its own, as a tenant of its own, without a prefix cache: nothing is drafted from what "
-    "earlier rounds said. What an engine learns of itself (the times of its steps, how often drafts are accepted) is "
+    "earlier rounds emitted. What an engine learns of itself (times of its steps, how often drafts are accepted) is "
     "kept, as in a server that has been up for a minute."
 )
 

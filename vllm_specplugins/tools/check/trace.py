@@ -72,7 +72,7 @@ def play(
 
     def forget_all(numbers: Sequence[int]) -> None:
         player.forget(numbers)
-        over.update(filter(player.is_said, numbers))
+        over.update(filter(player.has_ended, numbers))
 
     for step in count():
         requests, forgotten = trace.steps[step] if step < len(trace.steps) else ([], [])
@@ -83,7 +83,7 @@ def play(
         running = [number for number in dict.fromkeys([*requests, *late]) if number not in over]
         if running:
             player.step(running)
-            forget_all(list(filter(player.is_said, running)))
+            forget_all(list(filter(player.has_ended, running)))
         elif step >= len(trace.steps):
             break
     # What is to be forgotten, a barrier tells a proposer before it next proposes.

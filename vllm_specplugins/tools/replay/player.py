@@ -1,6 +1,6 @@
 """Plays recorded texts to a proposer: how far each gets in a step is up to the drafts.
 
-What the target said next is known, and a draft is accepted as far as it says so. Who takes part in a step is the
+What the target emitted next is known, and a draft is accepted as far as it agrees. Who takes part in a step is the
 caller's to decide: a recorded engine (check/trace.py) or one that is simulated (simulate.py).
 """
 
@@ -57,8 +57,8 @@ class Player:
         """Whether the request had no step yet."""
         return number not in self._has_arrived
 
-    def is_said(self, number: int) -> bool:
-        """Whether the target has nothing more to say."""
+    def has_ended(self, number: int) -> bool:
+        """Whether all that the target emitted is there."""
         return self.lengths[number] >= len(self._histories[number])
 
     def step(self, running: Sequence[int], step_ms: float | None = None) -> list[Fate]:

@@ -128,7 +128,7 @@ class _Engine:
         fates = player.step(running, step_ms if len(decoding) == len(running) else None)
         drafting_ms = self._drafting_ms(self._proposing_ms) if self.barrier else 0.0
         self.totals.add(dict(zip(running, fates, strict=True)), step_ms, drafting_ms)
-        over = [number for number in running if player.is_said(number)]
+        over = [number for number in running if player.has_ended(number)]
         player.forget(over)
         return over
 
