@@ -30,9 +30,9 @@ def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
     """Logs what states take: of each layer one for each token that is verified, whether drafted or not."""
     total = drafted = 0
     for group in kv_cache_config.kv_cache_groups:
-        if isinstance(spec := group.kv_cache_spec, MambaSpec):
-            total += len(group.layer_names) * spec.max_memory_usage_bytes(vllm_config)
-            drafted += len(group.layer_names) * spec.num_speculative_blocks * spec.page_size_bytes
+        if isinstance(mamba_spec := group.kv_cache_spec, MambaSpec):
+            total += len(group.layer_names) * mamba_spec.max_memory_usage_bytes(vllm_config)
+            drafted += len(group.layer_names) * mamba_spec.num_speculative_blocks * mamba_spec.page_size_bytes
     if drafted:
         logger.info(
             "%s: the target's states take %.2f MiB a request, %.2f MiB of them for num_speculative_tokens %d.",
