@@ -129,11 +129,9 @@ class DeviceSpeculator(Speculator):
         return self.outcomes.copies(input_batch.idx_mapping_np)
 
     def rests(self, input_batch: Any, most: int) -> bool:
-        """Whether nothing is drafted, as in the step before; no other step asks. What is built into vLLM has to see all
-        tokens."""
-        if self.offers is not None:
-            return False
-        if rests := self.tally.rests(input_batch, most):
+        """Whether nothing is drafted, as in the step before. What is built into vLLM has to see all tokens."""
+        rests = self.offers is None and self.tally.rests(input_batch, most)
+        if rests:
             self.outcomes.rest()
         return rests
 
@@ -161,10 +159,7 @@ class DeviceSpeculator(Speculator):
         self.barrier.counters.propose_ms += (time.perf_counter() - start) * 1000
 
     def _rehearse(self, input_batch: Any, is_profile: bool, skip_attn: bool) -> None:
-        """A dummy run: costs in memory and time what drafting costs, and belongs to no request.
-
-        Without attention there is no KV cache yet.
-        """
+        """A dummy run costs what drafting costs, and belongs to no request. Without attention there is no KV cache."""
         num_reqs, self._depth = input_batch.num_reqs, self._depths[-1]
         self._begin(num_reqs, self.num_speculative_steps)
         if not is_profile and self._replays(num_reqs):
