@@ -26,7 +26,7 @@ class Auto:
 
     Args:
         index: of the second stage; where there is none, of the first.
-        width: K.
+        max_num_draft: K.
         first: its drafts are free, or paid for; None: there is none.
         second: None: there is none.
         lookup: continues drafts at no cost; None: there is none.
@@ -40,7 +40,7 @@ class Auto:
     rows: SlotTable
     ledger: Ledger
     index: int
-    width: int
+    max_num_draft: int
     first: Drafter | None = None
     second: Drafter | None = None
     lookup: Drafter | None = None
@@ -54,7 +54,9 @@ class Auto:
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
         max_draft, most = max_draft.astype(np.int64, copy=False), self._most(batch, max_draft)
         found = (
-            nothing(len(max_draft), self.width) if self.first is None else self.first.draft(batch, prefix, max_draft)
+            self.first.draft(batch, prefix, max_draft)
+            if self.first is not None
+            else nothing(len(max_draft), self.max_num_draft)
         )
         offered, confidence = None, np.full(len(max_draft), FIRST_CONFIDENCE)
         if self.is_free and self.second is not None:

@@ -52,15 +52,15 @@ class BuiltInDrafter:
 
     index: int
     counters: StageCounters
-    width: int  # K
+    max_num_draft: int  # K
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
         """Begins a draft, or continues one that begins as its own does; anything else it has not thought about."""
         if batch.offer is None:
-            return nothing(len(max_draft), self.width)
+            return nothing(len(max_draft), self.max_num_draft)
         self.counters.asked += int(np.count_nonzero(max_draft))
         offered = batch.offer.token_ids.shape[1]  # fewer than K in a step for which the engine wants fewer
-        rest = (0, 0), (0, self.width - offered)
+        rest = (0, 0), (0, self.max_num_draft - offered)
         own, sure = np.pad(batch.offer.token_ids, rest), None
         if batch.offer.accept_probs is not None:
             sure = np.pad(confidence_of(batch.offer.accept_probs), rest)

@@ -49,10 +49,10 @@ class Cascade:
         self._methods = [method_of(name) for name in self._names]
         self._asked = stage_names(self._names)  # what options call them
         self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
-        self._width = context.max_num_draft
-        self._most = [stage.num_speculative_tokens or self._width for stage in config.own.stages]
-        self._rows, self._ledger = SlotTable(), Ledger(len(stages), self._width)
-        self._gate = Gate(self._ledger, self._width) if config.common.gate == "auto" else None
+        self._max_num_draft = context.max_num_draft
+        self._most = [stage.num_speculative_tokens or self._max_num_draft for stage in config.own.stages]
+        self._rows, self._ledger = SlotTable(), Ledger(len(stages), self._max_num_draft)
+        self._gate = Gate(self._ledger, self._max_num_draft) if config.common.gate == "auto" else None
         self._agreed = context.agreed
         self._counters = [StageCounters() for _ in stages]
         self._guards = {
@@ -177,7 +177,7 @@ class Cascade:
             drafter = OptionFilter(checked, drafter, self._asked[index], self._most[index])
         if self._gate is None or len(self._stages) == 1:
             return drafter
-        return self._auto(self._gate, index, second=drafter, most=self._width)
+        return self._auto(self._gate, index, second=drafter, most=self._max_num_draft)
 
     def _by_gate(self, gate: Gate) -> Drafter:
         drafter = self._allowed(0)
@@ -202,7 +202,7 @@ class Cascade:
         return drafter
 
     def _auto(self, gate: Gate, index: int, **drafters: Any) -> Auto:
-        self._gated_stages.append(Auto(gate, self._rows, self._ledger, index, self._width, **drafters))
+        self._gated_stages.append(Auto(gate, self._rows, self._ledger, index, self._max_num_draft, **drafters))
         return self._gated_stages[-1]
 
     def _drafter_of(self, index: int) -> Drafter:
@@ -210,7 +210,7 @@ class Cascade:
         if self._methods[index].runs_target:
             return ModelDrafter(stage, index, counters)
         if isinstance(stage, BuiltIn):
-            return BuiltInDrafter(index, counters, self._width)
+            return BuiltInDrafter(index, counters, self._max_num_draft)
         is_lookup = self._methods[index].is_lookup
         gate = None if is_lookup else self._gate  # lookups cost next to nothing
         return HostDrafter(stage, index, is_lookup, self._guards[index], counters, self._context, gate)

@@ -112,8 +112,8 @@ class OnDevice:
         return self._verified(drafts, found, own, steps)
 
     def _alone(self, target: Target, own: torch.Tensor, num_steps: int) -> tuple[Steps | None, DraftArrays]:
-        width, index = self.stage.max_num_draft, EXIT if self.policy else 0
-        drafts = of_stage(index, own.new_zeros((len(own), width), dtype=torch.int32), own, own * 0.0 + 1)
+        max_num_draft, index = self.stage.max_num_draft, EXIT if self.policy else 0
+        drafts = of_stage(index, own.new_zeros((len(own), max_num_draft), dtype=torch.int32), own, own * 0.0 + 1)
         steps = self._follow(target, num_steps, drafts) if num_steps else None
         return steps, self._said(drafts, steps)
 

@@ -34,11 +34,11 @@ class PartialDraft:
         prefix: that draft; None: no tokens.
         max_draft: [num_reqs] int64, how many tokens of the stage there shall be.
         target: whose newest tokens and lengths are those of the histories.
-        width: K.
+        max_num_draft: K.
     """
 
-    def __init__(self, prefix: DraftArrays | None, max_draft: Ints, target: Target, width: int):
-        shape = len(max_draft), width
+    def __init__(self, prefix: DraftArrays | None, max_draft: Ints, target: Target, max_num_draft: int):
+        shape = len(max_draft), max_num_draft
         self._token_ids, self._q = np.zeros(shape, np.int32), np.full(shape, -1, np.int64)
         self._num_tokens = np.zeros(len(max_draft), np.int64)
         self._num_missing: int = sum(max_draft.tolist())

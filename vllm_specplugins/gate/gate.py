@@ -31,9 +31,9 @@ class Gate:
     R: requests of a step, K: most tokens of a draft.
     """
 
-    def __init__(self, ledger: Ledger, width: int):
+    def __init__(self, ledger: Ledger, max_num_draft: int):
         self._ledger = ledger
-        self._width = width
+        self._max_num_draft = max_num_draft
         self.num_context = 0  # tokens of all requests of this step, together
         self._costs = LoadCosts()
         self._sizes: set[int] = set()  # of batches that there have been
@@ -99,7 +99,8 @@ class Gate:
     ) -> tuple[Ints, Ints]:
         kept, own = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
         rate = break_even_rate(costs, len(rows))
-        tokens_ms = costs.tokens_ms(self._width) if len(rows) == 1 else np.full(self._width, costs.slope_ms)
+        K = self._max_num_draft
+        tokens_ms = costs.tokens_ms(K) if len(rows) == 1 else np.full(K, costs.slope_ms)
         prices = rate * tokens_ms, rate * self._draft_ms.get(stage, 0.0)
         drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
         limits = self._of_each(confidence), most, room
@@ -129,7 +130,7 @@ class Gate:
         """[R, K], of each token; where only the first one's is known, a token is surer by 1 than the one before it."""
         if confidence.ndim == 2:
             return np.ascontiguousarray(confidence)
-        return confidence[:, None] + np.arange(self._width)
+        return confidence[:, None] + np.arange(self._max_num_draft)
 
     def _explored(self, lengths: Ints, stage: int, most: Ints, costs: StepCosts) -> Ints:
         """Now and then one token for those who may have some and would get none, as often as EXPLORE_SHARE allows."""

@@ -80,19 +80,20 @@ def share(
     token_prices, draft_price = prices
     price = token_prices[0]
     whole = records[2]
-    width = found[1].shape[1]
-    shape = len(rows), width + 1
-    all_alone, all_after, lengths, gains = np.empty(shape), np.empty(shape), np.empty_like(rows), np.zeros(width + 1)
+    max_num_draft = found[1].shape[1]
+    shape = len(rows), max_num_draft + 1
+    all_alone, all_after, gains = np.empty(shape), np.empty(shape), np.zeros(max_num_draft + 1)
+    lengths = np.empty_like(rows)
     for index in range(len(rows)):
         alone, after = all_alone[index], all_after[index]
         own_confidence, its_most, its_room = confidence[index], most[index], room[index]
         lengths[index] = _candidates(
             rows[index], found, index, stage, own_confidence, its_most, its_room, token_prices, records, alone, after
         )
-        for depth in range(width + 1):
+        for depth in range(max_num_draft + 1):
             gains[depth] += max(alone[depth], after[depth])
     deepest = 0
-    for depth in range(1, min(longest, width) + 1):
+    for depth in range(1, min(longest, max_num_draft) + 1):
         if gains[depth] - depth * draft_price > gains[deepest] - deepest * draft_price:
             deepest = depth
     num_following = 0

@@ -20,10 +20,11 @@ from vllm_specplugins.structures.slots import Ints, with_room
 class Ledger:
     """See the module. It grows with the requests."""
 
-    def __init__(self, num_stages: int, width: int):
-        self._sent = np.zeros(1, np.int64), np.zeros((1, width), np.int64), np.zeros((1, width))
-        self._totals = np.zeros((num_stages, host.NUM_TOTALS), np.int64), np.zeros((num_stages, width), np.int64)
-        self._lengths = np.zeros((num_stages, width + 1), np.int64)
+    def __init__(self, num_stages: int, max_num_draft: int):
+        self._sent = np.zeros(1, np.int64), np.zeros((1, max_num_draft), np.int64), np.zeros((1, max_num_draft))
+        places = np.zeros((num_stages, max_num_draft), np.int64)
+        self._totals = np.zeros((num_stages, host.NUM_TOTALS), np.int64), places
+        self._lengths = np.zeros((num_stages, max_num_draft + 1), np.int64)
         shape = num_stages, NUM_GRADES
         self._own = np.zeros((1, *shape)), np.zeros((1, *shape)), np.zeros((1, num_stages))
         tried = np.full(shape, PRIOR_WEIGHT)

@@ -43,24 +43,24 @@ class DeviceSpeculator(Speculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
-        speculative_config, width = vllm_config.speculative_config, self.num_speculative_steps
+        speculative_config, max_num_draft = vllm_config.speculative_config, self.num_speculative_steps
         config = speculative_config.plugin_config
         stages = config.stages
         self._policy = rule(config)
-        self._limits = DraftLimits(req_states, vllm_config.model_config, width, device, stages)
+        self._limits = DraftLimits(req_states, vllm_config.model_config, max_num_draft, device, stages)
         for lookup in stage_configs(config, PromptLookupConfig):
-            self.texts = TokenHistories(req_states, width, lookup, device)
+            self.texts = TokenHistories(req_states, max_num_draft, lookup, device)
         self._steps_alone = speculative_config.drafts_on_device and self.texts is None  # of an exit, each of them seen
         # vLLM's estimator rates an exit that is alone, in fewer launches; it knows of no lookup.
         self.use_acceptance_estimator &= self._steps_alone
-        self._steps = torch.arange(width, device=device)
-        self.outcomes = DraftTracker(max(1, len(stages)), req_states, width, device)
+        self._steps = torch.arange(max_num_draft, device=device)
+        self.outcomes = DraftTracker(max(1, len(stages)), req_states, max_num_draft, device)
         self.draft_token_confidence_probs, self.tally = self.outcomes.probs, self.outcomes.tally
         self.report = LateReport()
         self._depth = 0  # how many tokens are drafted by what runs the target
         self._depths: tuple[int, ...] = (0,)
         if self.runs_target:
-            self._depths = lengths_up_to(self._limits.of_stages[EXIT] if stages else width)
+            self._depths = lengths_up_to(self._limits.of_stages[EXIT] if stages else max_num_draft)
         self._graphs: Any = None  # of the newest step
         self._graphs_of: dict[int, Any] = {}  # by depth
 
