@@ -108,7 +108,7 @@ OBJECTS: dict[str, str] = {
 RECEIVERS = {name: classes for classes, names in OBJECTS.items() for name in names.split()}
 # Files whose classes are named as those that we use.
 NAMESAKES = re.compile(
-    r"models/(inkling/|llama\w+\.py)|utils/counter|worker/cpu/|output_processor|kv_offload|moe/oracle"
+    r"models/(inkling/|llama\w+\.py)|utils/counter|worker/cpu/|output_processor|kv_offload|moe/oracle|third_party"
 )
 # Attributes that are vLLM's wherever they stand.
 _SET_BY_US = frozenset({"adapter", "specplugins", "aux_hidden_state_layers"})  # on objects of vLLM's
