@@ -131,7 +131,7 @@ _OF_OTHERS: dict[str, str] = {
     "prometheus_client": "Gauge Counter",
     "pydantic": "ValidationError",
     "re": "Pattern",
-    "torch": "Tensor nn.Module device dtype Generator distributed cuda cuda.Event",
+    "torch": "Tensor nn.Module device dtype Generator distributed cuda cuda.Event mps.event.Event",
     "llguidance": "LLMatcher LLTokenizer",
     "xgrammar": "GrammarMatcher",
 }
