@@ -260,6 +260,18 @@ def test_refused(value: Any) -> None:
         SuffixLookupConfig(shared=value)
 
 
+def test_options_of_the_address(caplog: pytest.LogCaptureFixture) -> None:
+    """What redis-py refuses is said in one sentence, at the start or as a server that cannot be reached, and drafts go
+    on. Kills: a thread that ends of it; a start that does."""
+    with pytest.raises(ConfigError, match="shared must be an address that redis-py takes: Invalid value for"):
+        proposer(shared="redis://localhost:1/?socket_timeout=soon")
+    own = proposer(shared="redis://localhost:1/?unknown=1")
+    serve(own, "a", TEXT, 20)
+    assert step(own, {"b": TEXT[:40]}) == [TEXT[40:45].tolist()]
+    assert caplog.text.count("cannot be reached (TypeError)") == 1
+    own.close()
+
+
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who lacks redis-py is told what to install. Kills: an ImportError in the worker."""
     monkeypatch.setattr("vllm_specplugins.config.proposers.find_spec", lambda name: None)

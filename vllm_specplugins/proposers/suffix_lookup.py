@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.config import PromptLookupConfig, SuffixLookupConfig, redis_url
+from vllm_specplugins.config import ConfigError, PromptLookupConfig, SuffixLookupConfig, redis_url
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
 from vllm_specplugins.structures.draft_arrays import NO_COUNTS, NO_TOKENS
@@ -82,11 +82,15 @@ class SuffixLookup:
                 logger.info("suffix_lookup: %d texts loaded from %s.", len(texts), path)
             if config.shared is not None:
                 url, size = redis_url(config.shared), (context.vocab_size, self.store.max_tokens)
-                shared = SharedTexts(url, mark, *size, config.shared_keep_s)
+                try:
+                    shared = SharedTexts(url, mark, *size, config.shared_keep_s)
+                except ValueError as error:
+                    raise ConfigError(
+                        f"suffix_lookup: shared must be an address that redis-py takes: {error}"
+                    ) from None
                 texts += shared.fill()
-                texts = list(
-                    {(text.tenant, text.tokens.tobytes()): text for text in texts}.values()
-                )  # in both, or twice
+                # In both, or twice.
+                texts = list({(text.tenant, text.tokens.tobytes()): text for text in texts}.values())
         for in_use, tenant, text in context.agreed(texts):
             self.store.enter(tenant, text, in_use)
             self.store.work()

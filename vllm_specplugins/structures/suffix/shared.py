@@ -13,7 +13,7 @@ from threading import Event, Thread
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_specplugins.structures.suffix.store_file import StoredText, record, text_at
+from vllm_specplugins.structures.suffix.store_file import StoredText, record, record_at
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -38,6 +38,9 @@ class SharedTexts:
         vocab_size: token ids of others that are not in [0, vocab_size) are ignored, with their texts.
         max_tokens: that the store has room for.
         keep_s: seconds that the server keeps a text.
+
+    Raises:
+        ValueError: redis-py refuses the address.
     """
 
     def __init__(self, url: str, mark: bytes, vocab_size: int, max_tokens: int, keep_s: int):
@@ -45,7 +48,6 @@ class SharedTexts:
 
         parts = urlsplit(url)
         self._place = parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"
-        self._errors = redis.RedisError, OSError
         self._server: Any = redis.Redis.from_url(
             url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=None
         )
@@ -96,7 +98,7 @@ class SharedTexts:
                 self._is_closing.wait(self._pause_s)
             elif len(self._waiting) >= MOST_WAITING:
                 self._is_closing.wait(WAIT_MS / 1000)
-        with suppress(*self._errors):
+        with suppress(Exception):
             self._publish()
             self._server.close()
 
@@ -105,7 +107,7 @@ class SharedTexts:
         try:
             self._publish()
             self._fetch(wait_ms)
-        except self._errors as error:
+        except Exception as error:  # of the network, of the server, or of what the address asks of redis-py
             self.counts["failed"] += 1
             if self._pause_s == 0:
                 what = "%s cannot be reached (%s); earlier outputs are not shared until that changes."
@@ -144,7 +146,7 @@ class SharedTexts:
                 self._enter(fields.get(TEXT, b""))
 
     def _enter(self, data: bytes) -> None:
-        text = text_at(data, 0, self._vocab_size)
+        text = record_at(data, 0, self._vocab_size)
         if text is None:
             self.counts["ignored"] += 1
         else:

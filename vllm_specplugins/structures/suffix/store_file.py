@@ -78,7 +78,7 @@ def record(text: StoredText) -> bytes:
     return data + _digest(data)
 
 
-def text_at(data: bytes, start: int, vocab_size: int) -> tuple[StoredText, int] | None:
+def record_at(data: bytes, start: int, vocab_size: int) -> tuple[StoredText, int] | None:
     """The record that begins there, and where it ends; None unless it is whole, with token ids in [0, vocab_size)."""
     if len(data) < start + RECORD.size:
         return None
@@ -228,7 +228,7 @@ class StoreFile:
         if mark != self._mark:
             raise DamagedError(f"the store {self.path} was made with another tokenizer")
         texts, end = [], HEADER.size
-        while (found := text_at(data, end, self._vocab_size)) is not None:
+        while (found := record_at(data, end, self._vocab_size)) is not None:
             text, end = found
             texts.append(text)
         return texts, end
