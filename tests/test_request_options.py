@@ -174,26 +174,29 @@ def test_a_text_that_is_no_json(string: str) -> None:
     "around", ["[%s1]", '{"k":[%s1]}', '{"reference":[%s1]}', '{"reference":"a","k":[%s1]}', '{"k":"%s']
 )
 def test_what_reading_costs(around: str, piece: str) -> None:
-    """Kills: lists of lists, which take 25 times the bytes of their text; long integers, which take a ms each."""
+    """Kills: lists of lists, which take 25 times the bytes of their text; reading whose time grows with the square."""
     text = around % (piece * (160_000 // len(piece)))
     tracemalloc.start()
     began = time.process_time()
     with contextlib.suppress(ConfigError):
         understood(read_options(text, max_model_len=4096), limits(CUSTOM, max_model_len=4096))
-    assert time.process_time() - began < 0.25, "five times what is promised, for tracemalloc and a busy machine"
+    assert time.process_time() - began < 5, "a hundred times what is promised"
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20
 
 
 def test_long_text_is_not_parsed() -> None:
-    """Kills: a bound that lets a longer text through to the parser, or refuses one of the length that is allowed."""
+    """Kills: a bound that lets a longer text or number through to the parser, or refuses one of the length that is
+    allowed."""
     longest, around = (1 << 16) + 24 * 1000, len('{"reference": ""}')
     assert len(read_options(json.dumps({"reference": "x" * (longest - around)}), max_model_len=1000)) == 1
     with pytest.raises(
         ConfigError, match="its JSON text must be at most 65536 characters and 4096 brackets beside the ref"
     ):
         read_options("{}".ljust(longest), max_model_len=1000)
+    with pytest.raises(ConfigError, match="must be a dictionary"):
+        read_options('{"a": %s}' % ("9" * 101), max_model_len=1000)  # what it costs grows with the square
     with pytest.raises(ConfigError) as error:
         read_options("{}".ljust(longest + 1), max_model_len=1000)
     assert str(error.value) == (

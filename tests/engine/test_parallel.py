@@ -24,7 +24,7 @@ GATED = {
 }
 FAULTY = {
     **GATED,
-    "time_budget_ms": 300,
+    "time_budget_ms": 1000,
     "gate": "off",
     "stages": [
         {"method": "custom", "proposer": "hostile:custom", "options": {"act": "sleeps"}},
@@ -139,4 +139,4 @@ def test_two_ranks_and_a_fault_on_one(results: Results) -> None:
     assert [stage["faults"].keys() for stage in custom] == [{"hangs"}, set()]
     assert custom[0]["drafted"] == custom[1]["drafted"] > 0 and exit_stage[0]["accepted"] == exit_stage[1]["accepted"]
     assert result["steps"][0] > 0 and result["steps"][1] == 0
-    assert result["end"] == "EngineDeadError" and result["seconds"] < 30
+    assert result["end"] == "EngineDeadError" and result["seconds"] < 150

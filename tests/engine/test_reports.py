@@ -60,7 +60,7 @@ def report_of(carrier: Any) -> dict[str, Any]:
 
 def test_what_is_in_a_report() -> None:
     """Two steps by hand. Kills: totals where what was added belongs; a position off by one; a request's rate lost."""
-    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=1000)
+    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=60_000)
     reporter = Reporter(barrier, "custom")
     step(barrier, ["a", "b", "c"], [3, 3, 0], [0, 0, 0], [0, 0, 0])
     first = report_of(reporter.attach(output(), is_last=True))
@@ -90,7 +90,7 @@ def test_when_a_report_is_due() -> None:
     Kills: a report at each step, whatever it costs; a shared output that carries one report for ever.
     """
     clock = Clock()
-    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=1000)
+    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=60_000)
     reporter = Reporter(barrier, "custom", clock)
     step(barrier, ["a"], [3], [0], [0])
     reporter._not_before = clock.now + 1
@@ -109,7 +109,7 @@ def test_when_a_report_is_due() -> None:
 
 def test_a_report_that_fails() -> None:
     """It is the last one. Kills: an engine that dies of its metrics."""
-    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=1000)
+    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=60_000)
     reporter = Reporter(barrier, "custom")
     step(barrier, ["a"], [3], [0], [0])
     barrier.counters.draft_lengths = None  # type: ignore[assignment]

@@ -31,8 +31,6 @@ sys.path += [str(Path(__file__).parent), str(ROOT / "tests/traces")]
 from agents import sessions  # noqa: E402
 from suffix_play import TEXT, proposer, serve, step, wait_for  # noqa: E402
 
-SOON_S = 2.0
-
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ValkeyServer]:
@@ -62,16 +60,14 @@ def texts_of(own: SuffixLookup) -> list[tuple[bytes, list[int]]]:
 
 def fetched(own: SuffixLookup, count: int) -> None:
     """Waits until it has fetched so many, and has it take them in."""
-    began = time.monotonic()
     wait_for(lambda: own.store_stats()["fetched"] >= count)
-    assert time.monotonic() - began < SOON_S
     for length in range(1, count + 2):
         step(own, {"other": TEXT[: 2 + length]}, {"learn": False})
     own.forget(["other"])
 
 
 def test_what_one_served_the_other_drafts(replica: Callable[..., SuffixLookup]) -> None:
-    """What one engine emitted another drafts, soon, to the same tenant alone; its own does not come back to it; an
+    """What one engine emitted another drafts, to the same tenant alone; its own does not come back to it; an
     engine that starts has all of it before its first step.
 
     Kills: an engine that enters its own texts twice; tenants that are mixed up; a start from the newest text on.
@@ -141,9 +137,8 @@ def test_agents(replica: Callable[..., SuffixLookup]) -> None:
     for index, session in enumerate(islice(sessions(files, random.Random(3)), 12)):
         count = right(one, index, session)
         if index % 2:
-            began, wanted = time.monotonic(), first.store_stats()["published"]
+            wanted = first.store_stats()["published"]
             wait_for(lambda: second.store_stats()["fetched"] >= wanted)  # noqa: B023
-            assert time.monotonic() - began < SOON_S
             alone += count
             together += right(second, index, session)
         else:

@@ -105,7 +105,7 @@ def test_a_clock_stands_still_while_others_serve() -> None:
     Timer(0.2, here.send, (True,)).start()
     clock.give_way(3)
     [(name, paused_ms)] = told
-    assert here.recv() == 3 and name == "specplugins_paused" and paused_ms > 100
+    assert here.recv() == 3 and name == "specplugins_paused" and paused_ms > 0
     assert time.perf_counter() - clock.now() - begun >= paused_ms / 1000
 
 
