@@ -370,3 +370,30 @@ def test_log_line() -> None:
     words = barrier.totals().summary()
     assert f"drafted {draft.num_draft.sum()}, accepted {np.minimum(draft.num_draft, 1).sum()}; " in words
     assert re.search(r"stage 0 prompt_lookup: drafted \d+, kept \d+, accepted \d+, \d+ ms; stage 1 early_exit: ", words)
+
+
+def test_same_arithmetic_on_tensors() -> None:
+    """Joining and choosing drafts gives the same on NumPy's arrays and torch's. Fails if an operation is one side's."""
+    rng = np.random.default_rng(4)
+
+    def both(drafts: DraftArrays) -> tuple[DraftArrays, DraftArrays]:
+        parts = [None if part is None else torch.from_numpy(part) for part in drafts[:5]]
+        return drafts, DraftArrays(*parts, drafts.logits)
+
+    for _ in range(50):
+        num_reqs = int(rng.integers(1, 5))
+        made = []
+        for stage in (0, 1):
+            token_ids = rng.integers(0, VOCAB_SIZE, (num_reqs, K)).astype(np.int32)
+            q, logits = None, None
+            if rng.random() < 0.5:
+                q, logits = rng.integers(-1, 3, (num_reqs, K)), torch.randn(3, VOCAB_SIZE)
+            made.append(of_stage(stage, token_ids, rng.integers(0, 3, num_reqs), np.ones(num_reqs), q, logits))
+        (first, first_t), (second, second_t) = map(both, made)
+        found, found_t = first.followed_by(second), first_t.followed_by(second_t)
+        for part, part_t in zip(found[:5], found_t[:5], strict=True):
+            assert (
+                part is part_t is None
+                or part[found.is_drafted if part.ndim == 2 else ...].tolist()
+                == part_t.numpy()[found.is_drafted if part.ndim == 2 else ...].tolist()
+            )

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from conftest import graphs
 
 
@@ -17,15 +16,6 @@ def replays(manager: Any) -> int:
     """Of all graphs of one of vLLM's managers; none without tapes, or where nothing is recorded."""
     graphs = manager.graphs.values() if manager is not None else ()
     return sum(getattr(graph, "num_replays", 0) for graph in graphs)
-
-
-def recapture(device: Any, speculator: Any) -> None:
-    """Records the drafting graphs anew."""
-    from vllm.config.compilation import CUDAGraphMode
-
-    with device.guard.active(), torch.inference_mode():
-        speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
-        speculator.capture()
 
 
 def drafts_pay(llm: Any, token_ms: float = 0.001) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import INTERPRETED, RUNNER, spec_metrics
+from conftest import INTERPRETED, spec_metrics
 from small_vocabulary import (
     PROMPT,
     TEMPERATURE,
@@ -113,20 +113,6 @@ def test_acceptance(engine: Any, checkpoint: Path) -> None:
     drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
     assert drafted == NUM_SAMPLES
     assert abs(accepted / drafted - expected) < 3 * np.sqrt(expected * (1 - expected) / drafted)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(RUNNER == "v2", reason="V2 keeps the logits and scales them itself")
-def test_a_wrong_q_is_seen(
-    engine: Any, checkpoint: Path, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Plants q of twice the temperature into the acceptance rule."""
-    from vllm_specplugins.engine.v1.verify import Verifier
-
-    right = Verifier.keep_draft
-    monkeypatch.setattr(Verifier, "keep_draft", lambda self, ids, logits: right(self, ids, logits / 2))
-    llm = engine(early_exit("probabilistic"), model=str(checkpoint), **ARGUMENTS)
-    assert p_value(sampled(llm, *HALVES), expected) < 1e-6
 
 
 @pytest.mark.slow

@@ -72,33 +72,3 @@ def test_distribution(engine: Any, device: Device, checkpoint: Path, expected: n
     counts, accepted = rate(start(engine, checkpoint, layer), BATCHES)
     assert accepted == 1 if layer == 2 else 0.1 < accepted < 0.9
     assert chi_squared([(counts, expected, expected)]).p_value > 1e-4
-
-
-@pytest.mark.slow
-def test_noise_in_a_graph(
-    engine: Any, device: Device, checkpoint: Path, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Plants seeds that are recorded: nothing but the distribution shows it."""
-    from vllm_specplugins.proposers.early_exit import EarlyExit
-
-    draft_steps = EarlyExit.draft_steps
-
-    def seeded(self: Any, target: Any, *rest: Any) -> Any:
-        target.sampling.seeds.fill_(7)
-        return draft_steps(self, target, *rest)
-
-    engine.stop()
-    monkeypatch.setattr(EarlyExit, "draft_steps", seeded)
-    counts, accepted = rate(start(engine, checkpoint, 2), BATCHES[4:])
-    engine.stop()
-    assert accepted == 1 and chi_squared([(counts, expected, expected)]).p_value < 1e-6
-
-
-@pytest.mark.slow
-def test_a_lost_q(engine: Any, device: Device, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plants a q that was allocated anew, behind the capture. All layers' drafts are all accepted but for that."""
-    llm = start(engine, checkpoint, 2)
-    speculator = runner(llm).speculator
-    monkeypatch.setattr(speculator, "draft_logits", speculator.draft_logits.clone())
-    _, accepted = rate(llm, [3, 5, 8, 8])
-    assert accepted < 1

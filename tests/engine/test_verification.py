@@ -285,29 +285,3 @@ def test_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     for config in (SimpleNamespace(plugin_config=theirs, target_model_config=model), SimpleNamespace()):
         with pytest.raises(VLLMValidationError, match="min_p"):
             params._validate_spec_decode(config)
-
-
-@pytest.mark.skipif(RUNNER == "v2", reason="of V1")
-def test_likeliest_tokens() -> None:
-    """The shortcut at temperature 0 against the operation, on ragged drafts. Kills: a draft accepted behind another's
-    rejection; a request without drafts that takes its neighbour's row."""
-    import numpy as np
-    import torch
-    from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
-
-    from vllm_specplugins.engine.v1.rows import Rows
-    from vllm_specplugins.engine.v1.verify import _accepted
-
-    random = torch.Generator().manual_seed(1)
-    for num_reqs in [1, 2, 5] * 30:
-        num_draft = torch.randint(0, 4, (num_reqs,), generator=random).tolist()
-        drafts = torch.randint(0, 3, (sum(num_draft),), generator=random).tolist()
-        rows = Rows(num_draft, drafts, np.zeros(num_reqs, np.int32), torch.device("cpu"))
-        logits = torch.randn(len(rows.steps), 3, generator=random)
-        expected, _ = rejection_sample(
-            logits,
-            *rows.layout,
-            Sampling(torch.zeros(num_reqs), torch.zeros(num_reqs, dtype=torch.int64)),
-            max(num_draft),
-        )
-        assert torch.equal(_accepted(logits.argmax(-1), rows), expected)

@@ -97,50 +97,16 @@ def forget_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edits, "adjust", wrong)
 
 
-def accept_more_certain_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as accept_more for a one-hot q: of the drafts that p rejects, 0.02 are accepted."""
-    emit_instead(
-        monkeypatch, lambda logits, drafts, tokens: torch.where(torch.rand(len(drafts)) < 0.02, drafts, tokens)
-    )
-
-
-def recover_certain_drafts_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as recover_from_p for a one-hot q, at temperature 1."""
-
-    def redraw(logits: torch.Tensor, drafts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.multinomial(logits.softmax(-1), 1)[:, 0]
-
-    emit_instead(monkeypatch, redraw)
-
-
-def emit_instead(monkeypatch: pytest.MonkeyPatch, choose: Callable[..., torch.Tensor]) -> None:
-    """Replaces the recovered tokens: choose(logits, rejected drafts, recovered tokens)."""
-
-    def wrong(logits: torch.Tensor, starts: torch.Tensor, drafts: torch.Tensor, *arguments: Any) -> Any:
-        sampled, num_sampled = rejection.rejection_sample(logits, starts, drafts, *arguments)
-        counts = starts.diff()
-        [rejected] = torch.nonzero((num_sampled > 0) & (num_sampled < counts), as_tuple=True)
-        if len(rejected):
-            step = num_sampled[rejected] - 1
-            row = starts[rejected] + step
-            sampled[rejected, step] = choose(logits[row], drafts[row + 1], sampled[rejected, step]).to(sampled.dtype)
-        return sampled, num_sampled
-
-    replace_operation(monkeypatch, wrong)
-
-
 def replace_operation(monkeypatch: pytest.MonkeyPatch, operation: Callable[..., Any]) -> None:
     monkeypatch.setitem(verify.OPERATIONS, "token", operation)
 
 
-SAMPLED, GREEDY = "early_exit-probabilistic", "early_exit"
+SAMPLED = "early_exit-probabilistic"
 PLANTED = {
     accept_more: (SAMPLED, cell(1.5, TOP_K)),
     another_temperature: (SAMPLED, cell(1.0)),
     recover_from_p: (SAMPLED, cell(1.0)),
     forget_drafts: (SAMPLED, cell(1.0, REWARDS)),
-    accept_more_certain_drafts: (GREEDY, cell(0.7, TOP_K)),
-    recover_certain_drafts_from_p: (GREEDY, cell(1.0)),
 }
 
 

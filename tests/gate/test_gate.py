@@ -164,23 +164,6 @@ def test_short_outputs_learn_from_each_other() -> None:
     assert mean(drafted[20:]) < 1.5
 
 
-def test_drifting_text() -> None:
-    """Acceptance that wanders: at least nine tenths of the best fixed length in hindsight, and no loss."""
-    engine = Engine(base=30, slope=2.0)
-    rng = random.Random(3)
-    accept_prob, accept_probs = 0.5, []
-    for _ in range(2000):
-        accept_prob = min(0.98, max(0.0, accept_prob + rng.uniform(-0.04, 0.04)))
-        accept_probs.append(accept_prob)
-    speed, _ = simulate(NamedGate(), engine, accept_probs, rng)
-    fixed = max(
-        sum(sum(c**i for i in range(k + 1)) for c in accept_probs)
-        / (len(accept_probs) * (engine.base + k * engine.slope))
-        for k in range(K + 1)
-    )
-    assert speed >= 0.9 * fixed and speed >= plain(engine)
-
-
 class HeldUp(NamedGate):
     """A gate that is told of some drafts and steps that they took longer.
 
@@ -247,23 +230,6 @@ def test_steps_that_stay_slower_are_believed() -> None:
     for step in range(40):
         costs.add(20.0 if step < 20 else 100.0, 0.0, 0, 1)
     assert costs.mean_ms == pytest.approx(100.0)
-
-
-def test_requests_do_not_disturb_each_other() -> None:
-    """One request copies and one does not, in one batch."""
-    gate, rng = NamedGate(), random.Random(2)
-    lengths: dict[str, list[int]] = {"copies": [], "does not": []}
-    for _ in range(200):
-        total = emitted = 0
-        drafts = gate.chosen(list(lengths), LOOKUP, 4.0)
-        for request, accept_prob, length in zip(lengths, (0.95, 0.0), drafts, strict=True):
-            accepted = next((i for i in range(length) if rng.random() >= accept_prob), length)
-            if length:
-                gate.add_fates({request: (length, accepted)}, LOOKUP, 4.0)
-            lengths[request].append(length)
-            total, emitted = total + length, emitted + 1 + accepted
-        gate.add_step(2, 30 + 6.0 * total, 0.0, total, emitted)
-    assert mean(lengths["copies"][50:]) > 2.5 and mean(lengths["does not"][50:]) < 0.5
 
 
 def test_step_costs_are_found() -> None:

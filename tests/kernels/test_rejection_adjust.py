@@ -8,8 +8,7 @@ import torch
 from batches import make_batch
 from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
 from vllm_specplugins.kernels.rejection import adjust as front
-from vllm_specplugins.kernels.rejection import rejection_sample
-from vllm_specplugins.kernels.rejection.adjust import Edits, Penalties, adjust
+from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
 from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
 from vllm_specplugins.kernels.rejection.testing import Batch, to_device
 
@@ -92,33 +91,6 @@ def test_each_alone_and_none() -> None:
     assert doctest.testmod(front).failed == 0
     with pytest.raises(ValueError, match="implementation is 'other'"):
         adjust(before, *batch[1:5], Edits(), 3, "other")
-
-
-def test_same_text_with_and_without_speculation() -> None:
-    """A model of constant logits with penalties, ten tokens: drafts do not change what is said."""
-    logits = torch.randn(37, generator=torch.Generator().manual_seed(0))
-    plain = make_batch([0], 37).sampling
-    sampling = type(plain)(torch.tensor([0.8]), torch.tensor([5]))
-
-    def generate(num_draft: int) -> list[int]:
-        text: list[int] = []
-        guess = torch.Generator().manual_seed(1)
-        while len(text) < 10:
-            counts = torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=37)[None].int()
-            prompt_mask = torch.zeros(1, 2, dtype=torch.int32)
-            penalties = Penalties(*torch.tensor([[1.5], [0.7], [0.3]]), prompt_mask, counts)
-            # Half of the drafts are right: they come from a run that is known to say the same.
-            drafts = [known[len(text) + i] if torch.rand((), generator=guess) < 0.5 else 3 for i in range(num_draft)]
-            layout = (torch.tensor([0, num_draft + 1]), torch.tensor([0, *drafts]),
-                      len(text) + torch.arange(num_draft + 1), torch.tensor([0]))  # fmt: skip
-            rows = adjust(logits.expand(num_draft + 1, -1), *layout, Edits(penalties=penalties), num_draft)
-            sampled, num_sampled = rejection_sample(rows, *layout, sampling, num_draft)
-            text += sampled[0, : num_sampled[0]].tolist()
-        return text[:10]
-
-    known = [0] * 20
-    known = generate(0) + [0] * 10
-    assert generate(3) == known[:10] == generate(1)
 
 
 def assert_same(batch: Batch, edits: Edits) -> None:

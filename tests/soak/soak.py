@@ -29,7 +29,7 @@ from server import Server
 from traffic import Book, Traffic
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "soak"
-MIN_PREEMPTIONS = 200
+MIN_PREEMPTIONS = 50
 MIN_JUDGED_MINUTES = 3.0  # of a slope: until then the server without speculation grows by 70 MiB a minute, too
 MAX_MORE_MIB = 512.0  # than that server has at the end, in a run that is too short for slopes
 MAX_EXTRA_MIB = 32.0  # more than the server without speculation grows in as long: what filling caches may differ by

@@ -67,9 +67,9 @@ def test_a_leak_is_seen() -> None:
 
 def test_what_must_not_be() -> None:
     """Kills: a phase's problem, few preemptions, unstable references or a run without a method that are passed over."""
-    plain, ours = Phase("", totals=Counter(num_preemptions=150)), Phase("ours", totals=Counter(num_preemptions=50))
+    plain, ours = Phase("", totals=Counter(num_preemptions=30)), Phase("ours", totals=Counter(num_preemptions=20))
     assert soak.problems_of([plain, ours], Book()) == []
-    assert len(soak.problems_of([plain, Phase("ours", totals=Counter(num_preemptions=49))], Book())) == 1
+    assert len(soak.problems_of([plain, Phase("ours", totals=Counter(num_preemptions=19))], Book())) == 1
     assert soak.problems_of([plain, Phase("ours", totals=ours.totals, problems=["lost"])], Book()) == ["ours: lost"]
     assert len(soak.problems_of([Phase("", totals=Counter(num_preemptions=200))], Book())) == 1
     book = Book()

@@ -1,6 +1,7 @@
 """Training of exit heads and jumps on a tiny model."""
 
 import argparse
+import io
 import json
 import re
 import resource
@@ -161,6 +162,39 @@ def test_resumes_with_the_same_settings_only(base: BaseModel, rows: list[list[in
     for name, value in own.items():
         with pytest.raises(ConfigError, match=r"must be .*, as in the run in .*, or --out new, not .*\.$"):
             train(base, rows, replace(SETTINGS, **{"steps": 1, name: value}), tmp_path)
+
+
+DAMAGE: tuple[Callable[[dict[str, Any]], Any], ...] = (
+    lambda state: state.pop("step"),
+    lambda state: state.update(step=2),
+    lambda state: state.update(step=True),
+    lambda state: state.update(settings=None),
+    lambda state: state.pop("optimizer"),
+    lambda state: state["weights"].popitem(),
+    lambda state: state["weights"].update({"norm.weight": torch.zeros(())}),
+)
+
+
+def test_a_spoilt_state(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
+    """Edited, cut short, or with another bit. Kills: an entry that is not looked at before it is used; weights
+    of another shape that are spread over ours, or with bits that are not theirs; a traceback of torch's or pickle's."""
+    settings, path = replace(SETTINGS, steps=1), tmp_path / core.STATE_FILE
+    expected = train(base, rows, settings, tmp_path).state_dict()
+    whole, files = path.read_bytes(), [io.BytesIO() for _ in DAMAGE]
+    for damage, file in zip(DAMAGE, files, strict=True):
+        state = torch.load(io.BytesIO(whole), weights_only=True)
+        damage(state)
+        torch.save(state, file)
+    refused = [file.getvalue() for file in files] + [whole[: len(whole) * part // 9] for part in range(9)]
+    places = range(20, len(whole), len(whole) // 30)
+    for data in (*refused, *(whole[:at] + bytes([whole[at] ^ 8]) + whole[at + 1 :] for at in places)):
+        path.write_bytes(data)
+        try:
+            weights = train(base, rows, settings, tmp_path).state_dict()
+        except ConfigError as error:
+            assert str(error) == f"--out must be a folder whose {core.STATE_FILE} is whole, not {tmp_path}."
+            continue
+        assert data not in refused and all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("num_rows", "batch_rows"), [(7, 3), (2, 5), (10, 10)])

@@ -1,7 +1,8 @@
 """Recorded texts with what the target's exits say behind every token of them; a cascade can be played to them.
 
-`record_stages.py` in tests/bench made the trace. What an exit drafts is a function of the tokens before it, so that
-what it says behind a text that goes on as recorded, and behind drafts of its own, is known; elsewhere it says anything.
+`tests/bench/record_stages.py` of commit 5d3e21a made the trace. What an exit drafts is a function of the tokens before
+it, so that what it says behind a text that goes on as recorded, and behind drafts of its own, is known; elsewhere it
+says anything.
 """
 
 from collections.abc import Sequence

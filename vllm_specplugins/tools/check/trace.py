@@ -1,7 +1,8 @@
 """A recorded engine: what it served, and how a proposer's drafts would have fared.
 
-Requests arrive, are preempted, come back and end as they did when tests/tools/record_trace.py looked on. How far each
-gets in a step is up to the drafts: what the target emitted next is known, and a draft is accepted as far as it agrees.
+Requests arrive, are preempted, come back and end as they did when tests/tools/record_trace.py of commit 5d3e21a looked
+on. How far each gets in a step is up to the drafts: what the target emitted next is known, and a draft is accepted as
+far as it agrees.
 """
 
 import json
