@@ -91,7 +91,7 @@ def test_reference(engine: Any) -> None:
     ("options", "most"),
     [({"enabled": False}, 0), ({"max_draft": 0}, 0), ({"max_draft": 2}, 2), ({"max_context": 9}, 0), ({}, 4)],
 )
-@pytest.mark.parametrize("method", ["prompt_lookup", "early_exit"])
+@pytest.mark.parametrize("method", ["prompt_lookup", *(["early_exit"] if RUNNER == "v1" else [])])
 def test_limits(engine: Any, method: str, options: dict[str, Any], most: int) -> None:
     """What a request allows is what is verified for it, beside one that allows everything."""
     llm = engine(PROMPT_LOOKUP if method == "prompt_lookup" else early_exit(1))

@@ -14,11 +14,11 @@ SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
 
 @pytest.mark.slow
 def test_batches(engine: Any, prompts: Any, expected: Any) -> None:
-    """50 prompts of mixed lengths in batches of 1 to 8. Kills: a draft put into another request's row."""
-    llm = engine(PROMPT_LOOKUP)
-    assert generate(llm, prompts, SIZES) == expected
+    """50 prompts (24 on V2) of mixed lengths in batches of 1 to 8. Kills: a draft put into another request's row."""
+    llm, some = engine(PROMPT_LOOKUP), slice(24 if INTERPRETED else None)
+    assert generate(llm, prompts[some], SIZES) == expected[some]
     [stats] = llm.collective_rpc("specplugins_stats")
-    assert stats["accepted_tokens"] > 100, "the drafts must matter to the outcome"
+    assert stats["accepted_tokens"] > 2 * len(prompts[some]), "the drafts must matter to the outcome"
     assert stats["faults"] == {}
 
 

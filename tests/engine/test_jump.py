@@ -15,6 +15,7 @@ from vllm_specplugins.proposers.heads.jump_head import JumpHead
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(RUNNER == "v2", reason="an exit's slots, in test_invariants.py, are the same there")
 def test_stress(engine: Any, prompts: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random heads under preemption, prefix-cache hits and chunked prefill; each is fed the newest token's embedding
     and the state from which that token was said. Fails if a state is another request's, a rejected draft's or an older
@@ -28,17 +29,15 @@ def test_stress(engine: Any, prompts: Any, expected: Any, tmp_path: Path, monkey
         return states(self, early, last)
 
     llm = engine(write_head(tmp_path, 0, NUM_LAYERS - 1, 0.03), **STRESS)
-    if RUNNER == "v1":
-        monkeypatch.setattr(JumpHead, "states", recorded)
+    monkeypatch.setattr(JumpHead, "states", recorded)
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected, "the second time from the prefix cache"
     assert spec_metrics(llm)["preemptions"] > 0
     assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
-    if RUNNER == "v1":
-        target = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-        assert len(fed) > 50
-        for early, last in fed:
-            assert torch.equal(target.model.embed_input_ids(target.compute_logits(last).argmax(-1)), early)
+    target = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    assert len(fed) > 50
+    for early, last in fed:
+        assert torch.equal(target.model.embed_input_ids(target.compute_logits(last).argmax(-1)), early)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RUNNER, TAPES, spec_metrics
+from conftest import INTERPRETED, RUNNER, TAPES, spec_metrics
 from parts import medusa
 from small_vocabulary import PROMPT, answered
 from test_exit_sampling import ARGUMENTS, EDITS
@@ -22,7 +22,7 @@ def config_of(heads: dict[str, Any], method: str) -> dict[str, Any]:
     return {**heads, "draft_sample_method": method}
 
 
-@pytest.mark.parametrize("method", ["greedy", "coupled"])
+@pytest.mark.parametrize("method", ["coupled"] if INTERPRETED else ["greedy", "coupled"])
 def test_heads_that_repeat(
     method: str, engine: Any, checkpoint: Path, heads: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

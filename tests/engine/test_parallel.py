@@ -43,12 +43,12 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     made: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
         "plain": (None, {}),
         "prompt_lookup": (PROMPT_LOOKUP, SAMPLES),
-        "all layers": (early_exit(NUM_LAYERS), TO_THE_END),
-        "jump": (jump, {**SAMPLES, **TO_THE_END}),
+        "all layers": ({**early_exit(NUM_LAYERS), **COUPLED}, {**SAMPLES, **TO_THE_END}),
     }
     if ALL_SIMULATED:  # as on V1, and minutes in the interpreter
         made |= {
             "one rank": (PROMPT_LOOKUP, {**SAMPLES, "tensor_parallel_size": 1}),
+            "jump": (jump, {**SAMPLES, **TO_THE_END}),
             "gated": (GATED, {}),
             "look_ahead": ({**with_embeddings(folder / "look_ahead", NUM_LAYERS, 4), **COUPLED}, SAMPLES),
             "medusa": ({**medusa(folder / "medusa"), **COUPLED}, SAMPLES),
@@ -102,7 +102,7 @@ def test_two_ranks_draft_from_states(results: Results, name: str) -> None:
     assert [rank["faults"] for rank in result["stats"]] == [{}, {}]
 
 
-@pytest.mark.parametrize("name", ["one rank", "jump", *OF_STATES, "likeliest"])
+@pytest.mark.parametrize("name", ["one rank", "all layers", "jump", *OF_STATES, "likeliest"])
 def test_seeded_requests_say_the_same(results: Results, name: str) -> None:
     """At temperature 0.9, with any drafts, on one rank and on two. Fails if ranks verify with noise of their own."""
     assert of(results, name)["sampled"] == results["prompt_lookup"]["sampled"]

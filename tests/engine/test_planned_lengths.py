@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import RUNNER
-from families import VOCAB_SIZE, checkpoint
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 
 from vllm_specplugins.draft import Draft
@@ -64,33 +63,3 @@ def test_behind_a_drafts_end(width: int) -> None:
     )
     found = np.bincount(sampled[torch.from_numpy(none), 0].numpy(), minlength=vocab_size) / none.sum()
     assert np.abs(found - probs.numpy()).max() < 0.02
-
-
-@pytest.mark.slow
-def test_cascade(engine: Any) -> None:
-    """A cascade that samples its drafts, of two tokens for some and of one for the others: the third token of those,
-    which is planned and not drafted, is as often token 0 as with the others. Kills: a q for what was not drafted.
-    """
-    from vllm import SamplingParams
-
-    stages = [
-        {"method": "prompt_lookup"},
-        {"method": "early_exit", "exit_layer": 1, "draft_sample_method": "probabilistic"},
-    ]
-    config = {"method": "cascade", "num_speculative_tokens": 2, "gate": "off", "stages": stages}
-    llm = engine(
-        config, model=str(checkpoint("llama")), skip_tokenizer_init=True, max_model_len=64, max_num_seqs=32,
-        async_scheduling=True,
-    )  # fmt: skip
-
-    def params(most: int) -> Any:
-        options = {"specplugins": {"max_draft": most}}
-        return SamplingParams(
-            temperature=2.0, max_tokens=3, n=32, ignore_eos=True, detokenize=False, extra_args=options
-        )
-
-    prompts = [{"prompt_token_ids": [5, 9, 4, 8, 2]}] * 4
-    results = llm.generate(prompts, [params(1), params(2)] * 2, use_tqdm=False)
-    thirds = [output.token_ids[2] for result in results[::2] for output in result.outputs]
-    assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
-    assert thirds.count(0) < len(thirds) / 8, f"1 of {VOCAB_SIZE} is expected"

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import PROMPT_LOOKUP, early_exit, generate, mixed_prompts
+from cases import PROMPT_LOOKUP, generate, mixed_prompts
 from conftest import DEMO_MODEL, RUNNER, TAPES
 
 if RUNNER != "v2":
@@ -81,13 +81,12 @@ def test_what_is_not_told() -> None:
 
 
 @pytest.mark.skipif(not TAPES, reason="needs graphs")
-@pytest.mark.parametrize("config", [PROMPT_LOOKUP, early_exit(1)], ids=["prompt_lookup", "early_exit"])
-def test_lengths_that_change(engine: Any, config: dict[str, Any]) -> None:
+def test_lengths_that_change(engine: Any) -> None:
     """Steps without drafts among others, which emit what no speculation does. Fails if a draft that was
     not made is verified, if what is left in a buffer is, or if a request's tokens are not counted."""
     prompts = mixed_prompts(str(DEMO_MODEL), 4)
     expected = generate(engine(enforce_eager=True), prompts, [4], max_tokens=NUM_TOKENS)
-    llm = engine(config, async_scheduling=True)
+    llm = engine(PROMPT_LOOKUP, async_scheduling=True)
     scheduler, told = llm.llm_engine.engine_core.engine_core.scheduler, []
     assert isinstance(scheduler.dynamic_sd_lookup, DraftLengths)
 

@@ -20,7 +20,7 @@ NUM_PROMPTS = 8
 MAX_TOKENS = 12
 MAX_STEPS = 400
 ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
-NUM_SCHEDULES = 20
+NUM_SCHEDULES = 20 if ALL else 10
 CONFIGS: dict[str, Any] = {
     "early_exit": (early_exit(1), {"async_scheduling": True}),
     "prompt_lookup": (PROMPT_LOOKUP, {}),

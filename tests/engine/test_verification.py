@@ -141,7 +141,7 @@ def undrafted(llm: Any, prompt: list[int], drawn: list[int]) -> Outputs:
     return {name: list(output.token_ids) for name, output in zip(PARAMETERS, run(llm, prompt, params), strict=True)}
 
 
-@pytest.mark.parametrize("depth", [1, 5])
+@pytest.mark.parametrize("depth", [5] if INTERPRETED else [1, 5])
 def test_sampled(llm: Any, prompt: list[int], drawn: list[int], undrafted: Outputs, depth: int) -> None:
     """At temperature 0.8, with a seed: the same tokens with drafts of 1 and 5 and without. Kills: noise by row, step or
     draft; a parameter that drafted positions do not have; temperature applied twice.
