@@ -1,6 +1,5 @@
 """The store's file: what was written whole is read again, whatever happens to the rest."""
 
-import errno
 import os
 import random
 import signal
@@ -110,15 +109,6 @@ def test_foreign(tmp_path: Path, mark: bytes, max_bytes: int, message: str) -> N
     assert [len(text.tokens) for text in store(tmp_path / "store", vocab_size=1).read()] == []
 
 
-def test_what_is_no_store(tmp_path: Path) -> None:
-    """Is neither read nor replaced. Fails if a file of the user's is taken for a damaged store."""
-    (tmp_path / "thesis").write_text("All happy families are alike")
-    for read in (store(tmp_path / "thesis").read, store(tmp_path / "thesis").open):
-        with pytest.raises(StoreFileError, match=r"is no store$") as caught:
-            read()
-        assert not isinstance(caught.value, DamagedError)
-
-
 def test_other_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the version is not looked at."""
     with monkeypatch.context() as patched:
@@ -139,22 +129,6 @@ def test_links(tmp_path: Path) -> None:
     (tmp_path / "real" / "file.partial").symlink_to(victim)
     saved(link)
     assert link.is_symlink() and shown(store(real).read()) == shown(TEXTS) and victim.read_text() == "mine"
-
-
-def test_bad_places(tmp_path: Path) -> None:
-    """An OSError at once, with words. Fails if a FIFO is waited for, or another exception comes."""
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "loop").symlink_to("loop")
-    for name, code in (
-        ("fifo", errno.EINVAL),
-        ("missing/store", errno.ENOENT),
-        (".", errno.EISDIR),
-        ("a" * 300, errno.ENAMETOOLONG),
-        ("loop", errno.ELOOP),
-    ):
-        with pytest.raises(OSError) as caught:
-            store(tmp_path / name).open()
-        assert caught.value.errno == code and caught.value.strerror
     long = tmp_path / ("ä" * 120)  # whose successor's name must fit, too
     saved(long)
     assert len(store(long).read()) == len(TEXTS)
