@@ -3,13 +3,12 @@
     python tests/bench/bench_rejection.py
 
 Every (B, K, V), one-hot and dense q, with and without top-p, in bfloat16 at temperature 0.8; GB/s and the share of the
-time that a copy of the logits' bytes, each once, would take. It refuses to report if the operation's tests fail. What
-the kernels read is counted by tests/kernels/test_rejection_fused.py. B: requests, K: drafts of each, V: vocabulary.
+time that a copy of the logits' bytes, each once, would take. What the kernels read is counted by
+tests/kernels/test_rejection_fused.py. B: requests, K: drafts of each, V: vocabulary.
 """
 
 import argparse
 import itertools
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from vllm_specplugins.kernels.rejection.testing import to_device
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from batches import make_batch
 
-KERNEL_TESTS = Path(__file__).parents[1] / "kernels"
 TOP_P = 0.95
 # How far twenty tokens of a row are above the bulk, in logits: with 20 top-p keeps some of them; with 12 some rows are
 # flat and others are not; with 6 top-p keeps hundreds or thousands, in all groups.
@@ -137,12 +135,7 @@ def main():
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_256, 151_936])
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--untested", action="store_true", help="leave out the tests of the operation")
     args = parser.parse_args()
-    tests = [*map(str, sorted(KERNEL_TESTS.glob("test_rejection*.py"))), str(KERNEL_TESTS / "test_compiled.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", *tests]
-    if not args.untested and subprocess.run(command).returncode:
-        sys.exit("The tests of verification fail: no report.")
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     report(console, args)

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from cases import PROMPT_LOOKUP, early_exit, generate, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER
+from cases import PROMPT_LOOKUP, mixed_prompts
+from conftest import DEMO_MODEL, INTERPRETED, RUNNER
 from scripted import CONFIG as SCRIPTED
 
 REAL_KERNELS = True
@@ -176,23 +176,6 @@ def test_unseeded(llm: Any, prompt: list[int]) -> None:
         for output in llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs
     ]
     assert len(set(outputs)) == 4
-
-
-BATCH = {"temperature": 0.8, "top_p": 0.95, "seed": 3, "max_tokens": NUM_TOKENS}
-
-
-@pytest.fixture(scope="module")
-def one_by_one(llm: Any) -> list[list[int]]:
-    return generate(llm, mixed_prompts(str(DEMO_MODEL), 4), [1], **BATCH)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="engines of other methods take minutes")
-@pytest.mark.parametrize("config", [PROMPT_LOOKUP, early_exit(NUM_LAYERS // 2)], ids=lambda config: config["method"])
-def test_methods(engine: Any, one_by_one: list[list[int]], config: dict[str, Any]) -> None:
-    """A batch of 4 with drafts against single requests without."""
-    llm = engine(config)
-    assert generate(llm, mixed_prompts(str(DEMO_MODEL), 4), [4], **BATCH) == one_by_one
-    assert accepted_tokens(llm) > 5
 
 
 RARE: dict[str, Any] = {

@@ -1,0 +1,114 @@
+"""What drafts on the simulated device, a lookup and a cascade of one and an exit: the host sees nothing in a step."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from cases import PROMPT_LOOKUP, generate
+from conftest import FEW, INTERPRETED, NUM_LAYERS, spec_metrics
+
+if not INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from recorded import check_nothing_found_costs_one_token, on_device, replays, runner, verified
+from simulated_device.device import Device
+from vllm import SamplingParams
+
+ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
+K, PROMPTS, NUM_TOKENS = 4, FEW, 16
+STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": NUM_LAYERS}]
+CASCADES = [("verify", "greedy"), ("auto", "greedy"), *([("auto", "probabilistic")] if ALL else [])]
+
+
+def cascade(policy: str, **exit_options: Any) -> dict[str, Any]:
+    """All layers of the target are the exit: what it says is accepted."""
+    stages = [STAGES[0], {**STAGES[1], **exit_options}]
+    return {"method": "cascade", "policy": policy, "stages": stages, "num_speculative_tokens": K}
+
+
+def drafted(llm: Any) -> dict[int, int]:
+    """Steps that were replayed, by how many tokens the exit drafted."""
+    return {depth: replays(own) for depth, own in runner(llm).speculator._graphs_of.items()}
+
+
+@pytest.mark.parametrize(("policy", "method"), CASCADES)
+def test_cascade(engine: Any, device: Device, prompts: Any, expected: Any, policy: str, method: str) -> None:
+    """Without a wait, by replays. Fails if a step reads the device, if an exit's tokens stand behind another's, or if
+    a stage is told what became of the other's tokens."""
+    llm = on_device(engine, cascade(policy, draft_sample_method=method))
+    before, steps = (drafted(llm), replays(runner(llm).cudagraph_manager)), device.ledger.num_steps
+    with device.waits_forbidden():
+        assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    num_decoded = device.ledger.num_steps - steps - 1  # all but the step of the prompts
+    assert sum(drafted(llm).values()) - sum(before[0].values()) >= 0.95 * num_decoded
+    assert replays(runner(llm).cudagraph_manager) - before[1] >= 0.95 * num_decoded
+    stats = llm.collective_rpc("specplugins_stats")[0]
+    lookup, exit_stage = stats["stages"].values()
+    assert stats["faults"] == {} and stats["propose_ms"] == 0
+    assert 0 < exit_stage["accepted"] == exit_stage["verified"]
+    assert lookup["asked"] > 0 and lookup["accepted"] + exit_stage["accepted"] == stats["accepted_tokens"]
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_an_exit_as_deep_as_is_asked(engine: Any, device: Device, prompts: Any, expected: Any, most: int) -> None:
+    """Fails if there is no graph of that depth, if another's is replayed, or if its layers run for no drafts."""
+    llm = on_device(engine, cascade("auto", draft_sample_method="greedy"))
+    generate(llm, prompts[:2], [2], max_tokens=4)
+    before, scheduler = drafted(llm), llm.llm_engine.engine_core.engine_core.scheduler
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "dynamic_sd_lookup", [most] * 100)
+        assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    assert {own for own, count in drafted(llm).items() if count > before[own]} <= {0, most}
+    assert most == 0 or drafted(llm)[most] > before[most]
+
+
+@pytest.mark.parametrize("config", [cascade("auto", draft_sample_method="greedy"), PROMPT_LOOKUP])
+def test_nothing_found_costs_one_token(engine: Any, device: Device, config: dict[str, Any]) -> None:
+    """Of a request that does not allow the exit. Fails if confidences are those of another row, or not 0 after a
+    draft's end."""
+    options = {"specplugins": {"stages": ["prompt_lookup"]}} if "stages" in config else {}
+    check_nothing_found_costs_one_token(on_device(engine, config, token_ms=0.1), **options)
+
+
+@pytest.fixture
+def llm(engine: Any, device: Device) -> Any:
+    return on_device(engine, PROMPT_LOOKUP, token_ms=0.1)
+
+
+def test_lookup(device: Device, llm: Any, prompts: Any, expected: Any) -> None:
+    """Without a wait, by replays. Fails if a step reads the device, or if what is verified is not what was drafted."""
+    places, graphs = device.ledger.places.total(), runner(llm).speculator._graphs
+    before = replays(graphs)
+    with device.waits_forbidden():
+        assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    assert device.ledger.places.total() == places and replays(graphs) > before
+    stats = llm.collective_rpc("specplugins_stats")[0]
+    assert stats["faults"] == {} and 0 < stats["accepted_tokens"] <= stats["drafted_tokens"]
+
+
+def test_any_confidence(llm: Any, prompts: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trimmed at random. Fails if verification takes a draft's scheduled length for its true one."""
+    manager, rng = runner(llm).adaptive_verification, torch.Generator().manual_seed(1)
+    newest = runner(llm).speculator.outcomes.confidences.newest
+    monkeypatch.setattr(manager, "record_confidences", lambda *_: newest.uniform_(generator=rng))
+    with verified(llm) as steps:
+        assert generate(llm, prompts[:4], [4], max_tokens=NUM_TOKENS) == expected[:4]
+    assert any(len(set(lengths.values())) > 2 for lengths in steps), steps
+
+
+@pytest.mark.skipif(not ALL, reason="SPECPLUGINS_SIMULATED=all")
+def test_references(llm: Any, prompts: Any, expected: Any) -> None:
+    """Two requests share one, a third has its own, a fourth none; they come and go. Fails if a reference is another's,
+    or is not given back."""
+    texts, asked = runner(llm).speculator.texts, []
+    order = [0, 0, 2, 3]
+    for i, tokens in zip(order, (expected[0], expected[0], expected[2], None), strict=True):
+        options = {} if tokens is None else {"specplugins": {"reference": [*prompts[i][-3:], *tokens]}}
+        asked.append(SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, extra_args=options))
+    before = spec_metrics(llm)["accepted_tokens"]
+    outputs = llm.generate([{"prompt_token_ids": prompts[i]} for i in order], asked, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [expected[i] for i in order]
+    assert spec_metrics(llm)["accepted_tokens"] - before >= 3 * 6
+    generate(llm, prompts[:1], [1], max_tokens=2)
+    assert texts.num_bytes() == 0 and not texts._digests
