@@ -45,9 +45,9 @@ METHODS: dict[str, dict[str, Any] | None] = {
 # Arm, what it is held against, and the most that its step may cost of the other's at 1, 8 and 32 requests: what is
 # aimed at, and what --check holds today.
 BARS = [
-    ("prompt_lookup", "ngram_gpu", (0.95, 0.95, 0.98), (1.10, 1.10, 1.10)),
-    ("prompt_lookup, free", "ngram_gpu", (0.92, 0.92, 0.92), (1.05, 1.05, 1.05)),
-    ("prompt_lookup, K = 31", "ngram_gpu, K = 31", (0.95, 0.95, 0.98), (1.20, 1.10, 1.10)),
+    ("prompt_lookup", "ngram_gpu", (0.95, 0.95, 0.98), (1.15, 1.15, 1.15)),
+    ("prompt_lookup, free", "ngram_gpu", (0.92, 0.92, 0.92), (1.15, 1.15, 1.15)),
+    ("prompt_lookup, K = 31", "ngram_gpu, K = 31", (0.95, 0.95, 0.98), (1.20, 1.15, 1.15)),
     ("cascade", "prompt_lookup", (1.05, 1.05, 1.05), (1.15, 1.15, 1.15)),
     ("early_exit", "ngram_gpu", (1.00, 1.00, 1.00), (1.20, 1.15, 1.15)),
     ("coupled", "ngram_gpu", (1.00, 1.00, 1.00), (1.30, 1.25, 1.30)),

@@ -120,7 +120,7 @@ def status(client: openai.OpenAI, path: str, body: dict[str, Any]) -> int:
     request = urllib.request.Request(str(client.base_url.join(path)), json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=600) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -186,7 +186,7 @@ def test_prediction(client: openai.OpenAI) -> None:
 def settled_metrics(client: openai.OpenAI) -> dict[str, dict[tuple[str, ...], float]]:
     """All samples of /metrics by name and label values, when nothing runs any more."""
     last: dict[str, dict[tuple[str, ...], float]] = {}
-    for _ in range(50):
+    for _ in range(400):
         with urllib.request.urlopen(str(client.base_url.join("../metrics"))) as answer:
             text = answer.read().decode()
         found: dict[str, dict[tuple[str, ...], float]] = {}

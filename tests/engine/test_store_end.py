@@ -58,7 +58,7 @@ class Server:
         arguments += ["--max-model-len", "256", "--speculative-config", json.dumps(config)]
         print(json.dumps(arguments), file=starter.stdin, flush=True)
         self.pid = int(starter.stdout.readline())
-        for _ in range(600):
+        for _ in range(3000):
             try:
                 urllib.request.urlopen(f"{self.url}/health").close()
                 return

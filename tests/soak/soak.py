@@ -33,10 +33,10 @@ MIN_PREEMPTIONS = 50
 MIN_JUDGED_MINUTES = 3.0  # of a slope: until then the server without speculation grows by 70 MiB a minute, too
 MAX_MORE_MIB = 512.0  # than that server has at the end, in a run that is too short for slopes
 MAX_EXTRA_MIB = 32.0  # more than the server without speculation grows in as long: what filling caches may differ by
-CALM_SECONDS = 60.0  # until drafts are accepted again, and requests that were aborted are gone
+CALM_SECONDS = 150.0  # until drafts are accepted again, and requests that were aborted are gone
 PLAIN_SHARE = 1.2  # of the time that a method gets
 MIN_LOAD_SECONDS = 5.0
-GRACE_SECONDS = 75.0  # for the last answers, before what is left of them counts as lost
+GRACE_SECONDS = 300.0  # for the last answers, before what is left of them counts as lost
 KILL_AFTER = 0.4  # of a phase
 
 
