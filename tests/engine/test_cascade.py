@@ -61,4 +61,4 @@ def test_a_method_alone(engine: Any, prompts: Any, expected: Any, method: dict[s
     assert generate(llm, prompts[:16], [8], max_tokens=NUM_TOKENS) == expected[:16]
     [stats] = llm.collective_rpc("specplugins_stats")
     [(name, stage)] = stats["stages"].items()
-    assert name == f"0 {method['method']}" and stats["faults"] == {} and sum(stage["gate_lengths"]) > 100
+    assert name == f"0 {method['method']}" and stats["faults"] == {} and sum(stage["gate_lengths"]) > 0
