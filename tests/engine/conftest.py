@@ -236,3 +236,10 @@ def spec_metrics(llm: Any) -> dict[str, float]:
         "vllm:num_preemptions": "preemptions",
     }
     return {names[metric.name]: metric.value for metric in llm.get_metrics() if metric.name in names}
+
+
+def counted(llm: Any, run: Callable[[], Any]) -> tuple[Any, int, int]:
+    """What `run` returns, and how many draft tokens were verified meanwhile, and accepted."""
+    before, result, after = spec_metrics(llm), run(), spec_metrics(llm)
+    drafted, accepted = (int(after[name] - before[name]) for name in ("draft_tokens", "accepted_tokens"))
+    return result, drafted, accepted

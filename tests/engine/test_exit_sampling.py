@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import INTERPRETED, spec_metrics
+from conftest import INTERPRETED, counted, spec_metrics
 from small_vocabulary import (
     PROMPT,
     TEMPERATURE,
@@ -108,10 +108,8 @@ def test_acceptance(engine: Any, checkpoint: Path) -> None:
     params = SamplingParams(
         temperature=TEMPERATURE, top_p=TOP_P, max_tokens=2, n=NUM_SAMPLES // 2, ignore_eos=True, detokenize=False
     )
-    before = spec_metrics(llm)
-    llm.generate([{"prompt_token_ids": PROMPT}] * 2, params, use_tqdm=False)
-    after = spec_metrics(llm)
-    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    prompts = [{"prompt_token_ids": PROMPT}] * 2
+    _, drafted, accepted = counted(llm, lambda: llm.generate(prompts, params, use_tqdm=False))
     assert drafted == NUM_SAMPLES
     assert abs(accepted / drafted - expected) < 3 * np.sqrt(expected * (1 - expected) / drafted)
 
@@ -205,10 +203,7 @@ def test_all_layers_are_always_right(
     if method == "greedy":
         asked = [{**own, "temperature": 0.0} for own in asked]
 
-    before = spec_metrics(llm)
-    drafted = answered(llm, asked)
-    after = spec_metrics(llm)
-    num_drafted, num_accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    drafted, num_drafted, num_accepted = counted(llm, lambda: answered(llm, asked))
     # Each says its first token undrafted and then three a step; stop tokens end some early.
     assert num_drafted >= len(asked) * 5
     assert (num_accepted == num_drafted) == (not planted)
@@ -226,10 +221,7 @@ def test_edits_behind_lookups(method: str, engine: Any, checkpoint: Path) -> Non
     config = {"method": "cascade", "policy": "verify", "gate": "off", "num_speculative_tokens": 4, "stages": stages}
     llm = engine(config, model=str(checkpoint), **ARGUMENTS)
     asked = [{}, {"temperature": 0.0}, *EDITS]
-    before = spec_metrics(llm)
-    answered(llm, asked)
-    after = spec_metrics(llm)
-    num_drafted, num_accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    _, num_drafted, num_accepted = counted(llm, lambda: answered(llm, asked))
     assert num_drafted >= len(asked) * 5 and num_accepted == num_drafted
     [stats] = llm.collective_rpc("specplugins_stats")
     assert stats["faults"] == {}

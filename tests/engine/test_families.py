@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cases import PROMPT_LOOKUP, STRESS, early_exit, generate
-from conftest import INTERPRETED, RUNNER, spec_metrics
+from conftest import INTERPRETED, RUNNER, counted, spec_metrics
 from families import EXIT_LAYER, FAMILIES, NUM_LAYERS, VOCAB_SIZE, checkpoint
 
 SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
@@ -69,10 +69,8 @@ def test_all_layers_accept_everything(engine: Any, prompts: Outputs, plain: Any,
     family, asynchronous = run
     expected = plain(family)
     llm = engine(early_exit(NUM_LAYERS), **arguments(family, asynchronous))
-    before = spec_metrics(llm)
-    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
-    after = spec_metrics(llm)
-    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    outputs, drafted, accepted = counted(llm, lambda: generate(llm, prompts, [8], max_tokens=NUM_TOKENS))
+    assert outputs == expected
     assert drafted >= len(prompts) * (NUM_TOKENS - 1) * 4 // 5
     # Asynchronous scheduling plans one step after a request's last.
     assert accepted >= drafted - (len(prompts) * 4 if asynchronous else 0)
@@ -97,10 +95,8 @@ def test_entered_in_the_middle(
     llm = engine(early_exit(NUM_LAYERS), **arguments(family, asynchronous))
     for runner in (_PagedForward, PagedForward):
         monkeypatch.setattr(runner, "hidden_states", in_halves)
-    before = spec_metrics(llm)
-    assert generate(llm, few, [8], max_tokens=NUM_TOKENS) == expected
-    after = spec_metrics(llm)
-    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    outputs, drafted, accepted = counted(llm, lambda: generate(llm, few, [8], max_tokens=NUM_TOKENS))
+    assert outputs == expected
     assert accepted >= drafted - (len(few) * 4 if asynchronous else 0) > 0
 
 

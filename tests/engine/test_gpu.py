@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import PROMPT_LOOKUP, generate, mixed_prompts
-from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, SHARE_OF_GPU, spec_metrics
+from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, SHARE_OF_GPU, counted
 from test_exit_sampling import ARGUMENTS, HALVES, checkpoint, exact_probs, p_value, sampled  # noqa: F401
 
 torch = pytest.importorskip("torch")
@@ -53,10 +53,8 @@ def test_all_layers_in_bfloat16(engine: Any, method: str, eager: bool) -> None:
     """
     config = {**EARLY_EXIT, "exit_layer": NUM_LAYERS, "draft_sample_method": method}
     llm = engine(config, dtype="bfloat16", enforce_eager=eager)
-    before = spec_metrics(llm)
-    generate(llm, mixed_prompts(str(DEMO_MODEL), 24), [8, 1, 5], temperature=float(method != "greedy"))
-    after = spec_metrics(llm)
-    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+    prompts, heat = mixed_prompts(str(DEMO_MODEL), 24), float(method != "greedy")
+    _, drafted, accepted = counted(llm, lambda: generate(llm, prompts, [8, 1, 5], temperature=heat))
     # What was planned behind the end of an output counts as drafted: up to K tokens a request.
     assert drafted > 300 and accepted >= 0.95 * (drafted - 24 * EARLY_EXIT["num_speculative_tokens"])
     assert faults(llm) == {}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from cases import early_exit, generate, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, graphs, spec_metrics
+from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, counted, graphs
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -44,15 +44,6 @@ def all_layers(engine: Any, device: Device) -> Any:
     return llm
 
 
-def drafts(llm: Any, prompts: Any, batch_size: int) -> tuple[list[list[int]], int, int]:
-    """Outputs, and how many tokens were drafted and accepted."""
-    before = spec_metrics(llm)
-    tokens = generate(llm, prompts, [batch_size], max_tokens=NUM_TOKENS)
-    after = spec_metrics(llm)
-    drafted, accepted = (int(after[name] - before[name]) for name in ("draft_tokens", "accepted_tokens"))
-    return tokens, drafted, accepted
-
-
 @pytest.mark.parametrize("batch_size", range(1, 9))
 def test_all_layers(device: Device, all_layers: Any, prompts: Any, expected: Any, batch_size: int) -> None:
     """Every draft is accepted, by replays alone, without a wait; most batches have padding rows. Kills: a buffer that a
@@ -60,9 +51,9 @@ def test_all_layers(device: Device, all_layers: Any, prompts: Any, expected: Any
     """
     speculator = runner(all_layers).speculator
     before, places = replays(speculator._graphs), device.ledger.places.total()
-    few = prompts[:batch_size]
+    few, params = prompts[:batch_size], {"max_tokens": NUM_TOKENS}
     with device.waits_forbidden():
-        tokens, drafted, accepted = drafts(all_layers, few, batch_size)
+        tokens, drafted, accepted = counted(all_layers, lambda: generate(all_layers, few, [batch_size], **params))
     assert tokens == expected[:batch_size] and drafted == accepted == 9 * batch_size
     assert replays(speculator._graphs) >= before + 3 and device.ledger.places.total() == places
     stats = all_layers.collective_rpc("specplugins_stats")[0]
@@ -76,10 +67,7 @@ def test_all_layers_asynchronously(engine: Any, device: Device, prompts: Any, ex
     drafts_pay(llm)
     with device.waits_forbidden():
         assert generate(llm, prompts[:6], [6], max_tokens=NUM_TOKENS) == expected[:6]
-    before = spec_metrics(llm)
-    with device.waits_forbidden():
-        generate(llm, prompts[:6], [6], max_tokens=NUM_TOKENS, temperature=1.0)
-    after = spec_metrics(llm)
-    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
+        sampling = {"max_tokens": NUM_TOKENS, "temperature": 1.0}
+        _, drafted, accepted = counted(llm, lambda: generate(llm, prompts[:6], [6], **sampling))
     assert drafted >= 54 and accepted >= drafted - 6 * K
     assert replays(runner(llm).speculator._graphs) > 0

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import early_exit
-from conftest import INTERPRETED, graphs, spec_metrics, verify_by_reference
+from conftest import INTERPRETED, counted, graphs, verify_by_reference
 from recorded import replays, runner
 from small_vocabulary import VOCAB_SIZE, exact_probs, sampled, write_checkpoint
 
@@ -52,12 +52,10 @@ def start(engine: Any, checkpoint: Path, layer: int) -> Any:
 def rate(llm: Any, batches: list[int]) -> tuple[np.ndarray, float]:
     """Counts of the outcomes of all batches, all of which were replayed, and the share of drafts accepted."""
     speculator, target = runner(llm).speculator, runner(llm).cudagraph_manager
-    graphs_before, before = (replays(speculator._graphs), replays(target)), spec_metrics(llm)
-    counts = sampled(llm, *batches, top_p=1.0).reshape([VOCAB_SIZE] * 3)
-    after = spec_metrics(llm)
+    graphs_before = replays(speculator._graphs), replays(target)
+    counts, drafted, accepted = counted(llm, lambda: sampled(llm, *batches, top_p=1.0).reshape([VOCAB_SIZE] * 3))
     assert replays(speculator._graphs) >= graphs_before[0] + len(batches)
     assert replays(target) >= graphs_before[1] + len(batches)
-    drafted, accepted = (after[name] - before[name] for name in ("draft_tokens", "accepted_tokens"))
     assert drafted >= K * sum(batches) and llm.collective_rpc("specplugins_stats")[0]["faults"] == {}
     return counts, accepted / drafted
 
