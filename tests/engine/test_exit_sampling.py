@@ -24,7 +24,7 @@ from small_vocabulary import (
 from transformers import LlamaForCausalLM
 
 WITHOUT_TAPES = "64 samples a step take minutes in Triton's interpreter; test_simulated_sampling.py draws on tapes"
-NUM_SAMPLES = 400 if INTERPRETED else 20_000
+NUM_SAMPLES = 400 if INTERPRETED else 12_000
 HALVES = [NUM_SAMPLES // 2] * 2  # vLLM draws no more at once
 ARGUMENTS: dict[str, Any] = {
     "skip_tokenizer_init": True,

@@ -133,7 +133,7 @@ def test_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vllm_specplugins", "verify-lossless", "--json", tmp_path / "report.json"]
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [*command, "--method", json.dumps(config), "--samples", "200"],
+        [*command, "--method", json.dumps(config), "--samples", "100"],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
