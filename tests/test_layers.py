@@ -36,8 +36,9 @@ _BELOW = {*MAY_IMPORT} - {"arguments", "__main__", "__init__"}
 MAY_IMPORT |= {"engine": _BELOW, "tools": _BELOW - {"cascade", "gate", "options_text"} | {"engine"}}
 # Likewise the rooms of the engine.
 IN_ENGINE_MAY_IMPORT = {
+    "codec": set(),
     "hooks": set(),
-    "grammar": {"frontend"},
+    "grammar": {"codec", "frontend"},
     "excepthook": set(),
     "self_check": set(),
     "vllm_api": set(),
@@ -48,7 +49,7 @@ IN_ENGINE_MAY_IMPORT = {
     "frontend": {"adaptive", "excepthook", "hooks", "metrics", "self_check", "target", "vllm_api"},
     "v1": {"frontend", "grammar", "hooks", "target", "verify"},
     "v2": {"adaptive", "frontend", "grammar", "hooks", "self_check", "target", "verify"},
-    "worker": {"metrics", "v1", "v2"},
+    "worker": {"codec", "metrics", "v1", "v2"},
     "harness": {"frontend", "vllm_api"},
     "__init__": set(),
 }

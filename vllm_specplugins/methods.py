@@ -116,7 +116,7 @@ METHODS: Mapping[str, Method] = {
         own_field="heads",
     ),
     "grammar": Method(GrammarConfig, "vllm_specplugins.proposers.grammar:Grammar", reads_tokens_alone=False),
-    "remote": Method(RemoteConfig, "vllm_specplugins.proposers.remote:Remote", reads_tokens_alone=False),
+    "remote": Method(RemoteConfig, "vllm_specplugins.proposers.remote.proposer:Remote", reads_tokens_alone=False),
     "cascade": Method(CascadeConfig, "vllm_specplugins.cascade.cascade:Cascade"),
     "custom": Method(CustomConfig, None),
 }

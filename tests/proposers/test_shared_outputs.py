@@ -153,6 +153,26 @@ def test_garbage(server: ValkeyServer, replica: Callable[..., SuffixLookup]) -> 
     assert step(own, {"b": TEXT[:40]}) == [TEXT[40:45].tolist()]
 
 
+def test_large_text(server: ValkeyServer, replica: Callable[..., SuffixLookup]) -> None:
+    """What somebody else publishes past the bound is dropped on the server, and no engine reads it; what comes after
+    it is fetched.
+
+    Kills: a read without a look at the size.
+    """
+    own = replica()
+    serve(own, "a", TEXT, 20)
+    wait_for(lambda: own.store_stats()["published"] == 1)
+    connection = redis.Redis.from_url(server.connection_url)
+    [key] = connection.keys()
+    for _ in range(3):
+        connection.xadd(key, {FIELD: b"x" * (1 << 25), ORIGIN: b"them"})
+        connection.xadd(key, {FIELD: record(StoredText(False, b"", TEXT)), ORIGIN: b"them"})
+        wait_for(lambda: connection.memory_usage(key, samples=0) < 1 << 20)
+    connection.xadd(key, {FIELD: record(StoredText(False, b"", TEXT)), ORIGIN: b"them"})
+    fetched(own, 1)
+    assert connection.info("stats")["total_net_output_bytes"] < 1 << 20
+
+
 def test_bounds(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million tokens go through, the server's memory stays within its bound, and so does what waits for an engine
     that takes nothing; texts expire.

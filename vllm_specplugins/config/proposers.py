@@ -157,13 +157,17 @@ class RemoteConfig:
     """`remote`: a model behind another server drafts, asked ahead and never waited for.
 
     Args:
-        url: of an OpenAI-compatible server that takes and answers token ids, as vLLM does: http://HOST:PORT/v1.
-        model: what it calls a model with the target's tokenizer.
+        url: of an OpenAI-compatible server: http://HOST:PORT/v1.
+        model: what it calls the drafter.
+        tokenizer: "same" as the target's: token ids are asked and answered, as vLLM does; "other": text.
+        max_prompt_tokens: of the target's, that a question holds, the newest; less than the drafter's context.
         api_key_env: the environment variable that holds its key; null: it wants none.
     """
 
     url: str = checked("an http:// or https:// address without user and password", _is_http_url)
     model: str = checked("a non-empty string", lambda value: isinstance(value, str) and bool(value))
+    tokenizer: str = choice("same", "other")
+    max_prompt_tokens: int = integer(4096, 64, 8192)
     api_key_env: str | None = checked("the name of an environment variable that is set, or null", _is_set, None)
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.draft import Codec, ProposerContext
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import behind_gate, build_proposer
@@ -185,12 +185,18 @@ def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
         ids: list[int] = cached_tokenizer_from_config(model_config).encode(text, add_special_tokens=False)
         return ids
 
+    def codec() -> Codec:
+        from vllm_specplugins.engine.codec import TextCodec
+
+        return TextCodec(cached_tokenizer_from_config(model_config), model_config.get_vocab_size())
+
     context = ProposerContext(
         vocab_size=model_config.get_vocab_size(),
         max_model_len=model_config.max_model_len,
         max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
         max_num_draft=common.num_speculative_tokens,
         tokenize=tokenize,
+        codec=codec,
         device=device,
         dtype=model_config.dtype,
         time_budget_ms=common.time_budget_ms,

@@ -31,6 +31,7 @@ from vllm_specplugins.structures.views import places_of
 logger = logging.getLogger("vllm.specplugins")
 
 STORE_WORK = 2_000  # looks into a table, of a step, for outputs that enter the store
+SHARED_WORK = 250  # where they are another engine's alone
 MAX_NEW = 64  # tokens that came since the last step; more are another text
 NUM_PROMPT_TOKENS = 8  # the last of a prompt, which go into the store with the output: it begins somewhere
 OUTPUT_SHARE = 16  # one part in so many of the store's memory, on top of it, is for outputs that are not finished
@@ -63,6 +64,7 @@ class SuffixLookup:
         self._requests: dict[str, _Request] = {}
         self._newest = np.zeros((1, 2, context.max_num_draft + 1), np.int32)  # drafts, by row: see Kept
         self._accept_probs = first_accept_probs()
+        self._work = STORE_WORK
         self._saver: StoreSaver | None = None
         self._shared: SharedTexts | None = None
         if config.store_path is not None or config.shared is not None:
@@ -128,7 +130,7 @@ class SuffixLookup:
         draft_step(step, (self._accept_probs, self._newest), drafts, tuple(self.store.ring))
         if has_new:
             self._take_shared()
-            self.store.work(STORE_WORK)
+            self.store.work(self._work)
         return drafts
 
     def observe(self, feedback: Feedback) -> None:
@@ -210,7 +212,7 @@ class SuffixLookup:
         if request is None or not request.output:
             return
         self._output_bytes -= 4 * len(request.output)
-        text = np.frombuffer(request.output, np.int32)
+        text, self._work = np.frombuffer(request.output, np.int32), STORE_WORK
         if self.store.enter(request.tenant, text):
             stored = StoredText(self.store.is_back(request.tenant), request.tenant, text)
             self._save(stored)
@@ -221,6 +223,7 @@ class SuffixLookup:
         """Has one text of another engine's enter the store, where none of this one's waits."""
         if self._shared is not None and not self.store.has_work and (text := self._shared.take()) is not None:
             self.store.enter(text.tenant, text.tokens)
+            self._work = SHARED_WORK
             self._save(text)
 
     def _save(self, text: StoredText) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from llguidance.hf import from_tokenizer
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+
+from vllm_specplugins.engine.codec import byte_tokenizer
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -42,8 +43,7 @@ class ForcedTokens:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, new_bitmask: Callable[[], Any]):
-        of_mistral = getattr(tokenizer, "llg_tokenizer", None)
-        self._tokenizer = of_mistral or from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)))
+        self._tokenizer = byte_tokenizer(tokenizer, vocab_size)
         self._new_bitmask = new_bitmask
         self._unknown: set[type] = set()
 

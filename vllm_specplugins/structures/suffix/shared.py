@@ -22,7 +22,9 @@ PLACE_BYTES = 8  # of the server's memory for each token of the store, at most
 MOST_UNSENT = 10_000  # texts that wait for a server that is away; then the oldest are given up
 MOST_WAITING = 1_000  # fetched ones that wait for the engine; then no more are fetched
 MOST_FETCHED = 32  # in one answer
-WAIT_MS = 200  # for others' texts; what the engine adds is published in between
+MOST_TRIES = 10  # to read while others publish
+WAIT_S = 0.2  # between looks for others' texts
+WAIT_SHARE = 20  # times what a look at the size takes, at least
 TIMEOUT_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between attempts to reach the server
 FILL_S = 30.0  # the most that an engine's start waits for texts
@@ -46,6 +48,7 @@ class SharedTexts:
     def __init__(self, url: str, mark: bytes, vocab_size: int, max_tokens: int, keep_s: int):
         import redis
 
+        self._changed = redis.WatchError
         parts = urlsplit(url)
         self._place = parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"
         self._server: Any = redis.Redis.from_url(
@@ -56,6 +59,7 @@ class SharedTexts:
         self._unsent: deque[bytes] = deque(maxlen=MOST_UNSENT)
         self._waiting: deque[StoredText] = deque()
         self._fetched_to = b"0"
+        self._look_s = 0.0  # what the last look at the stream's size took
         self._pause_s = 0.0  # after the last attempt; 0: it was none in vain
         self._is_cleared, self._is_closing = False, Event()
         self.counts = dict.fromkeys(("published", "fetched", "ignored", "failed"), 0)
@@ -64,7 +68,7 @@ class SharedTexts:
     def fill(self) -> list[StoredText]:
         """What others have published so far, the oldest first, no more than the store has room for."""
         deadline, texts, num_tokens = time.monotonic() + FILL_S, deque[StoredText](), 0
-        while self._attempt(0) and self._waiting and time.monotonic() < deadline:
+        while self._attempt() and self._waiting and time.monotonic() < deadline:
             while self._waiting:
                 texts.append(self._waiting.popleft())
                 num_tokens += len(texts[-1].tokens)
@@ -94,19 +98,18 @@ class SharedTexts:
 
     def _run(self) -> None:
         while not self._is_closing.is_set():
-            if not self._attempt(WAIT_MS):
-                self._is_closing.wait(self._pause_s)
-            elif len(self._waiting) >= MOST_WAITING:
-                self._is_closing.wait(WAIT_MS / 1000)
+            self._attempt()
+            self._is_closing.wait(self._pause_s or max(WAIT_S, WAIT_SHARE * self._look_s))
         with suppress(Exception):
             self._publish()
             self._server.close()
 
-    def _attempt(self, wait_ms: int) -> bool:
+    def _attempt(self) -> bool:
         """Publishes and fetches; False where that fails, which is said once."""
         try:
             self._publish()
-            self._fetch(wait_ms)
+            while len(self._waiting) < MOST_WAITING and self._fetch() == MOST_FETCHED:
+                self._publish()
         except Exception as error:  # of the network, of the server, or of what the address asks of redis-py
             self.counts["failed"] += 1
             if self._pause_s == 0:
@@ -132,18 +135,39 @@ class SharedTexts:
             self.counts["published"] += 1
         self._server.xtrim(self._key, minid=int((time.time() - self._keep_s) * 1000))
         self._server.expire(self._key, self._keep_s)
-        num_bytes, most = self._server.memory_usage(self._key, samples=0) or 0, PLACE_BYTES * self._max_tokens
+        self._cut()
+
+    def _cut(self) -> bool:
+        """Has the server drop the oldest texts where all take more than they may; whether they did."""
+        began, most = time.monotonic(), PLACE_BYTES * self._max_tokens
+        num_bytes = self._server.memory_usage(self._key, samples=0) or 0
+        self._look_s = time.monotonic() - began
         if num_bytes > most:
             self._server.xtrim(self._key, maxlen=int(0.9 * self._server.xlen(self._key) * most / num_bytes))
+        return bool(num_bytes > most)
 
-    def _fetch(self, wait_ms: int) -> None:
-        if len(self._waiting) >= MOST_WAITING:
-            return
-        found = self._server.xread({self._key: self._fetched_to}, MOST_FETCHED, wait_ms or None)
+    def _fetch(self) -> int:
+        """How many texts of others came."""
+        found = self._read()
         for place, fields in found[0][1] if found else ():
             self._fetched_to = place
             if fields.get(ORIGIN) != self._origin:
                 self._enter(fields.get(TEXT, b""))
+        return len(found[0][1]) if found else 0
+
+    def _read(self) -> Any:
+        """What is new on the server; nothing where that is not still as it was when its size was looked at, which
+        bounds what others can have this engine read."""
+        for _ in range(MOST_TRIES):
+            with self._server.pipeline() as reading:
+                reading.watch(self._key)
+                if self._cut():
+                    continue
+                reading.multi()
+                reading.xread({self._key: self._fetched_to}, MOST_FETCHED)
+                with suppress(self._changed):
+                    return reading.execute()[0]
+        return None
 
     def _enter(self, data: bytes) -> None:
         text = record_at(data, 0, self._vocab_size)

@@ -1,0 +1,141 @@
+"""Remote: a model behind another server drafts, asked ahead of what the target has verified. Nothing waits for it.
+
+A history proposer. For each request one question is under way: it goes on from the history and from what the last
+answers guessed. What comes late is held against what was emitted since: what still fits is drafted.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_specplugins.config import ConfigError, RemoteConfig
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
+from vllm_specplugins.proposers.remote.forms import Form, Guess, Text, TokenIds
+from vllm_specplugins.proposers.remote.server import Server
+
+MOST_AHEAD = 256  # tokens
+FORGETTING = 0.95  # of how far ahead to ask, by each answer
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is guessed of a request: what of it is `ahead` of the history, or what of the history it is `behind`."""
+
+    length: int  # of the history
+    ahead: Guess
+    behind: Guess
+    came: deque[Guess] = field(default_factory=deque)  # of the answer under way
+    asked_at: int = -1  # length of the history when it was last asked about
+    answer: "Future[None] | None" = None
+
+    def fits(self) -> bool:
+        """Whether history and guess are the same as far as both go, which is then taken off."""
+        num_both = min(len(self.ahead), len(self.behind))
+        both = self.ahead[:num_both], self.behind[:num_both]
+        self.ahead, self.behind = self.ahead[num_both:], self.behind[num_both:]
+        return bool(both[0] == both[1])
+
+
+class Remote:
+    """See the module. A request is asked about until the guess is as far ahead of its history as requests go, with all
+    of it accepted, while two questions are answered."""
+
+    def __init__(self, config: RemoteConfig, context: ProposerContext):
+        self._least_ahead, self._max_model_len = 2 * (context.max_num_draft + 1), context.max_model_len
+        self._num_ahead, self._max_prompt_tokens = float(self._least_ahead), config.max_prompt_tokens
+        self._requests: dict[str, _Request] = {}
+        self._form = _form(config, context)
+        self._server = Server(config, self._form)
+        self._counts = dict.fromkeys(("asked", "answered", "dropped", "failed"), 0)
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """What is left of each request's guess."""
+        drafts = [self._draft(*each) for each in zip(batch.request_ids, batch.token_ids, batch.max_num_draft)]  # noqa: B905
+        num_draft = np.array([len(draft) for draft in drafts], np.int32)
+        token_ids = np.zeros((len(drafts), max(num_draft, default=0)), np.int32)
+        for row, draft in zip(token_ids, drafts, strict=True):
+            row[: len(draft)] = draft
+        return Draft(token_ids, num_draft)
+
+    def observe(self, feedback: Feedback) -> None:
+        """Nothing to learn: what came of the drafts shows in the next batch's histories."""
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Gives up the questions of these requests."""
+        for request_id in request_ids:
+            if request_id in self._requests:
+                self._drop(self._requests.pop(request_id))
+
+    def exchange_stats(self) -> dict[str, int]:
+        """Questions so far by what became of them; "dropped": the history went on otherwise, or ended."""
+        return self._counts
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._server.close()
+
+    def _draft(self, request_id: str, text: Int32Array, limit: int) -> list[int]:
+        request = self._requests.get(request_id)
+        if request is None or not self._goes_on(request, text):
+            if request is not None:
+                self._drop(request)
+            request = self._requests[request_id] = _Request(len(text), self._form.none, self._form.none)
+        if request.answer is None:
+            self._ask(request, text)
+        return [] if request.behind or not limit else self._form.draft(request.ahead, limit)
+
+    def _goes_on(self, request: _Request, text: Int32Array) -> bool:
+        """Takes in what is new of the history, and of the answer under way; False where they differ."""
+        if len(text) < request.length:
+            return False
+        is_done = request.answer is not None and request.answer.done()
+        request.behind = request.behind + self._form.of(text[request.length :])
+        request.length = len(text)
+        while request.came:
+            request.ahead = request.ahead + request.came.popleft()
+        if is_done:
+            self._end(request)
+        return request.fits()
+
+    def _end(self, request: _Request) -> None:
+        failed = request.answer is not None and request.answer.exception() is not None
+        request.answer = None
+        if not failed:
+            num_meanwhile = request.length - request.asked_at
+            wanted = max(self._least_ahead, FORGETTING * self._num_ahead, 2 * num_meanwhile + self._least_ahead)
+            self._num_ahead = min(wanted, MOST_AHEAD)
+        self._counts["failed" if failed else "answered"] += 1
+
+    def _ask(self, request: _Request, text: Int32Array) -> None:
+        """Asks what follows the guess, unless enough is known of it, or nothing is new since it was asked."""
+        num_known = self._form.num_tokens(request.ahead)
+        num_tokens = min(int(self._num_ahead), self._max_model_len - len(text) - num_known)
+        if num_known >= self._num_ahead or num_tokens <= 0 or request.asked_at == len(text):
+            return
+        request.asked_at = len(text)
+        request.behind = self._form.none if request.ahead else self._form.unfinished(text)
+        request.came = deque()
+        request.answer = self._server.ask(self._newest(text), request.ahead, num_tokens, request.came)
+        self._counts["asked"] += request.answer is not None
+
+    def _newest(self, text: Int32Array) -> Int32Array:
+        """The newest tokens of a history, from the same place on for many steps, for the server's prefix cache."""
+        half = self._max_prompt_tokens // 2
+        return text[max(0, len(text) // half - 1) * half :].copy()
+
+    def _drop(self, request: _Request) -> None:
+        if request.answer is not None:
+            request.answer.cancel()
+            self._counts["dropped"] += 1
+
+
+def _form(config: RemoteConfig, context: ProposerContext) -> Form:
+    if config.tokenizer == "same":
+        return TokenIds(context.vocab_size)
+    try:
+        return Text(context.codec())
+    except ValueError as error:
+        raise ConfigError(f'remote: tokenizer "other" needs a fast one of the target: {error}.') from None
