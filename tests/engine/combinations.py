@@ -63,6 +63,7 @@ def combinations() -> dict[str, dict[str, Any]]:
         "TP": {**llama, **RANKS},
         "PP": {**llama, "pipeline_parallel_size": 2},
         "DP": {**llama, "data_parallel_size": 2},
+        "DP of experts": {**experts, "data_parallel_size": 2},
         "Ray": {**llama, **RANKS, "distributed_executor_backend": "ray"},
     }
 

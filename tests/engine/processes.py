@@ -17,13 +17,34 @@ import sys
 import time
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.lora.request import LoRARequest
 
 SPAWNS_AS = "forkserver" if __name__ == "__main__" else "fork"  # an engine imports this file, too
 get_context = multiprocessing.get_context
 multiprocessing.get_context = lambda method=None: get_context(SPAWNS_AS if method == "spawn" else method)
 COUNTED = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+
+
+def all_gatherv(own: CpuCommunicator, inputs: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """What vLLM 0.32 has on GPUs alone, for engines that share experts."""
+    if isinstance(inputs, list):
+        return [all_gatherv(own, each, dim, sizes) for each in inputs]
+    sizes = sizes or [len(inputs)] * own.world_size
+    padded = inputs.new_zeros(max(sizes), *inputs.shape[1:])
+    padded[: len(inputs)] = inputs
+    parts = own.all_gather(padded, dim=0).split(max(sizes))
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def reduce_scatterv(own: CpuCommunicator, whole: torch.Tensor, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    torch.distributed.all_reduce(whole, group=own.device_group)
+    return whole.split(sizes or len(whole) // own.world_size)[own.rank_in_group]
+
+
+CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
 
 
 def params(index: int, temperature: float) -> SamplingParams:

@@ -17,12 +17,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not ASKED, reason="SPECPLUGIN
 HISTORY = ("prompt_lookup", "suffix_lookup", "custom")
 NAMES = (*HISTORY, *EXITS, "built-in stage")
 # Of kinds of models, of adapters and of several engines V1 tells as much, and in seconds.
-CELLS: dict[str, tuple[str, ...]] = {"TP": NAMES, "PP": HISTORY} if INTERPRETED else {
+CELLS: dict[str, tuple[str, ...]] = {"TP": NAMES, "PP": HISTORY, "DP of experts": HISTORY} if INTERPRETED else {
     "experts": NAMES,
     "sliding windows": (*HISTORY, *EXITS),  # vLLM wants the draft model's layers in one group of its own
     "LoRA": tuple(name for name in NAMES if name != "medusa"),
     "TP": NAMES,
     "DP": NAMES,
+    "DP of experts": HISTORY,
     "Ray": NAMES,
 }  # fmt: skip
 WITH_TWO_WORKERS = [name for name in ("TP", "PP", "Ray") if name in CELLS]
