@@ -69,6 +69,25 @@ def test_distribution(drafting: Any, expected: np.ndarray) -> None:
     assert drafting.collective_rpc("specplugins_stats")[0]["faults"] == {}
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="elsewhere they are what runs, or cannot run")
+def test_kernels(drafting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton kernels in the engine, as on a GPU, say what the reference says. Kills: an argument of theirs that
+    the engine lays out otherwise."""
+    from vllm_specplugins.kernels import implementations
+
+    asked = [{"temperature": heat, "top_p": top_p} for heat, top_p in ((0.0, 1.0), (0.8, 1.0), (1.2, 0.8))]
+    expected, replaced = answered(drafting, asked, max_tokens=8), []
+    choose = implementations.implementation_of
+
+    def fused(*arguments: Any) -> str:
+        replaced.append(choose(*arguments))
+        return "fused"
+
+    monkeypatch.setattr(implementations, "implementation_of", fused)
+    assert answered(drafting, asked, max_tokens=8) == expected
+    assert set(replaced) == {"host", "reference"}
+
+
 @pytest.mark.slow
 def test_acceptance(engine: Any, checkpoint: Path) -> None:
     """The share of accepted drafts is the sum of min(p, q). Kills: a temperature or top-p of drafted positions that is
