@@ -11,7 +11,7 @@ import pytest
 import torch
 from built_in_kinds import KINDS, Kind, folder_of, weights_by_name
 from cases import generate
-from conftest import INTERPRETED, RUNNER, spec_metrics
+from conftest import RUNNER, spec_metrics
 
 pytestmark = pytest.mark.slow
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}
@@ -37,8 +37,6 @@ def stage_of(kind: Kind) -> dict[str, Any]:
 def test_a_kind(engine: Any, name: str) -> None:
     """Identical at temperature 0; it drafts, and nothing is at fault."""
     kind = KINDS[name]
-    if name == "DFlash2" and INTERPRETED:
-        pytest.skip("a kernel of vLLM's has a scalar for a mask, which Triton's interpreter does not take")
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(64, (length,), generator=generator).tolist() * 2 for length in (9, 20, 35)]
     settings = {
@@ -51,7 +49,7 @@ def test_a_kind(engine: Any, name: str) -> None:
     [stats] = llm.collective_rpc("specplugins_stats")
     lookup, model = stats["stages"].values()
     assert stats["faults"] == model["faults"] == {}, model
-    assert lookup["asked"] and model["kept"] and model["ms"] > 0, (lookup, model)
+    assert lookup["asked"] and model["kept"] and (RUNNER == "v2" or model["ms"] > 0), (lookup, model)
     assert len({tuple(tokens) for tokens in expected}) > 1 and spec_metrics(llm)["draft_tokens"] > 0
 
 

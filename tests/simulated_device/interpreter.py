@@ -5,6 +5,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from simulated_device import tape
 from simulated_device.operations import tensors
 from simulated_device.patches import Patches
@@ -27,7 +29,7 @@ def patch_interpreter(patches: Patches) -> None:
         return masked_store(self, pointers, value, of_booleans(mask), *rest)
 
     def of_booleans(mask: Any) -> Any:  # a grammar's bits, and a product of conditions, are integers
-        mask.data = mask.data.astype(bool)
+        mask.data = np.asarray(mask.data, bool)  # nor is NumPy's scalar an array
         return mask
 
     patches.enter_context(quick_interpreter())

@@ -17,12 +17,12 @@ CAN = "FLASH_ATTN on Hopper, FLASHINFER on Blackwell and TRITON_ATTN"
 
 def place(vllm_config: Any) -> None:
     """Leaves a cascade on the host where nothing would trim its exit's drafts: there it has a gate of its own; and one
-    with a drafter of vLLM's on several ranks, where vLLM trims by that drafter's confidences alone."""
-    config = vllm_config.speculative_config
+    with a drafter of vLLM's in a pipeline."""
+    config, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     if not config.reads_history:
         return
     if config.built_in is not None:
-        is_here = vllm_config.parallel_config.world_size == 1
+        is_here = parallel.world_size == parallel.tensor_parallel_size
     elif config.runs_target:
         is_here = _missing(vllm_config) is None
     else:
@@ -80,6 +80,8 @@ def or_planned(create: Callable[..., Any], runner: Any, speculator: Any) -> Call
     def created(**arguments: Any) -> Any:
         try:
             if (manager := create(**arguments)) is not None:
+                record = manager.record_confidences  # the runner may hand over those of a drafter of vLLM's
+                manager.record_confidences = lambda _, batch: record(speculator.draft_token_confidence_probs, batch)
                 Budget(manager, speculator.outcomes.confidences, speculator.budget_implementation)
                 return manager
         except ValueError as error:

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
@@ -110,21 +113,31 @@ def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) 
     return theirs
 
 
+def context_alone(theirs: Any) -> dict[str, Any]:
+    """What lets a drafter of whole blocks (dflash, dspark) take in what was verified, and draft nothing."""
+    if not isinstance(theirs, DFlashSpeculator):
+        return {}
+    without = theirs.vllm_config, theirs.device, CUDAGraphMode.NONE, theirs.num_query_per_req
+    nothing = {name: lambda *_, **__: None for name in ("_generate_draft", "_build_uniform_attn_metadata")}
+    return {"query_cudagraph_manager": DFlashCudaGraphManager(*without), **nothing}
+
+
 def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
     """vLLM's own speculator, changed so that ours gets its drafts and has the last word.
 
     The runner deals with vLLM's own, whose layers and KV cache it has to prepare. It was built with the K of its stage,
     but takes in steps that verified up to `max_num_draft` tokens of each request.
     """
-    propose, own_most = theirs.propose, theirs.num_speculative_steps
+    propose, own_most, resting = theirs.propose, theirs.num_speculative_steps, context_alone(theirs)
 
     def drafted(input_batch: Any, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any) -> Any:
         offer = ours.new_offer()
         most = own_most if num_speculative_tokens is None else min(own_most, num_speculative_tokens)
-        if ours.spares(input_batch):  # it takes in what was verified, which brings a token
-            most = min(most, 1)
-        # What a draft model is told of K it does not look at.
-        own = {"num_speculative_steps": max(1, most)} if isinstance(theirs, StandaloneARSpeculator) else {}
+        own: dict[str, Any] = {}
+        if ours.spares(input_batch):  # it takes in what was verified, which brings a token or none
+            most, own = min(most, 0 if resting else 1), resting
+        if isinstance(theirs, StandaloneARSpeculator):  # what it is told of K it does not look at
+            own = {"num_speculative_steps": max(1, most)}
         if isinstance(graphs := getattr(theirs, "prefill_cudagraph_manager", None), TrimmedGraphs):
             graphs.longest = None if input_batch.has_prefill else int(input_batch.num_scheduled_tokens.max())
         with replaced(theirs, own):
