@@ -92,6 +92,7 @@ OBJECTS: dict[str, str] = {
     "SpeculatorCudaGraphManager CudaGraphManager": "_graphs",
     "StructuredOutputManager": "structured_outputs",
     "ThinkingBudgetStateHolder": "holder",
+    "TokenizerLike": "tokenizer",
     "UvaBackedTensor": "array",
     "UvaBuffer": "buffer",
     "VllmConfig ModelConfig SpeculativeConfig": "config",
