@@ -1,11 +1,13 @@
-"""How loops are compiled for the CPU, by numba."""
+"""How loops are compiled for the CPU, by numba, and what lets them take many arrays and texts."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 from numba import carray, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,17 +27,32 @@ def compiled(signature: Any) -> Callable[[Function], Function]:
     return decorate
 
 
-def _as_pointer(typing: Any, address: Any) -> Any:
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(typing: Any, address: Any) -> Any:
     def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), make
 
 
-_pointer: Any = intrinsic(_as_pointer)
-
-
 @inlined
 def text_at(address: int, num_tokens: int) -> Any:
     """The int32 tokens that lie there."""
     return carray(_pointer(address), (num_tokens,), np.int32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def borrowed(typing_context: Any, array: Any) -> Any:
+    """The same array, whose references are not counted; for arguments alone, which the caller keeps.
+
+    Counts are atomic and came at each use of a tuple of arrays: taking a token into a suffix text took 370 ns, and
+    takes 80 without them.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        view = make_array(array)(context, builder, arguments[0])
+        view.meminfo = cgutils.get_null_value(view.meminfo.type)
+        view.parent = cgutils.get_null_value(view.parent.type)
+        return view._getvalue()
+
+    return array(array), generate

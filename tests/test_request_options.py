@@ -232,15 +232,14 @@ def test_tokens_of_a_text() -> None:
 
 
 def test_what_travels() -> None:
-    """A reference is bytes and its digest, whoever tokenised it. Kills: a digest that a client writes itself."""
+    """A reference is bytes, whoever tokenised it."""
     own = limits(CUSTOM)
-    found = resolved(understood({"max_draft": 2, "reference": [1, 2, 99], "reference_digest": "mine"}, own), own)
+    found = resolved(understood({"max_draft": 2, "reference": [1, 2, 99]}, own), own)
     assert found == resolved({"max_draft": 2, "reference": "text"}, own, [1, 2, 99])
-    assert found["reference_digest"] != resolved({}, own, [1, 2, 98])["reference_digest"]
     arrived = received(found)
     assert arrived["reference"].tolist() == [1, 2, 99] and arrived["max_draft"] == 2
     assert not arrived["reference"].flags.writeable
-    assert resolved(understood({"reference": [], "reference_digest": "mine"}, own), own) == {}
+    assert resolved(understood({"reference": []}, own), own) == {}
 
 
 @pytest.mark.parametrize(

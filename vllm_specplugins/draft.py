@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.target import Int32Array, Likeliest, Offer, Target
+from vllm_specplugins.target import ArgmaxTokens, Int32Array, Offer, Target
 
 PROTOCOL_VERSION = 1
 
@@ -106,7 +106,7 @@ class DraftBatch:
     options: Sequence[Mapping[str, Any]]
     target: Target | None = None
     offer: Offer | None = None
-    likeliest: Likeliest | None = None
+    likeliest: ArgmaxTokens | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -157,16 +157,19 @@ class Feedback:
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of requests. It is called from one thread, one call at a time."""
+    """Guesses the next tokens of requests. It is called from one thread, one call at a time. A class that extends this
+    one learns nothing, and keeps nothing of a request, unless it says how."""
 
     def propose(self, batch: DraftBatch) -> Draft:
         """A draft for every request of the batch."""
 
     def observe(self, feedback: Feedback) -> None:
         """Learns what became of the last drafts; called before the `propose` of the same step."""
+        return
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops all state of requests that finished, were aborted or were preempted; unknown ids are ignored.
 
         A preempted request comes back under the same id with its whole history.
         """
+        return

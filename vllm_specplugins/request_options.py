@@ -5,7 +5,6 @@ and a client may cost only itself: the front end bounds, checks and resolves the
 reaches neither the engine nor another request. Knows nothing of vLLM.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ MAX_CONTEXT = 2**31 - 1
 # Of a reference; four are usual. One with more tokens than max_model_len is refused in any case.
 BYTES_PER_TOKEN = 8
 MAX_NESTING = 8
-REFERENCE, DIGEST, TENANT = "reference", "reference_digest", "tenant"
+REFERENCE, TENANT = "reference", "tenant"
 
 
 def _at_most(high: int) -> tuple[str, Callable[[Any], bool]]:
@@ -170,14 +169,13 @@ def token_bytes(value: Any, limits: Limits) -> bytes | bytearray:
 
 
 def resolved(options: Options, limits: Limits, token_ids: Sequence[int] | bytearray | None = None) -> dict[str, Any]:
-    """Options that were understood as they travel to the engine: a reference as bytes, with a digest of them.
+    """Options that were understood as they travel to the engine: a reference as bytes.
 
     `token_ids` are those of a reference that is a text: ConfigError if they are too many, or others than the model has.
     """
-    found = {key: options[key] for key in options if key not in (REFERENCE, DIGEST, TENANT)}
+    found = {key: options[key] for key in options if key not in (REFERENCE, TENANT)}
     if reference := options.get(REFERENCE) if token_ids is None else token_bytes(token_ids, limits):
         found[REFERENCE] = reference
-        found[DIGEST] = hashlib.blake2b(reference, digest_size=16).digest()
     return found
 
 

@@ -112,7 +112,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Likeliest:
+class ArgmaxTokens:
     """The target's argmax after each of the N tokens that it read in the step before, rejected drafts included.
 
     Args:

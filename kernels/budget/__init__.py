@@ -1,9 +1,9 @@
 """Which drafts of a batch are verified, where a step has room for a number of draft tokens: the likeliest.
 
 Front door: `share_budget` picks the implementation. It waits for nothing. As vLLM's adaptive verification does: a token
-is worth its chance of survival, the product of its draft's chances up to it, which only falls along a draft; so what is
-admitted is a prefix of each. Among equals the earlier row wins, so that all ranks of a group admit the same. R: rows of
-the batch, S: slots of requests, K: most tokens of a draft.
+is worth its probability of survival, the product of its draft's probabilities up to it, which only falls along a draft;
+so what is admitted is a prefix of each. Among equals the earlier row wins, so that all ranks of a group admit the same.
+R: rows of the batch, S: slots of requests, K: most tokens of a draft.
 """
 
 from importlib import import_module
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
 def share_budget(
     layout: Layout,
-    # [S, K] float32 in [0, 1]: chance of each token if those before it are accepted
+    # [S, K] float32 in [0, 1]: probability of each token if those before it are accepted
     accept_probs: Any,
     # [R] the slot of each row
     slots: Any,
@@ -47,8 +47,8 @@ def share_budget(
 
     >>> import torch
     >>> layout = Layout(*torch.zeros(2, 4, dtype=torch.int32))
-    >>> chances, counts = torch.tensor([[0.9, 0.5], [0.8, 0.7], [0.0, 0.0]]), torch.tensor([[2, 2], [1, 1]])
-    >>> share_budget(layout, chances, torch.tensor([0, 1]), counts.int(), 3, 1)
+    >>> probs, counts = torch.tensor([[0.9, 0.5], [0.8, 0.7], [0.0, 0.0]]), torch.tensor([[2, 2], [1, 1]])
+    >>> share_budget(layout, probs, torch.tensor([0, 1]), counts.int(), 3, 1)
     >>> layout.query_start_loc.tolist()  # 0.9, 0.8 and 0.8 * 0.7
     [0, 2, 5, 5]
     """

@@ -1,7 +1,7 @@
 """A shared budget in Triton: one launch of one program, whose registers hold the whole batch.
 
-The smallest chance that is admitted is found by bisection over the floats' own order, in some 30 steps without a read
-of memory. R: rows of the batch, S: slots of requests, K: most tokens of a draft.
+The smallest probability that is admitted is found by bisection over the floats' own order, in some 30 steps without a
+read of memory. R: rows of the batch, S: slots of requests, K: most tokens of a draft.
 """
 
 import torch
@@ -22,7 +22,7 @@ _TILES = 32, 256  # rows of a batch; larger ones are held whole
 def _share_kernel(
     layout,
     # [S, K]
-    chances_ptr,
+    accept_probs_ptr,
     # [R]
     slots_ptr,
     # [2, R]
@@ -44,7 +44,7 @@ def _share_kernel(
     survival, keys = tl.full((ROWS,), 1.0, tl.float32), tl.full((ROWS, LANES), -1, tl.int32)
     for step in tl.static_range(0, K):
         is_draft = step < num_draft
-        survival *= tl.load(chances_ptr + slots * K + step, mask=is_draft, other=0.0)
+        survival *= tl.load(accept_probs_ptr + slots * K + step, mask=is_draft, other=0.0)
         key = tl.where(is_draft, tl.minimum(survival.to(tl.int32, bitcast=True), _LARGEST), -1)
         keys = tl.where(steps == step, key[:, None], keys)
     low, high = tl.full((), 0, tl.int32), tl.full((), _LARGEST, tl.int32)

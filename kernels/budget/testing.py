@@ -18,8 +18,8 @@ class Share(NamedTuple):
 
 
 def make_shares(num_rows: int, width: int, num_slots: int = 16, seed: int = 1) -> Iterator[Share]:
-    """Batches of which none, some and all of the drafts are verified; chances are multiples of a quarter, so that many
-    are equal, and 0 and 1 among them."""
+    """Batches of which none, some and all of the drafts are verified; probabilities are multiples of a quarter, so that
+    many are equal, and 0 and 1 among them."""
     rng = torch.Generator().manual_seed(seed)
     slots = torch.randperm(num_slots, generator=rng)[:num_rows]
     for accept_probs in (

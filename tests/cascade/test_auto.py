@@ -8,7 +8,6 @@ import pytest
 from played import MACHINES, Engine, cells, speed_of
 from stages import LAYERS, Played, Request, load
 
-from vllm_specplugins.cascade.auto import Auto
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.structures.draft_arrays import DraftArrays
@@ -78,17 +77,15 @@ def drafts_of(texts: list[Request], config: dict[str, Any], watch: Callable[[Dra
 
     def build(context: Any) -> Played:
         proposer: Any = build_proposer(parse_config(config), context)
-        right = proposer._drafter.draft
+        right = proposer._draft
 
-        class Watched:
-            def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Any) -> DraftArrays:
-                drafts: DraftArrays = right(batch, prefix, max_draft)
-                assert (drafts.num_draft <= max_draft).all()
-                watch(batch, drafts)
-                return drafts
+        def watched(batch: DraftBatch, max_draft: Any) -> DraftArrays:
+            drafts: DraftArrays = right(batch, max_draft)
+            assert (drafts.num_draft <= max_draft).all()
+            watch(batch, drafts)
+            return drafts
 
-        assert isinstance(proposer._drafter, Auto)
-        proposer._drafter = Watched()
+        proposer._draft = watched
         return Played(proposer, texts)
 
     Engine(texts, 4, MACHINES["gpu"], WIDTH, build, 1000).played()

@@ -94,7 +94,7 @@ def test_time_is_counted_at_every_step() -> None:
 
 def test_as_a_proposer() -> None:
     config = parse_config({"method": "cascade", "stages": [MODEL, LOOKUP]})
-    stage = build_proposer(config, CONTEXT)._stages[0]  # type: ignore[attr-defined]
+    stage = build_proposer(config, CONTEXT)._stages[0].proposer  # type: ignore[attr-defined]
     assert drafts_of(stage.propose(batch_of([[1], [2]], [[7, 8, 9]] * 2, room=2))) == [[7, 8], [7, 8]]
     assert stage.propose(batch_of([[1]], None)).num_draft.tolist() == [0]
 

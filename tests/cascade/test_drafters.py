@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,8 @@ import pytest
 import torch
 
 from vllm_specplugins.cascade.cascade import Cascade
-from vllm_specplugins.cascade.drafters import First
-from vllm_specplugins.cascade.staged import ModelDrafter, StagedDrafter
+from vllm_specplugins.cascade.drafters import ModelDrafter
+from vllm_specplugins.cascade.staged import StagedDrafter
 from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, StageConfig
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
@@ -148,7 +147,8 @@ def test_verified_tokens_are_the_stages_own(method: str, edits: bool, seed: int)
     stage = exit_stage(2, method)
     expected, logits = alone(batch, stage)
     checked = [
-        StagedDrafter(cheap, stage, 1, StageCounters()) for cheap in (Nothing(), Offers(rng), Offers(rng, expected))
+        StagedDrafter(cheap.draft, stage, 1, StageCounters())
+        for cheap in (Nothing(), Offers(rng), Offers(rng, expected))
     ]
     for drafter in (*checked, ModelDrafter(stage, 1, StageCounters())):
         drafts = drafter.draft(batch, None, batch.max_num_draft)
@@ -184,7 +184,7 @@ def test_three_stages(seed: int) -> None:
     batch = make_batch(rng, 4)
     first, last = exit_stage(1, "probabilistic"), exit_stage(2, "probabilistic")
     expected, _ = alone(batch, last)
-    nested = StagedDrafter(StagedDrafter(Offers(rng), first, 1, StageCounters()), last, 2, StageCounters())
+    nested = StagedDrafter(StagedDrafter(Offers(rng).draft, first, 1, StageCounters()).draft, last, 2, StageCounters())
     assert ids(nested.draft(batch, None, batch.max_num_draft)) == expected
 
 
@@ -223,7 +223,7 @@ def test_verified_tokens_are_distributed_as_q() -> None:
             drafts.token_ids[:, 0] = np.choose(rows % 3, chosen)
             return drafts
 
-    drafter = StagedDrafter(Misleading(), stage, 1, StageCounters())
+    drafter = StagedDrafter(Misleading().draft, stage, 1, StageCounters())
     counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.float64)
     for start in range(0, num_draws, batch_size):
         seeds = torch.arange(start, start + batch_size) * 7919
@@ -263,7 +263,7 @@ def test_good_offers_save_passes() -> None:
 
     before = batch.target.forward.num_passes
     counters, cheap = StageCounters(), StageCounters()
-    drafts = StagedDrafter(Right(), stage, 1, counters, cheap).draft(batch, None, np.array([K]))
+    drafts = StagedDrafter(Right().draft, stage, 1, counters, cheap).draft(batch, None, np.array([K]))
     assert ids(drafts) == expected and batch.target.forward.num_passes == before + 1
     assert (counters.drafted, cheap.kept) == (K, K - 1)
 
@@ -278,14 +278,10 @@ def test_behind_drafts_and_in_their_stead(seed: int) -> None:
     model = ModelDrafter(stage, 1, StageCounters())
     fixed_offers = Offers(rng).draft(batch, None, max_draft)
     offers = ids(fixed_offers)
-    fixed = SimpleNamespace(draft=lambda batch, prefix, max_draft: fixed_offers)
     extended = ids(fixed_offers.followed_by(model.draft(batch, fixed_offers, max_draft - fixed_offers.num_draft)))
-    firsts = ids(First(fixed, model).draft(batch, None, max_draft))
-    own, _ = alone(batch, stage)
     for row, offer in enumerate(offers):
         assert extended[row][: len(offer)] == offer
         assert len(extended[row]) == max_draft[row]
-        assert firsts[row] == (offer or own[row])
         text = list(batch.token_ids[row]) + extended[row]
         forward = FakeForward([np.array(text[: len(batch.token_ids[row])])], {2: 0.7})
         for place in range(len(batch.token_ids[row]) + len(offer), len(text)):
@@ -325,7 +321,7 @@ def test_cascade(policy: str) -> None:
     proposer.forget(batch.request_ids)
     assert not proposer._rows.known(batch.request_ids).any()
     proposer.propose(replace(make_batch(rng, 1), request_ids=["new"], max_num_draft=np.array([3], np.int32)))
-    assert list(proposer._stages[0]._rows._rows) == ["new"], "a stage forgets before it next drafts"
+    assert list(proposer._stages[0].proposer._rows._rows) == ["new"], "a stage forgets before it next drafts"
 
 
 def test_config_is_nested() -> None:
@@ -353,7 +349,7 @@ def test_ranks_agree_on_times() -> None:
     for _ in range(3):
         draft = proposer.propose(batch)
         proposer.observe(Feedback(batch.request_ids, draft.num_draft, draft.num_draft, step_ms=5.0))
-    assert len(exchanged) == 3 and all(len(times) == 4 for times in exchanged)
+    assert len(exchanged) == 3 and all(len(times) == 5 for times in exchanged)
     [costs] = proposer._gate._costs.by_load.values()
     assert costs.mean_ms == 1000.0 and costs.mean_drafting_ms == 1001.0
 

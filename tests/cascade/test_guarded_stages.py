@@ -37,7 +37,7 @@ def cascade(*stages: Any, act: str = "sleeps", context: ProposerContext = CONTEX
     config = {"method": "cascade", "gate": "off", "stages": list(stages)}
     proposer = build_proposer(parse_config(config), context)
     assert isinstance(proposer, Cascade)
-    for stage in proposer._stages:
+    for _, stage in proposer.named_stages():
         if isinstance(stage, HostileProposer):
             stage.act, stage.start = HOSTILE[act][0], 0
     return proposer
@@ -69,10 +69,10 @@ def test_stages_forget_when_nothing_follows() -> None:
     """Requests that ended are forgotten in the engine's idle step, once, in the stage's own thread. Kills: a stage that
     is told when it is next asked, as an engine without requests never does."""
     proposer = cascade({"method": "suffix_lookup", "store_bytes": 1 << 20}, CUSTOM)
-    barrier, own = barrier_of(proposer), proposer._stages[0]
+    barrier, own = barrier_of(proposer), proposer._stages[0].proposer
     step(barrier)
     barrier.forget(["a", "b"])
-    assert own.store_stats()["texts"] == 0  # type: ignore[attr-defined]
+    assert own.store_stats()["texts"] == 0
     for _ in range(2):
         barrier.settle()
         assert own.store_stats()["texts"] == 2  # type: ignore[attr-defined]
@@ -95,7 +95,8 @@ def test_a_stage_is_switched_off_and_on_alone(caplog: pytest.LogCaptureFixture) 
     config = parse_config({"method": "cascade", "gate": "off", "stages": [CUSTOM, LOOKUP]})
     assert isinstance(config.own, CascadeConfig)
     hostile = HostileProposer(HOSTILE["raises sys.exit"][0])
-    proposer = Cascade(config, CONTEXT, [hostile, cascade(LOOKUP)._stages[0]], clock=lambda: now[0])
+    proposer = Cascade(config, CONTEXT, [hostile, cascade(LOOKUP)._stages[0].proposer])
+    proposer._guards[0]._breaker.clock = lambda: now[0]
     barrier = barrier_of(proposer)
     for _ in range(MAX_FAULTS + 2):
         assert step(barrier) == [3, 0]
@@ -125,7 +126,7 @@ def test_other_ranks_are_told() -> None:
     ranks = [cascade(CUSTOM, act="returns the batch's own arrays", context=context) for context in (rank_0, rank_1)]
     drafts = [step(barrier_of(rank)) for rank in ranks]
     assert drafts[0] == drafts[1] == [2, 2] and not told
-    assert [rank._stages[0].step for rank in ranks] == [1, 0]  # type: ignore[attr-defined]
+    assert [rank._stages[0].proposer.step for rank in ranks] == [1, 0]  # type: ignore[attr-defined]
     assert [rank.stage_counters()["0 custom"].drafted for rank in ranks] == [4, 4]
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from vllm_specplugins.kernels.acceptance.worth import num_kept
 from vllm_specplugins.kernels.history_match import NO_MATCH, References, Texts, history_match
 
-from vllm_specplugins.cascade.drafters import Drafter, OptionFilter
 from vllm_specplugins.cascade.on_device import LOOKUP, OnDevice, keep_logits
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
@@ -103,23 +102,14 @@ def on_host(policy: str, most: Sequence[int]) -> Any:
         parse_config({**config, "policy": "verify" if policy == "verify" else "auto"}), CONTEXT
     )
     if policy == "auto":
-        names = ("prompt_lookup", "early_exit")
-        cascade._drafter = Behind(
-            *(OptionFilter(cascade._drafter_of(index), None, names[index], most[index]) for index in (0, 1))
-        )
+        cascade._draft = partial(behind, *cascade._stages)
     return cascade
 
 
-@dataclass
-class Behind:
-    """The second drafter continues where the first one ends."""
-
-    first: Drafter
-    second: Drafter
-
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Any) -> DraftArrays:
-        drafts = self.first.draft(batch, prefix, max_draft)
-        return drafts.followed_by(self.second.draft(batch, drafts, max_draft - drafts.num_draft))
+def behind(first: Any, second: Any, batch: DraftBatch, max_draft: Any) -> DraftArrays:
+    """The second stage continues where the first one ends."""
+    drafts: DraftArrays = first.draft(batch, None, first.limits(batch, max_draft))
+    return drafts.followed_by(second.draft(batch, drafts, second.limits(batch, max_draft - drafts.num_draft)))
 
 
 @pytest.mark.parametrize(

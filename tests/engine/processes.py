@@ -64,7 +64,7 @@ def outputs(llm: LLM, prompts: list[list[int]], adapters: list[str], temperature
 
 
 def steps_of_first_stage(worker: Any) -> int:
-    number: int = worker._barrier.proposer._stages[0].step
+    number: int = worker._barrier.proposer._stages[0].proposer.step
     return number
 
 
@@ -75,8 +75,8 @@ def fail_on_rank_1(worker: Any) -> None:
         raise RuntimeError("planted")
 
     if worker.rank == 1:
-        for name in ("propose", "choose", "draft_from"):
-            setattr(worker._barrier.proposer._stages[1], name, fail)
+        for name in ("propose", "next_tokens", "draft_from"):
+            setattr(worker._barrier.proposer._stages[1].proposer, name, fail)
 
 
 def die_on_rank_1(worker: Any) -> None:

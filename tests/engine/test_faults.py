@@ -64,13 +64,13 @@ def test_outputs_are_those_of_no_speculation(engine_of_one: Any, expected: Any, 
 def plant_in_cascade(worker: Any, name: str) -> None:
     """Runs in the worker: the cascade's custom stage becomes hostile, and is forgiven what it did before."""
     cascade = worker._barrier.proposer
-    stage, guard = cascade._stages[0], cascade._guards[0]
+    stage, guard = cascade._stages[0].proposer, cascade._guards[0]
     stage.act, stage.step = HOSTILE[name][0], 0
     while guard._thread.is_busy:
         time.sleep(0.1)
     guard._breaker._fault_steps.clear()
     guard._budget_ms = budget_of(HOSTILE[name][1])
-    counters = cascade._counters[0]
+    counters = cascade._stages[0].counters
     counters.faults, counters.switched_off, counters.times_switched_off = {}, False, 0
     FaultBarrier.__init__(worker._barrier, cascade, worker.model_config.get_vocab_size(), K, None)
     assert worker._barrier.counters == Counters()

@@ -40,7 +40,7 @@ def llm(request: Any, engine: Any, expected: Any) -> Any:
 def told(llm: Any) -> Iterator[Pairs]:
     """The pairs that the proposer is told from now on."""
     proposer = llm.llm_engine.model_executor.driver_worker.worker._barrier.proposer
-    own = getattr(proposer, "_stages", [proposer])[0]
+    own = proposer.named_stages()[0][1] if hasattr(proposer, "named_stages") else proposer
     own.told.clear()
     yield own.told
     assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}

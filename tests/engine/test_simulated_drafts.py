@@ -111,4 +111,4 @@ def test_references(llm: Any, prompts: Any, expected: Any) -> None:
     assert [list(output.outputs[0].token_ids) for output in outputs] == [expected[i] for i in order]
     assert spec_metrics(llm)["accepted_tokens"] - before >= 3 * 6
     generate(llm, prompts[:1], [1], max_tokens=2)
-    assert texts.num_bytes() == 0 and not texts._digests
+    assert texts.num_bytes() == 0 and not texts._taken

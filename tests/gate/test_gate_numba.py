@@ -11,10 +11,8 @@ from vllm_specplugins.kernels.acceptance.state import new_state
 
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.gate.costs import StepCosts, break_even_rate
-from vllm_specplugins.gate.gate import Gate
-from vllm_specplugins.gate.gate_numba import GOOD_ACCEPTANCE
-from vllm_specplugins.gate.ledger import Ledger
-from vllm_specplugins.gate.ledger_numba import accept_prob
+from vllm_specplugins.gate.gate import GOOD_ACCEPTANCE, Gate
+from vllm_specplugins.gate.ledger import Ledger, accept_prob
 from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
 
 K, NUM_STAGES, NUM_ROWS = 5, 3, 9

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hostile import HANGS, HOSTILE, RAISED, VOCAB_SIZE, HostileProposer, K
 
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Likeliest, RequestFault
+from vllm_specplugins.draft import ArgmaxTokens, Draft, DraftBatch, Feedback, RequestFault
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.circuit_breaker import (
     FAULT_WINDOW,
@@ -68,8 +68,10 @@ class Clock:
         return self.now
 
 
-def guard(proposer: Any, budget_ms: float | None = 60_000, **more: Any) -> FaultBarrier:
-    return FaultBarrier(proposer, vocab_size=VOCAB_SIZE, max_num_draft=K, time_budget_ms=budget_ms, **more)
+def guard(proposer: Any, budget_ms: float | None = 60_000, clock: Any = None, **more: Any) -> FaultBarrier:
+    made = FaultBarrier(proposer, vocab_size=VOCAB_SIZE, max_num_draft=K, time_budget_ms=budget_ms, **more)
+    made.guard._breaker.clock = clock or made.guard._breaker.clock
+    return made
 
 
 def step(barrier: FaultBarrier, of: DraftBatch | None = None) -> list[int]:
@@ -195,13 +197,14 @@ def test_a_log_that_fails(error: type[BaseException], monkeypatch: pytest.Monkey
         def filter(self, record: Any) -> bool:
             raise error
 
-    logger, failing, clock = logging.getLogger("vllm.specplugins"), Failing(), Clock()
+    logger, failing = logging.getLogger("vllm.specplugins"), Failing()
+    monkeypatch.setattr("vllm_specplugins.isolation.barrier.LOG_EVERY_S", 0.0)
     monkeypatch.setattr(logger, "filters", [failing])
     monkeypatch.setattr(logger, "level", logging.DEBUG)
-    barrier = guard(Scripted(raises), clock=clock)
+    barrier = guard(Scripted(raises))
     for _ in range(MAX_FAULTS + 1):
-        clock.now += 11
         assert step(barrier) == [0, 0]
+        barrier.log()
     assert barrier.counters.faults == {"raised": MAX_FAULTS} and barrier.counters.times_switched_off == 1
 
 
@@ -438,7 +441,7 @@ def test_some_rows() -> None:
     """A batch of some requests has what the target found for them alone. Fails if a pair of another's, or with
     another's number, is left; if it can be written to."""
     requests, token_ids, next_ids = np.array([[0, 10, 11], [1, 12, 13], [1, 14, 15], [2, 16, 17]], np.int32).T.copy()
-    given = replace(batch("a", "b", "c"), likeliest=Likeliest(requests, token_ids, next_ids))
+    given = replace(batch("a", "b", "c"), likeliest=ArgmaxTokens(requests, token_ids, next_ids))
     some = rows_of(given, [0, 2], given.max_num_draft[:2]).likeliest
     assert some is not None
     found = [array.tolist() for array in (some.requests, some.token_ids, some.next_ids)]

@@ -1,11 +1,10 @@
 """A drafter built into vLLM (EAGLE, a draft model, ...), as a stage of a cascade.
 
 The engine runs it at every step, before the cascade is asked: it must see every token, so that its KV cache stays in
-step, and its cost is paid whether its draft is used or not. Its draft tokens arrive with the batch, and with them how
-sure it is of each, where it says so.
+step, and its cost is paid whether its draft is used or not. Its draft tokens arrive with the batch, and with them the
+acceptance probability of each, where it says so.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from vllm_specplugins.config import BuiltInConfig
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
 from vllm_specplugins.gate.gate import FIRST_CONFIDENCE
 from vllm_specplugins.structures.draft_arrays import (
     Array,
@@ -27,7 +26,7 @@ from vllm_specplugins.structures.draft_arrays import (
 )
 
 
-class BuiltIn:
+class BuiltIn(Proposer):
     """The engine keeps all that it knows of requests."""
 
     def __init__(self, config: BuiltInConfig, context: ProposerContext):
@@ -38,12 +37,6 @@ class BuiltIn:
         if batch.offer is None:
             return Draft.empty(batch.num_reqs)
         return Draft(batch.offer.token_ids, np.minimum(batch.max_num_draft, batch.offer.token_ids.shape[1]))
-
-    def observe(self, feedback: Feedback) -> None:
-        """Nothing to learn: the engine tells its own proposer."""
-
-    def forget(self, request_ids: Sequence[str]) -> None:
-        """Nothing to forget."""
 
 
 @dataclass(slots=True)
@@ -61,19 +54,19 @@ class BuiltInDrafter:
         self.counters.asked += int(np.count_nonzero(max_draft))
         offered = batch.offer.token_ids.shape[1]  # fewer than K in a step for which the engine wants fewer
         rest = (0, 0), (0, self.max_num_draft - offered)
-        own, sure = np.pad(batch.offer.token_ids, rest), None
+        own, confidence = np.pad(batch.offer.token_ids, rest), None
         if batch.offer.accept_probs is not None:
-            sure = np.pad(confidence_of(batch.offer.accept_probs), rest)
+            confidence = np.pad(confidence_of(batch.offer.accept_probs), rest)
         num_draft = np.minimum(max_draft, offered)
         if prefix is not None:
             places, starts = columns(own), prefix.num_draft[:, None]
             agrees = ((own == prefix.token_ids) | (places >= starts)).all(axis=1)
             own, num_draft = picked(own, places + starts), np.where(agrees, max_draft, 0)
-            sure = None if sure is None else picked(sure, places + starts)
+            confidence = None if confidence is None else picked(confidence, places + starts)
             num_draft = np.minimum(num_draft, np.maximum(offered - prefix.num_draft, 0))
         self.counters.drafted += int(num_draft.sum())
         drafts = of_stage(self.index, own, num_draft, np.full(len(max_draft), FIRST_CONFIDENCE))
-        return drafts if sure is None else drafts._replace(confidence=sure)
+        return drafts if confidence is None else drafts._replace(confidence=confidence)
 
 
 def better(found: DraftArrays, offered: DraftArrays, gains: tuple[Array, Array] | None) -> DraftArrays:
@@ -99,10 +92,10 @@ def better(found: DraftArrays, offered: DraftArrays, gains: tuple[Array, Array] 
     return joined._replace(stage=stage, confidence=confidence)
 
 
-def confidence_of(chances: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """A drafter's own chances, in the unit in which the exit says how sure it is.
+def confidence_of(accept_probs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """A drafter's own acceptance probabilities, in the unit of an exit's confidence.
 
     >>> confidence_of(np.array([0.0, 0.75, 1.0], np.float32)).round().tolist()
     [1.0, 2.0, 1000.0]
     """
-    return (1 - chances.clip(0, 1 - 1e-6).astype(np.float64)) ** -0.5
+    return (1 - accept_probs.clip(0, 1 - 1e-6).astype(np.float64)) ** -0.5

@@ -1,30 +1,34 @@
 """Cascade: several proposers that serve together, as one proposer.
 
-Its stages, cheapest first, are combined by a policy (see drafters.py, staged.py, auto.py) into one drafter, and a
-gate decides for each request and step how many tokens are worth drafting (see gate.py).
+Its stages, cheapest first, are combined by a policy. "verify": each stage's tokens are checked by the next one (see
+staged.py). "auto": by request and step, the tokens of the stages so far, the next one's, or both, one after the other.
+What each choice gains is the sum of its tokens' acceptance probabilities, by the ledger, less their price; what it
+costs the batch are the passes of a stage that runs the target (see Gate.split_draft). Where a lookup stands first, what
+it finds after a model's tokens is added for free. Where these are what it had found, its match is the longer for it: a
+short match alone brings little, one that a model begins alike a lot. Without a gate the first stage that has something
+drafts.
 """
 
 import time
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.cascade.auto import Auto
 from vllm_specplugins.cascade.built_in import BuiltIn, BuiltInDrafter
-from vllm_specplugins.cascade.drafters import Drafter, First, HostDrafter, OptionFilter
-from vllm_specplugins.cascade.staged import ModelDrafter, StagedDrafter
+from vllm_specplugins.cascade.drafters import Drafter, HostDrafter, ModelDrafter, Stage, allows
+from vllm_specplugins.cascade.staged import StagedDrafter
 from vllm_specplugins.config import SpecConfig, rule, stage_names
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
-from vllm_specplugins.gate.gate import Gate
+from vllm_specplugins.gate.gate import FIRST_CONFIDENCE, Gate
 from vllm_specplugins.gate.ledger import Ledger
-from vllm_specplugins.isolation.circuit_breaker import Clock
 from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.methods import method_of
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.structures.slots import SlotTable
+from vllm_specplugins.structures.draft_arrays import Array, DraftArrays, nothing
+from vllm_specplugins.structures.slots import Ints, SlotTable
 from vllm_specplugins.structures.views import places_of
 
 
@@ -33,7 +37,6 @@ class Cascade:
 
     Args:
         stages: the proposers, in the order in which they stand there.
-        clock: seconds, for the pauses of stages that are switched off.
     """
 
     def __init__(
@@ -41,42 +44,35 @@ class Cascade:
         config: SpecConfig,
         context: ProposerContext,
         stages: Sequence[Any],
-        clock: Clock = time.monotonic,
     ):
-        self._stages = stages
-        self._context = context
-        self._names = [stage.method for stage in config.own.stages]
-        self._methods = [method_of(name) for name in self._names]
-        self._asked = stage_names(self._names)  # what options call them
-        self._built_in = next((index for index, stage in enumerate(stages) if isinstance(stage, BuiltIn)), -1)
-        self._max_num_draft = context.max_num_draft
-        self._most = [stage.num_speculative_tokens or self._max_num_draft for stage in config.own.stages]
+        self._context, self._max_num_draft = context, context.max_num_draft
+        self._policy, own = rule(config), config.own.stages
         self._rows, self._ledger = SlotTable(), Ledger(len(stages), self._max_num_draft)
         self._gate = Gate(self._ledger, self._max_num_draft) if config.common.gate == "auto" else None
-        self._agreed = context.agreed
-        self._counters = [StageCounters() for _ in stages]
-        self._guards = {
-            index: self._guard(index, clock) for index, method in enumerate(self._methods) if not method.runs_target
-        }
-        self._gated_stages: list[Auto] = []
-        self._drafter = self._combine(rule(config))
+        names = [stage.method for stage in own]
+        self._names = [f"{index} {name}" for index, name in enumerate(names)]
+        self._stages: list[Stage] = []
+        for index, (proposer, name) in enumerate(zip(stages, stage_names(names), strict=True)):
+            self._add_stage(proposer, names[index], name, own[index].num_speculative_tokens)
+        self._guards = [stage.guard for stage in self._stages if stage.guard is not None]
+        self._built_in = next((stage for stage in self._stages if isinstance(stage.proposer, BuiltIn)), None)
         self._drafting_ms, self._num_context = 0.0, 0  # of the last step
         self._is_needed, self._offer_ms = True, {True: 0.0, False: 0.0}  # of the stage that is built in
 
     def propose(self, batch: DraftBatch) -> Draft:
         """The stages' drafts, combined by the policy, as long as the gate thinks they pay."""
         start = time.perf_counter()
-        for index, guard in self._guards.items():
-            if index != self._built_in:
+        for guard in self._guards:
+            if guard is not self.built_in_guard:
                 guard.begin_step()
-        if batch.offer is not None:
-            self._counters[self._built_in].ms += batch.offer.ms
+        if batch.offer is not None and self._built_in is not None:
+            self._built_in.counters.ms += batch.offer.ms
             self._offer_ms[self._is_needed] = batch.offer.ms
         rows = self._rows.of(batch.request_ids)
         self._ledger.make_room(self._rows.num_rows)
         if self._gate is not None:
             self._num_context = int(places_of(batch.token_ids)[1].sum())
-        draft = self._ledger.put(rows, self._drafter.draft(batch, None, batch.max_num_draft.astype(np.int64)))
+        draft = self._ledger.put(rows, self._draft(batch, batch.max_num_draft.astype(np.int64)))
         self._drafting_ms = (time.perf_counter() - start) * 1000
         return draft
 
@@ -87,28 +83,29 @@ class Cascade:
         has just been accepted whole: as long as text is copied it costs no more than the tokens that it has to see.
         """
         self._is_needed = True
-        if self._gate is not None and self._context.num_ranks == 1:  # others do not know what became of drafts
-            rows, least = self._rows.known(request_ids), 2 * self._most[self._built_in]
-            self._is_needed = not self._ledger.went_on(rows, num_accepted, self._built_in, least)
+        stage = self._built_in
+        if stage and self._gate and self._context.num_ranks == 1:  # others do not know what became of drafts
+            rows = self._rows.known(request_ids)
+            self._is_needed = not self._ledger.went_on(rows, num_accepted, stage.index, 2 * stage.most)
         return self._is_needed
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """See EarlyExit.set_max_model_len."""
-        for stage, method in zip(self._stages, self._methods, strict=True):
-            if method.runs_target:
-                stage.set_max_model_len(max_model_len)
+        for stage in self._stages:
+            if stage.method.runs_target:
+                stage.proposer.set_max_model_len(max_model_len)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """Runs each stage that runs the target as far as a step can make it, and remembers nothing."""
         assert batch.target is not None
         firsts = np.zeros(batch.num_reqs, np.int64)
         draft = Draft.empty(batch.num_reqs)
-        for stage, method in zip(self._stages, self._methods, strict=True):
-            if method.runs_target:
-                draft = stage.propose(batch)
-            if isinstance(stage, EarlyExit):
+        for stage in self._stages:
+            if stage.method.runs_target:
+                draft = stage.proposer.propose(batch)
+            if isinstance(stage.proposer, EarlyExit):
                 longest = np.zeros((batch.num_reqs, int(batch.max_num_draft.max(initial=1))), np.int64)
-                stage.choose(batch.target, longest, firsts)
+                stage.proposer.next_tokens(batch.target, longest, longest, longest, firsts)
         return draft
 
     def observe(self, feedback: Feedback) -> None:
@@ -119,13 +116,13 @@ class Cascade:
             # Where it was spared text goes on as found, which says nothing of what tokens cost: as if it had run.
             spared_ms = 0.0 if self._is_needed else self._offer_ms[True] - self._offer_ms[False]
             self._add_times(self._gate, feedback, feedback.step_ms + max(0.0, spared_ms))
-        for guard in self._guards.values():
+        for guard in self._guards:
             guard.observe(feedback)
 
     def _add_times(self, gate: Gate, feedback: Feedback, step_ms: float) -> None:
         """Tells the gate what the last step cost: on every rank the same, or their drafts would differ."""
-        stages = self._gated_stages
-        step_ms, whole_ms, gate.num_context, *drafting_ms = self._agreed(
+        stages = self._stages
+        step_ms, whole_ms, gate.num_context, *drafting_ms = self._context.agreed(
             [step_ms, self._drafting_ms, self._num_context, *(stage.drafting_ms for stage in stages)]
         )
         for stage, ms in zip(stages, drafting_ms, strict=True):
@@ -137,95 +134,135 @@ class Cascade:
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what the stages and the ledger hold of these requests."""
         self._ledger.clear(self._rows.forget(request_ids))
-        for guard in self._guards.values():
+        for guard in self._guards:
             guard.forget(request_ids)
 
     def settle_stages(self) -> None:
         """Has the stages forget what is gone now, since no step follows for a while."""
-        for guard in self._guards.values():
+        for guard in self._guards:
             guard.settle()
 
     @property
     def built_in_guard(self) -> Guard | None:
         """The guard of the stage that is built into the engine, which the engine calls."""
-        return self._guards.get(self._built_in)
+        return self._built_in.guard if self._built_in else None
 
     def stage_counters(self) -> dict[str, StageCounters]:
         """Running totals by stage, under "index method"."""
-        self._ledger.move_to(self._counters)
-        return {f"{index} {name}": self._counters[index] for index, name in enumerate(self._names)}
+        counters = [stage.counters for stage in self._stages]
+        self._ledger.move_to(counters)
+        return dict(zip(self._names, counters, strict=True))
 
     def named_stages(self) -> list[tuple[str, Proposer]]:
         """The stages under the names that their counters have."""
-        return [(f"{index} {name}", self._stages[index]) for index, name in enumerate(self._names)]
+        return [(name, stage.proposer) for name, stage in zip(self._names, self._stages, strict=True)]
 
-    def _combine(self, policy: str | None) -> Drafter:
-        if policy == "verify":
-            return self._verified()
-        if policy == "auto" and self._gate is not None:
-            return self._by_gate(self._gate)
-        return reduce(First, map(self._allowed, range(len(self._stages))))
+    def _draft(self, batch: DraftBatch, max_draft: Ints) -> DraftArrays:
+        """By the policy."""
+        (first, *others), gate = self._stages, self._gate
+        if self._policy == "verify":
+            *_, last = self._stages
+            checked = partial(self._checked, last.index)
+            if gate is None or not others:
+                return checked(batch, None, max_draft)
+            return self._split(gate, last, checked, batch, None, max_draft, max_draft)
+        if gate is None:
+            return self._first(batch, max_draft)
+        most = first.limits(batch, max_draft)
+        if first.method.runs_target:
+            drafts = self._split(gate, first, first.draft, batch, None, most, max_draft)
+        else:
+            drafts = first.draft(batch, None, most)
+            if not others:
+                return self._split(gate, first, None, batch, drafts, most * 0, max_draft)
+        for stage in others:
+            most = stage.limits(batch, max_draft)
+            drafts = self._split(gate, stage, stage.draft, batch, drafts, most, max_draft)
+        return drafts
 
-    def _allowed(self, index: int) -> Drafter:
-        return OptionFilter(self._drafter_of(index), None, self._asked[index], self._most[index])
+    def _first(self, batch: DraftBatch, max_draft: Ints) -> DraftArrays:
+        """Without a gate: each stage drafts for those for whom those before it have nothing."""
+        drafts = nothing(len(max_draft), self._max_num_draft)
+        for stage in self._stages:
+            rest = stage.limits(batch, max_draft * (drafts.num_draft == 0))
+            drafts = drafts.followed_by(stage.draft(batch, None, rest))
+        return drafts
 
-    def _verified(self) -> Drafter:
-        drafter = self._allowed(0)
-        for index, stage in enumerate(self._stages[1:], start=1):
-            assert isinstance(stage, EarlyExit)
-            checked = StagedDrafter(drafter, stage, index, self._counters[index], self._counters[index - 1])
-            drafter = OptionFilter(checked, drafter, self._asked[index], self._most[index])
-        if self._gate is None or len(self._stages) == 1:
-            return drafter
-        return self._auto(self._gate, index, second=drafter, most=self._max_num_draft)
+    def _checked(self, index: int, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
+        """What the stages up to this one draft, each checked by the next; without it where options do not allow it."""
+        stage = self._stages[index]
+        drafts, allowed = stage.draft(batch, prefix, stage.limits(batch, max_draft)), None
+        if index:
+            allowed = allows(batch.options, stage.name)
+        if allowed is None:
+            return drafts
+        return drafts.followed_by(self._checked(index - 1, batch, prefix, np.where(allowed, 0, max_draft)))
 
-    def _by_gate(self, gate: Gate) -> Drafter:
-        drafter = self._allowed(0)
-        lookup = drafter if self._methods[0].is_lookup else None
-        if self._methods[0].runs_target:
-            limits = {"name": self._asked[0], "most": self._most[0]}
-            drafter = self._auto(gate, 0, second=self._drafter_of(0), **limits)
-        elif len(self._stages) == 1:
-            drafter = self._auto(gate, 0, first=drafter)
-        for index, stage in enumerate(self._stages[1:], start=1):
-            drafter = self._auto(
-                gate,
-                index,
-                first=drafter,
-                second=self._drafter_of(index),
-                lookup=lookup,
-                is_free=not self._methods[index].runs_target,
-                continues=isinstance(stage, EarlyExit),
-                name=self._asked[index],
-                most=self._most[index],
+    def _split(
+        self,
+        gate: Gate,
+        stage: Stage,
+        draft: Drafter | None,
+        batch: DraftBatch,
+        found: DraftArrays | None,
+        most: Ints,
+        max_draft: Ints,
+    ) -> DraftArrays:
+        """As many tokens of the drafts that there are, and after them of a stage, as the gate chooses.
+
+        Args:
+            draft: of that stage; None: nothing comes after the drafts, which are its own.
+            found: the drafts; None: there are none.
+            most: [R], tokens that the stage may draft.
+        """
+        rows, is_free = self._rows.of(batch.request_ids), not stage.method.runs_target
+        offered, confidence = None, np.full(len(max_draft), FIRST_CONFIDENCE)
+        if draft is not None and is_free:
+            offered = draft(batch, None, most)
+            confidence, most = offered.confidence, offered.num_draft
+        drafts = nothing(len(max_draft), self._max_num_draft) if found is None else found
+        continues = found is not None and isinstance(stage.proposer, EarlyExit)
+        kept, own = gate.split_draft(rows, drafts, stage.index, confidence, most, max_draft, continues)
+        self._ledger.add_lengths(stage.index, *((kept, drafts.num_draft) if draft is None else (own, most)))
+        drafts, stage.num_drafted = drafts._replace(num_draft=kept), 0
+        if draft is None or not own.any():
+            return drafts
+        if offered is None:
+            stage.num_drafted, start = int(own.max()), time.perf_counter()
+            offered = draft(batch, drafts, own)
+            stage.drafting_ms = (time.perf_counter() - start) * 1000
+        if found is None:
+            return offered
+        drafts = drafts.followed_by(offered._replace(num_draft=own))
+        return self._prolonged(gate, batch, drafts, rows, np.where(own > 0, max_draft - drafts.num_draft, 0))
+
+    def _prolonged(self, gate: Gate, batch: DraftBatch, drafts: DraftArrays, rows: Ints, room: Ints) -> DraftArrays:
+        """With what a lookup that stands first finds after them, as far as that pays."""
+        lookup = self._stages[0]
+        if not lookup.method.is_lookup:
+            return drafts
+        longer = drafts.followed_by(lookup.draft(batch, drafts, lookup.limits(batch, room)))
+        pays = np.minimum(gate.profitable_length(rows, longer), longer.num_draft)
+        return longer._replace(num_draft=np.maximum(drafts.num_draft, pays))
+
+    def _add_stage(self, proposer: Any, method: str, name: str, most: int | None) -> None:
+        row, index, counters = method_of(method), len(self._stages), StageCounters()
+        is_built_in, guard, draft = isinstance(proposer, BuiltIn), None, ModelDrafter(proposer, index, counters).draft
+        if not row.runs_target:
+            budget_ms, on_all_ranks = self._context.time_budget_ms, is_built_in and self._context.num_ranks > 1
+            guard = Guard(
+                proposer,
+                f"Stage {index} ({method})",
+                counters,
+                None if on_all_ranks else budget_ms,
+                in_thread=not is_built_in and budget_ms is not None,
+                ends_process=on_all_ranks,
             )
-        return drafter
-
-    def _auto(self, gate: Gate, index: int, **drafters: Any) -> Auto:
-        self._gated_stages.append(Auto(gate, self._rows, self._ledger, index, self._max_num_draft, **drafters))
-        return self._gated_stages[-1]
-
-    def _drafter_of(self, index: int) -> Drafter:
-        stage, counters = self._stages[index], self._counters[index]
-        if self._methods[index].runs_target:
-            return ModelDrafter(stage, index, counters)
-        if isinstance(stage, BuiltIn):
-            return BuiltInDrafter(index, counters, self._max_num_draft)
-        is_lookup = self._methods[index].is_lookup
-        gate = None if is_lookup else self._gate  # lookups cost next to nothing
-        return HostDrafter(stage, index, is_lookup, self._guards[index], counters, self._context, gate)
-
-    def _guard(self, index: int, clock: Clock) -> Guard:
-        """What runs the target has none: it fails with the cascade, or with the target."""
-        budget_ms, num_ranks = self._context.time_budget_ms, self._context.num_ranks
-        in_thread = index != self._built_in and budget_ms is not None
-        on_all_ranks = index == self._built_in and num_ranks > 1
-        return Guard(
-            self._stages[index],
-            f"Stage {index} ({self._names[index]})",
-            self._counters[index],
-            None if on_all_ranks else budget_ms,
-            in_thread=in_thread,
-            ends_process=on_all_ranks,
-            clock=clock,
-        )
+            gate = None if row.is_lookup else self._gate  # lookups cost next to nothing
+            draft = HostDrafter(proposer, index, row.is_lookup, guard, counters, self._context, gate).draft
+        elif self._policy == "verify" and index:
+            cheap = partial(self._checked, index - 1)
+            draft = StagedDrafter(cheap, proposer, index, counters, self._stages[-1].counters).draft
+        if is_built_in:
+            draft = BuiltInDrafter(index, counters, self._max_num_draft).draft
+        self._stages.append(Stage(index, proposer, row, draft, guard, counters, name, most or self._max_num_draft))

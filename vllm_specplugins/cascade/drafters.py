@@ -1,30 +1,34 @@
-"""Drafters: what a cascade is made of. Each continues drafts that others began; policies are drafters that hold two.
-
-See staged.py for the third of them.
-"""
+"""What a cascade is made of: its stages, and what drafts for one on the host, or with a part of the target."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch, ProposerContext
-from vllm_specplugins.gate.gate import Gate
+from vllm_specplugins.gate.gate import FIRST_CONFIDENCE, Gate
 from vllm_specplugins.isolation.checks import checked_draft
 from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.isolation.read_only import rows_of
-from vllm_specplugins.structures.draft_arrays import NO_COUNTS, NO_TOKENS, Array, DraftArrays, nothing, of_stage
+from vllm_specplugins.methods import Method
+from vllm_specplugins.proposers.early_exit import EarlyExit
+from vllm_specplugins.structures.draft_arrays import (
+    NO_COUNTS,
+    NO_TOKENS,
+    Array,
+    DraftArrays,
+    columns,
+    nothing,
+    of_stage,
+)
 
-
-class Drafter(Protocol):
-    """Continues drafts."""
-
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
-        """At most `max_draft` [num_reqs] tokens for each request, after its history and the prefix of its draft."""
+# Continues drafts: at most so many tokens [num_reqs] for each request, after its history and the prefix of its draft.
+Drafter = Callable[[DraftBatch, DraftArrays | None, Array], DraftArrays]
 
 
 @dataclass(slots=True)
@@ -90,6 +94,44 @@ class HostDrafter:
         return of_stage(self.index, drafts.token_ids, drafts.num_draft, confidence)
 
 
+@dataclass(slots=True)
+class ModelDrafter:
+    """The model stage with this index by itself, token by token. One that is no exit only begins drafts: it needs the
+    target's last state."""
+
+    stage: Any
+    index: int
+    counters: StageCounters
+
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
+        assert batch.target is not None
+        if prefix is not None and not isinstance(self.stage, EarlyExit):
+            max_draft, prefix = np.where(prefix.num_draft == 0, max_draft, 0), None
+        num_steps, num_reqs = max(max_draft.tolist(), default=0), len(max_draft)
+        if num_steps == 0:
+            return nothing(num_reqs, self.stage.max_num_draft)
+        start = time.perf_counter()
+        behind: tuple[torch.Tensor, ...] = ()
+        if prefix is not None:
+            # Rows that want nothing start at their newest token: after it no slot is read that was not written.
+            lengths = prefix.num_draft * (max_draft > 0)
+            if longest := max(lengths.tolist()):
+                device = batch.target.num_tokens.device
+                fed = np.ascontiguousarray(prefix.token_ids[:, :longest])
+                behind = torch.from_numpy(fed).to(device), torch.from_numpy(lengths).to(device)
+        chosen, logits = self.stage.draft_from(batch.target, num_steps, *behind)
+        token_ids = np.zeros((num_reqs, self.stage.max_num_draft), np.int32)
+        token_ids[:, :num_steps] = chosen.cpu().numpy()
+        q = None
+        if logits is not None:
+            q = np.arange(0, num_reqs * num_steps, num_steps)[:, None] + columns(token_ids)
+            logits = logits.flatten(0, 1)
+        self.counters.asked += int(np.count_nonzero(max_draft))
+        self.counters.drafted += sum(max_draft.tolist())
+        self.counters.ms += (time.perf_counter() - start) * 1000
+        return of_stage(self.index, token_ids, max_draft, np.full(num_reqs, FIRST_CONFIDENCE), q, logits)
+
+
 def allows(options: Sequence[Mapping[str, Any]], name: str) -> npt.NDArray[np.bool_] | None:
     """[num_reqs] bool: whether each request's options let the stage of this name draft; None if all do.
 
@@ -103,33 +145,27 @@ def allows(options: Sequence[Mapping[str, Any]], name: str) -> npt.NDArray[np.bo
 
 
 @dataclass(slots=True)
-class OptionFilter:
-    """A stage's drafter where a request's options allow that stage, and `otherwise`, if any, where they do not."""
+class Stage:
+    """A stage of a cascade.
 
-    drafter: Drafter
-    otherwise: Drafter | None
+    Args:
+        guard: of its faults; what runs the target has none: it fails with the cascade, or with the target.
+        name: what requests' options call it.
+        most: tokens that it drafts for one request.
+    """
+
+    index: int
+    proposer: Any
+    method: Method
+    draft: Drafter
+    guard: Guard | None
+    counters: StageCounters
     name: str
-    most: int  # tokens that the stage drafts for one request
+    most: int
+    drafting_ms: float = 0.0  # of the last step
+    num_drafted: int = 0  # tokens that this was for, of each request
 
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
-        allowed = allows(batch.options, self.name)
-        own_max_draft = np.minimum(max_draft, self.most)
-        if allowed is None:
-            return self.drafter.draft(batch, prefix, own_max_draft)
-        drafts = self.drafter.draft(batch, prefix, np.where(allowed, own_max_draft, 0))
-        if self.otherwise is None:
-            return drafts
-        return drafts.followed_by(self.otherwise.draft(batch, prefix, np.where(allowed, 0, max_draft)))
-
-
-@dataclass(slots=True)
-class First:
-    """Without a gate: the second drafter drafts for those for whom the first one has nothing."""
-
-    first: Drafter
-    second: Drafter
-
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
-        drafts = self.first.draft(batch, prefix, max_draft)
-        rest = max_draft * (drafts.num_draft == 0)
-        return drafts.followed_by(self.second.draft(batch, prefix, rest))
+    def limits(self, batch: DraftBatch, max_draft: Array) -> Array:
+        """[num_reqs], tokens that it may draft of these, by the requests' options."""
+        allowed, most = allows(batch.options, self.name), np.minimum(max_draft, self.most)
+        return most if allowed is None else np.where(allowed, most, 0)

@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import types
 
-from vllm_specplugins.cascade import staged_numba as host
 from vllm_specplugins.cascade.drafters import Drafter
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.gate.gate import FIRST_CONFIDENCE
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.structures.draft_arrays import Array, DraftArrays, columns, nothing, of_stage, picked, stacked
+from vllm_specplugins.structures.compiled import compiled
+from vllm_specplugins.structures.draft_arrays import Array, DraftArrays, columns, of_stage, picked, stacked
 from vllm_specplugins.structures.slots import Ints
 from vllm_specplugins.target import Target
 
@@ -74,14 +75,14 @@ class PartialDraft:
         Returns how many tokens of the guesses were right, and how many tokens are known now that were not.
         """
         known, num_reqs = (self._token_ids, self._num_tokens, self._ends), len(self._ends)
-        length = host.num_fed(self._num_tokens, self._ends, guess.num_draft, is_first)
+        length = _num_fed(self._num_tokens, self._ends, guess.num_draft, is_first)
         text, firsts = np.empty_like(self._token_ids), np.empty(num_reqs, np.int64)
         fed, positions = np.empty((num_reqs, length), np.int32), np.empty((num_reqs, length), np.int64)
         histories = self._newest, self._lengths, stage.max_position
-        host.feed(*known, guess.token_ids, guess.num_draft, *histories, text, firsts, fed, positions)
+        _feed(*known, guess.token_ids, guess.num_draft, *histories, text, firsts, fed, positions)
         chosen, logits = stage.next_tokens(target, fed, positions, text, firsts)
         choices, num_logits = _array(chosen, np.int32), sum(map(len, self._logits))
-        num_kept, num_new = host.keep(*known, text, guess.num_draft, choices, firsts, num_logits, self._q)
+        num_kept, num_new = _keep(*known, text, guess.num_draft, choices, firsts, num_logits, self._q)
         if logits is not None:
             self._logits.append(logits.reshape(-1, logits.shape[-1]))
         self._num_missing -= num_new
@@ -105,44 +106,6 @@ def _array(tensor: torch.Tensor, dtype: Any) -> Any:
 
 
 @dataclass(slots=True)
-class ModelDrafter:
-    """The model stage with this index by itself, token by token. One that is no exit only begins drafts: it needs the
-    target's last state."""
-
-    stage: Any
-    index: int
-    counters: StageCounters
-
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
-        assert batch.target is not None
-        if prefix is not None and not isinstance(self.stage, EarlyExit):
-            max_draft, prefix = np.where(prefix.num_draft == 0, max_draft, 0), None
-        num_steps, num_reqs = max(max_draft.tolist(), default=0), len(max_draft)
-        if num_steps == 0:
-            return nothing(num_reqs, self.stage.max_num_draft)
-        start = time.perf_counter()
-        behind: tuple[torch.Tensor, ...] = ()
-        if prefix is not None:
-            # Rows that want nothing start at their newest token: after it no slot is read that was not written.
-            lengths = prefix.num_draft * (max_draft > 0)
-            if longest := max(lengths.tolist()):
-                device = batch.target.num_tokens.device
-                fed = np.ascontiguousarray(prefix.token_ids[:, :longest])
-                behind = torch.from_numpy(fed).to(device), torch.from_numpy(lengths).to(device)
-        chosen, logits = self.stage.draft_from(batch.target, num_steps, *behind)
-        token_ids = np.zeros((num_reqs, self.stage.max_num_draft), np.int32)
-        token_ids[:, :num_steps] = chosen.cpu().numpy()
-        q = None
-        if logits is not None:
-            q = np.arange(0, num_reqs * num_steps, num_steps)[:, None] + columns(token_ids)
-            logits = logits.flatten(0, 1)
-        self.counters.asked += int(np.count_nonzero(max_draft))
-        self.counters.drafted += sum(max_draft.tolist())
-        self.counters.ms += (time.perf_counter() - start) * 1000
-        return of_stage(self.index, token_ids, max_draft, np.full(num_reqs, FIRST_CONFIDENCE), q, logits)
-
-
-@dataclass(slots=True)
 class StagedDrafter:
     """`cheap` drafts, the model stage with this index checks it in one pass and extends it."""
 
@@ -157,7 +120,7 @@ class StagedDrafter:
         self.counters.asked += int(np.count_nonzero(max_draft))
         known, is_first = PartialDraft(prefix, max_draft, batch.target, self.stage.max_num_draft), True
         while not known.is_whole:
-            guess = self.cheap.draft(batch, known.so_far, known.guessable)
+            guess = self.cheap(batch, known.so_far, known.guessable)
             start_s = time.perf_counter()
             num_kept, num_new = known.check(self.stage, batch.target, guess, is_first)
             is_first = False
@@ -166,3 +129,82 @@ class StagedDrafter:
                 self.cheap_counters.kept += num_kept
             self.counters.ms += (time.perf_counter() - start_s) * 1000
         return known.own(self.index, prefix)
+
+
+_ids, _ints, _places = types.int32[:, ::1], types.int64[::1], types.int64[:, ::1]
+
+
+@compiled(types.int64(_ints, _ints, _ints, types.boolean))
+def _num_fed(num_tokens: Any, ends: Any, num_guess: Any, is_first: bool) -> int:
+    """How many tokens of each request a pass must feed: after those that were fed, or else the newest and all."""
+    longest = 0
+    for row in range(len(num_tokens)):
+        if num_tokens[row] < ends[row]:
+            longest = max(longest, 1 + num_guess[row] + (num_tokens[row] if is_first else 0))
+    return longest
+
+
+@compiled(types.void(_ids, _ints, _ints, _ids, _ints, types.int32[::1], _ints, types.int64, _ids, _ints, _ids, _places))
+def _feed(
+    token_ids: Any,
+    num_tokens: Any,
+    ends: Any,
+    guess_ids: Any,
+    num_guess: Any,
+    newest: Any,
+    lengths: Any,
+    max_position: int,
+    text: Any,
+    firsts: Any,
+    fed: Any,
+    positions: Any,
+) -> None:
+    """What is known and after it the guess, into `text` [R, K]; what of that is fed, into `firsts` [R], which tokens
+    begin, and `fed` and `positions` [R, T].
+
+    Args:
+        newest: [R], each history's newest token.
+        lengths: [R], of the histories.
+    """
+    width, num_fed = text.shape[1], fed.shape[1]
+    for row in range(len(num_tokens)):
+        known = num_tokens[row]
+        for place in range(width):
+            text[row, place] = token_ids[row, place] if place < known else guess_ids[row, place - known]
+        num_text = known + num_guess[row]
+        first = num_text + 1 - num_fed if known < ends[row] and num_text >= num_fed else 0
+        firsts[row] = first
+        for place in range(num_fed):
+            fed[row, place] = text[row, first + place - 1] if first + place > 0 else newest[row]
+            positions[row, place] = min(lengths[row] - 1 + first + place, max_position)
+
+
+@compiled(types.UniTuple(types.int64, 2)(_ids, _ints, _ints, _ids, _ints, _ids, _ints, types.int64, _places))
+def _keep(
+    token_ids: Any,
+    num_tokens: Any,
+    ends: Any,
+    text: Any,
+    num_guess: Any,
+    choices: Any,
+    firsts: Any,
+    num_logits: int,
+    q: Any,
+) -> tuple[int, int]:
+    """Goes on with what is known, by the stage's choices [R, T] after what was fed; how many tokens of the guesses
+    were right, and how many are known now that were not."""
+    num_kept, num_new = 0, 0
+    for row in range(len(num_tokens)):
+        known, first = num_tokens[row], firsts[row]
+        if known >= ends[row]:
+            continue
+        right, end = known, known + num_guess[row]
+        while right < end and choices[row, right - first] == text[row, right]:
+            right += 1
+        num_tokens[row] = min(right + 1, ends[row])
+        for place in range(known, num_tokens[row]):
+            token_ids[row, place] = choices[row, place - first]
+            q[row, place] = num_logits + row * choices.shape[1] + place - first
+        num_kept += right - known
+        num_new += num_tokens[row] - known
+    return num_kept, num_new

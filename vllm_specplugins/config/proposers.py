@@ -31,12 +31,12 @@ class PromptLookupConfig:
     Args:
         max_ngram: longest match that counts: among those as long, the nearest to where copying would go on is copied.
         min_ngram: shortest match that is drafted from; where copying would go on, one token is enough.
-        max_index_bytes: most memory of references on the device (Model Runner V2), 4 bytes a token, at most 64 MiB.
+        max_index_bytes: most memory of references on the device (Model Runner V2), 4 bytes a token.
     """
 
     max_ngram: int = integer(8, 1, MAX_NGRAM)
     min_ngram: int = integer(1, 1, MAX_NGRAM)
-    max_index_bytes: int = integer(1 << 29, 1 << 20, 1 << 40)
+    max_index_bytes: int = integer(1 << 26, 1 << 20, 1 << 40)
 
     def __post_init__(self) -> None:
         check_fields(self, "prompt_lookup")

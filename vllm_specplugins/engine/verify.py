@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_specplugins.draft import Likeliest
+from vllm_specplugins.draft import ArgmaxTokens
 from vllm_specplugins.isolation.read_only import likeliest_at
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
@@ -57,7 +57,7 @@ def edit_drafted(
     return edited
 
 
-class LikeliestLog:
+class ArgmaxLog:
     """The likeliest token of each row that a step verifies, until that step drafts. N: rows.
 
     Args:
@@ -77,7 +77,7 @@ class LikeliestLog:
         if self.is_read:
             self._parts.append(torch.stack((fed.int(), logits.argmax(-1).int())))
 
-    def take(self, counts: npt.NDArray[np.int64], places: Mapping[int, int]) -> Likeliest | None:
+    def take(self, counts: npt.NDArray[np.int64], places: Mapping[int, int]) -> ArgmaxTokens | None:
         """What was seen, with one copy from the device; None if nothing was.
 
         Args:
@@ -89,4 +89,4 @@ class LikeliestLog:
             return None
         fed, next_ids = torch.cat(parts, dim=1).cpu().numpy()
         requests = np.arange(len(counts), dtype=np.int32).repeat(counts)
-        return likeliest_at(Likeliest(requests, fed, next_ids), places, len(counts))
+        return likeliest_at(ArgmaxTokens(requests, fed, next_ids), places, len(counts))

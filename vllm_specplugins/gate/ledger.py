@@ -1,20 +1,31 @@
 """The drafts that a cascade sent last, how many of their tokens were accepted, and acceptance by stage since.
 
 The model of acceptance is that of kernels/acceptance, which has it for drafts on the device; here its loops are
-compiled for the host. One row of arrays for each request (rows.py). R: requests of a step, K: most tokens of a draft.
+compiled. One row of arrays for each request (slots.py). R: requests of a step, K: most tokens of a draft.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numba import types
 
 from vllm_specplugins.counters import StageCounters, count
 from vllm_specplugins.draft import Draft, Int32Array
-from vllm_specplugins.gate import ledger_numba as host
-from vllm_specplugins.kernels.acceptance import FIRST_GUESSES, NUM_GRADES, PRIOR_WEIGHT
+from vllm_specplugins.kernels.acceptance import (
+    DECAY,
+    FIRST_GUESSES,
+    GRADES,
+    MOST_OF_A_STEP,
+    NUM_GRADES,
+    PRIOR_WEIGHT,
+    SHARED_DECAY,
+)
+from vllm_specplugins.structures.compiled import compiled, inlined
 from vllm_specplugins.structures.draft_arrays import DraftArrays, dense_logits
 from vllm_specplugins.structures.slots import Ints, with_room
+
+KEPT, DRAFTS, VERIFIED = range(3)  # of a stage: tokens that go to the target, drafts that have any, tokens it looked at
 
 
 class Ledger:
@@ -23,7 +34,7 @@ class Ledger:
     def __init__(self, num_stages: int, max_num_draft: int):
         self._sent = np.zeros(1, np.int64), np.zeros((1, max_num_draft), np.int64), np.zeros((1, max_num_draft))
         places = np.zeros((num_stages, max_num_draft), np.int64)
-        self._totals = np.zeros((num_stages, host.NUM_TOTALS), np.int64), places
+        self._totals = np.zeros((num_stages, 3), np.int64), places
         self._lengths = np.zeros((num_stages, max_num_draft + 1), np.int64)
         shape = num_stages, NUM_GRADES
         self._own = np.zeros((1, *shape)), np.zeros((1, *shape)), np.zeros((1, num_stages))
@@ -49,7 +60,7 @@ class Ledger:
         num_draft, stage = np.empty(num_reqs, np.int32), np.empty(num_reqs, np.int32)
         confidence = np.empty(num_reqs, np.float32)
         made = drafts.num_draft, drafts.stage, drafts.confidence
-        width = host.put(rows, made, self._sent, self._totals, num_draft, confidence, stage)
+        width = _put(rows, made, self._sent, self._totals, num_draft, confidence, stage)
         return Draft(drafts.token_ids[:, :width], num_draft, confidence, dense_logits(drafts, width), stage)
 
     def settle(self, rows: Ints, num_draft: Int32Array, num_accepted: Int32Array) -> None:
@@ -59,7 +70,7 @@ class Ledger:
             num_draft, num_accepted: [R], tokens verified and accepted.
         """
         fates = num_draft.astype(np.int64), num_accepted.astype(np.int64)
-        host.settle(rows, *fates, self._sent, self._totals, self.records)
+        _settle(rows, *fates, self._sent, self._totals, self.records)
 
     def went_on(self, rows: Ints, num_accepted: Int32Array, stage: int, least: int) -> bool:
         """Whether of each request a draft of so many tokens or more was accepted whole, whose last one was not of this
@@ -71,7 +82,7 @@ class Ledger:
 
     def num_kept(self, stage: int) -> int:
         """Tokens of a stage that went to the target, since the counts were moved."""
-        return int(self._totals[0][stage, host.KEPT])
+        return int(self._totals[0][stage, KEPT])
 
     def clear(self, rows: Ints) -> None:
         """Forgets these requests."""
@@ -80,15 +91,15 @@ class Ledger:
 
     def add_lengths(self, stage: int, lengths: Ints, most: Ints) -> None:
         """Counts the lengths that a gate chose for the requests that may have any of this stage."""
-        host.add_lengths(lengths, most, self._lengths[stage])
+        _add_lengths(lengths, most, self._lengths[stage])
 
     def move_to(self, counters: Sequence[StageCounters]) -> None:
         """Adds the counts to those of the stages, and begins anew."""
         tables = *self._totals, self._lengths
         for own, totals, accepted_at, lengths in zip(counters, *(table.tolist() for table in tables), strict=True):
-            own.kept += totals[host.KEPT]
-            own.drafts += totals[host.DRAFTS]
-            own.verified += totals[host.VERIFIED]
+            own.kept += totals[KEPT]
+            own.drafts += totals[DRAFTS]
+            own.verified += totals[VERIFIED]
             own.accepted += sum(accepted_at)
             for known, found in ((own.accepted_at, accepted_at), (own.gate_lengths, lengths)):
                 for index, more in enumerate(found):
@@ -96,3 +107,97 @@ class Ledger:
                         count(known, index, more)
         for table in tables:
             table[:] = 0
+
+
+_ids, ints, reals, _counts = types.int32[::1], types.int64[::1], types.float64[:, ::1], types.float64[:, :, ::1]
+_table = types.int64[:, ::1]
+drafts_type = types.Tuple((ints, _table, reals))  # tokens of each; of each token its stage and confidence
+_totals_type = types.Tuple((_table, _table))
+records_type = types.Tuple((_counts, _counts, reals, reals, reals))
+
+
+@inlined
+def grade_of(confidence: float) -> int:
+    """See GRADES."""
+    grade = 0
+    for above in GRADES:
+        grade += int(confidence > above)
+    return grade
+
+
+@inlined
+def accept_prob(records: Any, row: int, stage: int, confidence: float) -> float:
+    """Of one token to be accepted, those before it being right."""
+    tried, accepted, _, shared_tried, shared_accepted = records
+    grade = grade_of(confidence)
+    prior = shared_accepted[stage, grade] / shared_tried[stage, grade]
+    found: float = (accepted[row, stage, grade] + PRIOR_WEIGHT * prior) / (tried[row, stage, grade] + PRIOR_WEIGHT)
+    return found
+
+
+@compiled(types.int64(ints, drafts_type, drafts_type, _totals_type, _ids, types.float32[::1], _ids))
+def _put(rows: Any, made: Any, sent: Any, totals: Any, lengths: Any, first_confidence: Any, last_stage: Any) -> int:
+    """Keeps drafts, counts them, and fills the last three with what draft.Draft says of each; the longest's length."""
+    num_draft, stages, confidence = made
+    num_sent, sent_stages, sent_confidence = sent
+    counts, longest = totals[0], 0
+    for index in range(len(rows)):
+        row, length = rows[index], num_draft[index]
+        num_sent[row] = lengths[index] = length
+        longest = max(longest, length)
+        first_confidence[index] = confidence[index, 0] if length else 0.0
+        last_stage[index] = stages[index, length - 1] if length else -1
+        for place in range(length):
+            stage = stages[index, place]
+            sent_stages[row, place], sent_confidence[row, place] = stage, confidence[index, place]
+            counts[stage, KEPT] += 1
+            is_first = True
+            for before in range(place):
+                is_first &= stages[index, before] != stage
+            counts[stage, DRAFTS] += is_first
+    return longest
+
+
+@compiled(types.void(ints, ints, ints, drafts_type, _totals_type, records_type))
+def _settle(rows: Any, num_draft: Any, num_accepted: Any, sent: Any, totals: Any, records: Any) -> None:
+    """See Ledger.settle; tokens after the first rejected one were not tried."""
+    num_sent, stages, confidence = sent
+    counts, accepted_at = totals
+    tried, accepted, whole, shared_tried, shared_accepted = records
+    found, step = np.empty((2, *shared_tried.shape)), np.zeros((2, *shared_tried.shape))  # tried, accepted
+    for index in range(len(rows)):
+        row, num_right = rows[index], num_accepted[index]
+        length = min(num_sent[row], num_draft[index])
+        num_sent[row] = start = 0
+        found[:] = 0.0
+        for place in range(length):
+            stage, is_right, end = stages[row, place], place < num_right, place + 1
+            counts[stage, VERIFIED] += 1
+            accepted_at[stage, place] += is_right
+            if place <= num_right:
+                grade = grade_of(confidence[row, place])
+                found[0, stage, grade] += 1.0
+                found[1, stage, grade] += is_right
+            if end == length or stages[row, end] != stage:  # a stage's stretch
+                if num_right >= start:
+                    whole[row, stage] = end - start if num_right >= end else 0
+                start = end
+        step += found
+        for stage, grade in np.ndindex(shared_tried.shape):
+            if found[0, stage, grade] > 0:
+                tried[row, stage, grade] = DECAY * tried[row, stage, grade] + found[0, stage, grade]
+                accepted[row, stage, grade] = DECAY * accepted[row, stage, grade] + found[1, stage, grade]
+    for stage, grade in np.ndindex(shared_tried.shape):
+        new, right = step[0, stage, grade], step[1, stage, grade]
+        if new > 0:
+            share = min(1.0, MOST_OF_A_STEP / new)
+            shared_tried[stage, grade] = SHARED_DECAY * shared_tried[stage, grade] + share * new
+            shared_accepted[stage, grade] = SHARED_DECAY * shared_accepted[stage, grade] + share * right
+
+
+@compiled(types.void(ints, ints, ints))
+def _add_lengths(lengths: Any, most: Any, totals: Any) -> None:
+    """How often each length was chosen for requests that may have any."""
+    for index in range(len(lengths)):
+        if most[index] > 0:
+            totals[lengths[index]] += 1

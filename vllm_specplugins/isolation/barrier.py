@@ -15,7 +15,6 @@ import numpy as np
 from vllm_specplugins.counters import Counters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer
 from vllm_specplugins.isolation.checks import checked_draft
-from vllm_specplugins.isolation.circuit_breaker import Clock
 from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.isolation.read_only import for_proposer, rows_of
 from vllm_specplugins.isolation.request_acceptance import Acceptance
@@ -36,7 +35,6 @@ class FaultBarrier:
         time_budget_ms: longest time for one step, in a thread of the proposer's own; None calls it in the caller's
             thread, unbounded (for those that run the target, and for cascades, whose stages have guards of their own).
         ends_process: see Guard.
-        clock: seconds, for pauses and logs.
     """
 
     def __init__(
@@ -47,7 +45,6 @@ class FaultBarrier:
         time_budget_ms: float | None,
         *,
         ends_process: bool = False,
-        clock: Clock = time.monotonic,
     ):
         self.counters = Counters()
         self.acceptance: Any = Acceptance()
@@ -59,12 +56,10 @@ class FaultBarrier:
             time_budget_ms,
             in_thread=time_budget_ms is not None,
             ends_process=ends_process,
-            clock=clock,
         )
         self._vocab_size = vocab_size
         self._max_num_draft = max_num_draft
-        self._clock = clock
-        self._logged_at = clock()
+        self._logged_at = time.monotonic()
         self.paused_ms = 0.0  # for how long the engine stood still within this step, of which that is no part
 
     @property
@@ -121,7 +116,7 @@ class FaultBarrier:
 
     def log(self) -> None:
         """Now and then logs the totals; to be called in every step."""
-        now = self._clock()
+        now = time.monotonic()
         if now - self._logged_at > LOG_EVERY_S:
             self._logged_at = now
             logger.info("Speculation so far: %s", self.totals().summary())

@@ -1,6 +1,7 @@
 """Switches a proposer off after repeated faults, and on again after a pause."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ FAULT_WINDOW = 1000  # within so many steps switch a proposer off
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 3600.0  # for so long, twice as long each time
 FORGIVEN_AFTER_S = 3600.0  # unless it was on for so long
 
-Clock = Callable[[], float]
 FaultCounters = Counters | StageCounters  # where a guard counts
 
 
@@ -24,7 +24,7 @@ class CircuitBreaker:
 
     name: str
     health: FaultCounters
-    clock: Clock
+    clock: Callable[[], float] = time.monotonic
     step: int = 0
     _fault_steps: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_FAULTS))
     _on_since: float = 0.0

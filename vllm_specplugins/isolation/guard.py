@@ -19,7 +19,7 @@ import numpy as np
 from vllm_specplugins.draft import DraftBatch, Feedback, Proposer, RequestFault
 from vllm_specplugins.isolation.call_thread import CallThread
 from vllm_specplugins.isolation.checks import Nonsense, NotFinite
-from vllm_specplugins.isolation.circuit_breaker import CircuitBreaker, Clock, FaultCounters
+from vllm_specplugins.isolation.circuit_breaker import CircuitBreaker, FaultCounters
 from vllm_specplugins.isolation.read_only import feedback_for_proposer
 from vllm_specplugins.request_options import SETTINGS, TENANT
 
@@ -75,7 +75,6 @@ class Guard:
             its result counts.
         ends_process: whether a fault ends the process, for what every tensor-parallel rank runs: the other ranks wait
             in a collective for this one, and vLLM ends them when one of its workers is gone, not when one raises.
-        clock: seconds.
     """
 
     def __init__(
@@ -87,11 +86,10 @@ class Guard:
         *,
         in_thread: bool = False,
         ends_process: bool = False,
-        clock: Clock = time.monotonic,
     ):
         self.proposer = proposer
         self._health = health
-        self._breaker = CircuitBreaker(name, health, clock)
+        self._breaker = CircuitBreaker(name, health)
         self._name = name
         self._budget_ms = budget_ms
         self._left_ms = budget_ms or 0.0  # of this step
@@ -166,15 +164,10 @@ class Guard:
             is_timed: whether the budget holds for this step; taking in prompts may take longer.
         """
         self.begin_step()
-        if self._breaker.is_off():
-            return None
         start = time.perf_counter()
-        outcome = self._attempt(work, ())
+        outcome = self.call(NO_REQUESTS, work)
         ms = (time.perf_counter() - start) * 1000
-        if isinstance(outcome, Fault):
-            self._record(outcome, ())
-            return None
-        if is_timed and self._budget_ms is not None and ms > self._budget_ms:
+        if outcome is not None and is_timed and self._budget_ms is not None and ms > self._budget_ms:
             self._record(Fault(SLOW, f"{ms:.0f} ms where {self._budget_ms:.0f} are allowed"), ())
         return outcome
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.draft import DraftBatch, Feedback, Int32Array, Likeliest
+from vllm_specplugins.draft import ArgmaxTokens, DraftBatch, Feedback, Int32Array
 from vllm_specplugins.structures.views import Views, view
 
 _IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
@@ -70,11 +70,11 @@ def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -
     )
 
 
-def likeliest_at(likeliest: Likeliest | None, places: Mapping[int, int], num_reqs: int) -> Likeliest | None:
+def likeliest_at(likeliest: ArgmaxTokens | None, places: Mapping[int, int], num_reqs: int) -> ArgmaxTokens | None:
     """That of those of num_reqs requests which have a place in another batch, in ascending order.
 
     >>> ids = np.array([7, 8, 9], np.int32)
-    >>> likeliest_at(Likeliest(np.array([0, 1, 2], np.int32), ids, ids), {0: 0, 2: 1}, 3).requests.tolist()
+    >>> likeliest_at(ArgmaxTokens(np.array([0, 1, 2], np.int32), ids, ids), {0: 0, 2: 1}, 3).requests.tolist()
     [0, 1]
     """
     if likeliest is None:
@@ -83,7 +83,7 @@ def likeliest_at(likeliest: Likeliest | None, places: Mapping[int, int], num_req
     place_of[list(places)] = list(places.values())
     requests = place_of[likeliest.requests]
     kept = requests >= 0
-    return Likeliest(*(copy(array[kept]) for array in (requests, likeliest.token_ids, likeliest.next_ids)))
+    return ArgmaxTokens(*(copy(array[kept]) for array in (requests, likeliest.token_ids, likeliest.next_ids)))
 
 
 def feedback_for_proposer(feedback: Feedback) -> Feedback:

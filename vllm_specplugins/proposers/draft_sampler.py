@@ -1,14 +1,16 @@
-"""How a model proposer turns logits into draft tokens: the three values of `draft_sample_method`.
+"""What model proposers share, and how they turn logits into draft tokens, by `draft_sample_method`.
 
 "greedy" takes the likeliest token. The others draw under the request's temperature, top-k, top-p and min-p
 (kernels/rejection/drafts.py): "coupled" with the noise of verification, so that q is one-hot, or as "greedy" where that
 is not known; "probabilistic" with noise of its own, from logits that are q. N: rows, num_reqs of them times T.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, sample_with_q
 from vllm_specplugins.target import Target
@@ -60,3 +62,57 @@ class DraftSampler:
             own = replace(sampling.verified, seeds=sampling.seeds)
         token_ids, kept = sample_with_q(logits, positions, own.at(rows))
         return token_ids, kept
+
+
+@dataclass(slots=True)
+class Steps:
+    """What a model proposer drafts token by token.
+
+    Args:
+        token_ids: [num_reqs, num_steps] int32.
+        logits: [num_reqs, num_steps, vocab_size], if the tokens are drawn with noise of their own.
+    """
+
+    token_ids: torch.Tensor
+    logits: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, last: torch.Tensor, num_steps: int) -> "Steps":
+        """Nothing yet, of so many requests."""
+        return cls(last.new_empty(len(last), num_steps, dtype=torch.int32))
+
+    def put(self, step: int, chosen: torch.Tensor, q_logits: torch.Tensor | None) -> None:
+        """One token of each request, [num_reqs], and maybe what it was drawn from."""
+        self.token_ids[:, step] = chosen
+        if q_logits is not None:
+            if self.logits is None:
+                self.logits = q_logits.new_empty(*self.token_ids.shape, q_logits.shape[-1])
+            self.logits[:, step] = q_logits
+
+
+class ModelProposer(Proposer):
+    """Drafts with a part of the target, and keeps nothing of a request. `propose` waits for nothing and branches on
+    nothing that is on the device, so an adapter may record it in a CUDA graph.
+
+    Args:
+        config: has `draft_sample_method`.
+    """
+
+    def __init__(self, config: Any, context: ProposerContext):
+        self.max_num_draft = context.max_num_draft
+        self._sampler = DraftSampler(config.draft_sample_method)
+        self.set_max_model_len(context.max_model_len)
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """No request is longer than this: what would be drafted after its end is fed at its last position."""
+        self.max_position = max_model_len - 1
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """K tokens; a request near the end of its context gets fewer."""
+        token_ids, logits = self.draft_from(batch.target, int(batch.max_num_draft.max(initial=0)))
+        return Draft(token_ids, batch.max_num_draft, logits=logits)
+
+    def draft_from(self, target: Any, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[num_reqs, num_steps] int32 after each request's newest token; and, if they are drawn with their own noise,
+        their logits, with the vocabulary last."""
+        raise NotImplementedError

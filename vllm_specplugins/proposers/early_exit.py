@@ -5,57 +5,24 @@ and no second KV cache: verification by all layers overwrites what drafting wrot
 norm and head, or a trained one. K: num_speculative_tokens.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
-from vllm_specplugins.proposers.draft_sampler import DraftSampler
+from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.proposers.draft_sampler import ModelProposer, Steps
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, check_look_ahead
 from vllm_specplugins.target import Target, TargetSizes
 
 
-@dataclass(slots=True)
-class Steps:
-    """What an exit says token by token.
-
-    Args:
-        token_ids: [num_reqs, num_steps] int32.
-        logits: [num_reqs, num_steps, vocab_size], if the tokens are drawn with noise of their own.
-    """
-
-    token_ids: torch.Tensor
-    logits: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, last: torch.Tensor, num_steps: int) -> "Steps":
-        """Nothing yet, of so many requests."""
-        return cls(last.new_empty(len(last), num_steps, dtype=torch.int32))
-
-    def put(self, step: int, chosen: torch.Tensor, q_logits: torch.Tensor | None) -> None:
-        """One token of each request, [num_reqs], and maybe what it was drawn from."""
-        self.token_ids[:, step] = chosen
-        if q_logits is not None:
-            if self.logits is None:
-                self.logits = q_logits.new_empty(*self.token_ids.shape, q_logits.shape[-1])
-            self.logits[:, step] = q_logits
-
-
-class EarlyExit:
-    """Stateless: whatever it knows of a request stands in the target's KV cache.
-
-    `propose` waits for nothing and branches on nothing that is on the device, so an adapter may record it in a
-    CUDA graph.
-    """
+class EarlyExit(ModelProposer):
+    """See the module: whatever it knows of a request stands in the target's KV cache."""
 
     def __init__(self, config: EarlyExitConfig, context: ProposerContext):
-        self.max_num_draft = context.max_num_draft
-        self._sampler = DraftSampler(config.draft_sample_method)
-        self.set_max_model_len(context.max_model_len)
+        super().__init__(config, context)
         self._ahead = None
         if config.look_ahead is not None:
             dtype = context.dtype or torch.float32
@@ -69,16 +36,6 @@ class EarlyExit:
     def is_one_hot(self) -> bool:
         """Whether its tokens are certain, and not drawn with noise of their own."""
         return self._sampler.is_one_hot
-
-    def set_max_model_len(self, max_model_len: int) -> None:
-        """No request is longer than this: what would be drafted after its end is fed at its last position."""
-        self.max_position = max_model_len - 1
-
-    def propose(self, batch: DraftBatch) -> Draft:
-        """K tokens of the exit, one step each; a request near the end of its context gets fewer."""
-        assert batch.target is not None
-        token_ids, logits = self.draft_from(batch.target, int(batch.max_num_draft.max(initial=0)))
-        return Draft(token_ids, batch.max_num_draft, logits=logits)
 
     def draft_from(
         self, target: Target, num_steps: int, begun: Any = None, num_begun: Any = None
@@ -173,26 +130,21 @@ class EarlyExit:
             logits = logits[torch.arange(len(fed), device=fed.device), ends]
         return chosen.gather(1, ends[:, None])[:, 0], logits
 
-    def choose(self, target: Target, token_ids: Any, firsts: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Feeds several tokens of each request at once; for each, what the exit says comes next.
+    def next_tokens(
+        self, target: Target, token_ids: Any, positions: Any, text: Any, firsts: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Feeds several tokens of each request at once; for each, what the exit says comes next. All are arrays.
 
         Args:
-            token_ids: [num_reqs, T] int, an array or a tensor.
-            firsts: [num_reqs] int, likewise: a request's first token stands so far past its newest one.
+            token_ids: [num_reqs, T] int.
+            positions: [num_reqs, T] int64, where they stand, at most max_position.
+            text: [num_reqs, K] int, the drafts that they stand in.
+            firsts: [num_reqs] int64, how much of these stands before what follows a request's first token.
 
         Returns:
             token ids [num_reqs, T] and, if the exit is "probabilistic", logits [num_reqs, T, vocab_size]. Each is the
             one that `propose` would draft behind the same tokens.
         """
-        token_ids, firsts = (torch.as_tensor(array).to(target.num_tokens.device) for array in (token_ids, firsts))
-        positions = (target.num_tokens + firsts - 1)[:, None] + torch.arange(token_ids.shape[1], device=firsts.device)
-        return self._choose(target, token_ids, positions.clamp_(max=self.max_position))[:2]
-
-    def next_tokens(
-        self, target: Target, token_ids: Any, positions: Any, text: Any, firsts: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same, of arrays, with the places [num_reqs, T] int64 where the tokens stand, at most max_position, and
-        all drafts [num_reqs, K] that they stand in."""
         device = target.num_tokens.device
         fed, places, begun, firsts = (torch.from_numpy(own).to(device) for own in (token_ids, positions, text, firsts))
         return self._choose(target, fed, places, begun, firsts)[:2]
@@ -224,12 +176,6 @@ class EarlyExit:
         chosen, q_logits = self._sampler.choose(target, logits, positions.reshape(-1) + 1, begun, counts)
         q_logits = None if q_logits is None else q_logits.view(*token_ids.shape, -1)
         return chosen.view(token_ids.shape), q_logits, logits
-
-    def observe(self, feedback: Feedback) -> None:
-        """Nothing to learn."""
-
-    def forget(self, request_ids: Sequence[str]) -> None:
-        """Nothing to forget."""
 
 
 def check(config: EarlyExitConfig, sizes: TargetSizes) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specplugins.config import PromptLookupConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.kernels.history_match import NO_MATCH
 from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, NUM_TOKENS, OWN, REFERENCE, history_match
 from vllm_specplugins.structures.draft_arrays import NO_COUNTS, NO_TOKENS
@@ -22,25 +22,15 @@ from vllm_specplugins.structures.views import places_of
 Ints = npt.NDArray[np.int64]
 
 
-class PromptLookup:
-    """Of a request it keeps where copying would go on, and its reference; texts are searched in each step.
-
-    Request option `reference`: token ids that the output is likely to repeat (a predicted output, a retrieved
-    document); they are searched beside the request's own text, and never shown to the model.
-    """
-
-    def __init__(self, config: PromptLookupConfig, context: ProposerContext):
-        self._ngrams = config.min_ngram, config.max_ngram
-        self._max_num_draft = context.max_num_draft
-        self._rows, self._newest_rows = SlotTable(), NO_COUNTS
-        self._known = np.zeros((1, NUM_COLUMNS), np.int64)  # a row that is 0 is new
-        self._references: dict[int, Int32Array] = {}  # by row
+class Lookup(Proposer):
+    """Copies what stands in texts, and continues drafts. It learns nothing: the accepted tokens come with the next
+    batch's histories."""
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """What followed the longest match of each request, that nearest to where copying would go on."""
+        """What follows each request's history, where there is no draft yet."""
         max_draft = batch.max_num_draft.astype(np.int64)
-        token_ids, num_draft, match_lengths = self.continue_drafts(batch, NO_TOKENS, NO_COUNTS, max_draft)
-        return Draft(token_ids, num_draft.astype(np.int32), confidence=match_lengths.astype(np.float32))
+        token_ids, num_draft, confidence = self.continue_drafts(batch, NO_TOKENS, NO_COUNTS, max_draft)
+        return Draft(token_ids, num_draft.astype(np.int32), confidence=confidence.astype(np.float32))
 
     def continue_drafts(
         self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
@@ -54,15 +44,33 @@ class PromptLookup:
 
         Returns tokens [num_reqs, K], their number [num_reqs], and the lengths of the matches [num_reqs].
         """
+        raise NotImplementedError
+
+
+class PromptLookup(Lookup):
+    """Of a request it keeps where copying would go on, and its reference; texts are searched in each step.
+
+    Request option `reference`: token ids that the output is likely to repeat (a predicted output, a retrieved
+    document); they are searched beside the request's own text, and never shown to the model.
+    """
+
+    def __init__(self, config: PromptLookupConfig, context: ProposerContext):
+        self._ngrams = config.min_ngram, config.max_ngram
+        self._max_num_draft = context.max_num_draft
+        self._rows, self._newest_rows = SlotTable(), NO_COUNTS
+        self._known = np.zeros((1, NUM_COLUMNS), np.int64)  # a row that is 0 is new
+        self._references: dict[int, Int32Array] = {}  # by row
+
+    def continue_drafts(
+        self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
+    ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
+        """By the longest match, that nearest to where copying would go on."""
         num_reqs = batch.num_reqs
         token_ids = np.zeros((num_reqs, self._max_num_draft), np.int32)
         num_draft, match_lengths = np.zeros(num_reqs, np.int64), np.zeros(num_reqs)
         requests = *places_of(batch.token_ids), self.rows_of(batch), self._known
         history_match(*requests, prefix, num_begun, max_draft, *self._ngrams, token_ids, num_draft, match_lengths)
         return token_ids, num_draft, match_lengths
-
-    def observe(self, feedback: Feedback) -> None:
-        """Nothing to learn: the accepted tokens come with the next batch's histories."""
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what is kept of these requests."""

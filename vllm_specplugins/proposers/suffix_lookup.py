@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specplugins.config import ConfigError, PromptLookupConfig, SuffixLookupConfig, redis_url
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
-from vllm_specplugins.proposers.prompt_lookup import PromptLookup
-from vllm_specplugins.structures.draft_arrays import NO_COUNTS, NO_TOKENS
+from vllm_specplugins.draft import DraftBatch, Int32Array, ProposerContext
+from vllm_specplugins.proposers.prompt_lookup import Lookup, PromptLookup
+from vllm_specplugins.structures.draft_arrays import NO_COUNTS
 from vllm_specplugins.structures.slots import with_room
 from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
 from vllm_specplugins.structures.suffix.drafts import draft_step
@@ -48,7 +48,7 @@ class _Request:
     output: "array[int]" = field(default_factory=lambda: array("i"))
 
 
-class SuffixLookup:
+class SuffixLookup(Lookup):
     """See the module.
 
     Request options: `reference`, as prompt lookup's; `learn`, whether the output goes into the store; `tenant`, bytes,
@@ -98,16 +98,10 @@ class SuffixLookup:
             self.store.work()
         self._saver, self._shared = saver, shared
 
-    def propose(self, batch: DraftBatch) -> Draft:
-        """For each request the draft with the most confidence, of those from its own text and from earlier outputs."""
-        max_draft = batch.max_num_draft.astype(np.int64)
-        token_ids, num_draft, match_lengths = self.continue_drafts(batch, NO_TOKENS, NO_COUNTS, max_draft)
-        return Draft(token_ids, num_draft.astype(np.int32), confidence=match_lengths.astype(np.float32))
-
     def continue_drafts(
         self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
     ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
-        """What follows each request's history and a draft that was begun. See PromptLookup."""
+        """The draft with the most confidence, of those from a request's own text and from earlier outputs."""
         texts, lengths = places_of(batch.token_ids)
         rows = self._own.rows_of(batch)
         token_ids = np.zeros((len(rows), self._max_num_draft), np.int32)
@@ -132,9 +126,6 @@ class SuffixLookup:
             self._take_shared()
             self.store.work(self._work)
         return drafts
-
-    def observe(self, feedback: Feedback) -> None:
-        """Nothing to learn: what came of the drafts shows in the next batch's histories."""
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops the texts of these requests, and has their outputs enter the store, in this order."""

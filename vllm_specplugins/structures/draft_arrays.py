@@ -1,6 +1,6 @@
 """A step's drafts as padded arrays, while they are made: NumPy's on the host, torch's on the device.
 
-What costs most is compiled for the host (`draft_arrays_numba.py`); the rest is the same code for both.
+What costs most is compiled for the host; the rest is the same code for both.
 Nothing here waits for a device or branches on what is in an array. K: most tokens of a draft.
 """
 
@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
-from vllm_specplugins.structures import draft_arrays_numba as host
+from vllm_specplugins.structures.compiled import compiled
 
 Array = Any  # of NumPy, or a torch.Tensor
 NO_TOKENS, NO_COUNTS = np.empty((0, 0), np.int32), np.empty(0, np.int64)  # of drafts that nobody has begun
@@ -78,7 +79,7 @@ class DraftArrays(NamedTuple):
         """Each request's draft, and after it its other one, as far as K goes."""
         if isinstance(self.token_ids, np.ndarray) and self.q is other.q is None:
             joined = _empty(self.token_ids)
-            host.join(*self[:4], *other[:4], *joined[:4])
+            _join(*self[:4], *other[:4], *joined[:4])
             return joined
         ends = self.num_draft[:, None]
         places = columns(self.token_ids) - ends
@@ -102,15 +103,15 @@ def of_stage(
     """Drafts that one stage made."""
     if isinstance(token_ids, np.ndarray):
         stages, confidences = np.empty(token_ids.shape, np.int64), np.empty(token_ids.shape)
-        host.label(stage, confidence.astype(np.float64, copy=False), stages, confidences)
+        _label(stage, confidence.astype(np.float64, copy=False), stages, confidences)
         return DraftArrays(token_ids, num_draft.astype(np.int64, copy=False), stages, confidences, q, logits)
     confidences = confidence[:, None] + columns(token_ids)
     return DraftArrays(token_ids, num_draft, namespace(token_ids).full_like(token_ids, stage), confidences, q, logits)
 
 
-def nothing(num_reqs: int, width: int) -> DraftArrays:
+def nothing(num_reqs: int, max_num_draft: int) -> DraftArrays:
     """No draft for anybody, on the host."""
-    token_ids = np.zeros((num_reqs, width), np.int32)
+    token_ids = np.zeros((num_reqs, max_num_draft), np.int32)
     return of_stage(0, token_ids, np.zeros(num_reqs, np.int64), np.zeros(num_reqs))
 
 
@@ -163,3 +164,46 @@ def dense_logits(drafts: DraftArrays, width: int) -> Any:
     is_certain, places = (q < 0)[..., None], token_ids[..., None]
     logits.masked_fill_(is_certain, -torch.inf)
     return logits.scatter_(2, places, logits.gather(2, places).masked_fill_(is_certain, 0.0))
+
+
+_drafts_type = types.int32[:, ::1], types.int64[::1], types.int64[:, ::1], types.float64[:, ::1]
+
+
+@compiled(types.void(types.int64, types.float64[::1], types.int64[:, ::1], types.float64[:, ::1]))
+def _label(index: int, first_confidence: Any, stages: Any, confidences: Any) -> None:
+    """See of_stage; into `stages` and `confidences`."""
+    for row in range(len(first_confidence)):
+        for place in range(stages.shape[1]):
+            stages[row, place] = index
+            confidences[row, place] = first_confidence[row] + place
+
+
+@compiled(types.void(*_drafts_type, *_drafts_type, *_drafts_type))
+def _join(
+    token_ids: Any,
+    num_draft: Any,
+    stages: Any,
+    confidences: Any,
+    other_ids: Any,
+    num_other: Any,
+    other_stages: Any,
+    other_confidences: Any,
+    joined_ids: Any,
+    num_joined: Any,
+    joined_stages: Any,
+    joined_confidences: Any,
+) -> None:
+    """See DraftArrays.followed_by; without q."""
+    width = token_ids.shape[1]
+    for row in range(len(num_draft)):
+        end = num_draft[row]
+        num_joined[row] = end + num_other[row]
+        for place in range(width):
+            if place < end:
+                joined_ids[row, place] = token_ids[row, place]
+                joined_stages[row, place] = stages[row, place]
+                joined_confidences[row, place] = confidences[row, place]
+            else:
+                joined_ids[row, place] = other_ids[row, place - end]
+                joined_stages[row, place] = other_stages[row, place - end]
+                joined_confidences[row, place] = other_confidences[row, place - end]

@@ -45,7 +45,7 @@ def new_confidences(num_slots: int, max_num_draft: int, device: torch.device) ->
 @compiled("i8(f4[:, :], f8[:, :], b1[:], i8[:], i8[:], i8, i8, f8, f8[:], i8)")
 def best_budget(
     confidences: Any,  # [S, K]
-    found: Any,  # [S, K] mean chance of survival after a step in which nothing was found
+    found: Any,  # [S, K] mean probability of survival after a step in which nothing was found
     had_nothing: Any,  # [S], in the step before
     slots: Any,  # [R]
     num_drafts: Any,  # [R]
@@ -98,14 +98,14 @@ class Budget:
         max_num_draft = manager.num_speculative_steps
         self._found, self._had_nothing = np.zeros((num_slots, max_num_draft)), np.zeros(num_slots, bool)
         self._layout = Layout(manager._cu_num_logits, manager.query_start_loc)
-        self._chances = manager._confidence_probs if confidences is None else confidences.newest[:num_slots]
+        self._accept_probs = manager._confidence_probs if confidences is None else confidences.newest[:num_slots]
         self._add, self._compact = manager.add_request, manager.compact_batch
         self._budget, self._uniform = 0, 0
         self._counts: Any = None  # of the batch, in its order: drafts, other tokens; and where its logits begin
         self._known: dict[Any, torch.Tensor] = {}  # of batches that all drafted as much
         for num_rows in (1, 33, 257):  # each variant of the kernel is compiled here
             if num_rows <= num_slots:
-                nobody = torch.zeros(num_rows, dtype=torch.int64, device=self._chances.device)
+                nobody = torch.zeros(num_rows, dtype=torch.int64, device=self._accept_probs.device)
                 self._share(nobody, 0, self._of(num_rows, 0))
         for name in ("add_request", "get_num_tokens", "compact_batch", "reallocate_drafts"):
             setattr(manager, name, getattr(self, name))
@@ -118,7 +118,7 @@ class Budget:
         self._found[slot], self._had_nothing[slot] = 0.0, False
         if self._confidences is not None:
             self._manager._pending_resets.clear()
-            self._chances[slot].fill_(1.0)
+            self._accept_probs[slot].fill_(1.0)
             self._confidences.host[slot] = 1.0
 
     def get_num_tokens(self, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]]) -> int:
@@ -165,7 +165,7 @@ class Budget:
         self._manager._batch_budget = None
         if self._budget == int(num_drafts.sum()):  # as vLLM has just uploaded it
             if self._uniform < 0:
-                return async_tensor_h2d(starts, self._chances.device), layout.query_start_loc, self._budget, *more
+                return async_tensor_h2d(starts, self._accept_probs.device), layout.query_start_loc, self._budget, *more
             return self._starts(num_reqs), layout.query_start_loc, self._budget, *more
         counts = self._of(num_reqs, self._uniform)
         if self._uniform < 0:
@@ -175,19 +175,19 @@ class Budget:
 
     def _share(self, slots: torch.Tensor, budget: int, counts: torch.Tensor) -> None:
         bonus = self._manager.num_bonus_tokens
-        share_budget(self._layout, self._chances, slots, counts, budget, bonus, self._implementation)
+        share_budget(self._layout, self._accept_probs, slots, counts, budget, bonus, self._implementation)
 
     def _of(self, num_reqs: int, num_draft: int) -> torch.Tensor:
         """[2, R] of a batch of which each request has so many drafts and one token beside them."""
         if (num_reqs, num_draft) not in self._known:
             counts = np.repeat(np.array([[max(0, num_draft)], [1]], np.int32), num_reqs, axis=1)
-            self._known[num_reqs, num_draft] = async_tensor_h2d(counts, self._chances.device)
+            self._known[num_reqs, num_draft] = async_tensor_h2d(counts, self._accept_probs.device)
         return self._known[num_reqs, num_draft]
 
     def _starts(self, num_reqs: int) -> torch.Tensor:
         """[R + 1], where the logits of each begin."""
         if (None, self._uniform) not in self._known:
-            device, width = self._chances.device, 1 + self._uniform
+            device, width = self._accept_probs.device, 1 + self._uniform
             starts = torch.arange(0, len(self._found) * width + 1, width, dtype=torch.int32, device=device)
             self._known[None, self._uniform] = starts
         return self._known[None, self._uniform][: num_reqs + 1]

@@ -6,6 +6,7 @@ so they are safe in several API servers, each of which gets the reports of some 
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -60,16 +61,13 @@ class Exporter:
 
 
 def _made(metric: Metric, theirs: PrometheusStatLogger) -> Any:
-    what: dict[str, Any] = {
-        "name": PREFIX + metric.name,
-        "documentation": metric.words,
-        "labelnames": [*LABELS, *metric.labels],
+    kinds: dict[str, Any] = {
+        "counter": theirs._counter_cls,
+        "gauge": partial(theirs._gauge_cls, multiprocess_mode="mostrecent"),
+        "histogram": partial(theirs._histogram_cls, buckets=metric.buckets),
     }
-    if metric.kind == "counter":
-        return theirs._counter_cls(**what)
-    if metric.kind == "gauge":
-        return theirs._gauge_cls(**what, multiprocess_mode="mostrecent")
-    return theirs._histogram_cls(**what, buckets=metric.buckets)
+    labels = [*LABELS, *metric.labels]
+    return kinds[metric.kind](name=PREFIX + metric.name, documentation=metric.words, labelnames=labels)
 
 
 def _known_series(config: Any) -> Iterator[str]:

@@ -116,8 +116,10 @@ class Reporter:
     def _report(self, counters: Counters) -> dict[str, Any]:
         """Counters as what was added to them, gauges as they are, histograms as lists of what they shall observe."""
         self.forget(())
-        now = dict(self._counts(counters))
-        gauges = {series: float(now.pop(series)) for series in list(now) if series.startswith("switched_off")}
+        now = defaultdict[str, float](int)
+        for series, total in self._counts(counters):
+            now[series] += total
+        gauges = {series: float(now.pop(series) > 0) for series in list(now) if series.startswith("switched_off")}
         gauges.update(self._sizes())
         report: dict[str, Any] = {
             # A total that is smaller than before began anew, as in a barrier that took another's place.
@@ -132,14 +134,13 @@ class Reporter:
         return report
 
     def _counts(self, counters: Counters) -> Iterator[tuple[str, float]]:
-        """Series and totals of the stages, and of the method's own faults."""
+        """Series and totals of the stages, and of the method's own faults, which are those of a stage that is alone."""
         for length, count in enumerate(counters.draft_lengths):
             yield key("draft_lengths", length), count
         parts = [(stage, own, COUNTS) for stage, own in self._stages(counters).items()]
-        healths: dict[str, Any] = (
-            {**counters.stages, self.method: counters} if counters.stages else {parts[0][0]: counters}
-        )
-        for stage, own, metrics in (*parts, *((stage, own, HEALTH) for stage, own in healths.items())):
+        whole = self.method if len(parts) > 1 else parts[0][0]
+        healths: list[tuple[str, Any]] = [*counters.stages.items(), (whole, counters)]
+        for stage, own, metrics in (*parts, *((stage, own, HEALTH) for stage, own in healths)):
             for metric in metrics:
                 value = getattr(own, metric.field)
                 if isinstance(value, dict | list):

@@ -17,11 +17,12 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, MinPLogitsProcessor
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.draft import Likeliest
+from vllm_specplugins.draft import ArgmaxTokens
 from vllm_specplugins.engine.grammar.output import Forced
+from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.engine.v1.edits import custom, edit, edit_of_drafts
 from vllm_specplugins.engine.v1.rows import Rows
-from vllm_specplugins.engine.verify import OPERATIONS, LikeliestLog
+from vllm_specplugins.engine.verify import OPERATIONS, ArgmaxLog
 from vllm_specplugins.kernels.rejection import Sampling, host
 from vllm_specplugins.kernels.rejection.reference import truncated
 
@@ -39,11 +40,8 @@ def all_logits_processors(vllm_config: VllmConfig) -> Iterator[None]:
         without.speculative_config = None
         return original(without, *args)
 
-    gpu_model_runner.build_logitsprocs = build_logitsprocs
-    try:
+    with replaced(gpu_model_runner, {"build_logitsprocs": build_logitsprocs}):
         yield
-    finally:
-        gpu_model_runner.build_logitsprocs = original
 
 
 class Verifier:
@@ -53,7 +51,7 @@ class Verifier:
         self._runner = runner
         self._seed_of = seed_of
         self._rejection = runner.speculative_config.plugin_config.common.rejection
-        self._seen = LikeliestLog(runner.speculative_config.reads_likeliest)
+        self._seen = ArgmaxLog(runner.speculative_config.reads_likeliest)
         self._counts = np.zeros(0, np.int64)  # rows of each request in the newest step
         self._draft_logits: torch.Tensor | None = None
         self._drafted_for: Sequence[str] = ()
@@ -86,7 +84,7 @@ class Verifier:
         runner = self._runner
         return edit_of_drafts(metadata, runner.input_batch, rows, runner.model_config.get_vocab_size(), runner.device)
 
-    def likeliest(self, rows: list[int]) -> Likeliest | None:
+    def likeliest(self, rows: list[int]) -> ArgmaxTokens | None:
         """`draft.DraftBatch.likeliest` for these rows of the batch."""
         return self._seen.take(self._counts, {row: place for place, row in enumerate(rows)})
 

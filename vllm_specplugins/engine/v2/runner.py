@@ -56,18 +56,15 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         wrap(runner, "initialize_kv_cache", partial(_trimming_as, speculator.specplugins, speculator))
         speculator = speculator.specplugins
     speculator.barrier, barrier.tally = barrier, speculator.tally
-    add_requests, finish_requests = runner.add_requests, runner.finish_requests
 
     def add(scheduler_output: Any) -> None:
-        add_requests(scheduler_output)
         speculator.add(scheduler_output.scheduled_new_reqs)
         put_forced(runner, scheduler_output)
 
     def finish(scheduler_output: Any) -> None:
-        finish_requests(scheduler_output)
         speculator.remove(scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()))
 
-    runner.add_requests, runner.finish_requests = add, finish
+    runner.add_requests, runner.finish_requests = both(runner.add_requests, add), both(runner.finish_requests, finish)
     wrap(runner, "sample_tokens", partial(_sample_tokens, runner, speculator))
     runner.draft_tokens_handler = speculator.report
     if isinstance(speculator, DeviceSpeculator):

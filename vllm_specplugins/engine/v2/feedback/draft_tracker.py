@@ -149,5 +149,5 @@ class DraftTracker:
 
 
 def _rated(drafts: DraftArrays) -> acceptance.Drafts:
-    """What their chances go by."""
+    """What their acceptance probabilities go by."""
     return acceptance.Drafts(drafts.num_draft, drafts.stage, drafts.confidence)

@@ -1,11 +1,10 @@
 """Model Runner V2: the token histories that prompt lookup searches on the device.
 
 A request's own tokens are vLLM's, which keeps all of them on the device where `use_dense_all_token_ids` is set: 4 bytes
-for each place of max_num_seqs x max_model_len. A reference is copied there once, when the first request comes with it.
+for each place of max_num_seqs x max_model_len. A reference is copied there once, when its request comes.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,20 +14,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.engine.frontend.options import request_options
 from vllm_specplugins.kernels.history_match import NO_MATCH, Match, References, Texts, history_match
-from vllm_specplugins.request_options import DIGEST, REFERENCE, Options
+from vllm_specplugins.request_options import REFERENCE, Options
 from vllm_specplugins.structures.spans import SpanAllocator
 
-MAX_REFERENCE_BYTES = 1 << 26  # of all references together, unless there cannot be as many
 _ALIGNED = 16  # tokens, where a reference begins
-
-
-@dataclass(slots=True)
-class _Reference:
-    """A text on the device and how many requests search it."""
-
-    start: int
-    num_tokens: int
-    num_users: int = 0
 
 
 class TokenHistories:
@@ -46,11 +35,12 @@ class TokenHistories:
         num_slots, self._max_model_len = req_states.max_num_reqs, req_states.max_model_len
         distances = torch.full((num_slots, 2), NO_MATCH, dtype=torch.int32, device=device)
         self.histories = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu, distances)
-        room = min(config.max_index_bytes // 4, MAX_REFERENCE_BYTES // 4, num_slots * (self._max_model_len + _ALIGNED))
+        room = min(config.max_index_bytes // 4, num_slots * (self._max_model_len + _ALIGNED))
         self._pool = torch.zeros(room // _ALIGNED * _ALIGNED, dtype=torch.int32, device=device)
         self._spans = SpanAllocator(len(self._pool))
-        self._references: dict[bytes, _Reference] = {}
-        self._digests: dict[str, bytes] = {}  # of requests that have a reference
+        self._taken: dict[
+            str, tuple[int, int]
+        ] = {}  # of requests that have a reference: where its span is, and its size
         # Of all slots; no buffers of vLLM's, which change places where a graph would not find them again.
         starts, sizes = (torch.zeros(num_slots, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
         self._all = References(self._pool, starts, sizes)
@@ -67,7 +57,7 @@ class TokenHistories:
         for new in new_requests:
             self.remove([new.req_id])
             slot = self._req_states.req_id_to_index[new.req_id]
-            rows.append((slot, *self._taken(new.req_id, request_options(new.sampling_params))))
+            rows.append((slot, *self._entered(new.req_id, request_options(new.sampling_params))))
         slots, starts, sizes = async_tensor_h2d(np.array(rows, np.int64), self._pool.device).T
         self._all.starts[slots], self._all.lengths[slots] = starts, sizes.int()
         self.histories.distances.index_fill_(0, slots, NO_MATCH)
@@ -75,20 +65,14 @@ class TokenHistories:
     def remove(self, request_ids: Iterable[str]) -> None:
         """Drops requests that finished, were aborted or were preempted; steps that are under way still find them."""
         for request_id in request_ids:
-            digest = self._digests.pop(request_id, None)
-            if digest is None:
-                continue
-            reference = self._references[digest]
-            reference.num_users -= 1
-            if reference.num_users == 0:
-                self._spans.give_back(reference.start, _room(reference.num_tokens))
-                del self._references[digest]
+            if request_id in self._taken:
+                self._spans.give_back(*self._taken.pop(request_id))
 
     def match(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> Match:
         """What is found for each row; `longest` is the most tokens of a text, None: a graph is recorded, that has to
         do for any text and reference."""
         if longest is not None:
-            longest = max(longest, *(reference.num_tokens for reference in self._references.values()), 1)
+            longest = max(longest, *(size for _, size in self._taken.values()), 1)
         return history_match(
             self.histories,
             slots,
@@ -101,21 +85,13 @@ class TokenHistories:
             implementation=self.implementation,
         )
 
-    def _taken(self, request_id: str, options: Options) -> tuple[int, int]:
+    def _entered(self, request_id: str, options: Options) -> tuple[int, int]:
         """Where the reference of a request begins, and how long it is; it is empty where there is none, or no room."""
         text = np.array(options.get(REFERENCE, ()), np.int32)[: self._max_model_len]
-        digest: bytes = options.get(DIGEST) or text.tobytes()
-        reference = self._references.get(digest)
-        if reference is None:
-            start = self._spans.take(_room(len(text))) if len(text) else None
-            if start is None:
-                return 0, 0
-            async_tensor_h2d(text, out=self._pool[start : start + len(text)])
-            reference = self._references[digest] = _Reference(start, len(text))
-        reference.num_users += 1
-        self._digests[request_id] = digest
-        return reference.start, reference.num_tokens
-
-
-def _room(num_tokens: int) -> int:
-    return -(-num_tokens // _ALIGNED) * _ALIGNED
+        size = -(-len(text) // _ALIGNED) * _ALIGNED
+        start = self._spans.take(size) if size else None
+        if start is None:
+            return 0, 0
+        async_tensor_h2d(text, out=self._pool[start : start + len(text)])
+        self._taken[request_id] = start, size
+        return start, len(text)

@@ -19,9 +19,10 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _flatten_sampled_kernel
 
-from vllm_specplugins.draft import Likeliest
+from vllm_specplugins.draft import ArgmaxTokens
+from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.engine.v2.verification.edits import LogitsEditor
-from vllm_specplugins.engine.verify import OPERATIONS, LikeliestLog
+from vllm_specplugins.engine.verify import OPERATIONS, ArgmaxLog
 from vllm_specplugins.kernels.rejection import Layout, Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection.step import sample_step
 
@@ -32,31 +33,24 @@ _Batch = tuple[torch.Tensor, torch.Tensor, np.ndarray, torch.Tensor, torch.Tenso
 
 def attach(runner: Any) -> None:
     """Puts our verification behind `ModelState.custom_sampler`, vLLM's seam, when the runner loads its model."""
-    load_model = runner.load_model
+    original = model_runner.init_model_state
 
-    def load(*args: Any, **kwargs: Any) -> Any:
-        original = model_runner.init_model_state
-
-        def init_model_state(*state_args: Any) -> Any:
-            state = original(*state_args)
-            custom_sampler = state.custom_sampler
-
-            def ours(sampler: Any) -> Any:
-                theirs = custom_sampler(sampler)
-                if theirs is not None or runner.vllm_config.watermark_config is not None:
-                    return theirs
-                return sampler, FusedRejectionSampler(sampler, runner.speculative_config, runner.device)
-
-            state.custom_sampler = ours
-            return state
-
-        model_runner.init_model_state = init_model_state
-        try:
+    def load(load_model: Any, *args: Any, **kwargs: Any) -> Any:
+        with replaced(model_runner, {"init_model_state": init_model_state}):
             return load_model(*args, **kwargs)
-        finally:
-            model_runner.init_model_state = original
 
-    runner.load_model = load
+    def init_model_state(*args: Any) -> Any:
+        state = original(*args)
+        wrap(state, "custom_sampler", ours)
+        return state
+
+    def ours(custom_sampler: Any, sampler: Any) -> Any:
+        theirs = custom_sampler(sampler)
+        if theirs is not None or runner.vllm_config.watermark_config is not None:
+            return theirs
+        return sampler, FusedRejectionSampler(sampler, runner.speculative_config, runner.device)
+
+    wrap(runner, "load_model", load)
 
 
 class FusedSampler(Sampler):
@@ -80,7 +74,7 @@ class FusedRejectionSampler(RejectionSampler):
         super().__init__(sampler, spec_config, device)
         self.operation = OPERATIONS[spec_config.plugin_config.common.rejection]
         self.editor = LogitsEditor(sampler)
-        self._seen = LikeliestLog(spec_config.reads_likeliest)
+        self._seen = ArgmaxLog(spec_config.reads_likeliest)
         self._idx_mapping_np = np.zeros(0, np.int32)
         self._expanded_idx_mapping: torch.Tensor | None = None
         self._is_ever_plain = not (
@@ -130,8 +124,8 @@ class FusedRejectionSampler(RejectionSampler):
         """Whether this step's batch has needed nothing but the operation, as far as is known without asking anew."""
         return self._plain is not None and self._batch == (self.editor.num_added, input_batch.req_ids)
 
-    def likeliest(self, input_batch: Any, places: Mapping[int, int]) -> Likeliest | None:
-        """`draft.DraftBatch.likeliest`, see LikeliestLog.take; waits for the device."""
+    def likeliest(self, input_batch: Any, places: Mapping[int, int]) -> ArgmaxTokens | None:
+        """`draft.DraftBatch.likeliest`, see ArgmaxLog.take; waits for the device."""
         return self._seen.take(np.diff(input_batch.cu_num_logits_np), places)
 
     def _sampling(self, idx_mapping_np: np.ndarray) -> Sampling:
@@ -236,7 +230,7 @@ class FusedRejectionSampler(RejectionSampler):
         )
 
 
-def likeliest_of(rejection_sampler: Any, input_batch: Any, places: Mapping[int, int]) -> Likeliest | None:
+def likeliest_of(rejection_sampler: Any, input_batch: Any, places: Mapping[int, int]) -> ArgmaxTokens | None:
     """See FusedRejectionSampler.likeliest; vLLM's own has nothing to tell."""
     if isinstance(rejection_sampler, FusedRejectionSampler):
         return rejection_sampler.likeliest(input_batch, places)
