@@ -38,9 +38,7 @@ class TokenHistories:
         room = min(config.max_index_bytes // 4, num_slots * (self._max_model_len + _ALIGNED))
         self._pool = torch.zeros(room // _ALIGNED * _ALIGNED, dtype=torch.int32, device=device)
         self._spans = SpanAllocator(len(self._pool))
-        self._taken: dict[
-            str, tuple[int, int]
-        ] = {}  # of requests that have a reference: where its span is, and its size
+        self._taken: dict[str, tuple[int, int]] = {}  # of requests with a reference: its span's start and size
         # Of all slots; no buffers of vLLM's, which change places where a graph would not find them again.
         starts, sizes = (torch.zeros(num_slots, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
         self._all = References(self._pool, starts, sizes)
