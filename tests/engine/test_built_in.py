@@ -6,6 +6,7 @@ A draft model that is the target itself must offer the target's own continuation
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -240,7 +241,7 @@ def test_extended_and_gated(engine: Any, prompts: Any, expected: Any, monkeypatc
         told_ms.append(told[0])
         return [30.0, 0.01, told[2], *(0.01 for _ in told[3:])]
 
-    monkeypatch.setattr(proposer, "_agreed", steady)
+    monkeypatch.setattr(proposer, "_context", replace(proposer._context, agreed=steady))
     change_drafter(llm, monkeypatch, lambda step: time.sleep(PAUSE_S if 1 <= len(told_ms) < 3 else 0))
     assert run(llm, prompts) == [tokens[:NUM_TOKENS] for tokens in expected][: len(prompts)]
     assert len(told_ms) > 4 and min(told_ms[1:3]) >= 1000 * PAUSE_S
