@@ -22,7 +22,7 @@ v1() { check env SPECPLUGINS_RUNNER=v1 pytest -q tests/engine -m "not gpu"; }
 v2() { check env SPECPLUGINS_RUNNER=v2 pytest -q tests/engine -m "not gpu"; }
 host() { check python tests/bench/bench_host_step.py --check; }
 vllm_033() { check bash tests/vllm_033.sh; }
-soak() { check ${CORE:+taskset -c "$CORE"} python tests/soak --minutes 5; }
+soak() { check ${CORE:+taskset -c "$CORE"} python tests/soak --minutes 8; }
 
 if (($#)); then
     [[ -z ${CORE:-} ]] || export OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=$CORE
