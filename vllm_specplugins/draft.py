@@ -124,14 +124,12 @@ class Draft:
         logits: [num_reqs, <= K, vocab_size], as wide as token_ids, of a model proposer that samples: q is their softmax
             at the request's temperature. None: q is one-hot, as a proposer's on the host always is; tokens that it
             draws are verified as exactly.
-        stage: [num_reqs] int32, which stage of a cascade made the draft.
     """
 
     token_ids: Any
     num_draft: Int32Array
     confidence: npt.NDArray[np.float32] | None = None
     logits: Any = None
-    stage: Int32Array | None = None
 
     @classmethod
     def empty(cls, num_reqs: int) -> "Draft":

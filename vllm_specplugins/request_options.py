@@ -45,7 +45,7 @@ _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_context": _at_most(MAX_CONTEXT),
     "learn": _FLAG,
 }
-SETTINGS = frozenset({*_PLAIN, "stages"})  # which no proposer of the user's own reads
+SETTINGS = frozenset({*_PLAIN, "stages", TENANT})  # which no proposer of the user's own reads
 
 
 @dataclass(frozen=True, slots=True)

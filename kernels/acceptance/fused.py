@@ -124,7 +124,6 @@ def learn(
     num_sampled: torch.Tensor,  # [R]
     num_rejected: torch.Tensor,  # [R]
 ) -> None:
-    """See the front door."""
     tiles = _tiles(state, _LEARNED)
     _learn_kernel[(len(state.shared_tried),)](state, slots, num_sampled, num_rejected, len(slots), **tiles, num_warps=4)
 
@@ -136,7 +135,6 @@ def predict(
     accept_probs: torch.Tensor,  # [R, K]
     keeps: bool,
 ) -> None:
-    """See the front door."""
     tiles = _tiles(state, _RATED)
     grid = (triton.cdiv(len(slots), tiles["ROWS"]),)
     drafts = Drafts(*(part.contiguous() for part in drafts))

@@ -11,7 +11,6 @@ def learn(
     num_sampled: torch.Tensor,  # [R]
     num_rejected: torch.Tensor,  # [R]
 ) -> None:
-    """See the front door."""
     num_accepted = (num_sampled - 1).clamp(min=0)
     num_verified = torch.minimum(state.num_sent[slots], num_accepted + num_rejected)
     stage, confidence = state.sent_stage[slots].long(), state.sent_confidence[slots]
@@ -40,7 +39,6 @@ def predict(
     accept_probs: torch.Tensor,  # [R, K]
     keeps: bool,
 ) -> None:
-    """See the front door."""
     prior = state.shared_accepted / state.shared_tried
     found = (state.accepted[slots] + PRIOR_WEIGHT * prior) / (state.tried[slots] + PRIOR_WEIGHT)
     cells = drafts.stage.long() * NUM_GRADES + _grades(drafts.confidence)
@@ -53,5 +51,4 @@ def predict(
 
 
 def _grades(confidence: torch.Tensor) -> torch.Tensor:
-    """See GRADES."""
     return (confidence[..., None] > torch.tensor(GRADES, device=confidence.device)).sum(dim=-1)

@@ -84,7 +84,6 @@ def share_budget(
     budget: int,
     num_bonus: int,
 ) -> None:
-    """See the front door."""
     num_slots, width = accept_probs.shape
     rows, lanes = next(most for most in tiles(num_slots) if len(slots) <= most), max(2, triton.next_power_of_2(width))
     num_warps = min(16, max(1, rows * lanes // _TOKENS_A_WARP))

@@ -13,7 +13,6 @@ def share_budget(
     budget: int,
     num_bonus: int,
 ) -> None:
-    """See the front door."""
     (num_draft, others), num_rows, width = num_tokens, len(slots), accept_probs.shape[1]
     survival, worth = torch.ones(num_rows, device=accept_probs.device), []
     for step in range(width):  # in float32, one after the other, as the kernel does

@@ -9,8 +9,6 @@ from . import Layout, share_budget
 
 
 class Share(NamedTuple):
-    """See share_budget."""
-
     accept_probs: torch.Tensor
     slots: torch.Tensor
     num_tokens: torch.Tensor

@@ -166,7 +166,6 @@ def history_match(
     references: References | None,
     longest: int | None,
 ) -> Match:
-    """See the front door."""
     num_rows, room = len(slots), texts.token_ids.shape[1]
     # All tokens but the last, after which no match goes on.
     num_tiles = max(1, triton.cdiv(min(room, longest or room) - 1, TILE_SIZE - _SHARED.value))

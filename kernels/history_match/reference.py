@@ -19,7 +19,6 @@ def history_match(
     references: References | None,
     longest: int | None,
 ) -> Match:
-    """See the front door."""
     slots, steps = slots.long(), torch.arange(max_num_draft, device=slots.device)
     own = texts.token_ids[slots, :longest].long()
     end = texts.lengths[slots].long().clamp(max=own.shape[1])  # a prompt that is read in pieces has no room for drafts

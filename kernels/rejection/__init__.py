@@ -63,8 +63,8 @@ def rejection_sample(
     idx_mapping: Any,
     sampling: Sampling,
     max_num_draft: int,
-    # [num_states, >= max_num_draft, draft_vocab_size] floating: what drafts 1.. were drawn from, before temperature;
-    # None: each draft token was certain (q is one-hot). Tokens that the proposer does not know have q = 0
+    # [num_states, >= max_num_draft, draft_vocab_size] floating: what drafts were drawn from, before temperature; None:
+    # q is one-hot. Tokens that the proposer does not know have q = 0
     draft_logits: Any = None,
     implementation: str | None = None,
     *,
@@ -74,18 +74,16 @@ def rejection_sample(
 
     The result follows the target's distribution, after temperature, min-p, top-k and top-p in this order. It depends on
     neither the other requests nor the batch; with a one-hot q, not on the drafts either, only its length does.
-
-    NaN logits count as -inf. +inf counts as the largest float32, so that tokens with +inf share a row. A row of -inf
-    alone gives token 0. Temperature 0 gives the first of the most probable tokens. A row of draft logits with NaN or
-    +inf, or of -inf alone, is no distribution: its draft is rejected, and the token that follows is drawn from p.
+    NaN logits count as -inf, +inf as the largest float32; a row of -inf alone gives token 0. Temperature 0 gives the
+    first of the most probable tokens. The draft of a row of draft logits with NaN or +inf, or of -inf alone, is
+    rejected, and the token that follows is drawn from p.
 
     Args:
         implementation: "reference", "host" (one-hot q on a CPU) or "fused"; None: fused on a GPU, host where it can be,
             else the reference.
-        block: a step looks at all of its drafts before it decides, since a rejected one may be followed by better ones.
-            It accepts at least as many as one by one, and with a one-hot q as many. Drafts must then be drawn with
-            noise that is fresh in every step. Noise of (seed, position) alone is not: what a step rejects depends on
-            drafts further on, whose noise the next step would use again at the same positions.
+        block: a step looks at all of its drafts before it decides, and accepts at least as many as one by one. Drafts
+            must then be drawn with noise that is fresh in every step, not of (seed, position) alone: what a step
+            rejects depends on drafts further on, whose noise the next step would use again.
 
     Returns:
         sampled [num_reqs, max_num_draft + 1] int64, padded with -1, and num_sampled [num_reqs] int32.
@@ -100,6 +98,25 @@ def rejection_sample(
     ...     sampling, max_num_draft=1)
     (tensor([[1, 0]]), tensor([2], dtype=torch.int32))
     """
+    _check_shapes(target_logits, cu_num_logits, draft_token_ids, positions, idx_mapping, max_num_draft, draft_logits)
+    on_cpu = "host" if draft_logits is None or max_num_draft == 0 else "reference"
+    layout = Layout(cu_num_logits, draft_token_ids, positions, idx_mapping)
+    module = module_of(__name__, target_logits, implementation, on_cpu)
+    sampled, num_sampled, *_ = module.rejection_sample(
+        target_logits, layout, sampling, max_num_draft, draft_logits, block
+    )
+    return sampled, num_sampled
+
+
+def _check_shapes(
+    target_logits: Any,
+    cu_num_logits: Any,
+    draft_token_ids: Any,
+    positions: Any,
+    idx_mapping: Any,
+    max_num_draft: int,
+    draft_logits: Any,
+) -> None:
     num_logits, vocab_size = target_logits.shape
     for name, tensor in {"draft_token_ids": draft_token_ids, "positions": positions}.items():
         if tensor.shape != (num_logits,):
@@ -113,10 +130,3 @@ def rejection_sample(
             f"draft_logits has shape {tuple(draft_logits.shape)}, but must have at least {max_num_draft} rows a "
             f"request of at most {vocab_size} tokens."
         )
-    on_cpu = "host" if draft_logits is None or max_num_draft == 0 else "reference"
-    layout = Layout(cu_num_logits, draft_token_ids, positions, idx_mapping)
-    module = module_of(__name__, target_logits, implementation, on_cpu)
-    sampled, num_sampled, *_ = module.rejection_sample(
-        target_logits, layout, sampling, max_num_draft, draft_logits, block
-    )
-    return sampled, num_sampled

@@ -106,7 +106,6 @@ def draw(weights: torch.Tensor, seeds: Int64Array, positions: Int64Array) -> Int
 def rejection_sample(
     target_logits: torch.Tensor, layout: Layout, sampling: Sampling, max_num_draft: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the front door."""
     cu_num_logits, draft_token_ids, positions, idx_mapping = layout[:4]
     bounds, token_ids = cu_num_logits.int(), torch.empty(len(positions), dtype=torch.int64)
     states = idx_mapping.repeat_interleave(bounds.diff())

@@ -207,7 +207,6 @@ def rejection_sample(
     draft_logits: torch.Tensor | None,
     block: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the front door."""
     cu_num_logits, draft_token_ids, positions, idx_mapping, *_ = layout
     num_rows, states = cu_num_logits.diff().long(), idx_mapping.long()
     steps = torch.arange(max_num_draft + 1, device=num_rows.device)

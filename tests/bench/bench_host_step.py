@@ -225,7 +225,7 @@ def _replace_results(runner: Any, num_draft: int, tokens_are_free: bool) -> None
         manager.set_cost_curves([(1, 0.05), (256, 0.05)], [(n, 3.0 + token_ms * n) for n in range(1, 513)])
     outcomes = getattr(runner.speculator, "outcomes", None)
     if outcomes is not None:
-        outcomes.probs.fill_(0.8)
+        outcomes.accept_probs.fill_(0.8)
         outcomes._num_draft.zero_()
         if (confidences := outcomes.confidences) is not None:
             confidences.newest.fill_(0.8)

@@ -1,6 +1,7 @@
 """The policy `auto` on recorded texts, and what it drafts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,12 +73,17 @@ def test_verify_is_no_slower_than_its_last_stage(texts: Any) -> None:
     assert checked >= 0.99 * alone
 
 
-def drafts_of(texts: list[Request], config: dict[str, Any], watch: Callable[[DraftBatch, DraftArrays], None]) -> None:
+def drafts_of(
+    texts: list[Request],
+    config: dict[str, Any],
+    watch: Callable[[DraftBatch, DraftArrays], None],
+    options: Callable[[str], dict[str, Any]] = lambda name: {},
+) -> None:
     """Plays texts to a cascade whose drafts are shown."""
 
     def build(context: Any) -> Played:
         proposer: Any = build_proposer(parse_config(config), context)
-        right = proposer._draft
+        right, propose = proposer._draft, proposer.propose
 
         def watched(batch: DraftBatch, max_draft: Any) -> DraftArrays:
             drafts: DraftArrays = right(batch, max_draft)
@@ -86,6 +92,7 @@ def drafts_of(texts: list[Request], config: dict[str, Any], watch: Callable[[Dra
             return drafts
 
         proposer._draft = watched
+        proposer.propose = lambda batch: propose(replace(batch, options=list(map(options, batch.request_ids))))
         return Played(proposer, texts)
 
     Engine(texts, 4, MACHINES["gpu"], WIDTH, build, 1000).played()
@@ -123,24 +130,14 @@ def test_drafts(texts: Any) -> None:
 
 def test_requests_that_allow_one_stage(texts: Any) -> None:
     """Fails if a stage drafts for a request that does not allow it."""
-    config, requests = cascade("auto", LOOKUP, EXIT), texts["copying"][:2]
+    found: set[tuple[int, int]] = set()
 
-    class Choosing(Played):
-        def propose(self, batch: DraftBatch) -> Any:
-            names = ("prompt_lookup", "early_exit")
-            options = [{"stages": names[int(name[-1]) % 2 :][:1]} for name in batch.request_ids]
-            made = super().propose(DraftBatch(batch.request_ids, batch.token_ids, batch.max_num_draft, options))
-            for name, stage, count in zip(batch.request_ids, made.stage, made.num_draft, strict=True):
-                found.add((int(name[-1]) % 2, int(stage)) if count else None)
-            return made
+    def allowed(name: str) -> dict[str, Any]:
+        return {"stages": ("prompt_lookup", "early_exit")[int(name[-1]) % 2 :][:1]}
 
-    found: set[Any] = set()
-    Engine(
-        requests,
-        2,
-        MACHINES["gpu"],
-        WIDTH,
-        lambda context: Choosing(build_proposer(parse_config(config), context), requests),
-        500,
-    ).played()
-    assert found - {None} == {(0, 0), (1, 1)}
+    def watch(batch: DraftBatch, drafts: DraftArrays) -> None:
+        for name, stages, count in zip(batch.request_ids, drafts.stage.tolist(), drafts.num_draft, strict=True):
+            found.update((int(name[-1]) % 2, stage) for stage in stages[:count])
+
+    drafts_of(texts["copying"][:2], cascade("auto", LOOKUP, EXIT), watch, allowed)
+    assert found == {(0, 0), (1, 1)}

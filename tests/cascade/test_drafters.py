@@ -188,67 +188,6 @@ def test_three_stages(seed: int) -> None:
     assert ids(nested.draft(batch, None, batch.max_num_draft)) == expected
 
 
-class TableForward:
-    """Layers whose logits depend on the layer and the token fed: a bigram model for as many requests as one likes."""
-
-    def __init__(self, tables: dict[int, torch.Tensor]):
-        self.tables = tables
-
-    def hidden_states(self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool) -> Any:
-        return self.tables[end_layer][token_ids.long()]
-
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states
-
-
-def test_verified_tokens_are_distributed_as_q() -> None:
-    """Chi-squared of pairs of tokens over 200 k drafts, against the last stage's q; the offers are chosen to mislead.
-    In turn they come from another q by the same noise, or are the stage's own likeliest or unlikeliest token. Kills: an
-    offer that is kept because it is likely; noise that says more about a token that was offered.
-    """
-    num_draws, batch_size, temperature = 200_000, 20_000, 0.8
-    generator = torch.Generator().manual_seed(1)
-    tables = {layer: torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator) for layer in (1, 2)}
-    stage = exit_stage(2, "probabilistic")
-    coupled = ModelDrafter(exit_stage(1, "probabilistic"), 0, StageCounters())
-    q = torch.softmax(tables[2].double() / temperature, dim=-1)
-    likeliest, unlikeliest = q.argmax(-1).numpy(), q.argmin(-1).numpy()
-
-    class Misleading:
-        def draft(self, batch: DraftBatch, prefix: DraftArrays, max_draft: np.ndarray) -> DraftArrays:
-            drafts = coupled.draft(batch, prefix, max_draft)
-            rows = np.arange(len(max_draft))
-            last = np.where(prefix.num_draft > 0, prefix.token_ids[rows, prefix.num_draft - 1], 0)
-            chosen = [drafts.token_ids[:, 0], likeliest[last], unlikeliest[last]]
-            drafts.token_ids[:, 0] = np.choose(rows % 3, chosen)
-            return drafts
-
-    drafter = StagedDrafter(Misleading().draft, stage, 1, StageCounters())
-    counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.float64)
-    for start in range(0, num_draws, batch_size):
-        seeds = torch.arange(start, start + batch_size) * 7919
-        history = np.zeros(1, np.int32)
-        target = Target(
-            forward=TableForward(tables),  # type: ignore[arg-type]
-            last_token_ids=torch.zeros(batch_size, dtype=torch.int32),
-            num_tokens=torch.ones(batch_size, dtype=torch.int64),
-            last_hidden_states=None,
-            sampling=Sampling(torch.full((batch_size,), temperature), seeds),
-        )
-        max_draft = np.full(batch_size, 2, np.int32)
-        batch = DraftBatch([""] * batch_size, [history] * batch_size, max_draft, [{}] * batch_size, target)
-        drafts = drafter.draft(batch, None, max_draft)
-        assert (drafts.num_draft == 2).all()
-        pairs = torch.from_numpy(drafts.token_ids[:, :2]).long()
-        counts.index_put_((pairs[:, 0], pairs[:, 1]), torch.ones((), dtype=torch.float64), accumulate=True)
-    expected = q[0][:, None] * q * num_draws
-    assert expected.min() > 5
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    freedom = VOCAB_SIZE**2 - 1
-    p_value = float(torch.special.gammaincc(torch.tensor(freedom / 2), statistic.float() / 2))
-    assert p_value > 1e-4, f"chi-squared {statistic:.1f} at {freedom} degrees of freedom"
-
-
 def test_good_offers_save_passes() -> None:
     """One pass for a whole draft that is right. Kills: checking token by token."""
     rng = np.random.default_rng(0)

@@ -125,9 +125,9 @@ def test_other_ranks_are_told() -> None:
     rank_1 = replace(CONTEXT, num_ranks=2, rank=1, agreed=lambda rows: told.pop(0))
     ranks = [cascade(CUSTOM, act="returns the batch's own arrays", context=context) for context in (rank_0, rank_1)]
     drafts = [step(barrier_of(rank)) for rank in ranks]
-    assert drafts[0] == drafts[1] == [2, 2] and not told
+    assert drafts[0] == drafts[1] == [3, 3] and not told
     assert [rank._stages[0].proposer.step for rank in ranks] == [1, 0]  # type: ignore[attr-defined]
-    assert [rank.stage_counters()["0 custom"].drafted for rank in ranks] == [4, 4]
+    assert [rank.stage_counters()["0 custom"].drafted for rank in ranks] == [6, 6]
 
 
 def test_a_built_in_stage(monkeypatch: pytest.MonkeyPatch) -> None:

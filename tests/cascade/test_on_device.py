@@ -131,7 +131,7 @@ def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> 
         own = max_draft * allowed[:, 1]
         limit = (max_draft - (own > 0).int()).clamp(min=0) if policy == "verify" else max_draft
         found = looked_up(batch, (limit * allowed[:, 0]).clamp(max=most[0]), distances)
-        drafts, _, told = device.draft(batch.target, found, own, device.most)
+        drafts, _, told = device.draft(batch.target, found, own, device.max_num_draft)
         lengths = expected.num_draft
         if policy == "auto":  # it begins when the lookup does
             lengths = np.minimum(lengths, np.maximum(found.num_draft.numpy(), own.clamp(max=most[1]).numpy()))

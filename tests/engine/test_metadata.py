@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_specplugins.engine.target.paged import updates_in_place
+from vllm_specplugins.engine.target.layers import updates_in_place
 
 
 def group_of(builder: type, claims: bool = True) -> Any:

@@ -13,7 +13,7 @@ from vllm_specplugins.gate.costs import StepCosts
 from vllm_specplugins.gate.gate import Gate
 from vllm_specplugins.gate.ledger import Ledger
 from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
-from vllm_specplugins.structures.slots import SlotTable
+from vllm_specplugins.structures.requests import SlotTable
 
 K = 6
 LOOKUP, EXIT = 0, 1

@@ -65,9 +65,8 @@ def test_ledger() -> None:
             np.testing.assert_allclose(found[is_own], expected.numpy()[is_own], rtol=0, atol=1e-12)
         draft = ledger.put(rows, drafts)
         assert draft.num_draft.tolist() == lengths and draft.token_ids.shape[1] == max(lengths)
-        assert draft.stage is not None and draft.confidence is not None
+        assert draft.confidence is not None
         for row, length in enumerate(lengths):
-            assert draft.stage[row] == (drafts.stage[row, length - 1] if length else -1)
             assert draft.confidence[row] == (drafts.confidence[row, 0] if length else 0)
         verified = rng.integers(0, K + 1, num_reqs).astype(np.int32)
         accepted = rng.integers(0, verified + 1).astype(np.int32)
@@ -119,7 +118,7 @@ def expected_shares(
         acceptance(gate._ledger, rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))
     ]
     plans = []
-    for depth in range(min(K, costs.longest(is_free=False)) + 1):
+    for depth in range(min(K, costs.max_length(is_free=False)) + 1):
         total, plan = -depth * draft_price, []
         for index in range(len(rows)):
             had = [

@@ -183,8 +183,6 @@ RETURNS: dict[str, Act] = {
     "confidence infinite": returns(confidence=lambda good: np.full(len(good.num_draft), np.inf, np.float32)),
     "confidence of a wrong length": returns(confidence=lambda good: np.ones(99, np.float32)),
     "confidence a number": returns(confidence=lambda good: 1.0),
-    "stage a list": returns(stage=lambda good: [0] * len(good.num_draft)),
-    "stage of a wrong length": returns(stage=lambda good: np.zeros(99, np.int32)),
 }
 for _name, _act in RETURNS.items():
     HOSTILE[f"returns {_name}"] = _act, NONSENSE
@@ -239,7 +237,8 @@ def _late(batch: DraftBatch, good: Draft) -> Any:
 
 @hostile("returns the batch's own arrays", None)
 def _aliases(batch: DraftBatch, good: Draft) -> Any:
-    return replace(good, num_draft=np.minimum(batch.max_num_draft, 2), stage=batch.max_num_draft)
+    tokens = np.zeros((batch.num_reqs, int(batch.max_num_draft.max())), np.int32)
+    return replace(good, token_ids=tokens, num_draft=batch.max_num_draft)
 
 
 @hostile("returns strides that go backwards", None)

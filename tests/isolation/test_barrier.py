@@ -16,7 +16,7 @@ import torch
 from hostile import HANGS, HOSTILE, RAISED, VOCAB_SIZE, HostileProposer, K
 
 from vllm_specplugins.draft import ArgmaxTokens, Draft, DraftBatch, Feedback, RequestFault
-from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.isolation.barrier import Acceptance, FaultBarrier
 from vllm_specplugins.isolation.circuit_breaker import (
     FAULT_WINDOW,
     FIRST_PAUSE_S,
@@ -24,9 +24,9 @@ from vllm_specplugins.isolation.circuit_breaker import (
     LONGEST_PAUSE_S,
     MAX_FAULTS,
 )
+from vllm_specplugins.isolation.exchange import for_proposer, rows_of
 from vllm_specplugins.isolation.guard import CHARGED
-from vllm_specplugins.isolation.read_only import for_proposer, rows_of
-from vllm_specplugins.structures.views import Views, view
+from vllm_specplugins.structures.requests import Views, view
 
 GOOD = Draft(np.array([[1, 2], [3, 1 << 20]], np.int32), np.array([2, 1], np.int32))  # past num_draft anything
 
@@ -465,3 +465,23 @@ def test_options_are_frozen() -> None:
     assert deep[1]["er"] == (2,) and not deep[2].flags.writeable
     own["a"]["deep"].append(9)  # type: ignore[attr-defined]
     assert len(deep) == 3
+
+
+def test_a_request_that_is_over_is_not_counted_anew() -> None:
+    """Feedback may come a step late. Kills: an entry for a request that nobody will ever take."""
+    acceptance = Acceptance()
+
+    def add(**accepted: int) -> None:
+        """Of drafts of 4 tokens."""
+        counts = np.array(list(accepted.values()), np.int32)
+        acceptance.add(Feedback(list(accepted), np.full(len(counts), 4, np.int32), counts))
+
+    add(a=1, b=4)
+    assert acceptance.take(["a"]) == [0.25]
+    add(a=2, b=0)
+    assert acceptance.take(["a", "b"]) == [0.5]
+    add(c=4)
+    add(a=4)  # another one, much later
+    assert acceptance.take(["a", "c"]) == [1.0, 1.0]
+    add()
+    assert acceptance._counts == {} and not acceptance._over

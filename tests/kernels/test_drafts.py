@@ -60,10 +60,17 @@ def accepted(
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 3.0])
 def test_a_right_guess_is_accepted(temperature: float, limits: str) -> None:
-    """At every temperature and under every limit. Kills: noise of another stream or position; limits left out."""
+    """At every temperature and under every limit, coupled or with its q. Kills: noise of another stream or position;
+    limits left out; a q that knows none, of which verification rejects a share; one cut elsewhere than p."""
     logits, positions = of_requests(5)
     sampling = Sampling(torch.full((NUM_REQS,), temperature), STATES * 77, **LIMITS[limits])
     assert accepted(logits, coupled_sample(logits, positions, sampling), positions, sampling) == 1.0
+    own = Sampling(sampling.temperature, sampling.seeds + 1, **LIMITS[limits])
+    drafts, q = sample_with_q(logits, positions, own)
+    assert accepted(logits, drafts, positions, sampling, q) == 1.0
+    uncut, whole = sample_with_q(logits, positions, Sampling(own.temperature, own.seeds))
+    share = accepted(logits, uncut, positions, sampling, whole)
+    assert (share < 0.99) == (limits == "truncated" and temperature > 0), "the test must see limits that are left out"
 
 
 @by_reference
@@ -78,21 +85,6 @@ def test_a_near_guess_is_accepted_more_often_than_the_likeliest_token() -> None:
     p, q = torch.softmax(logits, -1), torch.softmax(logits + 0.3 * error, -1)
     overlap = float(torch.minimum(p, q).sum(-1).mean())
     assert 0.6 * overlap < rates[1] < overlap + 3 * (0.25 / NUM_REQS) ** 0.5
-
-
-@by_reference
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 3.0])
-def test_a_right_q_is_accepted(temperature: float, limits: str) -> None:
-    """Kills: a q that knows no limits, of which verification rejects a share; one cut elsewhere than p."""
-    logits, positions = of_requests(7)
-    sampling = Sampling(torch.full((NUM_REQS,), temperature), STATES * 77, **LIMITS[limits])
-    own = Sampling(sampling.temperature, sampling.seeds + 1, **LIMITS[limits])
-    drafts, q = sample_with_q(logits, positions, own)
-    assert accepted(logits, drafts, positions, sampling, q) == 1.0
-    uncut, whole = sample_with_q(logits, positions, Sampling(own.temperature, own.seeds))
-    share = accepted(logits, uncut, positions, sampling, whole)
-    assert (share < 0.99) == (limits == "truncated" and temperature > 0), "the test must see limits that are left out"
 
 
 @by_reference

@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from vllm_specplugins.structures.requests import places_of
 from vllm_specplugins.structures.suffix import drafts as suffix_drafts
 from vllm_specplugins.structures.suffix import ring
 from vllm_specplugins.structures.suffix import store as suffix_store
@@ -16,7 +17,6 @@ from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
 from vllm_specplugins.structures.suffix.drafts import LONGEST_MATCH, MOST_PLACES, draft_step
 from vllm_specplugins.structures.suffix.ring import HEAD, LEVELS, MULTIPLIER, Ring
 from vllm_specplugins.structures.suffix.store import LEAST_PLACES, MOST_STAYING, SuffixStore
-from vllm_specplugins.structures.views import places_of
 
 NUM_OPERATIONS = 100_000 if os.environ.get("SPECPLUGINS_FUZZ") else 6_000
 K = 6

@@ -28,8 +28,7 @@ from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.methods import method_of
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.structures.draft_arrays import Array, DraftArrays, nothing
-from vllm_specplugins.structures.slots import Ints, SlotTable
-from vllm_specplugins.structures.views import places_of
+from vllm_specplugins.structures.requests import Ints, SlotTable, places_of
 
 
 class Cascade:
@@ -86,7 +85,7 @@ class Cascade:
         stage = self._built_in
         if stage and self._gate and self._context.num_ranks == 1:  # others do not know what became of drafts
             rows = self._rows.known(request_ids)
-            self._is_needed = not self._ledger.went_on(rows, num_accepted, stage.index, 2 * stage.most)
+            self._is_needed = not self._ledger.went_on(rows, num_accepted, stage.index, 2 * stage.max_num_draft)
         return self._is_needed
 
     def set_max_model_len(self, max_model_len: int) -> None:
@@ -168,16 +167,16 @@ class Cascade:
             return self._split(gate, last, checked, batch, None, max_draft, max_draft)
         if gate is None:
             return self._first(batch, max_draft)
-        most = first.limits(batch, max_draft)
+        max_own = first.limits(batch, max_draft)
         if first.method.runs_target:
-            drafts = self._split(gate, first, first.draft, batch, None, most, max_draft)
+            drafts = self._split(gate, first, first.draft, batch, None, max_own, max_draft)
         else:
-            drafts = first.draft(batch, None, most)
+            drafts = first.draft(batch, None, max_own)
             if not others:
-                return self._split(gate, first, None, batch, drafts, most * 0, max_draft)
+                return self._split(gate, first, None, batch, drafts, max_own * 0, max_draft)
         for stage in others:
-            most = stage.limits(batch, max_draft)
-            drafts = self._split(gate, stage, stage.draft, batch, drafts, most, max_draft)
+            max_own = stage.limits(batch, max_draft)
+            drafts = self._split(gate, stage, stage.draft, batch, drafts, max_own, max_draft)
         return drafts
 
     def _first(self, batch: DraftBatch, max_draft: Ints) -> DraftArrays:
@@ -205,7 +204,7 @@ class Cascade:
         draft: Drafter | None,
         batch: DraftBatch,
         found: DraftArrays | None,
-        most: Ints,
+        max_own: Ints,
         max_draft: Ints,
     ) -> DraftArrays:
         """As many tokens of the drafts that there are, and after them of a stage, as the gate chooses.
@@ -213,17 +212,17 @@ class Cascade:
         Args:
             draft: of that stage; None: nothing comes after the drafts, which are its own.
             found: the drafts; None: there are none.
-            most: [R], tokens that the stage may draft.
+            max_own: [R], tokens that the stage may draft.
         """
         rows, is_free = self._rows.of(batch.request_ids), not stage.method.runs_target
         offered, confidence = None, np.full(len(max_draft), FIRST_CONFIDENCE)
         if draft is not None and is_free:
-            offered = draft(batch, None, most)
-            confidence, most = offered.confidence, offered.num_draft
+            offered = draft(batch, None, max_own)
+            confidence, max_own = offered.confidence, offered.num_draft
         drafts = nothing(len(max_draft), self._max_num_draft) if found is None else found
         continues = found is not None and isinstance(stage.proposer, EarlyExit)
-        kept, own = gate.split_draft(rows, drafts, stage.index, confidence, most, max_draft, continues)
-        self._ledger.add_lengths(stage.index, *((kept, drafts.num_draft) if draft is None else (own, most)))
+        kept, own = gate.split_draft(rows, drafts, stage.index, confidence, max_own, max_draft, continues)
+        self._ledger.add_lengths(stage.index, *((kept, drafts.num_draft) if draft is None else (own, max_own)))
         drafts, stage.num_drafted = drafts._replace(num_draft=kept), 0
         if draft is None or not own.any():
             return drafts
@@ -245,7 +244,7 @@ class Cascade:
         pays = np.minimum(gate.profitable_length(rows, longer), longer.num_draft)
         return longer._replace(num_draft=np.maximum(drafts.num_draft, pays))
 
-    def _add_stage(self, proposer: Any, method: str, name: str, most: int | None) -> None:
+    def _add_stage(self, proposer: Any, method: str, name: str, max_own: int | None) -> None:
         row, index, counters = method_of(method), len(self._stages), StageCounters()
         is_built_in, guard, draft = isinstance(proposer, BuiltIn), None, ModelDrafter(proposer, index, counters).draft
         if not row.runs_target:
@@ -265,4 +264,4 @@ class Cascade:
             draft = StagedDrafter(cheap, proposer, index, counters, self._stages[-1].counters).draft
         if is_built_in:
             draft = BuiltInDrafter(index, counters, self._max_num_draft).draft
-        self._stages.append(Stage(index, proposer, row, draft, guard, counters, name, most or self._max_num_draft))
+        self._stages.append(Stage(index, proposer, row, draft, guard, counters, name, max_own or self._max_num_draft))

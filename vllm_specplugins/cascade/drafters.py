@@ -12,9 +12,8 @@ import torch
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.gate.gate import FIRST_CONFIDENCE, Gate
-from vllm_specplugins.isolation.checks import checked_draft
+from vllm_specplugins.isolation.exchange import checked_draft, rows_of
 from vllm_specplugins.isolation.guard import Guard
-from vllm_specplugins.isolation.read_only import rows_of
 from vllm_specplugins.methods import Method
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.structures.draft_arrays import (
@@ -151,7 +150,7 @@ class Stage:
     Args:
         guard: of its faults; what runs the target has none: it fails with the cascade, or with the target.
         name: what requests' options call it.
-        most: tokens that it drafts for one request.
+        max_num_draft: of its own, at most K.
     """
 
     index: int
@@ -161,11 +160,11 @@ class Stage:
     guard: Guard | None
     counters: StageCounters
     name: str
-    most: int
+    max_num_draft: int
     drafting_ms: float = 0.0  # of the last step
     num_drafted: int = 0  # tokens that this was for, of each request
 
     def limits(self, batch: DraftBatch, max_draft: Array) -> Array:
         """[num_reqs], tokens that it may draft of these, by the requests' options."""
-        allowed, most = allows(batch.options, self.name), np.minimum(max_draft, self.most)
-        return most if allowed is None else np.where(allowed, most, 0)
+        allowed, limits = allows(batch.options, self.name), np.minimum(max_draft, self.max_num_draft)
+        return limits if allowed is None else np.where(allowed, limits, 0)

@@ -76,14 +76,14 @@ class OnDevice:
     Args:
         policy: that a cascade carries out ("first" is `auto` without a gate); None: the exit is alone.
         rates: whether to say how sure each token is.
-        most: tokens that the exit drafts for one request.
+        max_num_draft: of the exit, at most K.
         sees: of an exit that is alone, who is shown the logits of its steps.
     """
 
     stage: EarlyExit
     policy: str | None
     rates: bool
-    most: int
+    max_num_draft: int
     sees: Callable[[int, torch.Tensor], None] | None = None
 
     def draft(
@@ -133,7 +133,7 @@ class OnDevice:
         self, target: Target, found: DraftArrays, own: torch.Tensor, num_steps: int
     ) -> tuple[DraftArrays, Steps | None, Parts]:
         is_found = found.is_drafted
-        own = torch.minimum(own, found.num_draft + self.most)
+        own = torch.minimum(own, found.num_draft + self.max_num_draft)
         num_draft = torch.maximum(found.num_draft, own)
         said = of_stage(EXIT, torch.zeros_like(found.token_ids), num_draft, own * 0.0 + 1)
         steps = self._follow(target, num_steps, said, found)

@@ -15,16 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import types
 
 from vllm_specplugins.cascade.drafters import Drafter
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.gate.gate import FIRST_CONFIDENCE
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.structures.compiled import compiled
 from vllm_specplugins.structures.draft_arrays import Array, DraftArrays, columns, of_stage, picked, stacked
-from vllm_specplugins.structures.slots import Ints
+from vllm_specplugins.structures.requests import Ints
 from vllm_specplugins.target import Target
 
 
@@ -74,19 +72,30 @@ class PartialDraft:
 
         Returns how many tokens of the guesses were right, and how many tokens are known now that were not.
         """
-        known, num_reqs = (self._token_ids, self._num_tokens, self._ends), len(self._ends)
-        length = _num_fed(self._num_tokens, self._ends, guess.num_draft, is_first)
-        text, firsts = np.empty_like(self._token_ids), np.empty(num_reqs, np.int64)
-        fed, positions = np.empty((num_reqs, length), np.int32), np.empty((num_reqs, length), np.int64)
-        histories = self._newest, self._lengths, stage.max_position
-        _feed(*known, guess.token_ids, guess.num_draft, *histories, text, firsts, fed, positions)
+        known, rows = self._num_tokens, np.arange(len(self._ends))[:, None]
+        is_asked, places = known < self._ends, columns(self._token_ids)
+        num_text = known + guess.num_draft
+        is_known, follows = places < known[:, None], picked(guess.token_ids, places - known[:, None])
+        text = np.where(is_known, self._token_ids, follows)
+        # What was fed is left out, but for rows that need fewer tokens than others.
+        length = int(np.where(is_asked, num_text + 1 if is_first else guess.num_draft + 1, 0).max())
+        firsts = np.where(is_asked, (num_text + 1 - length).clip(min=0), 0)
+        at = firsts[:, None] + np.arange(length)
+        fed = np.where(at > 0, picked(text, at - 1), self._newest[:, None])
+        positions = np.minimum(self._lengths[:, None] - 1 + at, stage.max_position)
         chosen, logits = stage.next_tokens(target, fed, positions, text, firsts)
-        choices, num_logits = _array(chosen, np.int32), sum(map(len, self._logits))
-        num_kept, num_new = _keep(*known, text, guess.num_draft, choices, firsts, num_logits, self._q)
+        choices = picked(_array(chosen, np.int32), places - firsts[:, None])
+        is_right = is_known | ((choices == text) & (places < num_text[:, None]))
+        num_right = is_right.cumprod(axis=1).sum(axis=1)
+        self._num_tokens = np.where(is_asked, np.minimum(num_right + 1, self._ends), known)
+        is_new = ~is_known & (places < self._num_tokens[:, None])
+        q = sum(map(len, self._logits)) + rows * length + places - firsts[:, None]
+        self._token_ids, self._q = np.where(is_new, choices, self._token_ids), np.where(is_new, q, self._q)
         if logits is not None:
             self._logits.append(logits.reshape(-1, logits.shape[-1]))
+        num_new = int(is_new.sum())
         self._num_missing -= num_new
-        return num_kept, num_new
+        return int((num_right - known)[is_asked].sum()), num_new
 
     def own(self, index: int, prefix: DraftArrays | None) -> DraftArrays:
         """The stage's own tokens, without the draft that was begun."""
@@ -129,82 +138,3 @@ class StagedDrafter:
                 self.cheap_counters.kept += num_kept
             self.counters.ms += (time.perf_counter() - start_s) * 1000
         return known.own(self.index, prefix)
-
-
-_ids, _ints, _places = types.int32[:, ::1], types.int64[::1], types.int64[:, ::1]
-
-
-@compiled(types.int64(_ints, _ints, _ints, types.boolean))
-def _num_fed(num_tokens: Any, ends: Any, num_guess: Any, is_first: bool) -> int:
-    """How many tokens of each request a pass must feed: after those that were fed, or else the newest and all."""
-    longest = 0
-    for row in range(len(num_tokens)):
-        if num_tokens[row] < ends[row]:
-            longest = max(longest, 1 + num_guess[row] + (num_tokens[row] if is_first else 0))
-    return longest
-
-
-@compiled(types.void(_ids, _ints, _ints, _ids, _ints, types.int32[::1], _ints, types.int64, _ids, _ints, _ids, _places))
-def _feed(
-    token_ids: Any,
-    num_tokens: Any,
-    ends: Any,
-    guess_ids: Any,
-    num_guess: Any,
-    newest: Any,
-    lengths: Any,
-    max_position: int,
-    text: Any,
-    firsts: Any,
-    fed: Any,
-    positions: Any,
-) -> None:
-    """What is known and after it the guess, into `text` [R, K]; what of that is fed, into `firsts` [R], which tokens
-    begin, and `fed` and `positions` [R, T].
-
-    Args:
-        newest: [R], each history's newest token.
-        lengths: [R], of the histories.
-    """
-    width, num_fed = text.shape[1], fed.shape[1]
-    for row in range(len(num_tokens)):
-        known = num_tokens[row]
-        for place in range(width):
-            text[row, place] = token_ids[row, place] if place < known else guess_ids[row, place - known]
-        num_text = known + num_guess[row]
-        first = num_text + 1 - num_fed if known < ends[row] and num_text >= num_fed else 0
-        firsts[row] = first
-        for place in range(num_fed):
-            fed[row, place] = text[row, first + place - 1] if first + place > 0 else newest[row]
-            positions[row, place] = min(lengths[row] - 1 + first + place, max_position)
-
-
-@compiled(types.UniTuple(types.int64, 2)(_ids, _ints, _ints, _ids, _ints, _ids, _ints, types.int64, _places))
-def _keep(
-    token_ids: Any,
-    num_tokens: Any,
-    ends: Any,
-    text: Any,
-    num_guess: Any,
-    choices: Any,
-    firsts: Any,
-    num_logits: int,
-    q: Any,
-) -> tuple[int, int]:
-    """Goes on with what is known, by the stage's choices [R, T] after what was fed; how many tokens of the guesses
-    were right, and how many are known now that were not."""
-    num_kept, num_new = 0, 0
-    for row in range(len(num_tokens)):
-        known, first = num_tokens[row], firsts[row]
-        if known >= ends[row]:
-            continue
-        right, end = known, known + num_guess[row]
-        while right < end and choices[row, right - first] == text[row, right]:
-            right += 1
-        num_tokens[row] = min(right + 1, ends[row])
-        for place in range(known, num_tokens[row]):
-            token_ids[row, place] = choices[row, place - first]
-            q[row, place] = num_logits + row * choices.shape[1] + place - first
-        num_kept += right - known
-        num_new += num_tokens[row] - known
-    return num_kept, num_new

@@ -81,10 +81,9 @@ class EarlyExitConfig:
 
     Args:
         exit_layer: how many layers draft, from the first one on; at most as many as the target has.
-        draft_sample_method: "greedy" drafts the likeliest token (q is one-hot); "probabilistic" samples from the
-            exit at the request's temperature, and is accepted more often where that is high; "coupled" lets the exit
-            run the race that verification will run, with the same noise and the request's temperature, top-k, top-p
-            and min-p: nearly as often accepted, q is one-hot, and a seeded request says the same whatever is drafted.
+        draft_sample_method: "greedy" drafts the likeliest token; "probabilistic" a sample of q, accepted more often at
+            high temperatures; "coupled" what q gives with the noise of verification: nearly as often accepted, and a
+            seeded request says the same whatever is drafted.
         exit_head: folder of a head trained for that layer (`train-exit-head`); null: the target's norm and head.
         look_ahead: folder of trained embeddings (`train-look-ahead`) that stand for draft tokens not yet known, so that
             one pass through the layers drafts all; null: a pass for each token.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_specplugins.draft import ArgmaxTokens
-from vllm_specplugins.isolation.read_only import likeliest_at
+from vllm_specplugins.isolation.exchange import likeliest_at
 from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
 

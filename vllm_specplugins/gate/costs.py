@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.gate.step_times import never_less, size_of
-from vllm_specplugins.structures.slots import Floats
+from vllm_specplugins.gate.step_times import MAX_OUTLIERS, OUTLIER_RATIO, never_less, size_of
+from vllm_specplugins.structures.requests import Floats
 
 COST_DECAY = 0.95  # of the record of times, by step
 MARGIN = 1.05  # a token must be worth so many times its price: estimates err, and the highest of them most
@@ -21,8 +21,6 @@ FREE_LONGER, SHARED_FREE_LONGER = 1.6, 4.0  # where drafting costs nothing: of o
 SHORT_CONTEXT = 1024  # tokens of all requests, below which their attention costs nothing that shows
 SLOPE_MEMORY = 64.0  # how much of a record is kept at most, where steps differ so much
 LEAST_KEPT = 0.8  # of a record, by step: one long draft does not make all others forgotten
-OUTLIER_RATIO = 3.0  # what takes so many times what was expected was held up: times err upwards alone
-MAX_OUTLIERS = 3  # in a row; a fourth one says that steps have become slower
 BEND_SHARE, BEND_WEIGHT = 0.1, 8.0  # of a time that is known, by step; as so many steps the line alone counts
 BEYOND_WEIGHT = 0.05  # of the line there where it was not measured
 MAX_STEP_BLAME = 0.5  # of a step without drafts: how much of what was not expected one step may lay to its drafts
@@ -115,7 +113,7 @@ class StepCosts:
         """Of a step without drafts; the line is not trusted beyond half of the mean."""
         return max(0.5 * self.mean_ms, self.mean_ms - self.slope_ms * self.mean_draft)
 
-    def longest(self, is_free: bool) -> int:
+    def max_length(self, is_free: bool) -> int:
         """Of the drafts that may be tried: short ones at first, then ever longer ones.
 
         Args:

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from vllm_specplugins.gate.costs import OUTLIER_RATIO, LoadCosts, StepCosts, break_even_rate
+from vllm_specplugins.gate.costs import LoadCosts, StepCosts, break_even_rate
 from vllm_specplugins.gate.ledger import Ledger, accept_prob, drafts_type, ints, reals, records_type
+from vllm_specplugins.gate.step_times import OUTLIER_RATIO
 from vllm_specplugins.structures.compiled import compiled, inlined
 from vllm_specplugins.structures.draft_arrays import DraftArrays
-from vllm_specplugins.structures.slots import Floats, Ints
+from vllm_specplugins.structures.requests import Floats, Ints
 
 FIRST_CONFIDENCE = 1.0  # of a stage that says none, or has not drafted yet
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
@@ -74,7 +75,7 @@ class Gate:
         found: DraftArrays,
         stage: int,
         confidence: Floats,
-        most: Ints,
+        max_own: Ints,
         max_draft: Ints,
         continues: bool,
     ) -> tuple[Ints, Ints]:
@@ -87,19 +88,26 @@ class Gate:
         Args:
             rows: [R], of the requests.
             confidence: the stage's, [R, K], of each draft's tokens, or [R], of the first of them.
-            most, max_draft: [R], of the stage's tokens, and of all.
+            max_own, max_draft: [R], of the stage's tokens, and of all.
         """
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None:
             return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         room = max_draft if continues else np.zeros(len(rows), np.int64)
-        kept, own = self._split_draft(costs, rows, found, stage, confidence, most, room)
+        kept, own = self._split_draft(costs, rows, found, stage, confidence, max_own, room)
         kept = self._explored(kept, stage + FOUND, np.where(kept + own == 0, found.num_draft, 0), costs)
         rest = np.where(kept == 0, max_draft, np.maximum(0, room - kept))
-        return kept, self._explored(own, stage, np.minimum(most, rest), costs)
+        return kept, self._explored(own, stage, np.minimum(max_own, rest), costs)
 
     def _split_draft(
-        self, costs: StepCosts, rows: Ints, found: DraftArrays, stage: int, confidence: Floats, most: Ints, room: Ints
+        self,
+        costs: StepCosts,
+        rows: Ints,
+        found: DraftArrays,
+        stage: int,
+        confidence: Floats,
+        max_own: Ints,
+        room: Ints,
     ) -> tuple[Ints, Ints]:
         kept, own = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
         rate = break_even_rate(costs, len(rows))
@@ -107,9 +115,9 @@ class Gate:
         tokens_ms = costs.tokens_ms(K) if len(rows) == 1 else np.full(K, costs.slope_ms)
         prices = rate * tokens_ms, rate * self._draft_ms.get(stage, 0.0)
         drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
-        limits = self._of_each(confidence), most, room
-        longest = costs.longest(is_free=not self._drafted)
-        _share(kept, own, rows, drafts, stage, *limits, prices, longest, self._ledger.records)
+        limits = self._of_each(confidence), max_own, room
+        max_length = costs.max_length(is_free=not self._drafted)
+        _share(kept, own, rows, drafts, stage, *limits, prices, max_length, self._ledger.records)
         return kept, own
 
     def profitable_length(self, rows: Ints, drafts: DraftArrays) -> Ints:
@@ -136,9 +144,9 @@ class Gate:
             return np.ascontiguousarray(confidence)
         return confidence[:, None] + np.arange(self._max_num_draft)
 
-    def _explored(self, lengths: Ints, stage: int, most: Ints, costs: StepCosts) -> Ints:
+    def _explored(self, lengths: Ints, stage: int, max_own: Ints, costs: StepCosts) -> Ints:
         """Now and then one token for those who may have some and would get none, as often as EXPLORE_SHARE allows."""
-        without = int(np.count_nonzero(most[lengths == 0] > 0))
+        without = int(np.count_nonzero(max_own[lengths == 0] > 0))
         if not without:
             return lengths
         quiet = self._quiet[stage] = self._quiet.get(stage, 0) + 1
@@ -147,7 +155,7 @@ class Gate:
         if quiet < max(EXPLORE_EVERY, is_known * trial_ms / costs.step_ms / EXPLORE_SHARE):
             return lengths
         self._quiet[stage] = 0
-        return np.where(lengths > 0, lengths, np.minimum(1, most))
+        return np.where(lengths > 0, lengths, np.minimum(1, max_own))
 
 
 _prices_type = types.Tuple((types.float64[::1], types.float64))
@@ -160,7 +168,7 @@ def _candidates(
     index: int,
     stage: int,
     confidence: Any,
-    most: int,
+    max_own: int,
     room: int,
     prices: Any,
     records: Any,
@@ -181,7 +189,7 @@ def _candidates(
     alone[0], after[0] = 0.0, gain
     for place in range(len(alone) - 1):
         alone[place + 1], after[place + 1] = alone[place], after[place]
-        if place < most:
+        if place < max_own:
             own *= accept_prob(records, row, stage, confidence[place])
             alone[place + 1] += max(0.0, own - prices[place])
             if place < room - kept:
@@ -202,10 +210,10 @@ def _share(
     found: Any,
     stage: int,
     confidence: Any,
-    most: Any,
+    max_own: Any,
     room: Any,
     prices: Any,
-    longest: int,
+    max_length: int,
     records: Any,
 ) -> None:
     """See Gate.split_draft: into `kept` and `own`.
@@ -215,7 +223,7 @@ def _share(
         confidence: [R, K], of the stage.
         room: [R], tokens up to which the stage may continue drafts; 0 where it only begins some.
         prices: of verifying each token of a draft [K], and of drafting one more of the stage for all, in tokens.
-        longest: of the drafts.
+        max_length: of the drafts.
         records: of the ledger.
     """
     token_prices, draft_price = prices
@@ -227,14 +235,14 @@ def _share(
     lengths = np.empty_like(rows)
     for index in range(len(rows)):
         alone, after = all_alone[index], all_after[index]
-        own_confidence, its_most, its_room = confidence[index], most[index], room[index]
+        own_confidence, its_max, its_room = confidence[index], max_own[index], room[index]
         lengths[index] = _candidates(
-            rows[index], found, index, stage, own_confidence, its_most, its_room, token_prices, records, alone, after
+            rows[index], found, index, stage, own_confidence, its_max, its_room, token_prices, records, alone, after
         )
         for depth in range(max_num_draft + 1):
             gains[depth] += max(alone[depth], after[depth])
     deepest = 0
-    for depth in range(1, min(longest, max_num_draft) + 1):
+    for depth in range(1, min(max_length, max_num_draft) + 1):
         if gains[depth] - depth * draft_price > gains[deepest] - deepest * draft_price:
             deepest = depth
     num_following = 0
@@ -245,13 +253,13 @@ def _share(
         more = 0
         while more < deepest and gained[more + 1] > gained[more]:
             more += 1
-        kept[index], own[index] = 0 if is_alone else min(lengths[index], longest), more
+        kept[index], own[index] = 0 if is_alone else min(lengths[index], max_length), more
         # A draft that was accepted whole is followed by one twice as long, whatever the record says: text changes.
         if kept[index] + more == 0:
             if price < GOOD_ACCEPTANCE:
                 kept[index] = min(2 * int(whole[row, found[1][index, 0]]), found[0][index])
-            num_following += kept[index] == 0 and whole[row, stage] > 0 and most[index] > 0
+            num_following += kept[index] == 0 and whole[row, stage] > 0 and max_own[index] > 0
     if num_following * (GOOD_ACCEPTANCE - price) > draft_price:
         for index in range(len(rows)):
             if kept[index] + own[index] == 0:
-                own[index] = min(2 * int(whole[rows[index], stage]), most[index])
+                own[index] = min(2 * int(whole[rows[index], stage]), max_own[index])

@@ -1,7 +1,7 @@
 """The drafts that a cascade sent last, how many of their tokens were accepted, and acceptance by stage since.
 
 The model of acceptance is that of kernels/acceptance, which has it for drafts on the device; here its loops are
-compiled. One row of arrays for each request (slots.py). R: requests of a step, K: most tokens of a draft.
+compiled. One row of arrays for each request (SlotTable). R: requests of a step, K: most tokens of a draft.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from vllm_specplugins.kernels.acceptance import (
 )
 from vllm_specplugins.structures.compiled import compiled, inlined
 from vllm_specplugins.structures.draft_arrays import DraftArrays, dense_logits
-from vllm_specplugins.structures.slots import Ints, with_room
+from vllm_specplugins.structures.requests import Ints, with_room
 
 KEPT, DRAFTS, VERIFIED = range(3)  # of a stage: tokens that go to the target, drafts that have any, tokens it looked at
 
@@ -57,11 +57,10 @@ class Ledger:
     def put(self, rows: Ints, drafts: DraftArrays) -> Draft:
         """Keeps and counts the newest drafts, of requests that have these rows; the same as one draft."""
         num_reqs = len(rows)
-        num_draft, stage = np.empty(num_reqs, np.int32), np.empty(num_reqs, np.int32)
-        confidence = np.empty(num_reqs, np.float32)
+        num_draft, confidence = np.empty(num_reqs, np.int32), np.empty(num_reqs, np.float32)
         made = drafts.num_draft, drafts.stage, drafts.confidence
-        width = _put(rows, made, self._sent, self._totals, num_draft, confidence, stage)
-        return Draft(drafts.token_ids[:, :width], num_draft, confidence, dense_logits(drafts, width), stage)
+        max_length = _put(rows, made, self._sent, self._totals, num_draft, confidence)
+        return Draft(drafts.token_ids[:, :max_length], num_draft, confidence, dense_logits(drafts, max_length))
 
     def settle(self, rows: Ints, num_draft: Int32Array, num_accepted: Int32Array) -> None:
         """What became of these drafts: counted, learned from, and not kept any longer.
@@ -89,9 +88,9 @@ class Ledger:
         for array in (self._sent[0], *self._own):
             array[rows] = 0
 
-    def add_lengths(self, stage: int, lengths: Ints, most: Ints) -> None:
+    def add_lengths(self, stage: int, lengths: Ints, max_own: Ints) -> None:
         """Counts the lengths that a gate chose for the requests that may have any of this stage."""
-        _add_lengths(lengths, most, self._lengths[stage])
+        self._lengths[stage] += np.bincount(lengths[max_own > 0], minlength=self._lengths.shape[1])
 
     def move_to(self, counters: Sequence[StageCounters]) -> None:
         """Adds the counts to those of the stages, and begins anew."""
@@ -118,7 +117,6 @@ records_type = types.Tuple((_counts, _counts, reals, reals, reals))
 
 @inlined
 def grade_of(confidence: float) -> int:
-    """See GRADES."""
     grade = 0
     for above in GRADES:
         grade += int(confidence > above)
@@ -135,18 +133,17 @@ def accept_prob(records: Any, row: int, stage: int, confidence: float) -> float:
     return found
 
 
-@compiled(types.int64(ints, drafts_type, drafts_type, _totals_type, _ids, types.float32[::1], _ids))
-def _put(rows: Any, made: Any, sent: Any, totals: Any, lengths: Any, first_confidence: Any, last_stage: Any) -> int:
-    """Keeps drafts, counts them, and fills the last three with what draft.Draft says of each; the longest's length."""
+@compiled(types.int64(ints, drafts_type, drafts_type, _totals_type, _ids, types.float32[::1]))
+def _put(rows: Any, made: Any, sent: Any, totals: Any, lengths: Any, first_confidence: Any) -> int:
+    """Keeps drafts, counts them, and fills the last two with what draft.Draft says of each; the longest's length."""
     num_draft, stages, confidence = made
     num_sent, sent_stages, sent_confidence = sent
-    counts, longest = totals[0], 0
+    counts, max_length = totals[0], 0
     for index in range(len(rows)):
         row, length = rows[index], num_draft[index]
         num_sent[row] = lengths[index] = length
-        longest = max(longest, length)
+        max_length = max(max_length, length)
         first_confidence[index] = confidence[index, 0] if length else 0.0
-        last_stage[index] = stages[index, length - 1] if length else -1
         for place in range(length):
             stage = stages[index, place]
             sent_stages[row, place], sent_confidence[row, place] = stage, confidence[index, place]
@@ -155,7 +152,7 @@ def _put(rows: Any, made: Any, sent: Any, totals: Any, lengths: Any, first_confi
             for before in range(place):
                 is_first &= stages[index, before] != stage
             counts[stage, DRAFTS] += is_first
-    return longest
+    return max_length
 
 
 @compiled(types.void(ints, ints, ints, drafts_type, _totals_type, records_type))
@@ -193,11 +190,3 @@ def _settle(rows: Any, num_draft: Any, num_accepted: Any, sent: Any, totals: Any
             share = min(1.0, MOST_OF_A_STEP / new)
             shared_tried[stage, grade] = SHARED_DECAY * shared_tried[stage, grade] + share * new
             shared_accepted[stage, grade] = SHARED_DECAY * shared_accepted[stage, grade] + share * right
-
-
-@compiled(types.void(ints, ints, ints))
-def _add_lengths(lengths: Any, most: Any, totals: Any) -> None:
-    """How often each length was chosen for requests that may have any."""
-    for index in range(len(lengths)):
-        if most[index] > 0:
-            totals[lengths[index]] += 1

@@ -20,16 +20,14 @@ CLIFF_COST = 1.5  # of a step above it, before it is known
 ROOM = 256  # tokens that make a step twice as long as none, before it is known
 DECAY = 0.85  # of what drafts bring, by step that tells
 FORGOTTEN = 0.99  # by step that does not: text changes
-GUESS, GUESS_WEIGHT = (
-    0.75,
-    0.25,
-)  # a token's acceptance probability, as if so many requests had shown it
+GUESS, GUESS_WEIGHT = 0.75, 0.25  # a token's acceptance probability, as if so many requests had shown it
 WHOLE = 0.95  # that of tokens after a draft that was accepted whole
 MOST_SAVED = 4.0  # steps, for trials
 TRIAL_EVERY, TRIAL_SHARE = 8, 0.005  # steps between trials, at the least, and of the time, at the most
 MAX_DEVIATIONS = 3.0  # standard deviations
 TIE = 0.995  # of two that are as good the longer one: it sees more
-OUTLIER_RATIO, MAX_OUTLIERS = 3.0, 3  # as costs.py has them
+OUTLIER_RATIO = 3.0  # what takes so many times what was expected was held up: times err upwards alone
+MAX_OUTLIERS = 3  # in a row; a fourth one says that steps have become slower
 UNSURE = 3  # steps, before which a time may be that of a hiccup
 SHARE = 0.1  # of a time that is known, by step
 
@@ -42,11 +40,8 @@ def lengths_up_to(max_num_draft: int) -> tuple[int, ...]:
     >>> lengths_up_to(31), lengths_up_to(5), lengths_up_to(1)
     ((0, 1, 2, 4, 8, 16, 31), (0, 1, 2, 4, 5), (0, 1))
     """
-    return (
-        0,
-        *(1 << power for power in range(max_num_draft.bit_length()) if 1 << power < max_num_draft),
-        max_num_draft,
-    )
+    powers = (1 << power for power in range(max_num_draft.bit_length()))
+    return 0, *(length for length in powers if length < max_num_draft), max_num_draft
 
 
 @inlined
@@ -76,11 +71,7 @@ class StepTimes:
         shape = MOST_SIZES, 2, len(self.lengths)  # by size, whether that is above the cliff, and length
         self._times = np.zeros((*shape, 3))  # ms, and of how many steps; slow ones in a row, so far
         self._brought = np.zeros((len(self.lengths) - 1, 3))  # by stretch: entered, accepted, whole
-        self._arrays = (
-            np.array(self.lengths),
-            self._times,
-            self._brought,
-        )
+        self._arrays = np.array(self.lengths), self._times, self._brought
         self._follows = 0, 0.0  # up to which length to go on, by index, and what that should bring
         self._saved_ms, self._num_steps, self._num_trials = 0.0, 0, 0  # for trials, since the last one, so far
 

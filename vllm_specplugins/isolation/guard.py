@@ -18,10 +18,9 @@ import numpy as np
 
 from vllm_specplugins.draft import DraftBatch, Feedback, Proposer, RequestFault
 from vllm_specplugins.isolation.call_thread import CallThread
-from vllm_specplugins.isolation.checks import Nonsense, NotFinite
 from vllm_specplugins.isolation.circuit_breaker import CircuitBreaker, FaultCounters
-from vllm_specplugins.isolation.read_only import feedback_for_proposer
-from vllm_specplugins.request_options import SETTINGS, TENANT
+from vllm_specplugins.isolation.exchange import Nonsense, NotFinite, feedback_for_proposer
+from vllm_specplugins.request_options import SETTINGS
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -38,7 +37,6 @@ def _unfailing(handle: Callable[[logging.LogRecord], None]) -> Callable[[logging
 
 setattr(logger, "handle", _unfailing(logger.handle))  # noqa: B010
 
-OUR_OPTIONS = SETTINGS | {TENANT}  # at which no proposer of the user's own fails
 LONGEST_CAUSE = 300
 
 RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow"
@@ -197,7 +195,7 @@ class Guard:
         if self._thread is None:
             return []
         options = zip(batch.request_ids, batch.options, strict=True)
-        own = [request_id for request_id, given in options if given and not OUR_OPTIONS.issuperset(given)]
+        own = [request_id for request_id, given in options if given and not SETTINGS.issuperset(given)]
         blamed = [fault.request_id] if fault.request_id in self._known - self._set_aside else own
         return [request_id for request_id in blamed if request_id not in self._set_aside]
 

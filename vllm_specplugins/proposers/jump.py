@@ -20,8 +20,6 @@ from vllm_specplugins.target import Target, TargetSizes
 
 
 class Jump(ModelProposer):
-    """See the module."""
-
     def __init__(self, config: JumpConfig, context: ProposerContext):
         super().__init__(config, context)
         self._head = JumpHead.load(config.head, context.device, context.dtype or torch.float32)

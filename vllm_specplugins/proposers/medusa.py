@@ -16,8 +16,6 @@ from vllm_specplugins.target import Target, TargetSizes
 
 
 class Medusa(ModelProposer):
-    """See the module."""
-
     def __init__(self, config: MedusaConfig, context: ProposerContext):
         super().__init__(config, context)
         self._heads = MedusaHeads.load(

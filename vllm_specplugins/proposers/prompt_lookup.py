@@ -16,8 +16,7 @@ from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, Prop
 from vllm_specplugins.kernels.history_match import NO_MATCH
 from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, NUM_TOKENS, OWN, REFERENCE, history_match
 from vllm_specplugins.structures.draft_arrays import NO_COUNTS, NO_TOKENS
-from vllm_specplugins.structures.slots import SlotTable, with_room
-from vllm_specplugins.structures.views import places_of
+from vllm_specplugins.structures.requests import SlotTable, places_of, with_room
 
 Ints = npt.NDArray[np.int64]
 

@@ -19,14 +19,13 @@ from vllm_specplugins.config import ConfigError, PromptLookupConfig, SuffixLooku
 from vllm_specplugins.draft import DraftBatch, Int32Array, ProposerContext
 from vllm_specplugins.proposers.prompt_lookup import Lookup, PromptLookup
 from vllm_specplugins.structures.draft_arrays import NO_COUNTS
-from vllm_specplugins.structures.slots import with_room
+from vllm_specplugins.structures.requests import places_of, with_room
 from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
 from vllm_specplugins.structures.suffix.drafts import draft_step
 from vllm_specplugins.structures.suffix.shared import SharedTexts
 from vllm_specplugins.structures.suffix.store import SuffixStore
 from vllm_specplugins.structures.suffix.store_file import StoredText, StoreFile, fingerprint
 from vllm_specplugins.structures.suffix.store_saver import StoreSaver
-from vllm_specplugins.structures.views import places_of
 
 logger = logging.getLogger("vllm.specplugins")
 

@@ -43,11 +43,11 @@ def picked(array: Array, places: Array) -> Array:
     >>> picked(np.array([[1, 2, 3], [4, 5, 6]]), np.array([[1, 0], [2, 3]])).tolist()
     [[2, 1], [6, 1]]
     """
-    num_rows, width = array.shape
-    places = places + up_to(num_rows, array)[:, None] * width
+    num_rows, num_columns = array.shape
+    places = places + up_to(num_rows, array)[:, None] * num_columns
     if isinstance(array, np.ndarray):
         return array.take(places, mode="wrap")
-    return array.take(places % max(1, num_rows * width))
+    return array.take(places % max(1, num_rows * num_columns))
 
 
 class DraftArrays(NamedTuple):
@@ -102,11 +102,11 @@ def of_stage(
 ) -> DraftArrays:
     """Drafts that one stage made."""
     if isinstance(token_ids, np.ndarray):
-        stages, confidences = np.empty(token_ids.shape, np.int64), np.empty(token_ids.shape)
-        _label(stage, confidence.astype(np.float64, copy=False), stages, confidences)
-        return DraftArrays(token_ids, num_draft.astype(np.int64, copy=False), stages, confidences, q, logits)
-    confidences = confidence[:, None] + columns(token_ids)
-    return DraftArrays(token_ids, num_draft, namespace(token_ids).full_like(token_ids, stage), confidences, q, logits)
+        num_draft, confidence = num_draft.astype(np.int64, copy=False), confidence.astype(np.float64, copy=False)
+        stages = np.full(token_ids.shape, stage)
+    else:
+        stages = namespace(token_ids).full_like(token_ids, stage)
+    return DraftArrays(token_ids, num_draft, stages, confidence[:, None] + columns(token_ids), q, logits)
 
 
 def nothing(num_reqs: int, max_num_draft: int) -> DraftArrays:
@@ -149,8 +149,8 @@ def stacked(parts: list[Any]) -> Any:
     return parts[0] if len(parts) == 1 else namespace(parts[0]).cat(parts)
 
 
-def dense_logits(drafts: DraftArrays, width: int) -> Any:
-    """[num_reqs, width, vocab_size] of the first tokens, a tensor; None if all tokens are certain.
+def dense_logits(drafts: DraftArrays, max_length: int) -> Any:
+    """[num_reqs, max_length, vocab_size] of the first tokens, a tensor; None if all tokens are certain.
 
     Where some are, theirs are one-hot.
     """
@@ -159,7 +159,9 @@ def dense_logits(drafts: DraftArrays, width: int) -> Any:
     import torch
 
     device = drafts.logits.device
-    token_ids, q = (torch.as_tensor(part[:, :width], device=device).long() for part in (drafts.token_ids, drafts.q))
+    token_ids, q = (
+        torch.as_tensor(part[:, :max_length], device=device).long() for part in (drafts.token_ids, drafts.q)
+    )
     logits = drafts.logits[q.clamp(0, len(drafts.logits) - 1)]
     is_certain, places = (q < 0)[..., None], token_ids[..., None]
     logits.masked_fill_(is_certain, -torch.inf)
@@ -167,15 +169,6 @@ def dense_logits(drafts: DraftArrays, width: int) -> Any:
 
 
 _drafts_type = types.int32[:, ::1], types.int64[::1], types.int64[:, ::1], types.float64[:, ::1]
-
-
-@compiled(types.void(types.int64, types.float64[::1], types.int64[:, ::1], types.float64[:, ::1]))
-def _label(index: int, first_confidence: Any, stages: Any, confidences: Any) -> None:
-    """See of_stage; into `stages` and `confidences`."""
-    for row in range(len(first_confidence)):
-        for place in range(stages.shape[1]):
-            stages[row, place] = index
-            confidences[row, place] = first_confidence[row] + place
 
 
 @compiled(types.void(*_drafts_type, *_drafts_type, *_drafts_type))
@@ -194,11 +187,11 @@ def _join(
     joined_confidences: Any,
 ) -> None:
     """See DraftArrays.followed_by; without q."""
-    width = token_ids.shape[1]
+    K = token_ids.shape[1]
     for row in range(len(num_draft)):
         end = num_draft[row]
         num_joined[row] = end + num_other[row]
-        for place in range(width):
+        for place in range(K):
             if place < end:
                 joined_ids[row, place] = token_ids[row, place]
                 joined_stages[row, place] = stages[row, place]

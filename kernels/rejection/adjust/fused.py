@@ -192,7 +192,6 @@ def _with_strides(tensors: Any) -> tuple[Any, ...] | None:
 
 
 def adjust(logits: torch.Tensor, layout: Layout, edits: Edits, max_num_draft: int, only_last: bool) -> torch.Tensor:
-    """See the front door."""
     target, layout = target_of(logits), layout_of(*layout)
     result = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
     lists = edits.allowed, edits.bias, edits.min_tokens, edits.bad_words

@@ -9,7 +9,6 @@ from . import BadWords, Edits, Penalties
 
 
 def adjust(logits: torch.Tensor, layout: Layout, edits: Edits, max_num_draft: int, only_last: bool) -> torch.Tensor:
-    """See the front door."""
     result = logits.to(torch.float32, copy=True)
     bounds = layout.cu_num_logits.tolist()
     for request, state in enumerate(layout.idx_mapping.tolist()):

@@ -153,12 +153,10 @@ class Budget:
         return int(best_budget(*records, slots, num_drafts, num_fixed, num_sampling, draft_ms, verify_ms, most))
 
     def compact_batch(self, num_drafts: Any, num_tokens: Any, cu_num_logits: Any) -> Any:
-        """See vLLM's."""
         self._counts = num_drafts, num_tokens, cu_num_logits
         return self._compact(num_drafts, num_tokens, cu_num_logits)
 
     def reallocate_drafts(self, request_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
-        """See vLLM's."""
         num_reqs, layout, (num_drafts, num_tokens, starts) = len(request_ids), self._layout, self._counts
         # vLLM 0.33 hands out what was admitted, too, where sampling is sharded by batch: then nothing is trimmed.
         more = (None,) if hasattr(self._manager, "_copy_admitted_drafts_to_host") else ()

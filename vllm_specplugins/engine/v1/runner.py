@@ -29,9 +29,9 @@ from vllm_specplugins.engine.v1.target import target_of
 from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors
 from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens, probs_of
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.isolation.read_only import frozen
+from vllm_specplugins.isolation.exchange import frozen
 from vllm_specplugins.request_options import draft_limit
-from vllm_specplugins.structures.views import Views, view
+from vllm_specplugins.structures.requests import Views, view
 from vllm_specplugins.target import Target
 
 

@@ -9,8 +9,7 @@ import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_specplugins.engine.target.layers import FirstLayers
-from vllm_specplugins.engine.target.paged import Adapters, PagedLayers
+from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, PagedLayers
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.target import Sampling, Target
 
@@ -63,7 +62,6 @@ class _PagedForward(PagedLayers):
 
     @contextmanager
     def attention(self, positions: torch.Tensor) -> Iterator[torch.Tensor]:
-        """See PagedLayers."""
         places = positions.view(len(self._longest), -1)
         num_reqs, length = places.shape
         starts = torch.arange(0, num_reqs * length + 1, length, dtype=torch.int32)

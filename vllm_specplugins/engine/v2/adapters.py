@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.engine.target.paged import Adapters
+from vllm_specplugins.engine.target.layers import Adapters
 
 
 def adapters_of(runner: Any, input_batch: Any, rehearses: bool) -> Adapters:

@@ -42,7 +42,6 @@ class ExitHead(TrainedPart):
     file, field, noun = "exit_head.safetensors", "early_exit: exit_head", "head"
 
     def make_layers(self) -> None:
-        """See TrainedPart."""
         self.norm = RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
         self.head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
 

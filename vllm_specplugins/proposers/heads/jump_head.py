@@ -52,7 +52,6 @@ class JumpHead(TrainedPart):
     file, field, noun = "jump.safetensors", "jump: head", "head"
 
     def make_layers(self) -> None:
-        """See TrainedPart."""
         hidden, inner = self.config.hidden_size, self.config.inner_size
         self.norm = RMSNorm(hidden, self.config.rms_norm_eps)
         self.mix = Linear(2 * hidden, hidden, bias=False)

@@ -28,13 +28,10 @@ class LookAheadConfig:
 
 
 class LookAhead(TrainedPart):
-    """See the module."""
-
     Config = LookAheadConfig
     file, field, noun = "look_ahead.safetensors", "early_exit: look_ahead", "set of embeddings"
 
     def make_layers(self) -> None:
-        """See TrainedPart."""
         self.embeddings = Embedding(self.config.num_embeddings, self.config.hidden_size)
 
 

@@ -70,8 +70,6 @@ class TokenIds:
 
 
 class Text:
-    """See the module."""
-
     none: Guess = b""
     asks: Mapping[str, Any] = {}
 

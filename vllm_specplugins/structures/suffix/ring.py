@@ -30,8 +30,6 @@ HEAD, MULTIPLIER = 0, 1  # of `state`: how many places there were, a factor of h
 
 
 class Ring(NamedTuple):
-    """See the module."""
-
     tokens: Int32Array  # [N]
     owners: Int32Array  # [N] of the tokens, above 0
     links: Int32Array  # [N, L] how far before a place those tokens stood, 0: nowhere

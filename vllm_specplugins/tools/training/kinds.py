@@ -31,19 +31,15 @@ class ExitHeadSettings(Settings):
     exit_layer: int
 
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
-        """See Settings."""
         return {"exit_layer": (1, base.num_layers - 1)}
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> ExitHead:
-        """See Settings."""
         return initial_head(base, self.exit_layer)
 
     def guesser(self, base: BaseModel, part: ExitHead) -> Guesser:
-        """See Settings."""
         return exit_guesser(part)
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """See Settings."""
         return {"method": "early_exit", "exit_layer": self.exit_layer, "exit_head": str(folder.resolve())}
 
 
@@ -76,7 +72,6 @@ class JumpSettings(Settings):
     inner_size: int
 
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
-        """See Settings."""
         layers = {"early_layers": (0, base.num_layers - 1), "late_layer": (self.early_layers, base.num_layers)}
         return {**layers, "inner_size": (1, 1_000_000)}
 
@@ -105,11 +100,9 @@ class JumpSettings(Settings):
         return JumpHead(config, {name: tensor.to(device) for name, tensor in weights.items()})
 
     def guesser(self, base: BaseModel, part: JumpHead) -> Guesser:
-        """See Settings."""
         return jump_guesser(base, part)
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """See Settings."""
         return {"method": "jump", "head": str(folder.resolve())}
 
 
@@ -142,7 +135,6 @@ class LookAheadSettings(Settings):
     exit_head: str | None
 
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
-        """See Settings."""
         return {"exit_layer": (1, base.num_layers), "num_draft": (2, 64)}
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> LookAhead:
@@ -155,7 +147,6 @@ class LookAheadSettings(Settings):
         return LookAhead(config, {"embeddings.weight": mean.repeat(self.num_draft - 1, 1)})
 
     def guesser(self, base: BaseModel, part: LookAhead) -> Guesser:
-        """See Settings."""
         if self.exit_head is None:
             return look_ahead_guesser(base, part)
         vocab_size, hidden_size = base.head_weight.shape
@@ -163,7 +154,6 @@ class LookAheadSettings(Settings):
         return look_ahead_guesser(base, part, ExitHead.load(self.exit_head, base.model.device))
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """See Settings."""
         head = {} if self.exit_head is None else {"exit_head": str(Path(self.exit_head).resolve())}
         own = {"look_ahead": str(folder.resolve()), "num_speculative_tokens": self.num_draft}
         return {"method": "early_exit", "exit_layer": self.exit_layer, **head, **own}

@@ -38,7 +38,7 @@ class DraftTracker:
         self._num_sampled, self._num_rejected = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
         self._num_rows, self._rests = 0, False  # of the step before: after its rows all is padding
         # How likely each token is to be accepted if those before it are; 0 after a draft's end. By rows.
-        self.probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
+        self.accept_probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
         self.confidences = new_confidences(num_slots, max_num_draft, device)
         self._copying: Confidences | None = None  # 1: whose match promises more than a drafter's whole draft
         self._known = new_state(num_stages, num_slots + 1, max_num_draft, device)
@@ -77,7 +77,7 @@ class DraftTracker:
     def rest(self) -> None:
         """Nothing is drafted: of the next drafts all is expected, so that it is seen what they are worth."""
         if self.confidences is None:
-            self.probs.fill_(1.0)
+            self.accept_probs.fill_(1.0)
         elif not self._rests:
             self.confidences.newest.fill_(1.0)
         if self.confidences is not None:
@@ -133,10 +133,10 @@ class DraftTracker:
             self.tally.add_stages(sampled - 1, sent, known.sent_stage[slots], drafts, told, parts.confirmed)
             known.num_sent[slots], known.sent_stage[slots] = drafts.num_draft.int(), drafts.stage.int()
         if rates:
-            acceptance.predict(known, slots, _rated(drafts), self.probs[:num_rows], self.implementation)
+            acceptance.predict(known, slots, _rated(drafts), self.accept_probs[:num_rows], self.implementation)
         if self.confidences is not None:
             for table in self.confidences[:2]:
-                table[slots] = self.probs[:num_rows]
+                table[slots] = self.accept_probs[:num_rows]
         self._num_draft[:num_rows] = drafts.num_draft
 
     def _told(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

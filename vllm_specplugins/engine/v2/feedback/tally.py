@@ -52,10 +52,10 @@ class Tally:
             self._counts_now = counts
             self._once.fill_(counts)
 
-    def rests(self, input_batch: Any, most: int) -> bool:
+    def rests(self, input_batch: Any, length: int) -> bool:
         """Whether a step that may draft so many tokens has nothing to do: nothing was drafted in the one before."""
-        before, self._drafted = self._drafted, most
-        if most or before or input_batch.has_prefill:
+        before, self._drafted = self._drafted, length
+        if length or before or input_batch.has_prefill:
             return False
         self._rests += input_batch.num_reqs
         return True
@@ -101,13 +101,13 @@ class Tally:
         confirmed: torch.Tensor,  # [R], of the first stage
     ) -> None:
         """The same by stage."""
-        places, width = columns(sent_stage), sent_stage.shape[1]
+        places, K = columns(sent_stage), sent_stage.shape[1]
         for kind, stage, ends in (
             (_VERIFIED, sent_stage, verified),
             (_ACCEPTED, sent_stage, torch.minimum(accepted, verified)),
             (_KEPT, drafts.stage, drafts.num_draft),
         ):
-            cells = (3 * stage + kind) * width + places
+            cells = (3 * stage + kind) * K + places
             self._add(2, torch.where(places < ends[:, None], cells, self._nothing - self._starts[2]))
         for stage, tokens in enumerate(told):
             has_any = (drafts.is_drafted & (drafts.stage == stage)).any(dim=1)

@@ -17,8 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import DraftBatch
-from vllm_specplugins.engine.target.layers import FirstLayers
-from vllm_specplugins.engine.target.paged import Adapters, updates_in_place
+from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, updates_in_place
 from vllm_specplugins.engine.v2.feedback.report import warms_up
 from vllm_specplugins.engine.v2.speculators.built_in import HostOffer
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward

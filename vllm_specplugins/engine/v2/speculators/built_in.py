@@ -60,7 +60,7 @@ class DeviceOffer:
 
     def __init__(self, theirs: Any, max_num_draft: int):
         self._token_ids, self._accept_probs = theirs.draft_tokens, theirs.draft_token_confidence_probs
-        self.most, self._rest = theirs.num_speculative_steps, (0, max_num_draft - theirs.num_speculative_steps)
+        self.max_num_draft, self._rest = theirs.num_speculative_steps, (0, max_num_draft - theirs.num_speculative_steps)
         self._num, self._num_there = 0, torch.zeros((), dtype=torch.int32, device=theirs.device)
 
     def take(self, drafts: torch.Tensor, accept_probs: torch.Tensor) -> "DeviceOffer":
@@ -79,8 +79,8 @@ class DeviceOffer:
         num_rows = len(max_draft)
         token_ids = pad(self._token_ids[:num_rows].int().clamp_(min=0), self._rest)
         drafts = of_stage(stage, token_ids, torch.minimum(max_draft, self._num_there), max_draft * 0.0 + 1)
-        sure = (1 - pad(self._accept_probs[:num_rows], self._rest).clamp(0, 1 - 1e-6)).rsqrt_()
-        return drafts._replace(confidence=torch.where(sure.isnan(), drafts.confidence, sure))
+        confidence = (1 - pad(self._accept_probs[:num_rows], self._rest).clamp(0, 1 - 1e-6)).rsqrt_()
+        return drafts._replace(confidence=torch.where(confidence.isnan(), drafts.confidence, confidence))
 
 
 class TrimmedGraphs(SpeculatorCudaGraphManager):

@@ -55,7 +55,7 @@ class DeviceSpeculator(Speculator):
         self.use_acceptance_estimator &= self._steps_alone
         self._steps = torch.arange(max_num_draft, device=device)
         self.outcomes = DraftTracker(max(1, len(stages)), req_states, max_num_draft, device)
-        self.draft_token_confidence_probs, self.tally = self.outcomes.probs, self.outcomes.tally
+        self.draft_token_confidence_probs, self.tally = self.outcomes.accept_probs, self.outcomes.tally
         self.report = LateReport()
         self._depth = 0  # how many tokens are drafted by what runs the target
         self._depths: tuple[int, ...] = (0,)
@@ -202,7 +202,7 @@ class DeviceSpeculator(Speculator):
             drafts, logits = self._found(slots, max_draft, longest), None
         else:
             drafts, logits = self._drafted(batch, max_draft.clamp(max=num_steps), num_steps)
-            self.outcomes.probs[:num_rows].mul_(drafts.is_drafted)
+            self.outcomes.accept_probs[:num_rows].mul_(drafts.is_drafted)
         self.outcomes.keep(drafts, max_draft, self._rates, told)
         self.draft_tokens[:num_rows] = drafts.token_ids
         self._keep_logits(drafts, logits)
@@ -243,7 +243,7 @@ class DeviceSpeculator(Speculator):
         gains = None
         if self._rates:
             gains = self.outcomes.gain(found), self.outcomes.gain(offered)
-            self.outcomes.keep_copies(gains[0] >= offers.most)
+            self.outcomes.keep_copies(gains[0] >= offers.max_num_draft)
         told = Parts(found.num_draft, torch.where(own > 0, offered.num_draft, -1), own * 0)
         return better(found, offered, gains), told
 
@@ -279,14 +279,14 @@ class DeviceSpeculator(Speculator):
         """After a fault: tokens that are verified, and certain."""
         none = torch.zeros(num_reqs, dtype=torch.int32, device=self.device)
         self.draft_tokens[:num_reqs].zero_()
-        self.outcomes.probs[:num_reqs].zero_()
+        self.outcomes.accept_probs[:num_reqs].zero_()
         drafts = of_stage(0, self.draft_tokens[:num_reqs].int(), none, none.float())
         self.outcomes.keep(drafts, none, self._rates, Parts(none - 1, none - 1, none) if self._policy else None)
         self._keep_logits(drafts, None)
 
     @property
     def _rates(self) -> bool:
-        """Whether chances are ours to say, from the stages' records."""
+        """Whether acceptance probabilities are ours to say, from the stages' records."""
         chooses = self.offers is not None and self._policy == "auto"
         return self.texts is not None and (self.enable_adaptive_verification or chooses)
 

@@ -23,9 +23,9 @@ from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.verification.verify import likeliest_of
 from vllm_specplugins.isolation.barrier import spread
-from vllm_specplugins.isolation.read_only import frozen
+from vllm_specplugins.isolation.exchange import frozen
 from vllm_specplugins.request_options import draft_limit
-from vllm_specplugins.structures.views import Views, view
+from vllm_specplugins.structures.requests import Views, view
 
 _NO_TOKENS = view(np.zeros(1, np.int32))  # of a row that wants no draft
 
@@ -39,8 +39,6 @@ class _Request:
 
 
 class HostSpeculator(Speculator):
-    """See the module."""
-
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
         self._requests: dict[str, _Request] = {}

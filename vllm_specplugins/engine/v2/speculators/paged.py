@@ -10,7 +10,7 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from vllm_specplugins.engine.target.paged import PagedLayers
+from vllm_specplugins.engine.target.layers import PagedLayers
 
 
 class PagedForward(PagedLayers):
@@ -47,7 +47,6 @@ class PagedForward(PagedLayers):
 
     @contextmanager
     def attention(self, positions: torch.Tensor) -> Iterator[torch.Tensor]:
-        """See PagedLayers."""
         speculator, num_reqs = self._speculator, self._num_reqs
         buffers = speculator.input_buffers
         length = 1 if positions.ndim == 1 else positions.shape[1]

@@ -1,0 +1,182 @@
+"""What a proposer is handed, in which nothing can be written that anybody else reads; and what it returns, which is
+checked, and copied where another could write to it.
+
+Types are compared exactly, so that no code of the proposer's runs here. Code that digs for the owner of a buffer
+(`array.base.obj`, `gc`, `ctypes`) is in the same process as the engine, and nothing keeps it off.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specplugins.draft import ArgmaxTokens, Draft, DraftBatch, Feedback, Int32Array
+from vllm_specplugins.structures.requests import Views, view
+
+_IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+def copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A copy of a small array of one dimension that nobody can write to."""
+    return np.frombuffer(array.tobytes(), array.dtype)
+
+
+def frozen(value: Any) -> Any:
+    """A copy of a client's value: tuples for lists, read-only dictionaries and arrays.
+
+    >>> frozen({"a": [1, {"b": 2}]})
+    mappingproxy({'a': (1, mappingproxy({'b': 2}))})
+    """
+    match value:
+        case MappingProxyType():
+            return value  # adapters freeze a request's options once
+        case Mapping():
+            return MappingProxyType({key: frozen(item) for key, item in value.items()})
+        case list() | tuple():
+            if _IMMUTABLE.issuperset(map(type, value)):  # as fast as a long list of ids deserves
+                return tuple(value)
+            return tuple(map(frozen, value))
+        case np.ndarray():
+            return view(np.array(value))
+    return value
+
+
+def for_proposer(batch: DraftBatch) -> DraftBatch:
+    """The batch that a proposer is handed in the place of the engine's own."""
+    return replace(
+        batch,
+        request_ids=tuple(batch.request_ids),
+        token_ids=_views(batch.token_ids),
+        max_num_draft=copy(batch.max_num_draft),
+        options=tuple(map(frozen, batch.options)),
+    )
+
+
+def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -> DraftBatch:
+    """Some requests of a batch, for a proposer that runs on the host: it sees neither target nor offer."""
+    token_ids = _views(batch.token_ids)
+    own = Views(token_ids[row] for row in rows)
+    if token_ids.places is not None:
+        addresses, lengths = token_ids.places
+        own.places = addresses[rows], lengths[rows]
+    return DraftBatch(
+        tuple(batch.request_ids[row] for row in rows),
+        own,
+        copy(max_num_draft),
+        tuple(frozen(batch.options[row]) for row in rows),
+        likeliest=likeliest_at(batch.likeliest, {row: place for place, row in enumerate(rows)}, batch.num_reqs),
+    )
+
+
+def likeliest_at(likeliest: ArgmaxTokens | None, places: Mapping[int, int], num_reqs: int) -> ArgmaxTokens | None:
+    """That of those of num_reqs requests which have a place in another batch, in ascending order.
+
+    >>> ids = np.array([7, 8, 9], np.int32)
+    >>> likeliest_at(ArgmaxTokens(np.array([0, 1, 2], np.int32), ids, ids), {0: 0, 2: 1}, 3).requests.tolist()
+    [0, 1]
+    """
+    if likeliest is None:
+        return None
+    place_of = np.full(num_reqs, -1, np.int32)
+    place_of[list(places)] = list(places.values())
+    requests = place_of[likeliest.requests]
+    kept = requests >= 0
+    return ArgmaxTokens(*(copy(array[kept]) for array in (requests, likeliest.token_ids, likeliest.next_ids)))
+
+
+def feedback_for_proposer(feedback: Feedback) -> Feedback:
+    """The feedback that a proposer is handed in the place of the engine's own."""
+    numbers = copy(feedback.num_draft), copy(feedback.num_accepted)
+    return Feedback(tuple(feedback.request_ids), *numbers, feedback.step_ms)
+
+
+def _views(token_ids: Sequence[Int32Array]) -> Views:
+    return token_ids if type(token_ids) is Views else Views(map(view, token_ids))
+
+
+class Nonsense(Exception):
+    """What was returned is no valid draft; says why."""
+
+
+class NotFinite(Nonsense):
+    """Tokens were drawn from logits that are no distribution: so many."""
+
+    def __init__(self, num_tokens: int):
+        super().__init__("logits with NaN or infinity, or none that a token could be drawn from")
+        self.num_tokens = num_tokens
+
+
+def checked_draft(
+    draft: Any,
+    limits: Int32Array,  # [num_reqs], most tokens of each request
+    max_num_draft: int,
+    vocab_size: int,
+    runs_target: bool = False,
+) -> Draft:
+    """A draft of the same tokens in arrays of ours.
+
+    Args:
+        draft: anything.
+        limits: see DraftBatch.max_num_draft.
+        max_num_draft: K, most columns.
+        vocab_size: token ids are in [0, vocab_size).
+        runs_target: tensors are passed on as they are: such a proposer is ours, and reading them would wait for the
+            device.
+
+    Raises:
+        Nonsense: a field has another type, dtype or shape than draft.Draft says, or a value out of range.
+    """
+    if type(draft) is not Draft:
+        raise Nonsense(f"a {type(draft).__name__} instead of a Draft")
+    num_reqs = len(limits)
+    fields: list[Any] = [getattr(draft, name, None) for name in Draft.__slots__]
+    token_ids, num_draft, confidence, logits = fields
+    if not runs_target or type(token_ids) is np.ndarray:
+        token_ids = _copied("token_ids", token_ids, np.int32, 2, num_reqs, max_num_draft)
+    num_draft = _copied("num_draft", num_draft, np.int32, 1, num_reqs)
+    if (num_draft.view(np.uint32) > np.minimum(limits, token_ids.shape[1])).any():  # as such, -1 is too many
+        raise Nonsense("num_draft is outside of 0..max_num_draft")
+    if type(token_ids) is np.ndarray and token_ids.view(np.uint32).max(initial=0) >= vocab_size:
+        # a tensor's are an argmax over the vocabulary; past the end of a draft anything may stand
+        used = token_ids[_used(num_draft, token_ids.shape[1])]
+        if used.size and not 0 <= used.min() <= used.max() < vocab_size:
+            raise Nonsense(f"a token id outside of 0..{vocab_size - 1}")
+    if confidence is not None:
+        confidence = _copied("confidence", confidence, np.float32, 1, num_reqs)
+        if not np.isfinite(confidence).all():
+            raise Nonsense("a confidence that is not finite")
+    if logits is not None:
+        if not runs_target:
+            raise Nonsense("logits, which only a proposer that runs the target may return")
+        # On another device nobody waits to look: verification rejects them, and the device counts (feedback/tally.py).
+        if not logits.is_cuda:
+            is_broken = ~logits.amax(-1).isfinite().numpy() & _used(num_draft, logits.shape[1])
+            if is_broken.any():
+                raise NotFinite(int(is_broken.sum()))
+    return Draft(token_ids, num_draft, confidence, logits)
+
+
+def _used(num_draft: Int32Array, width: int) -> npt.NDArray[np.bool_]:
+    """[num_reqs, width], where tokens of a draft stand."""
+    mask: npt.NDArray[np.bool_] = np.arange(width) < num_draft[:, None]
+    return mask
+
+
+def _copied(name: str, value: Any, dtype: Any, ndim: int, num_rows: int, width: int = 0) -> npt.NDArray[Any]:
+    """A copy of an array with so many rows and at most `width` columns: its owner may write to it at any time."""
+    if type(value) is not np.ndarray:
+        raise Nonsense(f"{name} is a {type(value).__name__} instead of a NumPy array")
+    if value.dtype != dtype:
+        raise Nonsense(f"{name} is {value.dtype} instead of {np.dtype(dtype)}")
+    shape = value.shape
+    if len(shape) != ndim or shape[0] != num_rows:
+        raise Nonsense(f"{name} has the shape {shape} where it must have {num_rows} rows and {ndim} dims")
+    if ndim == 2 and shape[1] > width:
+        raise Nonsense(f"{name} has {shape[1]} columns where {width} are allowed")
+    copy = np.array(value, dtype)
+    if copy.shape != shape:
+        raise Nonsense(f"{name} changed while it was read")
+    return copy
