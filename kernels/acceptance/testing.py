@@ -28,12 +28,12 @@ def make_steps(num_steps: int, num_rows: int, num_stages: int, max_num_draft: in
         slots = torch.randperm(2 * num_rows, generator=rng)[:num_rows]
         num_draft = numbers(max_num_draft + 1, num_rows)
         stage = numbers(num_stages, num_rows, max_num_draft)
-        sure = 0.5 + 9 * torch.rand((num_rows, 1), generator=rng) + torch.arange(max_num_draft)
+        confidence = 0.5 + 9 * torch.rand((num_rows, 1), generator=rng) + torch.arange(max_num_draft)
         verified = numbers(num_draft + 1, num_rows)
         accepted = torch.minimum(numbers(2 * verified + 1, num_rows), verified)
         sampled = torch.where(numbers(8, num_rows) == 0, verified * 0, accepted + 1)  # some are in their prompt
         if num_rows > 4:
             slots[-2:], num_draft[-2:], sampled[-2:], verified[-2:] = 2 * num_rows, 0, 0, 0
         rejected = torch.where(sampled > 0, verified - accepted, 0)
-        steps.append(Step(slots, Drafts(num_draft, stage, sure), sampled, rejected))
+        steps.append(Step(slots, Drafts(num_draft, stage, confidence), sampled, rejected))
     return steps

@@ -3,8 +3,8 @@
 Nothing here waits, or goes by what a tensor holds, so that an adapter may record it in a CUDA graph.
 
 The exit goes token by token. Under `auto` it is fed the lookup's tokens first; under `verify` all tokens are its own
-(see staged.py: they are so on the host, too), and the lookup's say how sure they are. R: requests, K: most tokens of
-a draft.
+(see staged.py: they are so on the host, too), and the lookup's give their confidence. R: requests, K: most tokens of a
+draft.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,7 +75,7 @@ class OnDevice:
 
     Args:
         policy: that a cascade carries out ("first" is `auto` without a gate); None: the exit is alone.
-        rates: whether to say how sure each token is.
+        rates: whether to say each token's confidence.
         max_num_draft: of the exit, at most K.
         sees: of an exit that is alone, who is shown the logits of its steps.
     """
@@ -118,7 +118,7 @@ class OnDevice:
         return steps, self._said(drafts, steps)
 
     def _follow(self, target: Target, num_steps: int, drafts: DraftArrays, found: DraftArrays | None = None) -> Steps:
-        """The exit's steps, which say how sure they are of a draft's tokens."""
+        """The exit's steps, which say their confidence in a draft's tokens."""
 
         def rate(step: int, logits: torch.Tensor) -> None:
             drafts.confidence[:, step] = token_confidence(logits, target.sampling.temperature).to(

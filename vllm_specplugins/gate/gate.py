@@ -17,7 +17,7 @@ from numba import types
 from vllm_specplugins.gate.costs import LoadCosts, StepCosts, break_even_rate
 from vllm_specplugins.gate.ledger import Ledger, accept_prob, drafts_type, ints, reals, records_type
 from vllm_specplugins.gate.step_times import OUTLIER_RATIO
-from vllm_specplugins.structures.compiled import compiled, inlined
+from vllm_specplugins.kernels.compiled import compiled, inlined
 from vllm_specplugins.structures.draft_arrays import DraftArrays
 from vllm_specplugins.structures.requests import Floats, Ints
 

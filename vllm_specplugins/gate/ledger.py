@@ -21,7 +21,7 @@ from vllm_specplugins.kernels.acceptance import (
     PRIOR_WEIGHT,
     SHARED_DECAY,
 )
-from vllm_specplugins.structures.compiled import compiled, inlined
+from vllm_specplugins.kernels.compiled import compiled, inlined
 from vllm_specplugins.structures.draft_arrays import DraftArrays, dense_logits
 from vllm_specplugins.structures.requests import Ints, with_room
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from vllm_specplugins.structures.compiled import compiled, inlined
+from vllm_specplugins.kernels.compiled import compiled, inlined
 
 CLIFF = 512  # tokens of a step; above them vLLM captures no graph
 CLIFF_COST = 1.5  # of a step above it, before it is known
@@ -88,7 +88,8 @@ class StepTimes:
 
     def choose(self, num_reqs: int) -> int:
         """How many tokens to draft for each of so many requests; now and then others, to see what that would bring."""
-        best, best_ms, other, lost_ms = _choose(num_reqs, self._num_trials, *self._follows, *self._arrays)
+        found: tuple[int, float, int, float] = _choose(num_reqs, self._num_trials, *self._follows, *self._arrays)
+        best, best_ms, other, lost_ms = found
         self._saved_ms = min(self._saved_ms + TRIAL_SHARE * best_ms, MOST_SAVED * best_ms)
         self._num_steps += 1
         if self._num_steps < TRIAL_EVERY or lost_ms > self._saved_ms:
@@ -123,7 +124,7 @@ def _guess(num_reqs: int, at: int, lengths: Any, times: Any) -> float:
         if distance < nearest or (is_own and not has_own):
             nearest, has_own = distance, is_own
             guess = times[place, is_above, other, 0] * _shaped(tokens) / _shaped(its_tokens)
-    return guess
+    return float(guess)
 
 
 @compiled(types.float64[::1](types.float64[::1], types.float64[::1]))

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from vllm_specplugins.structures.compiled import compiled
+from vllm_specplugins.kernels.compiled import compiled
 
 Array = Any  # of NumPy, or a torch.Tensor
 NO_TOKENS, NO_COUNTS = np.empty((0, 0), np.int32), np.empty(0, np.int64)  # of drafts that nobody has begun

@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import buffer_utils
 
 from vllm_specplugins.kernels.budget import Layout, share_budget
-from vllm_specplugins.structures.compiled import compiled
+from vllm_specplugins.kernels.compiled import compiled
 
 FREE = 1.02  # a step that costs at most so much more than one without drafts costs the same
 DECAY = 0.8  # of what is known of a request, by step after one in which nothing was found

@@ -6,7 +6,7 @@ Dimension: C cells.
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.structures.compiled import inlined
+from vllm_specplugins.kernels.compiled import inlined
 from vllm_specplugins.structures.suffix.ring import Int32Array
 
 Float64Array = npt.NDArray[np.float64]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from vllm_specplugins.structures.compiled import borrowed, compiled, inlined, text_at
+from vllm_specplugins.kernels.compiled import borrowed, compiled, inlined, text_at
 from vllm_specplugins.structures.suffix.acceptance import Float64Array, cell_of, learn
 from vllm_specplugins.structures.suffix.ring import (
     HEAD,

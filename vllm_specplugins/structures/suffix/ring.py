@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from vllm_specplugins.structures.compiled import borrowed, compiled, inlined
+from vllm_specplugins.kernels.compiled import borrowed, compiled, inlined
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
