@@ -18,69 +18,57 @@ def warms_up(request_ids: Sequence[str]) -> bool:
     return bool(request_ids) and request_ids[0].startswith(_WARM_UP)
 
 
-class DraftReport:
-    """A runner's `draft_tokens_handler` that reports true lengths.
+class _Report:
+    """A runner's `draft_tokens_handler` that reports true lengths: vLLM's own reports K for every request.
 
     Where no grammar has to check them, the token ids may be any numbers: the drafts themselves stay on the device.
     """
 
     def __init__(self) -> None:
-        self._token_ids: dict[str, list[int]] = {}
-
-    def tell(self, request_ids: Sequence[str], token_ids: Iterable[list[int]]) -> None:
-        """The drafts of the step that is just being finished."""
-        self._token_ids = dict(zip(request_ids, token_ids, strict=True))
+        self._lengths: DraftLengths | dict[str, int] = {}
+        self._rows: Callable[[], list[list[int]]] | None = None  # the tokens, and maybe others after a draft's end
 
     def tell_none(self, request_ids: Sequence[str]) -> None:
         """Where nothing is drafted."""
-        self.tell(request_ids, [[]] * len(request_ids))
+        self._lengths, self._rows = dict.fromkeys(request_ids, 0), None
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: Any) -> None:
         """The runner's note of what it just got from `propose`; `tell` has said it already."""
 
     def get_draft_tokens(self) -> DraftTokenIds:
-        """For a scheduler that plans after the drafts."""
-        return DraftTokenIds(list(self._token_ids), list(self._token_ids.values()))
+        """For a scheduler that plans after the drafts, or has to check them."""
+        lengths = dict(self._lengths.items())
+        rows = self._rows() if self._rows else [[-1] * num for num in lengths.values()]
+        return DraftTokenIds(list(lengths), [row[:num] for row, num in zip(rows, lengths.values(), strict=True)])
 
-    def num_draft(self) -> dict[str, int]:
+    def num_draft(self) -> DraftLengths | dict[str, int]:
         """For a scheduler that plans before the drafts exist."""
-        return {request_id: len(tokens) for request_id, tokens in self._token_ids.items()}
+        return self._lengths
 
 
-class LateReport:
-    """The same of drafts that were made on the device: their lengths are on their way, and whoever asks waits.
+class DraftReport(_Report):
+    """Of drafts that the host knows."""
+
+    def tell(self, request_ids: Sequence[str], token_ids: Iterable[list[int]]) -> None:
+        """The drafts of the step that is just being finished."""
+        rows = list(token_ids)
+        self._lengths, self._rows = dict(zip(request_ids, map(len, rows), strict=True)), lambda: rows
+
+
+class LateReport(_Report):
+    """Of drafts that were made on the device: their lengths are on their way, and whoever asks waits.
 
     Where drafts are trimmed on the device nobody asks, but for a grammar.
     """
 
     trims: Callable[[], bool] = staticmethod(lambda: False)  # set by runner.attach
 
-    def __init__(self) -> None:
-        self._lengths: DraftLengths | dict[str, int] = {}
-        self._tokens: AsyncCopy | None = None  # where a grammar has to see them
-
     def tell(self, outcomes: Any, input_batch: Any, drafts: torch.Tensor) -> None:
         """The drafts of the step that is just being finished, [num_reqs, K] on the device."""
         sees_drafts = input_batch.has_structured_output_reqs
         if sees_drafts or not self.trims():
             self._lengths = outcomes.lengths(input_batch.req_ids)
-        self._tokens = AsyncCopy(input_batch.req_ids, drafts) if sees_drafts else None
-
-    def tell_none(self, request_ids: Sequence[str]) -> None:
-        """Where nothing is drafted."""
-        self._lengths, self._tokens = dict.fromkeys(request_ids, 0), None
-
-    def set_draft_tokens(self, input_batch: Any, draft_tokens: Any) -> None:
-        """As above."""
-
-    def get_draft_tokens(self) -> DraftTokenIds:
-        """For a scheduler that plans after the drafts, or has to check them."""
-        lengths = dict(self._lengths.items())
-        if self._tokens is None:
-            return DraftTokenIds(list(lengths), [[-1] * num for num in lengths.values()])
-        rows = self._tokens.values().tolist()
-        return DraftTokenIds(list(lengths), [row[:num] for row, num in zip(rows, lengths.values(), strict=True)])
-
-    def num_draft(self) -> DraftLengths | dict[str, int]:
-        """For a scheduler that plans before the drafts exist."""
-        return self._lengths
+        self._rows = None
+        if sees_drafts:
+            tokens = AsyncCopy(input_batch.req_ids, drafts)
+            self._rows = lambda: tokens.values().tolist()
