@@ -7,7 +7,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig
+from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig, LearnConfig
 from vllm_specplugins.methods import BUILT_IN, METHODS
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -31,7 +31,7 @@ sentence before the request reaches the engine (streamed: an error event after a
 | `max_context` | an integer from 0 on | no drafts beyond so many tokens of prompt and output together |
 | `stages` | names of the cascade's stages, `"early_exit"` or `"1 early_exit"` | those that draft for this request |
 | `reference` | text, or token ids; at most as many tokens as the model's context | what the output is likely to repeat (a predicted output, a retrieved document): lookups search it, the model never sees it |
-| `learn` | true or false | false: `suffix_lookup` does not draft from its output for other requests |
+| `learn` | true or false | false: `suffix_lookup` does not draft from its output for other requests, nor does a part [learn](choose-a-method.md#learn-while-serving) from it |
 
 A proposer of your own may have [options of its own](write-a-proposer.md#options-of-a-request). Beside the reference the
 JSON text has at most 65,536 characters and 4,096 brackets. Beam search gets no drafts: vLLM's beams drop `vllm_xargs`.
@@ -91,6 +91,8 @@ def page() -> str:
             *rows(method.config),
             "",
         ]
+        if any(entry.name == "learn" for entry in fields(method.config)):
+            parts += ["`learn` may be a dictionary of:", "", *rows(LearnConfig), ""]
     names = ", ".join(f"`{name}`" for name in BUILT_IN)
     parts += [
         "## Stages built into vLLM",

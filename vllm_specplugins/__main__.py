@@ -68,6 +68,7 @@ def _train_jump(add: Add) -> None:
     add("--inner-size", type=whole(1, 1_000_000), help="of the part (default: 4 times the hidden size)")
     words = "how many jumps it learns to make, one after the other (default: 3)"
     add("--num-draft", type=whole(1, 64), default=3, help=words)
+    add("--resume", metavar="DIR", help="a head to go on from, as one that learned while it served (default: none)")
     _training(add)
 
 

@@ -234,6 +234,16 @@ def enters_states(config: SpecConfig) -> bool:
     return any(row.enters_states(own) for row, own in drafters(config))
 
 
+def has_tenants(config: SpecConfig) -> bool:
+    """Whether the method, or a stage of it, keeps what requests emitted, by tenant."""
+    return any(row.has_tenants for row, _ in drafters(config)) or learns(config)
+
+
+def learns(config: SpecConfig) -> bool:
+    """Whether the method, or a stage of it, goes on learning while it serves."""
+    return any(getattr(own, "learn", None) is not None for row, own in drafters(config) if row.runs_target)
+
+
 def drafts_on_device(config: SpecConfig) -> bool:
     """Whether the method, on Model Runner V2, drafts without the host, and reads tokens where they lie if it does."""
     if enters_states(config):

@@ -81,7 +81,7 @@ def understood(options: Options, limits: Limits) -> dict[str, Any]:
     max_context: beyond so many tokens of prompt and output together it is not drafted for.
     stages: those of a cascade that draft for it, by name, or by number and name as in metrics.
     reference: what its output is likely to repeat, for prompt_lookup and suffix_lookup; ids become int32 bytes.
-    learn: whether its output may be drafted from for later requests, by suffix_lookup.
+    learn: whether its output may be drafted from for later requests, by suffix_lookup, or learned from.
 
     A proposer of the user's own may have options of its own, which pass if they are small.
 

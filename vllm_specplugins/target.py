@@ -3,7 +3,7 @@
 Dimensions as in draft.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,3 +124,28 @@ class ArgmaxTokens:
     requests: Int32Array
     token_ids: Int32Array
     next_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the target read in a step at places whose tokens stay, and what it emitted after them. N: places.
+
+    Args:
+        request_ids: of the requests that emitted something.
+        options: of each.
+        temperatures: of each, 0 is greedy.
+        counts: places of each.
+        positions: [N] where they stand in their request, each request's in a row.
+        token_ids: [N] int32 that were read there.
+        next_ids: [N] int32 that were emitted after.
+        states: [N, hidden_size] after the final norm, on the target's device.
+    """
+
+    request_ids: Sequence[str]
+    options: Sequence[Mapping[str, Any]]
+    temperatures: Sequence[float]
+    counts: Sequence[int]
+    positions: Sequence[int]
+    token_ids: Int32Array
+    next_ids: Int32Array
+    states: Any

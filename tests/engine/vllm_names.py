@@ -180,6 +180,7 @@ UNSEEN: dict[str, str] = {
     "compilation/wrapper.py": "TorchCompileWithNoGuardsWrapper.__init__",
     "config/vllm.py": "set_current_vllm_config",
     "distributed/ec_transfer/ec_connector/metrics.py": "ECConnectorStats.data",
+    "model_executor/layers/layernorm.py": "RMSNorm.variance_epsilon RMSNorm.weight",
     "model_executor/models/llama.py": (
         "LlamaForCausalLM.model LlamaForCausalLM.lm_head LlamaForCausalLM.logits_processor"
     ),

@@ -17,6 +17,7 @@ import torch
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.methods import parse_config
+from vllm_specplugins.proposers.heads.distillation import Guess, Guesser, jump_guesser, walk
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig, check_jump
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig, check_look_ahead
@@ -25,18 +26,17 @@ from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.data import token_rows
 from vllm_specplugins.tools.files import save_whole
 from vllm_specplugins.tools.training import command, core
-from vllm_specplugins.tools.training.core import Guess, Guesser, rows_of_step, schedule, train
+from vllm_specplugins.tools.training.core import rows_of_step, schedule, train
 from vllm_specplugins.tools.training.kinds import (
     ExitHeadSettings,
     JumpSettings,
     LookAheadSettings,
     exit_guesser,
     initial_head,
-    jump_guesser,
     look_ahead_guesser,
 )
 from vllm_specplugins.tools.training.report import Trained
-from vllm_specplugins.tools.training.scores import Scores, Text, own_texts, scores, walk
+from vllm_specplugins.tools.training.scores import Scores, Text, own_texts, scores
 
 COMMON: dict[str, Any] = {
     "model": "tiny", "steps": 12, "batch_tokens": 128, "row_tokens": 64, "learning_rate": 0.02, "seed": 0,
@@ -453,3 +453,16 @@ def test_a_draft_ends_at_its_first_wrong_token(base: BaseModel, rows: list[list[
     found = score(base, rows[:2], half_right(base, wrong), 3)
     assert found.length == pytest.approx(1 + wrong)
     assert found.match == [float(place != wrong) for place in range(3)]
+
+
+def test_resumes_from_another_part(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
+    """As from one that learned while it served. Kills: weights that begin anew; a part of another shape."""
+    trained = train(base, rows, replace(JUMP, steps=2), tmp_path / "first")
+    settings = replace(JUMP, steps=2, resume=str(tmp_path / "first"))
+    assert same_weights(settings.begin(base, rows), trained) and not same_weights(JUMP.begin(base, rows), trained)
+    with pytest.raises(ConfigError, match=r"^jump: head must be a head whose inner_size is 17, not 16 "):
+        replace(settings, inner_size=17).begin(base, rows)
+
+
+def same_weights(part: Any, other: Any) -> bool:
+    return all(map(torch.equal, part.parameters(), other.parameters()))

@@ -9,13 +9,13 @@ from transformers import LlamaForCausalLM
 from widen import widen, widened_config
 from widen_parts import widen_part
 
+from vllm_specplugins.proposers.heads.distillation import Guesser, jump_guesser
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.jump_head import JumpHead
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead
 from vllm_specplugins.proposers.heads.trained import CONFIG_FILE, TrainedPart
 from vllm_specplugins.tools.base_model import BaseModel
-from vllm_specplugins.tools.training.core import Guesser
-from vllm_specplugins.tools.training.kinds import exit_guesser, jump_guesser, look_ahead_guesser
+from vllm_specplugins.tools.training.kinds import exit_guesser, look_ahead_guesser
 
 HIDDEN, VOCAB, NUM_LAYERS, FACTOR, DEPTH = 32, 3072, 3, 4, 2
 JUMP = {"num_layers": NUM_LAYERS, "hidden_size": HIDDEN, "inner_size": 8, "rms_norm_eps": 1e-5}

@@ -14,6 +14,7 @@ from vllm_specplugins.config.fields import (
     is_integer,
     redis_url,
 )
+from vllm_specplugins.config.learn import LearnConfig
 from vllm_specplugins.config.proposers import (
     BUILT_IN_SETTINGS,
     MAX_STAGES,

@@ -20,6 +20,7 @@ from vllm_specplugins.config.fields import (
     optional_redis_url,
     path,
 )
+from vllm_specplugins.config.learn import LearnConfig, learns
 
 MAX_NGRAM, MAX_STAGES = 16, 8
 
@@ -103,10 +104,15 @@ class JumpConfig:
     Args:
         head: folder of the trained part (`python -m vllm_specplugins train-jump`), which says what runs.
         draft_sample_method: as of `early_exit`.
+        learn: whether the part goes on learning from what the target verifies, or how (see below).
     """
 
     head: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
+    learn: Any = field(default=False, metadata={"allowed": "true, false or a dictionary", "fits": learns})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "learn", LearnConfig.parse("jump", self.learn))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,12 @@ be read from a guessed state is how "economize" jumps. K: num_speculative_tokens
 
 import torch
 
-from vllm_specplugins.config import JumpConfig
+from vllm_specplugins.config import ConfigError, JumpConfig
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.proposers.draft_sampler import ModelProposer, Steps
+from vllm_specplugins.proposers.heads.distillation import jump_guesser
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, check_jump
+from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.target import Target, TargetSizes
 
 
@@ -23,6 +25,9 @@ class Jump(ModelProposer):
     def __init__(self, config: JumpConfig, context: ProposerContext):
         super().__init__(config, context)
         self._head = JumpHead.load(config.head, context.device, context.dtype or torch.float32)
+        self.learner: Learner | None = None
+        if config.learn is not None:
+            self.learner = Learner(self._head, config.learn, context, config.head, jump_guesser)
 
     def draft_from(self, target: Target, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One jump for each token."""
@@ -57,7 +62,17 @@ class Jump(ModelProposer):
             return target.forward.argmax(states), None
         return self._sampler.choose(target, target.forward.logits(states), positions, begun)
 
+    def close(self) -> None:
+        """Saves what was learned."""
+        if self.learner is not None:
+            self.learner.close()
+
 
 def check(config: JumpConfig, sizes: TargetSizes) -> None:
     """Raises ConfigError unless the part is made for the target."""
-    check_jump(config.head, num_layers=sizes.num_layers, hidden_size=sizes.hidden_size)
+    head = check_jump(config.head, num_layers=sizes.num_layers, hidden_size=sizes.hidden_size)
+    if config.learn is not None and (head.early_layers, head.late_layer) != (0, head.num_layers):
+        raise ConfigError(
+            "jump: learn must be false for a head with which layers run, not true: early_layers is "
+            f"{head.early_layers}, and late_layer {head.late_layer} of {head.num_layers} ({config.head})."
+        )

@@ -2,8 +2,10 @@
 
 import errno
 import os
+import shutil
 import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -61,6 +63,21 @@ def write_whole(path: Path, data: bytes) -> int:
             os.unlink(partial)
         raise
     return descriptor
+
+
+def replace_files(folder: Path, save: Callable[[Path], object]) -> None:
+    """Has `save` write files into a folder, all or none: they are written beside, and moved there when they are whole.
+
+    OSError, or what `save` raises, where that fails.
+    """
+    partial = folder / ".partial"
+    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        save(partial)
+        for file in sorted(partial.iterdir()):
+            os.replace(file, folder / file.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def prefix_of(path: Path) -> str:

@@ -4,22 +4,19 @@ Knows nothing of vLLM. T: tokens, H: hidden size, V: vocabulary, L: layers.
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import logging
 
 from vllm_specplugins.config import ConfigError, brief, error_text
-
-Run = Callable[..., torch.Tensor]  # of states, and a step
+from vllm_specplugins.proposers.heads.distillation import Run, effective_norm_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,8 @@ class BaseModel:
         model = model.to(device, torch.float32 if device == "cpu" else dtype).eval().requires_grad_(False)
         norm = getattr(model.base_model, "norm", None)
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        weight = _effective_norm_weight(norm, model, float(eps)) if norm is not None and eps else None
+        like = model.get_input_embeddings().weight[0]
+        weight = effective_norm_weight(norm, like, float(eps)) if norm is not None and eps else None
         if weight is None or model.get_output_embeddings() is None:
             raise ConfigError(f"MODEL must be one that ends in an RMSNorm and a head, not a {type(model).__name__}.")
         return cls(model, dtype, weight, float(eps or 0))
@@ -179,14 +177,3 @@ def _from_pretrained(kind: Any, path: str, **arguments: Any) -> Any:
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         cause = error_text(error)
         raise ConfigError(f"MODEL must be a checkpoint that transformers can load, not {path} ({cause}).") from error
-
-
-def _effective_norm_weight(norm: Any, model: Any, eps: float) -> torch.Tensor | None:
-    """[H] what an RMSNorm multiplies by, seen from outside; None for another kind of norm."""
-    if getattr(norm, "weight", None) is None or norm.weight.ndim != 1:
-        return None
-    like = {"device": model.device, "dtype": model.dtype}
-    weight: torch.Tensor = norm(torch.ones(1, len(norm.weight), **like))[0].float() * math.sqrt(1 + eps)
-    probe = torch.linspace(-1, 2, len(weight), **like)[None]
-    expected = F.rms_norm(probe.float(), weight.shape, weight, eps)
-    return weight if torch.allclose(norm(probe).float(), expected, rtol=0.05, atol=0.05) else None

@@ -1,12 +1,11 @@
 """Folders that tools write to, and which of many they pick. Knows nothing of models."""
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, brief
+from vllm_specplugins.structures.whole_file import replace_files
 from vllm_specplugins.tools.report import writing
 
 
@@ -35,18 +34,14 @@ def other_run(name: str, stored: Any, value: Any, folder: Path) -> ConfigError:
 
 
 def save_whole(folder: Path, save: Callable[[Path], object]) -> None:
-    """Has `save` write files into a folder, all or none: they are written beside, and moved there when they are whole.
+    """See structures/whole_file.py: replace_files.
 
     Raises:
         ConfigError: the folder cannot be written, or the disk is full.
     """
-    partial = make_folder(folder) / ".partial"
+    make_folder(folder)
     try:
-        save(make_folder(partial))
-        for file in sorted(partial.iterdir()):
-            os.replace(file, folder / file.name)
+        replace_files(folder, save)
     except (OSError, RuntimeError) as error:  # of torch where it cannot write on
         cause = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ConfigError(f"--out must be a folder on a disk with room, not {folder} ({cause}).") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

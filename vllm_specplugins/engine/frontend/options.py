@@ -19,7 +19,7 @@ from vllm_specplugins.engine.frontend.option_checks import OptionChecks
 from vllm_specplugins.engine.frontend.prediction import Predicted, take_predictions, text_of
 from vllm_specplugins.engine.frontend.priority_executor import PriorityExecutor, Work, pieces
 from vllm_specplugins.engine.hooks import wrap
-from vllm_specplugins.methods import drafters
+from vllm_specplugins.methods import drafters, has_tenants
 from vllm_specplugins.options_text import Text
 from vllm_specplugins.request_options import (
     REFERENCE,
@@ -59,7 +59,7 @@ class OptionsResolver:
         self._limits = Limits(config, model_config.get_vocab_size(), model_config.max_model_len)
         rows = [row for row, _ in drafters(config)]
         self._wants_reference = any(row.is_lookup for row in rows) or self._limits.passes_own
-        self._has_tenants = any(row.has_tenants for row in rows)
+        self._has_tenants = has_tenants(config)
         self._checks = OptionChecks(option_checks(config), config.common.time_budget_ms)
         self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
         self._executor: PriorityExecutor | None = None

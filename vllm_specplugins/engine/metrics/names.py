@@ -37,6 +37,8 @@ _KEPT = "Tokens of a stage that the stage after it kept, or that went to the tar
 _AT = "Tokens of a stage that the target accepted, by position in the draft."
 _GATE = "Decisions of a cascade's gate, by the length it chose."
 _EXCHANGED = "Outputs shared by suffix_lookup, questions of remote, by what came of them."
+_LEARNED = "What a part that learns has done: examples (tokens), steps, candidates, promotions, rollbacks."
+_LENGTH = "Acceptance length of a part that learns: measured lately; expected, of the loaded and the serving weights."
 _OFF = "times_switched_off"
 
 COUNTS = (
@@ -62,6 +64,8 @@ TABLE: tuple[Metric, ...] = (
     Metric("gauge", "stored_outputs", "Outputs of earlier requests that suffix_lookup drafts from."),
     Metric("gauge", "stored_tokens", "Their tokens."),
     Metric("counter", "exchanges", _EXCHANGED, labels=("stage", "what")),
+    Metric("counter", "learned", _LEARNED, labels=("stage", "what")),
+    Metric("gauge", "learned_length", _LENGTH, labels=("stage", "weights")),
     Metric("histogram", "draft_seconds", "Host time that a stage took for a step."),
     Metric("histogram", "step_draft_seconds", "Host time of all drafting of a step.", labels=()),
     Metric("histogram", "request_acceptance_rate", "Accepted / verified tokens of finished requests.", "", (), _RATES),

@@ -152,6 +152,8 @@ class Reporter:
             if is_ours(stage, "exchange_stats"):
                 for what, count in stage.exchange_stats().items():
                     yield key("exchanges", name, what), count
+            for what, count in stage.learner.counts().items() if _learns(stage) else ():
+                yield key("learned", name, what), count
 
     def _sizes(self) -> Iterator[tuple[str, float]]:
         """Of the stages of ours that keep something; a user's code is not called from here."""
@@ -162,6 +164,10 @@ class Reporter:
                 held = stage.store_stats()
                 yield key("stored_outputs", name), held["texts"]
                 yield key("stored_tokens", name), held["tokens"]
+            if _learns(stage):
+                yield key("store_bytes", name), float(stage.learner.num_bytes)
+                for weights, length in stage.learner.lengths().items():
+                    yield key("learned_length", name, weights), length
 
 
 def stages_of(proposer: Any, method: str) -> list[tuple[str, Any]]:
@@ -173,3 +179,7 @@ def stages_of(proposer: Any, method: str) -> list[tuple[str, Any]]:
 def is_ours(stage: Any, method: str) -> bool:
     """Whether a stage has this method and is not of a user's code."""
     return hasattr(stage, method) and type(stage).__module__.startswith("vllm_specplugins.")
+
+
+def _learns(stage: Any) -> bool:
+    return is_ours(stage, "learner") and stage.learner is not None

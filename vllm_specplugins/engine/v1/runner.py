@@ -23,13 +23,16 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.frontend.options import request_options
 from vllm_specplugins.engine.grammar.output import NEVER, forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
+from vllm_specplugins.engine.target.end import served_end
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
-from vllm_specplugins.engine.v1.target import target_of
+from vllm_specplugins.engine.v1.target import reading_of, target_of
 from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors
 from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens, probs_of
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.exchange import frozen
+from vllm_specplugins.proposers.jump import Jump
+from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.structures.requests import Views, view
 from vllm_specplugins.target import Target
@@ -72,6 +75,12 @@ def draft_to_the_end(runner: Any) -> None:
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
 
 
+def learners_of(proposer: Any) -> list[Learner]:
+    """Of the stages of a cascade, or of the proposer that is its only one, those that learn."""
+    stages = getattr(proposer, "named_stages", lambda: [("", proposer)])()
+    return [stage.learner for _, stage in stages if isinstance(stage, Jump) and stage.learner is not None]
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     options: Mapping[str, Any]
@@ -91,6 +100,7 @@ class _Adapter:
         is_asked = runner.speculative_config.runs_target or get_tp_group().rank_in_group == 0
         self._drafts = is_asked and methods != ["grammar"]  # which the scheduler asks
         self._built_in = None if runner.speculative_config.built_in is None else built_in.BuiltInDrafter(runner)
+        self._learners = learners_of(barrier.proposer)
         self._requests: dict[str, _Request] = {}
         # Requests without a seed get theirs in the order in which they come: the same on every rank.
         self._random = np.random.default_rng(runner.model_config.seed)
@@ -107,6 +117,9 @@ class _Adapter:
     def load_model(self, target: Any) -> None:
         """V1 calls this on its drafter when the target is loaded."""
         self.first_layers = FirstLayers(target, self._runner.speculative_config.plugin_config)
+        model = self._runner.model_config
+        for learner in self._learners:
+            learner.begin(served_end(target, model.get_total_num_hidden_layers(), model.get_vocab_size()))
 
     def compile_exits(self, *args: Any, **kwargs: Any) -> None:
         """After vLLM's own compilation of the target, and with its signature."""
@@ -118,6 +131,8 @@ class _Adapter:
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         if gone:
             self._barrier.forget(sorted(gone))
+            for learner in self._learners:
+                learner.forget(sorted(gone))
             for request_id in gone:
                 self._requests.pop(request_id, None)
         result = update(scheduler_output)
@@ -174,6 +189,11 @@ class _Adapter:
             return drafts
         num_tokens = input_batch.num_tokens_no_spec[rows]
         requests = [self._request(request_id) for request_id in request_ids]
+        if self._learners and rows:
+            options = [request.options for request in requests]
+            read = reading_of(self._runner, rows, num_tokens, num_accepted, options, step[1], step[-2])
+            for learner in self._learners:
+                learner.see(read)
         batch = DraftBatch(
             request_ids=request_ids,
             token_ids=Views.of_rows(view(input_batch.token_ids_cpu), rows, num_tokens.tolist()),

@@ -1,6 +1,6 @@
 """Model Runner V1: the target as a model proposer sees it, and its layers on the paged KV cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, PagedLayers
 from vllm_specplugins.engine.verify import draft_seeds
-from vllm_specplugins.target import Sampling, Target
+from vllm_specplugins.target import Reading, Sampling, Target
 
 
 def target_of(
@@ -38,6 +38,34 @@ def target_of(
         num_tokens=lengths.to(device),
         last_hidden_states=hidden_states[newest.to(device)],
         sampling=Sampling(temperature.to(device), draft_seeds(torch.tensor(seeds), lengths, rejection).to(device)),
+    )
+
+
+def reading_of(
+    runner: Any,
+    rows: list[int],
+    num_tokens: np.ndarray,  # [num_reqs]
+    num_accepted: np.ndarray,  # [num_reqs]
+    options: Sequence[Mapping[str, Any]],
+    hidden_states: torch.Tensor,  # [num_tokens_of_the_step, hidden_size]
+    common: Any,  # the step's CommonAttentionMetadata
+) -> Reading:
+    """What the target read for these rows of the runner's batch, each row's accepted draft included."""
+    input_batch, counts = runner.input_batch, num_accepted.astype(np.int64) + 1
+    firsts = num_tokens.astype(np.int64) - 1 - counts
+    starts = common.query_start_loc_cpu[:-1].numpy()[rows] - input_batch.num_computed_tokens_cpu[rows]
+    positions = np.concatenate([np.arange(first, first + num) for first, num in zip(firsts, counts, strict=True)])
+    owners = np.repeat(np.array(rows), counts)
+    of_step = torch.from_numpy(positions + np.repeat(starts, counts)).to(hidden_states.device)
+    return Reading(
+        request_ids=[input_batch.req_ids[row] for row in rows],
+        options=options,
+        temperatures=input_batch.temperature_cpu[rows].tolist(),
+        counts=counts.tolist(),
+        positions=positions.tolist(),
+        token_ids=input_batch.token_ids_cpu[owners, positions],
+        next_ids=input_batch.token_ids_cpu[owners, positions + 1],
+        states=hidden_states[of_step],
     )
 
 

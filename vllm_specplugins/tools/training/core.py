@@ -1,21 +1,21 @@
 """The training that all parts share: a part learns to predict what the model does.
 
-Distillation against the full model's own distribution (Hinton et al. 2015); the model stays as it is. A step's rows
-follow from its number alone, so that a run that was killed goes on as if it had not been. T: tokens, V: vocabulary.
+The loss is proposers/heads/distillation.py's. A step's rows follow from its number alone, so that a run that was killed
+goes on as if it had not been.
 """
 
 import time
 import zipfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.proposers.heads.distillation import Guesser, distil
 from vllm_specplugins.proposers.heads.trained import TrainedPart
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.files import other_run, save_whole
@@ -23,28 +23,6 @@ from vllm_specplugins.tools.files import other_run, save_whole
 STATE_FILE = "training_state.pt"
 SAVE_SECONDS = 60.0
 WARM_UP = 0.05  # of the steps
-States = list[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """One draft token of every draft of a row; the tokens of one draft have the same index in all guesses.
-
-    Args:
-        logits: [N, V] float32.
-        start: the first one is of the token that the model emits after this one of the row.
-    """
-
-    logits: torch.Tensor
-    start: int
-
-    def of(self, full: torch.Tensor) -> torch.Tensor:
-        """[N, V] of the model's logits, [T, V], those that these are a guess of."""
-        return full[self.start : self.start + len(self.logits)]
-
-
-# The guesses, one for each of K draft tokens, in a row of which n layers left states[n], [T, H]; the last is normed.
-Guesser = Callable[[States, int], Iterator[Guess]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +106,8 @@ def train(
     for step in range(first, settings.steps):
         optimizer.param_groups[0]["lr"] = settings.learning_rate * schedule(step, settings.steps)
         picked = rows_of_step(step, len(rows), settings.batch_rows, settings.seed)
-        loss = distil(base, guesser, [rows[index] for index in picked], settings.num_draft)
+        texts = [rows[index] for index in picked]
+        loss = distil(base, base.hidden_states(texts), guesser, settings.num_draft, sum(map(len, texts)))
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 == settings.steps or time.monotonic() - saved > SAVE_SECONDS:
@@ -138,22 +117,6 @@ def train(
     save_whole(out, lambda folder: part.save(folder, base.dtype))
     part.requires_grad_(False).to(base.dtype).float()  # what is scored is what was saved
     return part
-
-
-def distil(base: BaseModel, guesser: Guesser, rows: Sequence[Sequence[int]], num_draft: int) -> float:
-    """Adds the gradient of the mean loss of some rows to the part's; returns it, in nats a draft token."""
-    num_tokens, total = sum(map(len, rows)) * num_draft, 0.0
-    with torch.autocast("cuda", torch.bfloat16, enabled=base.model.device.type == "cuda"):
-        # A row at a time: logits [T, V], of which a part may make num_draft, are the largest thing here.
-        for states in base.hidden_states(rows):
-            full = base.logits(states[-1])
-            loss = sum(
-                cross_entropy(guess.logits.float(), guess.of(full).softmax(-1), reduction="sum")
-                for guess in guesser(states, num_draft)
-            )
-            (loss / num_tokens).backward()
-            total += loss.item() / num_tokens
-    return total
 
 
 def schedule(step: int, steps: int) -> float:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vllm_specplugins.proposers.heads.distillation import Guess, Guesser, States, jump_guesser
 from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.files import every_nth
-from vllm_specplugins.tools.training.core import Guess, Guesser, Settings, States
+from vllm_specplugins.tools.training.core import Settings
 
 RIDGE = 1e-3  # of the mean square of a state
 FITTED_ROWS = 64
@@ -65,11 +66,16 @@ def exit_guesser(head: ExitHead) -> Guesser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpSettings(Settings):
-    """What predicts the state in front of a late layer; see JumpHeadConfig."""
+    """What predicts the state in front of a late layer; see JumpHeadConfig.
+
+    Args:
+        resume: folder of a head to go on from; None: it begins anew.
+    """
 
     early_layers: int
     late_layer: int
     inner_size: int
+    resume: str | None = None
 
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
         layers = {"early_layers": (0, base.num_layers - 1), "late_layer": (self.early_layers, base.num_layers)}
@@ -77,6 +83,10 @@ class JumpSettings(Settings):
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> JumpHead:
         """The linear part fits some rows' states best (ridge regression); the other adds nothing yet."""
+        if self.resume is not None:
+            sizes = {"num_layers": base.num_layers, "hidden_size": base.hidden_size, "inner_size": self.inner_size}
+            JumpHead.check(self.resume, early_layers=self.early_layers, late_layer=self.late_layer, **sizes)
+            return JumpHead.load(self.resume, base.model.device)
         hidden, eps, norm_weight = base.hidden_size, base.norm_eps, base.norm_weight.cpu()
         gram, cross = torch.zeros(2 * hidden, 2 * hidden), torch.zeros(2 * hidden, hidden)
         for states in base.hidden_states([rows[index] for index in every_nth(len(rows), FITTED_ROWS)]):
@@ -104,22 +114,6 @@ class JumpSettings(Settings):
 
     def serving(self, folder: Path) -> dict[str, Any]:
         return {"method": "jump", "head": str(folder.resolve())}
-
-
-def jump_guesser(base: BaseModel, head: JumpHead) -> Guesser:
-    """Drafts begin after each token of the row but the first, before which there is no state."""
-
-    def guesses(states: States, num_draft: int) -> Iterator[Guess]:
-        config, num_tokens = head.config, len(states[0])
-        early, last = states[config.early_layers].float(), states[-1].float()
-        run = base.passes(config.late_layer, num_tokens)
-        run(states[config.late_layer])
-        for step in range(1, min(num_draft, num_tokens - 1) + 1):
-            last = F.pad(last[:-1], (0, 0, 1, 0))  # of the token before
-            last = run(head.states(early, last), step)
-            yield Guess(base.logits(last[step:]), step)
-
-    return guesses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ import torch
 
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
+from vllm_specplugins.proposers.heads.distillation import Guesser, walk
 from vllm_specplugins.tools.base_model import BaseModel, overlap
-from vllm_specplugins.tools.training.core import Guesser
 
 PROMPT_SHARE = 4  # one token of so many is the prompt's
 DRAWN = ("greedy", "coupled", "probabilistic")  # draft_sample_method
@@ -111,23 +111,3 @@ def _length(probs: Sequence[torch.Tensor]) -> float:
     """Tokens by step, of texts."""
     tokens, steps = map(sum, zip(*map(walk, probs), strict=True))
     return tokens / steps if steps else 1.0
-
-
-def walk(accept_probs: torch.Tensor) -> tuple[float, float]:
-    """Expected tokens and steps of an engine that begins with the first draft, and then after what it has emitted.
-
-    Args:
-        accept_probs: [K, N] that each draft token is accepted, if those before it are.
-
-    >>> walk(torch.tensor([[1.0, 0.0, 1.0, 0.0]]))  # two tokens, two tokens
-    (4.0, 2.0)
-    """
-    kept = accept_probs.double().cumprod(0)
-    accepted = torch.cat((torch.ones_like(kept[:1]), kept))
-    ends = (accepted - torch.cat((kept, torch.zeros_like(kept[:1])))).T.tolist()  # [N, K + 1] accepted tokens
-    begun = [1.0] + [0.0] * (len(ends) + len(kept))  # probability that a step begins there
-    for place, own in enumerate(ends):
-        for count, prob in enumerate(own):
-            begun[place + 1 + count] += begun[place] * prob
-    emitted = accepted.sum(0).tolist()
-    return sum(map(float.__mul__, begun, emitted)), sum(begun[: len(ends)])

@@ -1,0 +1,140 @@
+"""A jump that learns while it serves: what it is told, what it serves with, and outputs that do not depend on it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import NUM_TOKENS, STRESS, generate
+from conftest import NUM_LAYERS, RUNNER
+from parts import write_head
+from test_early_exit import engine_config
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.proposers.jump import Jump
+from vllm_specplugins.proposers.learning.learner import Learner
+from vllm_specplugins.proposers.learning.pace import Pace
+
+ON_V1 = pytest.mark.skipif(RUNNER == "v2", reason="refused there")
+
+
+def learning(folder: Path, **config: Any) -> dict[str, Any]:
+    """A jump that knows nothing, and learns."""
+    return {**write_head(folder, 0, NUM_LAYERS, 0.02), "learn": config or True}
+
+
+def learner_of(llm: Any) -> Learner:
+    adapter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.adapter
+    [learner] = adapter._learners
+    return learner
+
+
+def rounds(llm: Any, num: int) -> Learner:
+    """Learning in this thread, and no more in its own."""
+    learner = learner_of(llm)
+    learner.pace.stop()
+    learner._thread.join()
+    assert learner.trainer is not None
+    learner.trainer._pace = Pace(1, 1)
+    for _ in range(num):
+        learner.trainer.round()
+    return learner
+
+
+@ON_V1
+def test_examples(engine: Any, prompts: Any, tmp_path: Path) -> None:
+    """States from which the target says what stands next, at places whose tokens stay, under preemption and chunked
+    prefill. Kills: a rejected draft's state, one of another request or place, a request that asked for none.
+    """
+    llm = engine(learning(tmp_path, busy_share=0.001, idle_share=0.001), **STRESS)
+    plain = generate(llm, prompts, [8], max_tokens=48)
+    learner, target = learner_of(llm), llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    kept = learner._windows
+    found = [kept.read(slot) for held in (True, False) for slot in kept.sample(held, 999, np.random.default_rng(0))]
+    assert len(found) > len(prompts) // 2 and len({window is None for window in found}) == 1
+    said = {tuple(tokens[place : place + 6]) for tokens in plain for place in range(len(tokens))}
+    for window in found:
+        assert window is not None
+        with torch.inference_mode():
+            assert torch.equal(target.compute_logits(window.states).argmax(-1), window.next_ids)
+        assert torch.equal(window.token_ids[1:], window.next_ids[:-1])
+        assert tuple(window.next_ids[:6].tolist()) in said
+    before = learner.counts()["examples"]
+    generate(llm, prompts[:4], [4], max_tokens=24, extra_args={"specplugins": {"learn": False}})
+    assert learner.counts()["examples"] == before > 0
+
+
+@ON_V1
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_outputs_while_weights_change(
+    engine: Any, prompts: Any, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New weights, some of them noise, before every other step: the same tokens as without learning. Kills: a draft
+    whose q is told by other weights than it was drawn by.
+    """
+    own = {"max_tokens": NUM_TOKENS, "temperature": temperature, "seed": 7}
+    config = learning(tmp_path)
+    plain = engine() if temperature == 0 else engine({**config, "learn": False})
+    expected = generate(plain, prompts[:8], [4], **own)
+    llm = engine(config)
+    learner, steps = learner_of(llm), 0
+    see = Learner.see
+
+    def swapped(self: Learner, read: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps % 2:
+            self._pending = [torch.randn(tensor.shape) * 0.05 for tensor in self._part.parameters()]
+        see(self, read)
+
+    monkeypatch.setattr(Learner, "see", swapped)
+    assert generate(llm, prompts[:8], [4], **own) == expected
+    assert steps > 10 and learner.counts()["examples"] > 0
+
+
+@ON_V1
+def test_learns_in_an_engine(engine: Any, prompts: Any, tmp_path: Path) -> None:
+    """From what it serves; the engine drafts with what was learned, tells of it, saves it, and begins with it again.
+    Kills: weights that never reach the drafts, metrics that stay zero, a shutdown that saves nothing.
+    """
+    folder = tmp_path / "learned"
+    config = learning(tmp_path / "head", path=str(folder), busy_share=0.001, idle_share=0.001)
+    llm = engine(config)
+    for _ in range(4):
+        outputs = generate(llm, prompts, [8], max_tokens=64)
+    before = llm.collective_rpc("specplugins_stats")[0]
+    learner = rounds(llm, 3)
+    assert learner.counts()["promotions"] > 0
+    assert generate(llm, prompts, [8], max_tokens=64) == outputs
+    after = llm.collective_rpc("specplugins_stats")[0]
+    assert after["faults"] == {}
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    shown = worker._reporter._report(worker._barrier.totals()) | worker._reporter._shown
+    assert shown["learned_length\t0 jump\tserving"] > shown["learned_length\t0 jump\tloaded"] >= 1
+    assert worker._reporter._sent["learned\t0 jump\tpromotions"] > 0 < shown["store_bytes\t0 jump"]
+    lengths = [before["accepted_tokens"] / before["drafts"]]
+    lengths.append((after["accepted_tokens"] - before["accepted_tokens"]) / (after["drafts"] - before["drafts"]))
+    assert lengths[1] > lengths[0] + 0.3, lengths
+    serving = learner.lengths()["serving"]
+    assert serving == pytest.approx(1 + lengths[1], abs=0.4), "what was expected"
+    engine.stop()
+    assert (folder / "README.md").exists()
+    llm = engine({**config, "learn": {**config["learn"], "memory_bytes": 1 << 22}})
+    proposer = llm.llm_engine.model_executor.driver_worker.worker._barrier.proposer
+    assert isinstance(proposer, Jump) and learner_of(llm).num_bytes < 1 << 26
+    assert all(map(torch.equal, proposer._head.parameters(), learner._part.parameters()))
+
+
+def test_refused(tmp_path: Path) -> None:
+    """Where nothing can be learned. Kills: an engine that starts and does not learn."""
+    config = learning(tmp_path / "whole")
+    if RUNNER == "v2":
+        with pytest.raises(ConfigError, match=r"^jump: learn must be false on Model Runner V2, not true\.$"):
+            engine_config(config)
+        return
+    with pytest.raises(ConfigError, match=r"^jump: learn must be false where tensor_parallel_size is 2, not true\.$"):
+        engine_config(config, tensor_parallel_size=2)
+    layers = {**write_head(tmp_path / "layers", 1, NUM_LAYERS, 0.0), "learn": True}
+    with pytest.raises(ConfigError, match=r"^jump: learn must be false for a head with which layers run, not true: "):
+        engine_config(layers)

@@ -1,0 +1,53 @@
+"""How a trained part goes on learning while it serves: what the field `learn` of a method may be."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vllm_specplugins.config.fields import (
+    ConfigError,
+    brief,
+    check_fields,
+    did_you_mean,
+    integer,
+    number,
+    optional_path,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnConfig:
+    """Of a part that learns while it serves.
+
+    Args:
+        busy_share: most of the time that the training takes while requests are served.
+        idle_share: the same while there are none.
+        memory_bytes: of what is kept of outputs to learn from, on the target's device, taken at the start.
+        path: folder that the weights are saved in, and loaded from if there are any; null: what was learned is lost
+            with the process. Data-parallel engines but the first add ".dp1" and so on.
+        save_every_s: seconds from save to save; a kill costs what was learned since.
+    """
+
+    busy_share: float = number(0.1, 0.001, 1)
+    idle_share: float = number(0.5, 0.001, 1)
+    memory_bytes: int = integer(1 << 28, 1 << 20, 1 << 36)
+    path: str | None = optional_path()
+    save_every_s: int = integer(300, 1, 1_000_000)
+
+    @classmethod
+    def parse(cls, method: str, raw: Any) -> Any:
+        """What `learn` of a method says: None where it is false; a value that is neither is left to be refused."""
+        if not isinstance(raw, dict):
+            return cls() if raw is True else None if raw is False else raw
+        names = [entry.name for entry in fields(cls)]
+        for key in raw:
+            if key not in names:
+                allowed = ", ".join(names) + did_you_mean(key, names)
+                raise ConfigError(f"{method}: learn: {brief(key)} is not a field; the fields are {allowed}")
+        config = cls(**raw)
+        check_fields(config, f"{method}: learn")
+        return config
+
+
+def learns(value: Any) -> bool:
+    """Whether this is what LearnConfig.parse makes of a value that is allowed."""
+    return value is None or isinstance(value, LearnConfig)

@@ -1,0 +1,63 @@
+"""How much of the time learning may take: after each piece of work it rests until its share is kept."""
+
+import time
+from collections.abc import Callable
+from threading import Event
+
+IDLE_AFTER_S = 0.25  # without a step the engine is idle
+LONGEST_REST_S = 0.05  # until it looks again whether that is so
+
+
+class Stopped(Exception):
+    """Learning ends here."""
+
+
+class Pace:
+    """See the module.
+
+    Args:
+        busy_share, idle_share: of the time, while the engine takes steps and while it takes none.
+        clock: seconds.
+        wait: for so many; whether to stop.
+    """
+
+    def __init__(
+        self,
+        busy_share: float,
+        idle_share: float,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], bool] | None = None,
+    ):
+        self._shares, self._clock = (idle_share, busy_share), clock
+        self._stop = Event()
+        self._wait = wait or self._stop.wait
+        self.stepped_at = -1e9  # written by the engine's thread
+        self._since = clock()
+        self.worked_s = 0.0
+
+    def stop(self) -> None:
+        """Ends whatever rests."""
+        self._stop.set()
+
+    def begin(self) -> None:
+        """Work begins: what was before cost nothing."""
+        self._since = self._clock()
+
+    def rest(self) -> None:
+        """Rests for the work since the last rest; raises Stopped where learning ends."""
+        worked = self._clock() - self._since
+        self.worked_s += worked
+        while worked > 0:
+            share = self._shares[self._clock() - self.stepped_at < IDLE_AFTER_S]
+            owed = worked * (1 - share) / share
+            rest = min(owed, LONGEST_REST_S)
+            if self._wait(rest):
+                raise Stopped
+            worked = worked - rest * share / (1 - share) if rest < owed else 0.0
+        self._since = self._clock()
+
+    def pause(self, seconds: float) -> None:
+        """Waits for that long with nothing to do."""
+        if self._wait(seconds):
+            raise Stopped
+        self.begin()
