@@ -24,6 +24,8 @@ from .rejection.adjust.testing import make_edits
 from .rejection.drafts import sample_with_q
 from .rejection.step import sample_step
 from .rejection.testing import Batch, as_step, make_spiky, to_device
+from .trees import attend, walk
+from .trees.testing import make_attention, make_walks
 
 _SEED = 1
 # Sums are rounded otherwise where a multiplication and an addition are one instruction.
@@ -45,6 +47,8 @@ class Shapes(NamedTuple):
     looks_up: bool = False
     # Whether drafts are trimmed on the device to a budget
     trims: bool = False
+    # Of attention, where drafts are trees: of queries, of keys, and the size of one
+    heads: tuple[int, int, int] | None = None
 
 
 # Of a check: rows of requests with as many drafts as can be, and numbers of drafts of the others: what follows one that
@@ -97,6 +101,9 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device], int]
         yield "acceptance", partial(_rates, shapes)
     if shapes.trims:
         yield "budget", partial(_shares, shapes)
+    if shapes.heads is not None:
+        yield "trees, attention", partial(_attends, shapes.heads, shapes)
+        yield "trees, paths", partial(_walks, shapes)
 
 
 def _verifies(shapes: Shapes, dense: bool, truncated: bool, device: torch.device) -> int:
@@ -142,6 +149,22 @@ def _shares(shapes: Shapes, device: torch.device) -> int:
     shares = list(make_shares(12, shapes.max_num_draft))
     ours, expected = (torch.cat([bounds for share in shares for bounds in shared(share, *place)]) for place in places)
     return 2 * int((ours != expected).any())
+
+
+def _attends(heads: tuple[int, int, int], shapes: Shapes, device: torch.device) -> int:
+    width = shapes.max_num_draft + 1
+    out, *arguments = make_attention([(5, 40), (100, width), (31, 1)], heads, width, shapes.dtype)
+
+    def operation(out: Any, *others: Any, implementation: str) -> Any:
+        run: Any = attend
+        run(out, *others, implementation=implementation)
+        return out
+
+    return 2 * _rows(_both(operation, (out, *arguments), device), 2e-2)  # of a dtype with 8 bits
+
+
+def _walks(shapes: Shapes, device: torch.device) -> int:
+    return 2 * _rows(_both(walk, make_walks(50, shapes.max_num_draft + 1), device))
 
 
 def _rates(shapes: Shapes, device: torch.device, num_stages: int = 2) -> int:

@@ -304,3 +304,21 @@ def test_what_to_use_instead(config: dict[str, Any], end: str) -> None:
     saying what to do."""
     with pytest.raises(ConfigError, match=re.escape(end) + "$"):
         parse_config(config)
+
+
+def test_trees() -> None:
+    """K is a tree's size. Kills: a tree that V2 would verify as a chain, or with a q that is lost."""
+    assert parse_config({**EXIT, "tree": 15}).length == 15 == parse_config({**EXIT, "tree": 15}).tree
+    assert parse_config({**EXIT, "tree": 7, "num_speculative_tokens": 7}).length == 7
+    assert parse_config(EXIT).tree == parse_config(LOOKUP).tree == 0
+    for more, words in (
+        ({"tree": 0}, "tree must be an integer from 1 to 31 or null, not 0"),
+        ({"tree": 32}, "tree must be an integer from 1 to 31 or null, not 32"),
+        ({"tree": 7, "num_speculative_tokens": 5}, "num_speculative_tokens must be 7, the tree.s, or left out, not 5"),
+        ({"tree": 7, "verification": "vllm"}, "verification must be 'fused' with tree, not 'vllm'"),
+        ({"tree": 7, "draft_sample_method": "probabilistic"}, "draft_sample_method must be 'coupled' or 'greedy'"),
+    ):
+        with pytest.raises(ConfigError, match=f"^early_exit: {words}"):
+            parse_config({**EXIT, **more})
+    with pytest.raises(ConfigError, match=r"stages\[1\] must not hold tree"):
+        parse_config({"method": "cascade", "stages": [LOOKUP, {**EXIT, "tree": 7}]})

@@ -26,6 +26,7 @@ from vllm_specplugins.config import (
     methods_of,
     sample_methods,
     with_default_length,
+    with_tree,
 )
 from vllm_specplugins.custom import (
     Registered,
@@ -158,6 +159,8 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     config = SpecConfig.parse(method, row.config, own) if row else _parse_registered(registered_methods()[method], own)
     if "num_speculative_tokens" not in own:
         config = with_default_length(config, (*LOOKUPS, "grammar"))
+    if config.tree:
+        config = with_tree(config)
     option_checks(config)
     check_stages(config)
     verification = config.common.verification

@@ -11,7 +11,8 @@ import torch
 
 from ..implementations import implementation_of
 from . import Layout, Sampling, rejection_sample
-from .reference import truncated
+from .noise import GROUP, TOKEN, exponential, keys
+from .reference import GROUP_SIZE, group_sums, truncated
 
 
 def coupled_sample(
@@ -36,6 +37,37 @@ def coupled_sample(
     return sampled[:, 0]
 
 
+def race_logprobs(
+    logits: torch.Tensor,  # [N, vocab_size] floating
+    positions: torch.Tensor,  # [N] int64: where the token that is drawn will stand
+    sampling: Sampling,  # of the rows, [N] each
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Logarithms [N, vocab_size] of how likely each token is to win the race of `coupled_sample` with logits that are
+    nearly these: softmax of how far each is behind its winner. At temperature 0 it is that of the logits.
+
+    On a GPU nothing waits for it.
+
+    Args:
+        implementation: as of `rejection_sample`.
+
+    >>> race_logprobs(torch.tensor([[0.0, 1.0]]), torch.tensor([5]), Sampling(torch.zeros(1), torch.tensor([7]))).exp()
+    tensor([[0.2689, 0.7311]])
+    """
+    (num_rows, vocab_size), greedy = logits.shape, (sampling.temperature == 0)[:, None]
+    kept = _cut(logits, positions, sampling, implementation)[0].float().nan_to_num(-torch.inf, neginf=-torch.inf)
+    behind = kept - kept.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).min)
+    weights = (behind / sampling.temperature.masked_fill(greedy[:, 0], 1.0)[:, None]).exp()
+    group_keys, token_keys = (keys(sampling.seeds, positions, stream)[:, None] for stream in (GROUP, TOKEN))
+    tokens, groups = (torch.arange(size, device=logits.device) for size in (vocab_size, -(-vocab_size // GROUP_SIZE)))
+    arrives = (weights / exponential(token_keys, tokens)).log()
+    padded = torch.nn.functional.pad(arrives, (0, len(groups) * GROUP_SIZE - vocab_size), value=-torch.inf)
+    first = padded.view(num_rows, -1, GROUP_SIZE).amax(dim=-1).clamp(min=torch.finfo(padded.dtype).min)
+    ahead = (group_sums(weights) / exponential(group_keys, groups)).log() - first
+    arrives = arrives + ahead.repeat_interleave(GROUP_SIZE, dim=1)[:, :vocab_size]
+    return torch.where(greedy, logits.float(), arrives).log_softmax(dim=-1)
+
+
 def sample_with_q(
     logits: torch.Tensor,  # [N, vocab_size], as above
     positions: torch.Tensor,
@@ -54,14 +86,23 @@ def sample_with_q(
     >>> sample_with_q(torch.tensor([[0.0, 9.0]]), torch.tensor([5]), Sampling(torch.ones(1), seeds, top_k))
     (tensor([1]), tensor([[-inf, 9.]]))
     """
+    kept, sampled = _cut(logits, positions, sampling, implementation)
+    if sampled is None:
+        whole = Sampling(sampling.temperature, sampling.seeds)
+        sampled = coupled_sample(kept, positions, whole, implementation)
+    return sampled, kept
+
+
+def _cut(
+    logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling, implementation: str | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The logits, -inf where a limit cuts; and what is drawn from them, where a kernel has found it on its way."""
     if sampling.truncates and implementation_of(logits, implementation, "host") == "fused":
         from . import fused
 
         sampled, *_, limit = fused.rejection_sample(logits, _layout(positions), sampling, 0)
-        return sampled[:, 0], logits.masked_fill(logits < limit, -torch.inf)
-    kept = truncated(logits, sampling)
-    whole = Sampling(sampling.temperature, sampling.seeds)
-    return coupled_sample(kept, positions, whole, implementation), kept
+        return logits.masked_fill(logits < limit, -torch.inf), sampled[:, 0]
+    return truncated(logits, sampling), None
 
 
 def _layout(positions: torch.Tensor) -> Layout:

@@ -3,6 +3,8 @@
 On a GPU two launches, with drafts and without, in place of those that gather the drafts and count what was rejected.
 """
 
+from typing import Any
+
 import torch
 
 from ..implementations import implementation_of
@@ -15,6 +17,7 @@ def sample_step(
     sampling: Sampling,
     max_num_draft: int,
     implementation: str | None = None,
+    operation: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, how many, and how many drafts were rejected; nothing of either where a request's prompt goes on.
 
@@ -25,6 +28,7 @@ def sample_step(
             [num_logits] say where a row's stands, `seq_lens` [>= num_reqs] how long requests are with what is fed, and
             `prefill_len` [num_states] how long their prompts.
         implementation: as of `rejection_sample`.
+        operation: verifies in its place, with its first seven arguments.
 
     Returns:
         sampled [num_reqs, max_num_draft + 1] int64, padded with -1, num_sampled and num_rejected [num_reqs] int32.
@@ -38,7 +42,7 @@ def sample_step(
     (tensor([[ 1, -1]]), tensor([1], dtype=torch.int32), tensor([1], dtype=torch.int32))
     """
     name = implementation_of(target_logits, implementation, "host")
-    if name == "fused":
+    if name == "fused" and operation is None:
         from . import fused
 
         return fused.rejection_sample(target_logits, layout, sampling, max_num_draft)[:3]
@@ -48,9 +52,8 @@ def sample_step(
     first = starts[:-1].repeat_interleave(num_rows)
     holds_place = (rows > first) & (fed_at[first] < prefill_len.repeat_interleave(num_rows))
     drafts = layout.draft_token_ids[layout.logits_indices].long().masked_fill(holds_place, -1)
-    sampled, num_sampled = rejection_sample(
-        target_logits, layout.cu_num_logits, drafts, fed_at + 1, layout.idx_mapping, sampling, max_num_draft, None, name
-    )
+    given = target_logits, layout.cu_num_logits, drafts, fed_at + 1, layout.idx_mapping, sampling, max_num_draft
+    sampled, num_sampled = operation(*given) if operation else rejection_sample(*given, None, name)
     goes_on = layout.seq_lens[: len(prefill_len)] < prefill_len
     num_rejected = (num_rows.int() - num_sampled).masked_fill(goes_on, 0)
     return sampled.masked_fill(goes_on[:, None], -1), num_sampled.masked_fill(goes_on, 0), num_rejected

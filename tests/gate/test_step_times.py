@@ -146,3 +146,16 @@ def test_a_longer_draft_is_never_cheaper() -> None:
             times.add(8, k, 10.0 - at + step % 2, [1] * 8)
     expected = step_times._expected_ms(8, *times._arrays[:2]).tolist()
     assert expected == sorted(expected) and expected[0] == pytest.approx(7.5, abs=0.5)
+
+
+@pytest.mark.parametrize(("token_ms", "chosen"), [(0.01, 15), (3.0, 0)])
+def test_whole_trees(token_ms: float, chosen: int) -> None:
+    """All nodes or none, by what a step takes. Kills: a part of a tree, for what its first nodes would have brought if
+    they followed each other."""
+    times = StepTimes(15, whole=True)
+    assert times.lengths == (0, 15)
+    for _ in range(200):
+        k = times.choose(1)
+        assert k in (0, 15)
+        times.add(1, k, 10 + token_ms * (1 + k), [3 if k else 1])
+    assert [times.choose(1) for _ in range(5)].count(chosen) >= 4

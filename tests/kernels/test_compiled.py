@@ -18,6 +18,7 @@ VOCAB_SIZE = 128_256
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
 MAX_REGISTERS = {"_scan_kernel": 64, "_draw_kernel": 64, "_weigh_kernel": 64, "_keep_kernel": 80, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64}
+MAX_REGISTERS |= {"_attend_kernel": 168, "_walk_kernel": 64, "_compact_kernel": 64}
 MAX_REGISTERS |= {"_share_kernel": 80, "_learn_kernel": 128, "_predict_kernel": 64}  # one program, and small ones
 LIMITS = dict.fromkeys(("sm_90", "sm_100"), MAX_REGISTERS)
 LIMITS["sm_80"] = MAX_REGISTERS | {"_draw_kernel": 80, "_weigh_kernel": 80}  # what truncates: three programs

@@ -127,7 +127,7 @@ class OnDevice:
 
         token_ids, num_tokens = (None, None) if found is None else (found.token_ids, found.num_draft)
         sees = self.sees or (rate if self.rates else None)
-        return self.stage.draft_steps(target, num_steps, token_ids, num_tokens, sees)
+        return self.stage.draft_steps(target, num_steps, sees, token_ids, num_tokens)
 
     def _extended(
         self, target: Target, found: DraftArrays, own: torch.Tensor, num_steps: int

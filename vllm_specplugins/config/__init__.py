@@ -43,4 +43,5 @@ from vllm_specplugins.config.whole import (
     stage_configs,
     stage_names,
     with_default_length,
+    with_tree,
 )

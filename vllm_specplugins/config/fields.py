@@ -60,6 +60,12 @@ def integer(default: int, low: int, high: int) -> Any:
     return checked(f"an integer from {low} to {high}", lambda value: is_integer(value, low, high), default)
 
 
+def optional_integer(low: int, high: int) -> Any:
+    """The same, or None, which is the default."""
+    fits = lambda value: value is None or is_integer(value, low, high)  # noqa: E731
+    return checked(f"an integer from {low} to {high} or null", fits, None)
+
+
 def number(default: float, low: float, high: float) -> Any:
     """A dataclass field that holds a number in [low, high]."""
     fits = lambda value: type(value) in (int, float) and low <= value <= high  # noqa: E731

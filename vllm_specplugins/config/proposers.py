@@ -16,13 +16,14 @@ from vllm_specplugins.config.fields import (
     did_you_mean,
     integer,
     number,
+    optional_integer,
     optional_path,
     optional_redis_url,
     path,
 )
 from vllm_specplugins.config.learn import LearnConfig, learns
 
-MAX_NGRAM, MAX_STAGES = 16, 8
+MAX_NGRAM, MAX_STAGES, MAX_TREE = 16, 8, 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +89,15 @@ class EarlyExitConfig:
         exit_head: folder of a head trained for that layer (`train-exit-head`); null: the target's norm and head.
         look_ahead: folder of trained embeddings (`train-look-ahead`) that stand for draft tokens not yet known, so that
             one pass through the layers drafts all; null: a pass for each token.
+        tree: verify so many tokens as a tree: beside each token of a draft those that may stand in its place. For 1 to
+            4 requests; num_speculative_tokens is then the same. Model Runner V2 only; null: a draft is one chain.
     """
 
     exit_layer: int = integer(1, 1, 10_000)
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
     exit_head: str | None = optional_path()
     look_ahead: str | None = optional_path()
+    tree: int | None = optional_integer(1, MAX_TREE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +109,13 @@ class JumpConfig:
         head: folder of the trained part (`python -m vllm_specplugins train-jump`), which says what runs.
         draft_sample_method: as of `early_exit`.
         learn: whether the part goes on learning from what the target verifies, or how (see below).
+        tree: as of `early_exit`.
     """
 
     head: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
     learn: Any = field(default=False, metadata={"allowed": "true, false or a dictionary", "fits": learns})
+    tree: int | None = optional_integer(1, MAX_TREE)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "learn", LearnConfig.parse("jump", self.learn))

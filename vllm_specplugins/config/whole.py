@@ -61,6 +61,11 @@ class SpecConfig:
         return self.common.num_speculative_tokens
 
     @property
+    def tree(self) -> int:
+        """How many tokens are drafted as a tree; 0: a draft is a chain."""
+        return getattr(self.own, "tree", None) or 0
+
+    @property
     def stages(self) -> tuple[StageConfig, ...]:
         """Of a cascade; of other methods none."""
         return self.own.stages if isinstance(self.own, CascadeConfig) else ()
@@ -160,10 +165,29 @@ def with_default_length(config: SpecConfig, lookups: Collection[str]) -> SpecCon
     return config.with_length(LONG)
 
 
+def with_tree(config: SpecConfig) -> SpecConfig:
+    """K is the size of a tree. Raises ConfigError for what does not go with one."""
+    method, common, tree = config.method, config.common, config.tree
+    if config.says_length and config.length != tree:
+        raise ConfigError(
+            f"{method}: num_speculative_tokens must be {tree}, the tree's, or left out, not {config.length}."
+        )
+    if common.verification != "fused":
+        raise ConfigError(f"{method}: verification must be 'fused' with tree, not {common.verification!r}.")
+    if config.own.draft_sample_method == "probabilistic":
+        raise ConfigError(
+            f"{method}: draft_sample_method must be 'coupled' or 'greedy' with tree, whose tokens are certain, not "
+            "'probabilistic'."
+        )
+    return replace(config, common=replace(common, num_speculative_tokens=tree), says_length=True)
+
+
 def check_stages(config: SpecConfig) -> None:
     """Raises ConfigError for stages that do not fit each other, the policy or the cascade's K."""
     stages = config.stages
     for index, stage in enumerate(stages):
+        if getattr(stage.own, "tree", None):
+            raise ConfigError(f"cascade: stages[{index}] must not hold tree, which a method has that is alone.")
         num = stage.num_speculative_tokens
         if num is not None and not is_integer(num, 1, config.length):
             raise ConfigError(

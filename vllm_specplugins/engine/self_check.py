@@ -46,7 +46,13 @@ def shapes_of(vllm_config: Any) -> Shapes:
         block=config.plugin_config.common.rejection == "block",
         looks_up=config.use_ngram(),
         trims=config.enable_adaptive_verification,
+        heads=_heads(vllm_config) if config.plugin_config.tree else None,
     )
+
+
+def _heads(vllm_config: Any) -> tuple[int, int, int]:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel), model.get_head_size()
 
 
 def value() -> str:

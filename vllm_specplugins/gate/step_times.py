@@ -64,10 +64,11 @@ class StepTimes:
 
     Args:
         max_num_draft: K.
+        whole: whether a draft has K tokens or none, as a tree does, whose tokens do not follow each other.
     """
 
-    def __init__(self, max_num_draft: int):
-        self.lengths = lengths_up_to(max_num_draft)
+    def __init__(self, max_num_draft: int, whole: bool = False):
+        self.lengths = (0, max_num_draft) if whole else lengths_up_to(max_num_draft)
         shape = MOST_SIZES, 2, len(self.lengths)  # by size, whether that is above the cliff, and length
         self._times = np.zeros((*shape, 3))  # ms, and of how many steps; slow ones in a row, so far
         self._brought = np.zeros((len(self.lengths) - 1, 3))  # by stretch: entered, accepted, whole

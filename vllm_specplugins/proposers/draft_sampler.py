@@ -5,6 +5,7 @@
 is not known; "probabilistic" with noise of its own, from logits that are q. N: rows, num_reqs of them times T.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, sample_with_q
+from vllm_specplugins.proposers.tree import Tree, chain_length, grow
 from vllm_specplugins.target import Target
 
+Sees = Callable[[int, torch.Tensor], None]  # who is shown the logits of a step
 LARGEST_CONFIDENCE = 16.0  # as of a match of so many tokens
 
 
@@ -38,7 +41,7 @@ class DraftSampler:
 
     def __init__(self, method: str):
         self.is_greedy, self.is_one_hot = method == "greedy", method != "probabilistic"
-        self._is_coupled = method == "coupled"
+        self.is_coupled = method == "coupled"
 
     def choose(
         self,
@@ -52,10 +55,10 @@ class DraftSampler:
         if target.edit is not None and drafts is not None:
             logits = target.edit(logits, drafts, positions, counts).to(logits.dtype)
         sampling, num_reqs = target.sampling, len(target.num_tokens)
-        if self.is_greedy or (self._is_coupled and sampling.verified is None):
+        if self.is_greedy or (self.is_coupled and sampling.verified is None):
             return logits.argmax(dim=-1), None
         rows = torch.arange(num_reqs, device=logits.device).repeat_interleave(len(logits) // num_reqs)
-        if self._is_coupled:
+        if self.is_coupled:
             return coupled_sample(logits, positions, sampling.verified.at(rows)), None
         own = Sampling(sampling.temperature, sampling.seeds)
         if sampling.verified is not None:
@@ -115,4 +118,20 @@ class ModelProposer(Proposer):
     def draft_from(self, target: Any, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[num_reqs, num_steps] int32 after each request's newest token; and, if they are drawn with their own noise,
         their logits, with the vocabulary last."""
+        steps = self.draft_steps(target, num_steps)
+        return steps.token_ids, steps.logits
+
+    def draft_steps(self, target: Any, num_steps: int, sees: Sees | None = None) -> Steps:
+        """The same; `sees` is shown each step's logits [num_reqs, vocab_size], edited."""
         raise NotImplementedError
+
+    def draft_tree(self, target: Target, num_nodes: int, branches: torch.Tensor) -> Tree:
+        """A tree of each request, or its chain; see tree.py. A request whose logits are edited must have its chain."""
+        length, seen = chain_length(num_nodes), []
+        steps = self.draft_steps(target, length, sees=lambda step, logits: seen.append(logits))
+        positions = target.num_tokens[:, None] + torch.arange(length, device=target.num_tokens.device)
+        sampling = target.sampling.verified if self._sampler.is_coupled else None
+        if sampling is None:  # nobody knows the noise: as if all were greedy
+            nobody = torch.zeros_like(target.num_tokens)
+            sampling = Sampling(nobody.float(), nobody)
+        return grow(steps.token_ids, torch.stack(seen, dim=1), positions, sampling, num_nodes, branches)

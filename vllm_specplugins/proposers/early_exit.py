@@ -5,14 +5,13 @@ and no second KV cache: verification by all layers overwrites what drafting wrot
 norm and head, or a trained one. K: num_speculative_tokens.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig
 from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.proposers.draft_sampler import ModelProposer, Steps
+from vllm_specplugins.proposers.draft_sampler import ModelProposer, Sees, Steps
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, check_look_ahead
 from vllm_specplugins.target import Target, TargetSizes
@@ -51,9 +50,7 @@ class EarlyExit(ModelProposer):
             vocab_size].
         """
         if begun is None:
-            ahead = self._ahead
-            steps = self.draft_steps(target, num_steps) if ahead is None else self._look_ahead(target, ahead, num_steps)
-            return steps.token_ids, steps.logits
+            return super().draft_from(target, num_steps)
         last, positions = target.last_token_ids, target.num_tokens - 1
         ends = positions + (self.max_num_draft - 1)  # where the last reserved slot is
         steps, text = Steps.of(last, num_steps), torch.nn.functional.pad(begun, (0, num_steps))
@@ -72,18 +69,20 @@ class EarlyExit(ModelProposer):
         self,
         target: Target,
         num_steps: int,
+        sees: Sees | None = None,
         followed: Any = None,
         num_followed: Any = None,
-        sees: Callable[[int, torch.Tensor], None] | None = None,
     ) -> Steps:
         """What the exit says next after each request's newest token, and then after each token of a draft that it
         follows, or else after its own: one token after the other.
 
         Args:
+            sees: is shown each step's logits [num_reqs, vocab_size].
             followed: [num_reqs, >= num_steps] int tensor, drafts; None: it follows its own tokens alone.
             num_followed: [num_reqs] int tensor, how many of each.
-            sees: is shown each step's logits [num_reqs, vocab_size].
         """
+        if self._ahead is not None:
+            return self._look_ahead(target, self._ahead, num_steps, sees)
         last, positions = target.last_token_ids, target.num_tokens - 1
         steps = Steps.of(last, num_steps)
         path = steps.token_ids if followed is None else torch.empty_like(steps.token_ids)
@@ -99,7 +98,7 @@ class EarlyExit(ModelProposer):
             positions.add_(1).clamp_(max=self.max_position)
         return steps
 
-    def _look_ahead(self, target: Target, ahead: torch.Tensor, num_steps: int) -> Steps:
+    def _look_ahead(self, target: Target, ahead: torch.Tensor, num_steps: int, sees: Sees | None) -> Steps:
         """As `draft_steps`, by one pass: after the newest token stand embeddings for those that are not known yet."""
         forward, num_reqs = target.forward, len(target.last_token_ids)
         steps = Steps.of(target.last_token_ids, num_steps)
@@ -115,6 +114,8 @@ class EarlyExit(ModelProposer):
         for step in range(num_steps):
             begun, places = steps.token_ids[:, :step], positions[:, step] + 1
             steps.put(step, *self._sampler.choose(target, logits[:, step], places, begun))
+            if sees is not None:
+                sees(step, logits[:, step])
         return steps
 
     def _choose_behind(

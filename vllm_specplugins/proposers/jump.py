@@ -10,11 +10,13 @@ What the state of the last token brings, EAGLE uses in a layer of its own (Li et
 be read from a guessed state is how "economize" jumps. K: num_speculative_tokens.
 """
 
+from typing import Any
+
 import torch
 
 from vllm_specplugins.config import ConfigError, JumpConfig
 from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.proposers.draft_sampler import ModelProposer, Steps
+from vllm_specplugins.proposers.draft_sampler import ModelProposer, Sees, Steps
 from vllm_specplugins.proposers.heads.distillation import jump_guesser
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, check_jump
 from vllm_specplugins.proposers.learning.learner import Learner
@@ -29,16 +31,18 @@ class Jump(ModelProposer):
         if config.learn is not None:
             self.learner = Learner(self._head, config.learn, context, config.head, jump_guesser)
 
-    def draft_from(self, target: Target, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def draft_steps(self, target: Target, num_steps: int, sees: Sees | None = None) -> Steps:
         """One jump for each token."""
         last, positions, states = target.last_token_ids, target.num_tokens - 1, target.last_hidden_states
         steps = Steps.of(last, num_steps)
         for step in range(num_steps):
             states = self._jump(target, last, states, positions)
-            last, logits = self._choose(target, states, positions + 1, steps.token_ids[:, :step])
-            steps.put(step, last, logits)
+            last, q_logits, logits = self._choose(target, states, positions + 1, steps.token_ids[:, :step], sees)
+            steps.put(step, last, q_logits)
+            if sees is not None:
+                sees(step, logits)
             positions = (positions + 1).clamp_(max=self.max_position)
-        return steps.token_ids, steps.logits
+        return steps
 
     def _jump(
         self, target: Target, token_ids: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
@@ -55,12 +59,14 @@ class Jump(ModelProposer):
         return late
 
     def _choose(
-        self, target: Target, states: torch.Tensor, positions: torch.Tensor, begun: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What follows each token: ids [num_reqs] and, if it is drawn by itself, logits."""
-        if self._sampler.is_greedy and target.edit is None:
-            return target.forward.argmax(states), None
-        return self._sampler.choose(target, target.forward.logits(states), positions, begun)
+        self, target: Target, states: torch.Tensor, positions: torch.Tensor, begun: torch.Tensor, sees: Sees | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+        """What follows each token: ids [num_reqs] and, if it is drawn by itself, logits; and all logits, if they had to
+        be made."""
+        if self._sampler.is_greedy and target.edit is None and sees is None:
+            return target.forward.argmax(states), None, None
+        logits = target.forward.logits(states)
+        return *self._sampler.choose(target, logits, positions, begun), logits
 
     def close(self) -> None:
         """Saves what was learned."""

@@ -10,7 +10,7 @@ import torch
 
 from vllm_specplugins.config import MedusaConfig
 from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.proposers.draft_sampler import ModelProposer, Steps
+from vllm_specplugins.proposers.draft_sampler import ModelProposer, Sees, Steps
 from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads, check_medusa
 from vllm_specplugins.target import Target, TargetSizes
 
@@ -22,14 +22,16 @@ class Medusa(ModelProposer):
             config.heads, context.max_num_draft, context.vocab_size, context.device, context.dtype or torch.float32
         )
 
-    def draft_from(self, target: Target, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def draft_steps(self, target: Target, num_steps: int, sees: Sees | None = None) -> Steps:
         """A token of each head."""
         steps = Steps.of(target.last_token_ids, num_steps)
         logits = self._heads.logits(target.last_hidden_states, num_steps, target.forward.logits) if num_steps else ()
         for step, own in enumerate(logits):
             begun = steps.token_ids[:, :step]
             steps.put(step, *self._sampler.choose(target, own, target.num_tokens + step, begun))
-        return steps.token_ids, steps.logits
+            if sees is not None:
+                sees(step, own)
+        return steps
 
 
 def check(config: MedusaConfig, sizes: TargetSizes) -> None:

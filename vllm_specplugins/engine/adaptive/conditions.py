@@ -33,7 +33,7 @@ def place(vllm_config: Any) -> None:
 def settle(vllm_config: Any) -> None:
     """Switches it on in a finished configuration of a method that drafts on the device, or says why not."""
     config = vllm_config.speculative_config
-    keeps_all = config.plugin_config.common.gate == "off"
+    keeps_all = config.plugin_config.common.gate == "off" or config.plugin_config.tree
     if keeps_all or not (config.drafts_on_device and vllm_config.use_v2_model_runner):
         return
     why_not = _missing(vllm_config)

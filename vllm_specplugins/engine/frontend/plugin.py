@@ -111,13 +111,14 @@ def _refuse_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _with_method(config: SpecConfig, original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's configuration with our method in it, our worker and, where scheduling is asynchronous, our scheduler."""
-    from vllm_specplugins.engine.frontend import grace, scheduling, spec_config
+    from vllm_specplugins.engine.frontend import grace, scheduling, spec_config, trees
 
     grace.give_time(config)
     asked = engine_args.async_scheduling
     asynchronous = scheduling.wanted_of_vllm(config, asked, engine_args.pipeline_parallel_size)
+    ours = {"_specplugins_config": config, "async_scheduling": asynchronous} | trees.backend(config, engine_args)
     with (
-        replaced(engine_args, {"_specplugins_config": config, "async_scheduling": asynchronous}),
+        replaced(engine_args, ours),
         scheduling.may_be_asynchronous(config.method),
     ):
         vllm_config = original(engine_args, *args, **kwargs)

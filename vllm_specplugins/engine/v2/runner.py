@@ -13,13 +13,16 @@ from vllm.v1.worker.gpu import model_runner
 
 from vllm_specplugins.engine.adaptive.conditions import or_planned
 from vllm_specplugins.engine.frontend.spec_config import without_built_in
+from vllm_specplugins.engine.frontend.trees import register
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.engine.v2.forced import put_forced
+from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.built_in import DeviceOffer, rating, run_before
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.speculators.host import HostSpeculator
+from vllm_specplugins.engine.v2.speculators.tree import TreeSpeculator
 from vllm_specplugins.engine.v2.verification import verify
 from vllm_specplugins.engine.v2.verification.self_check import prepare
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -29,10 +32,14 @@ from vllm_specplugins.isolation.barrier import FaultBarrier
 def while_built(vllm_config: VllmConfig) -> Iterator[None]:
     """Lets a runner be built with our speculator: V2 has a closed list of them."""
     original = model_runner.init_speculator
+    if vllm_config.speculative_config.plugin_config.tree:
+        register()
 
     def init_speculator(vllm_config: Any, *arguments: Any) -> Any:
         speculative_config = vllm_config.speculative_config
-        kind = HostSpeculator if speculative_config.reads_on_host else DeviceSpeculator
+        kind: type[Speculator] = HostSpeculator if speculative_config.reads_on_host else DeviceSpeculator
+        if speculative_config.plugin_config.tree:
+            kind = TreeSpeculator
         if speculative_config.built_in is None:
             return kind(vllm_config, *arguments)
         theirs = rating(original, vllm_config, *arguments)
@@ -73,6 +80,8 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         asynchronous = runner.vllm_config.scheduler_config.async_scheduling
         speculator.report.trims = lambda: asynchronous and runner.adaptive_verification is not None
     speculator.rejection_sampler = lambda: runner.rejection_sampler
+    if isinstance(speculator, TreeSpeculator):
+        speculator.trees.attach(runner)
     if runner.lora_config is not None:
         map_all_logits(runner)
     if speculator.runs_target:

@@ -146,11 +146,16 @@ class Speculator(DraftModelSpeculator):
             self._rehearse(input_batch, is_profile, skip_attn_for_dummy_run)
             return self.draft_tokens[:num_reqs]
         if self._last_hidden_states is not None:
-            last_rows = input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected[:num_reqs]
+            last_rows = self._last_rows(input_batch, num_sampled, num_rejected)
             torch.index_select(last_hidden_states, 0, last_rows, out=self._last_hidden_states[:num_reqs])
         most = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self._draft_step(input_batch, num_sampled, num_rejected, most)
         return self.draft_tokens[:num_reqs]
+
+    def _last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:
+        """Where the state stands that each request's newest token was sampled from, [num_reqs]."""
+        num_reqs = input_batch.num_reqs
+        return input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected[:num_reqs]
 
     def plan_for(self, seq_lens: torch.Tensor) -> None:
         """Says what attention plans for, where a draft is not a graph: these lengths, on the host, and a draft."""

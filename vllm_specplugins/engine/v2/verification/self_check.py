@@ -22,6 +22,7 @@ _REMEDIES = {
     "noise": "drafting is switched off",
     "lookup": "its reference looks up, which is slower",
     "acceptance": "its reference rates drafts, which is slower",
+    "trees": "drafts are chains",
     "budget": "its reference shares out what is verified, which is slower",
 }
 
@@ -50,6 +51,8 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
         verify_as_vllm(runner)
     if "verification" in failed:
         speculator.verified = None  # "coupled" drafts are greedy then
+    if failed & {"verification", "edits", "trees"} and hasattr(speculator, "trees"):
+        speculator.trees.stop(runner.rejection_sampler)
     if "noise" in failed or ("verification" in failed and speculator.draft_logits is not None):
         stop_drafting(speculator)
     if "lookup" in failed:

@@ -6,6 +6,7 @@ What comes before the temperature is v2/verification/edits.py's.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,9 @@ def attach(runner: Any) -> None:
         theirs = custom_sampler(sampler)
         if theirs is not None or runner.vllm_config.watermark_config is not None:
             return theirs
-        return sampler, FusedRejectionSampler(sampler, runner.speculative_config, runner.device)
+        verifies = FusedRejectionSampler(sampler, runner.speculative_config, runner.device)
+        verifies.trees = getattr(runner.speculator, "trees", None)
+        return sampler, verifies
 
     wrap(runner, "load_model", load)
 
@@ -69,6 +72,8 @@ class FusedSampler(Sampler):
 
 class FusedRejectionSampler(RejectionSampler):
     """vLLM's rejection sampler with our operation in it; the sampler of steps without drafts gets it, too."""
+
+    trees: Any = None  # trees.state.Trees, where drafts are trees
 
     def __init__(self, sampler: Any, spec_config: Any, device: torch.device):
         super().__init__(sampler, spec_config, device)
@@ -109,7 +114,12 @@ class FusedRejectionSampler(RejectionSampler):
             input_batch.cu_num_logits, input_batch.input_ids, input_batch.positions, input_batch.idx_mapping,
             input_batch.logits_indices, input_batch.seq_lens, self.sampler.req_states.prefill_len.gpu,
         )  # fmt: skip
-        sampled, num_sampled, num_rejected = sample_step(logits, layout, self._plain, max_num_draft)
+        operation = None
+        if max_num_draft and self.trees is not None:
+            operation = partial(self.trees.verify, input_batch.expanded_idx_mapping, input_batch.expanded_local_pos)
+        sampled, num_sampled, num_rejected = sample_step(
+            logits, layout, self._plain, max_num_draft, operation=operation
+        )
         return SamplerOutput(
             sampled_token_ids=sampled, logprobs_tensors=None, num_nans=None, num_sampled=num_sampled,
             num_rejected=num_rejected, sampling_mask_tensors=None,
@@ -192,7 +202,10 @@ class FusedRejectionSampler(RejectionSampler):
             seq_lens_upper_bound_np,
         )  # fmt: skip
         layout = cu_num_logits, verify_draft_sampled, pos + 1, idx_mapping
-        return self._run(self.operation, logits, layout, batch, self.num_speculative_steps, draft_logits)
+        operation = self.operation
+        if self.trees is not None:
+            operation = partial(self.trees.verify, expanded_idx_mapping, expanded_local_pos)
+        return self._run(operation, logits, layout, batch, self.num_speculative_steps, draft_logits)
 
     def _get_logprobs_tensors(
         self,

@@ -1,0 +1,93 @@
+"""Trees of drafts: what each token sees, which path the target takes, and where that path's keys and values go.
+
+A tree has nodes in topological order, node 0 is the request's newest token, and a node's place in the KV cache is by
+its index, its position by its depth. A prefix of a tree is a tree. `walk` needs no acceptance rule: with a one-hot q
+the noise alone says which token follows a node, so the child that is this token is followed, whatever was drafted.
+Cai et al. 2024 ("Medusa"), Miao et al. 2024 ("SpecInfer") verify trees; the coupled noise is rejection/drafts.py's.
+R: requests, S: slots of requests, W: nodes of a tree, root included, at most MAX_WIDTH.
+"""
+
+from typing import Any, NamedTuple
+
+from ..implementations import module_of
+
+MAX_WIDTH = 64  # bits of a mask
+
+
+class Cache(NamedTuple):
+    """Paged keys and values of a layer.
+
+    Args:
+        key, value: [num_blocks, block_size, num_kv_heads, head_size]
+    """
+
+    key: Any
+    value: Any
+
+
+class Query(NamedTuple):
+    """A ragged batch: request r has the tokens starts[r] to starts[r + 1], the last of all that are in the cache.
+
+    Args:
+        query: [num_tokens, num_heads, head_size]
+        starts: [R + 1] int32
+        seq_lens: [R] int32, with these tokens
+        block_table: [R, max_num_blocks] int32
+        max_query_len: most tokens of a request.
+    """
+
+    query: Any
+    starts: Any
+    seq_lens: Any
+    block_table: Any
+    max_query_len: int
+
+
+class Mask(NamedTuple):
+    """Among the MAX_WIDTH places from `first` on, bit i of a token says whether it sees place first + i; it sees all
+    before them, and nothing that stands after itself. All bits set: causal.
+
+    Args:
+        bits: [>= num_tokens] int64
+        first: [>= R] int32
+    """
+
+    bits: Any
+    first: Any
+
+
+def attend(out: Any, query: Query, cache: Cache, mask: Mask, scale: float, implementation: str | None = None) -> None:
+    """Writes what each token's heads see, [num_tokens, num_heads, head_size]."""
+    module_of(__name__, query.query, implementation).attend(out, query, cache, mask, scale)
+
+
+def walk(
+    parents: Any,  # [R, W] int64, of each request's tree
+    tokens: Any,  # [R, W] int64, that stand at the nodes; -1: no node
+    drawn: Any,  # [R, W] int64, the target's token after each node
+    implementation: str | None = None,
+) -> tuple[Any, Any, Any]:
+    """Follows drawn tokens from the root, as long as a child is the one.
+
+    Returns:
+        emitted [R, W] int64, padded with -1, their number [R] int32, and the nodes that they were drawn at [R, W]
+        int64, after these 0.
+
+    >>> import torch
+    >>> walk(torch.tensor([[0, 0, 0, 2]]), torch.tensor([[9, 4, 5, 6]]), torch.tensor([[5, 1, 6, 8]]))
+    (tensor([[ 5,  6,  8, -1]]), tensor([3], dtype=torch.int32), tensor([[0, 2, 3, 0]]))
+    """
+    return module_of(__name__, parents, implementation).walk(parents, tokens, drawn)  # type: ignore[no-any-return]
+
+
+def compact(
+    caches: Any,  # [num_layers, num_blocks, num_kv_heads, block_size, content], one tensor each
+    pointers: Any,  # [num_layers] uint64, to these
+    block_table: Any,  # [R, max_num_blocks] int32
+    root: Any,  # [R] int64, the root's place
+    path: Any,  # [R, W] int64: nodes, in ascending order
+    num_nodes: Any,  # [R] int32, of the path
+    implementation: str | None = None,
+) -> None:
+    """Moves the keys and values of a path to the places after the root, in all layers."""
+    module_of(__name__, caches[0], implementation).compact(caches, pointers, block_table, root, path, num_nodes)

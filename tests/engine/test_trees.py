@@ -1,0 +1,189 @@
+"""Trees of drafts on Model Runner V2: outputs are those of no speculation, whatever a scheduler does to requests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import NUM_TOKENS, STRESS, early_exit, generate
+from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, spec_metrics
+from parts import write_head
+from recorded import runner
+from test_identity import steps_of
+from vllm_specplugins.kernels.trees import Cache, Mask, Query, reference
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.proposers.tree import chain_length
+
+on_v2 = pytest.mark.skipif(RUNNER != "v2", reason="trees are V2's")
+WITHOUT_TAPES = True
+N = 7
+BACKEND = "vllm_specplugins.engine.v2.trees.attention.TreeAttentionBackend"
+PROMPTS = slice(0, 24, 3)
+
+
+def exit_tree(num_nodes: int = N, layer: int = NUM_LAYERS // 2, **other: Any) -> dict[str, Any]:
+    config = {key: value for key, value in early_exit(layer).items() if key != "num_speculative_tokens"}
+    return {**config, "tree": num_nodes, "gate": "off", **other}
+
+
+def attend_causally(q: Any, k: Any, v: Any, out: Any, cu_seqlens_q: Any, seqused_k: Any, **rest: Any) -> None:
+    """vLLM's kernel, which takes a tenth of a second in the interpreter."""
+    query = Query(q, cu_seqlens_q, seqused_k, rest["block_table"], rest["max_seqlen_q"])
+    mask = Mask(torch.full((len(q),), -1), torch.zeros(len(seqused_k)).int())
+    reference.attend(out, query, Cache(k, v), mask, rest["softmax_scale"])
+
+
+def write_cache(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, *rest: Any) -> None:
+    """Another one."""
+    slots, size = slots[slots >= 0], key_cache.shape[1]
+    key_cache[slots // size, slots % size], value_cache[slots // size, slots % size] = (
+        key[: len(slots)],
+        value[: len(slots)],
+    )
+
+
+@pytest.fixture(scope="module")
+def attention(expected: Any) -> Iterator[None]:
+    """A CPU's platform has one attention, which is that of trees here; after what is expected, which is vLLM's."""
+    from vllm.v1.attention.backends import registry, triton_attn
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, BACKEND)
+        patches.setattr(triton_attn, "unified_attention", attend_causally)
+        patches.setattr(triton_attn, "triton_reshape_and_cache_flash", write_cache)
+        yield
+
+
+def check(llm: Any, least: int) -> None:
+    [stats] = llm.collective_rpc("specplugins_stats")
+    assert stats["faults"] == {}
+    assert spec_metrics(llm)["accepted_tokens"] >= least
+
+
+@on_v2
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_exit(attention: None, engine: Any, prompts: Any, expected: Any, asynchronous: bool) -> None:
+    """Preemption, prefix-cache hits on blocks whose paths were moved, chunked prefill. Kills: a wrong mask, position,
+    node, or place that a path is moved to."""
+    llm = engine(exit_tree(), **STRESS, async_scheduling=asynchronous)
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    check(llm, 50)
+    assert generate(llm, prompts, [3, 5], max_tokens=NUM_TOKENS) == expected, "from the prefix cache"
+    assert spec_metrics(llm)["preemptions"] > 0
+
+
+@on_v2
+@pytest.mark.parametrize("fault", ["masks", "positions", "moves", "parents"])
+def test_faults_are_seen(
+    attention: None, engine: Any, prompts: Any, expected: Any, fault: str, monkeypatch: Any
+) -> None:
+    """Nodes that see each other, stand by index, or stay where they were; a walk down another tree: that prompts and
+    drafts of the test above can tell."""
+    llm = engine(exit_tree(), **STRESS, async_scheduling=True)
+    trees = runner(llm).speculator.trees
+    if fault == "moves":
+        monkeypatch.setattr("vllm_specplugins.engine.v2.trees.state.compact", lambda *_: None)
+    else:
+        nodes, put = torch.arange(N + 1), trees.put
+
+        def wrong(rows: Any, parents: Any) -> None:
+            put(rows, parents)
+            own, chain = trees._own(rows), (nodes - 1).clamp(min=0)
+            table, value = {
+                "masks": (trees._ancestors, (2 << nodes) - 1),
+                "positions": (trees._depths, nodes),
+                "parents": (trees._parents, chain),
+            }[fault]
+            table[own] = value
+
+        monkeypatch.setattr(trees, "put", wrong)
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) != expected
+
+
+@on_v2
+def test_jump(attention: None, engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> None:
+    """One that is exact along its chain. Kills: a jump that begins with another node's state."""
+    jump = write_head(tmp_path, NUM_LAYERS, NUM_LAYERS, 0.0)
+    llm = engine({"method": "jump", "head": jump["head"], "tree": N, "gate": "off"})
+    before = spec_metrics(llm)
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    after = spec_metrics(llm)
+    drafts, accepted = (after[name] - before[name] for name in ("drafts", "accepted_tokens"))
+    check(llm, 50)
+    assert accepted >= (drafts - len(prompts)) * chain_length(N)
+
+
+@on_v2
+@pytest.mark.parametrize("asks", ["logprobs", "presence_penalty", "logit_bias", "structured_outputs"])
+def test_what_a_tree_cannot_keep(attention: None, engine: Any, prompts: Any, asks: str) -> None:
+    """A request that has its chain beside others that have trees. Kills: a sibling whose logits are edited as if it
+    stood after another, a logprob of another node's row."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    values: dict[str, Any] = {"logprobs": 1, "presence_penalty": 1.5, "logit_bias": {7: 9.0, 8: 9.0}}
+    values["structured_outputs"] = StructuredOutputsParams(regex="[a-f ]{40}")
+
+    def answers(llm: Any) -> list[Any]:
+        params = [
+            SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, **({asks: values[asks]} if index % 2 else {}))
+            for index in range(4)
+        ]
+        results = llm.generate([{"prompt_token_ids": own} for own in prompts[:4]], params, use_tqdm=False)
+        return [
+            (list(own.token_ids), [round(min(x.logprob for x in step.values()), 3) for step in own.logprobs or ()])
+            for own in (result.outputs[0] for result in results)
+        ]
+
+    ours = answers(engine(exit_tree(), **STRESS, async_scheduling=True))
+    assert ours == answers(engine())
+
+
+@on_v2
+@pytest.mark.parametrize("temperature", [0.8, 1.0])
+def test_seeded_samples(attention: None, engine: Any, prompts: Any, temperature: float) -> None:
+    """What a seeded request is answered is what it is answered with chains. Kills: noise of a node's index."""
+    params = {"temperature": temperature, "seed": 5, "max_tokens": 16}
+    chains = generate(engine(early_exit(NUM_LAYERS // 2, 2)), prompts[:4], [4], **params)
+    llm = engine(exit_tree(draft_sample_method="coupled"))
+    before = spec_metrics(llm)["accepted_tokens"]
+    assert generate(llm, prompts[:4], [4], **params) == chains
+    assert spec_metrics(llm)["accepted_tokens"] > before
+
+
+@on_v2
+def test_abort_and_same_id(attention: None, engine: Any, prompts: Any) -> None:
+    """A request aborted in the middle, and a new one in its slot that has a chain. Kills: a tree that stays."""
+    llm = engine(exit_tree(), **STRESS, async_scheduling=True)
+    alone = steps_of(llm, "same-id", prompts[2], presence_penalty=0.5)[-1]
+    assert steps_of(llm, "same-id", prompts[3], 5)[-1][2] is None
+    assert steps_of(llm, "same-id", prompts[2], presence_penalty=0.5)[-1] == alone
+    check(llm, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"attention_backend": "FLASH_ATTN"}, "attention_backend must be TRITON_ATTN or left out with tree"),
+        ({"kv_cache_dtype": "fp8"}, "tree must be left out with a quantised KV cache"),
+        ({"enable_lora": True}, "tree must be left out with LoRA"),
+        ({"hf_overrides": {"sliding_window": 64}}, "tree must be left out with a sliding window"),
+        ({"tensor_parallel_size": 2}, "tree must be left out with several ranks or engines"),
+        ({}, ""),
+    ],
+    ids=str,
+)
+def test_refusals(arguments: dict[str, Any], words: str) -> None:
+    """Before anything is loaded, in one sentence. Kills: an engine that would verify by a wrong mask."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    if RUNNER == "v1":
+        arguments, words = {}, "tree must be left out on Model Runner V1"
+    args = EngineArgs(model=str(DEMO_MODEL), speculative_config=exit_tree(), enforce_eager=True, **arguments)
+    if not words:
+        assert args.create_engine_config().attention_config.backend.name == "CUSTOM"
+        return
+    with pytest.raises(ConfigError, match=f"^early_exit: {words}"):
+        args.create_engine_config()

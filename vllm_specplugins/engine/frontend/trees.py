@@ -1,0 +1,58 @@
+"""Where drafts may be trees, refused before the engine loads anything; and the attention that they take."""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_specplugins.config import ConfigError, SpecConfig
+
+_NAME, _BASE = "CUSTOM", "TRITON_ATTN"  # what v2/trees/attention.py is to vLLM, and what it extends
+
+
+def register() -> None:
+    """Where vLLM looks for that name, in this process."""
+    register_backend(AttentionBackendEnum[_NAME], "vllm_specplugins.engine.v2.trees.attention.TreeAttentionBackend")
+
+
+def backend(config: SpecConfig, engine_args: Any) -> dict[str, Any]:
+    """Fields of EngineArgs that choose the attention of trees, where nothing but the one that it extends is asked for.
+
+    Raises:
+        ConfigError: another one is.
+    """
+    if not config.tree:
+        return {}
+    asked = [engine_args.attention_backend, getattr(engine_args.attention_config, "backend", None)]
+    names = [getattr(own, "name", own) for own in asked if own is not None]
+    if others := sorted({str(name) for name in names} - {_NAME, _BASE}):
+        raise ConfigError(
+            f"{config.method}: attention_backend must be {_BASE} or left out with tree, not {others[0]!r}."
+        )
+    register()
+    if asked[1] is not None:
+        engine_args.attention_config.backend = None
+    return {"attention_backend": AttentionBackendEnum[_NAME]}
+
+
+def check_trees(vllm_config: VllmConfig) -> None:
+    """Raises ConfigError for an engine in which a tree cannot be verified."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    method, text = vllm_config.speculative_config.plugin_config.method, model.hf_text_config
+    if not vllm_config.use_v2_model_runner:
+        raise ConfigError(f"{method}: tree must be left out on Model Runner V1, whose attention knows no trees.")
+    kinds = {
+        "multi-head latent attention": model.use_mla,
+        "a sliding window": getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True),
+        "a quantised KV cache": vllm_config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+        "LoRA": vllm_config.lora_config is not None,
+        "a KV connector": vllm_config.kv_transfer_config is not None,
+        "return_sampling_mask": model.return_sampling_mask,
+        "watermarks": vllm_config.watermark_config is not None,
+        "several ranks or engines": parallel.world_size * parallel.data_parallel_size > 1,
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise ConfigError(
+                f"{method}: tree must be left out with {kind}: not verified exactly there, or never tried."
+            )

@@ -1,0 +1,70 @@
+"""vLLM's Triton attention with a mask of ancestors, in steps that verify trees; all others run vLLM's own kernel.
+
+A request's tokens outside of its tree are causal, so trees, chains and chunks of prompts share one launch. It takes no
+split of long texts: a program reads all keys of a request.
+"""
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.kernels.trees import Cache, Mask, Query, attend
+
+
+class TreeAttentionImpl(TritonAttentionImpl):
+    """See the module."""
+
+    trees: Any = None  # state.Trees of the runner; set when its layers are known
+    implementation: str | None = None  # of kernels/trees; "fused" in Triton's interpreter
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for name, has_any in {
+            "a sliding window": self.sliding_window != (-1, -1),
+            "ALiBi": self.alibi_slopes is not None,
+            "attention sinks": self.sinks is not None,
+            "soft-capped attention": bool(self.logits_soft_cap),
+            "a quantised KV cache": self.kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            "keys and values of another layer": self.kv_sharing_target_layer_name is not None,
+        }.items():
+            if has_any:
+                raise ConfigError(f"tree must be left out for a model with {name}, whose attention it does not know.")
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *scales: Any,
+        **others: Any,
+    ) -> torch.Tensor:
+        """vLLM's signature."""
+        trees = self.trees
+        if trees is None or attn_metadata is None or not trees.masks or attn_metadata.max_query_len == 1:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **others)
+        rows = slice(attn_metadata.num_actual_tokens)
+        ragged = Query(
+            query[rows], attn_metadata.query_start_loc, attn_metadata.seq_lens, attn_metadata.block_table,
+            attn_metadata.max_query_len,
+        )  # fmt: skip
+        cache = Cache(*kv_cache.transpose(1, 2).split(self.head_size, dim=-1))
+        attend(output[rows], ragged, cache, Mask(trees.bits, trees.first), self.scale, self.implementation)
+        return output
+
+
+class TreeAttentionBackend(TritonAttentionBackend):
+    """See the module."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # vLLM's name for backends that are not its own
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeAttentionImpl]:
+        return TreeAttentionImpl

@@ -1,0 +1,180 @@
+"""The trees of all slots of requests, and what a step does with them, all on the device and without waiting.
+
+Slots of the KV cache go by a node's index, positions by its depth. A tree stays until the request's next draft; the
+scheduler may cut it. Whatever tree stands here is verified exactly: it says what was fed, and where. S: slots of
+requests, W: nodes, root included.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.hooks import both, wrap
+from vllm_specplugins.engine.v2.trees.attention import TreeAttentionImpl
+from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
+from vllm_specplugins.kernels.trees import compact, walk
+from vllm_specplugins.kernels.trees.reference import ancestors
+
+
+class Trees:
+    """See the module.
+
+    Args:
+        num_nodes: of a tree beside its root, W - 1.
+    """
+
+    implementation: str | None = None  # of kernels/trees
+    masks = False  # whether attention goes by `bits` and `first`
+    _only_chains = False
+
+    def __init__(self, vllm_config: VllmConfig, num_nodes: int, device: torch.device):
+        scheduler = vllm_config.scheduler_config
+        self._num_slots = scheduler.max_num_seqs
+        self._nodes = torch.arange(num_nodes + 1, device=device)
+        chain = (self._nodes - 1).clamp(min=0)[None]
+        # The last row is nobody's: of padding.
+        self._parents = chain.repeat(self._num_slots + 1, 1)
+        self._depths, self._ancestors = (part.repeat(self._num_slots + 1, 1) for part in ancestors(chain))
+        self._path = torch.zeros_like(self._parents)
+        self._branches = torch.zeros(self._num_slots + 1, dtype=torch.bool, device=device)
+        # Of a step: what a graph of the target reads. See kernels.trees.Mask.
+        self.bits = torch.full((scheduler.max_num_batched_tokens,), -1, dtype=torch.int64, device=device)
+        self.first = torch.zeros(self._num_slots, dtype=torch.int32, device=device)
+        self._step: Any = None  # the batch whose trees are verified
+        self._shift = self._nodes[:0]
+        self._caches: list[torch.Tensor] = []
+
+    def attach(self, runner: Any) -> None:
+        """Puts it around a runner's steps."""
+        self._runner = runner
+        wrap(runner, "prepare_attn", self._prepare)
+        wrap(runner, "sample", self._sample)
+        wrap(runner, "postprocess_sampled", self._move)
+        wrap(runner, "capture_model", self._record)
+        runner.initialize_kv_cache = both(runner.initialize_kv_cache, lambda *_, **__: self._find_layers())
+
+    def _find_layers(self) -> None:
+        context = self._runner.vllm_config.compilation_config.static_forward_context
+        groups = self._runner.kv_cache_config.kv_cache_groups
+        layers = [context[name] for group in groups for name in group.layer_names]
+        self._caches = [layer.kv_cache for layer in layers]
+        if len(groups) > 1 or len({(cache.shape, cache.stride()) for cache in self._caches}) > 1:
+            raise ConfigError("tree must be left out for a model whose layers have KV caches of different kinds.")
+        for layer in layers:
+            if not isinstance(layer.impl, TreeAttentionImpl):
+                raise ConfigError("tree must be left out where attention is not vLLM's TRITON_ATTN.")
+            layer.impl.trees = self
+        pointers = [cache.data_ptr() for cache in self._caches]
+        self._pointers = torch.tensor(pointers, dtype=torch.uint64, device=self.bits.device)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Kernels that no graph launches are compiled before they serve; of no node, so that nothing moves."""
+        _, num_emitted, path = walk(self._parents[:1], self._path[:1], self._path[:1], self.implementation)
+        table = self._runner.block_tables.block_tables[0].gpu[:1]
+        compact(self._caches, self._pointers, table, path[:, 0], path, num_emitted * 0, self.implementation)
+
+    def add(self, slots: list[int], branches: list[bool]) -> None:
+        """Requests that are new, or back after a preemption, and whether they may have trees: what edits a row's logits
+        by what stands before it, or reports them, takes that for a chain."""
+        branches = [own and not self._only_chains for own in branches]
+        own = async_tensor_h2d(np.array([slots, branches]), self.bits.device)
+        self._branches[own[0]] = own[1].bool()
+        self._parents[own[0]] = (self._nodes - 1).clamp(min=0)
+        self._depths[own[0]], self._ancestors[own[0]] = self._nodes, (2 << self._nodes) - 1
+
+    def stop(self, rejection_sampler: Any) -> None:
+        """From now on drafts are chains; before any is made."""
+        self._only_chains, rejection_sampler.trees = True, None
+
+    def branches(self, rows: torch.Tensor) -> torch.Tensor:
+        """Whether requests of these slots, -1 for nobody's, may have trees, [R] bool."""
+        return self._branches[self._own(rows)]
+
+    def put(self, rows: torch.Tensor, parents: torch.Tensor) -> None:
+        """New trees of these slots, -1 for nobody's: parents [R, W - 1] int64 of all nodes but the root."""
+        own, parents = self._own(rows), torch.nn.functional.pad(parents, (1, 0))
+        self._parents[own] = parents
+        self._depths[own], self._ancestors[own] = ancestors(parents)
+
+    def _own(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.where(rows < 0, self._num_slots, rows)
+
+    def _prepare(self, prepare: Any, input_batch: Any) -> Any:
+        """Slots of the KV cache are made of positions by index; after that these are by depth, until it samples."""
+        prepared = prepare(input_batch)
+        self._step, self.masks = None, input_batch.num_draft_tokens > 0 and not self._only_chains
+        if self.masks:
+            self._step, rows = input_batch, input_batch.logits_indices
+            states, local = input_batch.expanded_idx_mapping.long(), input_batch.expanded_local_pos.long()
+            self.bits.fill_(-1)
+            self.bits[rows] = self._ancestors[states, local]
+            num_reqs, num_logits = input_batch.num_reqs, input_batch.cu_num_logits.diff()
+            self.first[:num_reqs] = input_batch.seq_lens[:num_reqs] - num_logits
+            self._shift = self._depths[states, local] - local
+            input_batch.positions[rows] += self._shift
+        return prepared
+
+    def _sample(self, sample: Any, hidden_states: Any, input_batch: Any, *rest: Any) -> Any:
+        """What samples goes by index."""
+        self.masks = False
+        if self._step is not None:
+            input_batch.positions[input_batch.logits_indices] -= self._shift
+        return sample(hidden_states, input_batch, *rest)
+
+    def _move(self, postprocess: Any, idx_mapping: Any, sampled: Any, num_sampled: Any, *rest: Any) -> None:
+        """Before anybody drafts from them."""
+        if self._step is not None:
+            slots, num_reqs = idx_mapping.long(), len(num_sampled)
+            table = self._runner.block_tables.block_tables[0].gpu[slots]
+            root = self.first[:num_reqs].long()
+            compact(self._caches, self._pointers, table, root, self._path[slots], num_sampled, self.implementation)
+        postprocess(idx_mapping, sampled, num_sampled, *rest)
+
+    def last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:
+        """Where the state stands that each request's newest token was sampled from, [R] int64."""
+        last = input_batch.query_start_loc[1 : input_batch.num_reqs + 1].long() - 1
+        if self._step is None:
+            return last
+        path, ends = self._path[input_batch.idx_mapping.long()], (num_sampled.long() - 1).clamp(min=0)
+        node = path.gather(1, ends[:, None])[:, 0]
+        return last - (input_batch.cu_num_logits.diff() - 1) + node
+
+    def _record(self, capture_model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Graphs of more than one token a request are of steps that verify trees."""
+        self.masks = not self._only_chains
+        try:
+            return capture_model(*args, **kwargs)
+        finally:
+            self.masks = False
+
+    def verify(
+        self,
+        states: torch.Tensor,  # [num_logits] slot of each row
+        local: torch.Tensor,  # [num_logits] node of each row
+        logits: torch.Tensor,  # [num_logits, vocab_size], edited
+        cu_num_logits: torch.Tensor,
+        draft_token_ids: torch.Tensor,
+        positions: torch.Tensor,  # by index
+        idx_mapping: torch.Tensor,
+        sampling: Sampling,
+        *_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `rejection_sample` with a one-hot q: a row's token is drawn with the noise of its depth, and followed."""
+        states, local, num_logits = states.long(), local.long(), len(logits)
+        places = positions + self._depths[states, local] - local
+        alone = torch.arange(num_logits + 1, dtype=torch.int32, device=logits.device)
+        drawn, _ = rejection_sample(logits, alone, draft_token_ids, places, states, sampling, 0)
+        starts = cu_num_logits.long()
+        rows = starts[:-1, None] + self._nodes
+        is_node = rows < starts[1:, None]
+        rows = rows.clamp(max=num_logits - 1)
+        tokens = draft_token_ids.long()[rows].masked_fill(~is_node, -1)
+        own = idx_mapping.long()
+        emitted, num_emitted, path = walk(self._parents[own], tokens, drawn[:, 0][rows], self.implementation)
+        self._path[own] = path
+        return emitted, num_emitted
