@@ -88,7 +88,7 @@ def attend(out: torch.Tensor, query: Query, cache: Cache, mask: Mask, scale: flo
     _attend_kernel[grid](
         out, tuple(query[:4]), tuple(cache), tuple(mask), scale, query.block_table.stride(0), strides,
         QUERIES_PER_KV=per_kv, BLOCK_SIZE=block_size, HEAD_SIZE=head_size, DIMS=triton.next_power_of_2(head_size),
-        ROWS=rows, TILE=_TILE, WIDTH=MAX_WIDTH,
+        ROWS=rows, TILE=_TILE, WIDTH=MAX_WIDTH, num_warps=4,
     )  # fmt: skip
 
 
@@ -190,5 +190,5 @@ def compact(
     _compact_kernel[(len(caches), len(root), num_heads)](
         pointers, block_table, root, path.contiguous(), num_nodes, block_table.stride(0), *caches[0].stride()[:3],
         W=path.shape[1], BLOCK_SIZE=block_size, CONTENT=content, LANES=triton.next_power_of_2(content),
-        WORD=_WORDS[caches[0].element_size()],
+        WORD=_WORDS[caches[0].element_size()], num_warps=1,
     )  # fmt: skip

@@ -7,19 +7,17 @@ from typing import Any
 import pytest
 import torch
 from cases import NUM_TOKENS, STRESS, early_exit, generate
-from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, spec_metrics
+from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, TAPES, spec_metrics
 from parts import write_head
-from recorded import runner
+from recorded import replays, runner
 from test_identity import steps_of
-from vllm_specplugins.kernels.trees import Cache, Mask, Query, reference
+from tree_attention import attend_by_reference
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.proposers.tree import chain_length
 
 on_v2 = pytest.mark.skipif(RUNNER != "v2", reason="trees are V2's")
-WITHOUT_TAPES = True
 N = 7
-BACKEND = "vllm_specplugins.engine.v2.trees.attention.TreeAttentionBackend"
 PROMPTS = slice(0, 24, 3)
 
 
@@ -28,31 +26,11 @@ def exit_tree(num_nodes: int = N, layer: int = NUM_LAYERS // 2, **other: Any) ->
     return {**config, "tree": num_nodes, "gate": "off", **other}
 
 
-def attend_causally(q: Any, k: Any, v: Any, out: Any, cu_seqlens_q: Any, seqused_k: Any, **rest: Any) -> None:
-    """vLLM's kernel, which takes a tenth of a second in the interpreter."""
-    query = Query(q, cu_seqlens_q, seqused_k, rest["block_table"], rest["max_seqlen_q"])
-    mask = Mask(torch.full((len(q),), -1), torch.zeros(len(seqused_k)).int())
-    reference.attend(out, query, Cache(k, v), mask, rest["softmax_scale"])
-
-
-def write_cache(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, *rest: Any) -> None:
-    """Another one."""
-    slots, size = slots[slots >= 0], key_cache.shape[1]
-    key_cache[slots // size, slots % size], value_cache[slots // size, slots % size] = (
-        key[: len(slots)],
-        value[: len(slots)],
-    )
-
-
 @pytest.fixture(scope="module")
 def attention(expected: Any) -> Iterator[None]:
     """A CPU's platform has one attention, which is that of trees here; after what is expected, which is vLLM's."""
-    from vllm.v1.attention.backends import registry, triton_attn
-
     with pytest.MonkeyPatch.context() as patches:
-        patches.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, BACKEND)
-        patches.setattr(triton_attn, "unified_attention", attend_causally)
-        patches.setattr(triton_attn, "triton_reshape_and_cache_flash", write_cache)
+        attend_by_reference(patches)
         yield
 
 
@@ -72,6 +50,7 @@ def test_exit(attention: None, engine: Any, prompts: Any, expected: Any, asynchr
     check(llm, 50)
     assert generate(llm, prompts, [3, 5], max_tokens=NUM_TOKENS) == expected, "from the prefix cache"
     assert spec_metrics(llm)["preemptions"] > 0
+    assert not TAPES or min(map(replays, (runner(llm).cudagraph_manager, runner(llm).speculator._graphs_of[N]))) > 0
 
 
 @on_v2
@@ -80,8 +59,8 @@ def test_faults_are_seen(
     attention: None, engine: Any, prompts: Any, expected: Any, fault: str, monkeypatch: Any
 ) -> None:
     """Nodes that see each other, stand by index, or stay where they were; a walk down another tree: that prompts and
-    drafts of the test above can tell."""
-    llm = engine(exit_tree(), **STRESS, async_scheduling=True)
+    drafts of the test above can tell. Without graphs, which would go on as they were recorded."""
+    llm = engine(exit_tree(), **STRESS, async_scheduling=True, enforce_eager=True)
     trees = runner(llm).speculator.trees
     if fault == "moves":
         monkeypatch.setattr("vllm_specplugins.engine.v2.trees.state.compact", lambda *_: None)

@@ -18,13 +18,13 @@ VOCAB_SIZE = 128_256
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
 MAX_REGISTERS = {"_scan_kernel": 64, "_draw_kernel": 64, "_weigh_kernel": 64, "_keep_kernel": 80, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64}
-MAX_REGISTERS |= {"_attend_kernel": 168, "_walk_kernel": 64, "_compact_kernel": 64}
+MAX_REGISTERS |= {"_attend_kernel": 128, "_walk_kernel": 64, "_compact_kernel": 64}
 MAX_REGISTERS |= {"_share_kernel": 80, "_learn_kernel": 128, "_predict_kernel": 64}  # one program, and small ones
 LIMITS = dict.fromkeys(("sm_90", "sm_100"), MAX_REGISTERS)
 LIMITS["sm_80"] = MAX_REGISTERS | {"_draw_kernel": 80, "_weigh_kernel": 80}  # what truncates: three programs
 # There a SIMD has 512, and two of a program's 8 warps: 64 leave room for four programs, 72 for three.
 LIMITS["gfx942"] = {name: min(most, 64) for name, most in MAX_REGISTERS.items()}
-LIMITS["gfx942"] |= {"_weigh_kernel": 72, "_learn_kernel": 128, "_share_kernel": 80}
+LIMITS["gfx942"] |= {"_weigh_kernel": 72, "_learn_kernel": 128, "_share_kernel": 80, "_attend_kernel": 168}
 # Logits of each row that a program reads, where it does not choose some.
 TILE_SIZES = {"_scan_kernel": 8192, "_keep_kernel": 8192, "_adjust_kernel": 2048}
 TILE_SIZES |= {"_match_kernel": 2 * 1024}  # of tokens, in a text and in a reference
@@ -54,6 +54,8 @@ def record_launches() -> list:
     from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
     from vllm_specplugins.kernels.rejection.step import sample_step
     from vllm_specplugins.kernels.rejection.testing import as_step
+    from vllm_specplugins.kernels.trees import attend, compact, walk
+    from vllm_specplugins.kernels.trees.testing import make_attention, make_walks
 
     launches: list = []
     JITFunction.run = lambda self, *args, grid, warmup, **kwargs: launches.append((self, args, kwargs))
@@ -77,6 +79,11 @@ def record_launches() -> list:
     history_match(*make_lookup(5), implementation="fused")
     share = next(make_shares(256, 5, num_slots=1024))
     share_budget(Layout(*torch.zeros(2, 1025, dtype=torch.int32)), *share, 1, "fused")
+    attend(*make_attention([(40, 16)], (32, 8, 128), 16, torch.bfloat16), implementation="fused")
+    walk(*make_walks(4, 16), implementation="fused")
+    cache, moves = torch.zeros(4, 8, 16, 256, dtype=torch.bfloat16), torch.zeros(2, 16, dtype=torch.int64)
+    pointers, table = torch.zeros(1, dtype=torch.uint64), torch.zeros(2, 4, dtype=torch.int32)
+    compact([cache], pointers, table, moves[:, 0].contiguous(), moves, table[:, 0].contiguous(), "fused")
     for slots, drafts, sampled, rejected in make_steps(1, 8, 2, 5):
         known = new_state(2, 17, 5, "cpu")
         learn(known, slots, sampled, rejected, "fused")

@@ -7,6 +7,7 @@ split of long texts: a program reads all keys of a request.
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from vllm_specplugins.config import ConfigError
@@ -34,7 +35,7 @@ class TreeAttentionImpl(TritonAttentionImpl):
 
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -97,7 +97,7 @@ class Trees:
 
     def put(self, rows: torch.Tensor, parents: torch.Tensor) -> None:
         """New trees of these slots, -1 for nobody's: parents [R, W - 1] int64 of all nodes but the root."""
-        own, parents = self._own(rows), torch.nn.functional.pad(parents, (1, 0))
+        own, parents = self._own(rows), torch.cat((torch.zeros_like(parents[:, :1]), parents), dim=1)
         self._parents[own] = parents
         self._depths[own], self._ancestors[own] = ancestors(parents)
 
