@@ -158,7 +158,7 @@ def main() -> int:
     for temperature in TEMPERATURES:
         pairs = zip(prompts, outputs_of(base, prompts, temperature), strict=True)
         kept = [(prompt, output) for prompt, output in pairs if len(output) == OUTPUT and not repeats(output)]
-        for name, proposer in parts.items():
+        for name, proposer in parts.items() if kept else ():
             steps: dict[str, int] = {}
             for prompt, output in kept:
                 drafts = chains(proposer, target_of(base, prompt, output, temperature), output)

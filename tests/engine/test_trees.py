@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cases import NUM_TOKENS, STRESS, early_exit, generate
 from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, TAPES, spec_metrics
 from parts import write_head
@@ -65,7 +64,7 @@ def test_faults_are_seen(
     if fault == "moves":
         monkeypatch.setattr("vllm_specplugins.engine.v2.trees.state.compact", lambda *_: None)
     else:
-        nodes, put = torch.arange(N + 1), trees.put
+        nodes, put = trees._nodes, trees.put
 
         def wrong(rows: Any, parents: Any) -> None:
             put(rows, parents)
@@ -79,6 +78,7 @@ def test_faults_are_seen(
 
         monkeypatch.setattr(trees, "put", wrong)
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) != expected
+    check(llm, 1)
 
 
 @on_v2
