@@ -97,6 +97,11 @@ def reads_likeliest(config: SpecConfig) -> bool:
     return any(asks is True for asks in _attributes(config, "reads_likeliest").values())
 
 
+def may_be_late(config: SpecConfig) -> bool:
+    """Whether a proposer of the user's own may draft from older tokens: its class has `may_be_late = True`."""
+    return any(may is True for may in _attributes(config, "may_be_late").values())
+
+
 def _attributes(config: SpecConfig, name: str) -> dict[str, Any]:
     """An attribute of each class of the user's own in a method, by its path."""
     paths = [own.proposer for own in stage_configs(config, CustomConfig)]

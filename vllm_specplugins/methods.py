@@ -25,6 +25,7 @@ from vllm_specplugins.config import (
     did_you_mean,
     methods_of,
     sample_methods,
+    stage_configs,
     with_default_length,
     with_tree,
 )
@@ -33,6 +34,7 @@ from vllm_specplugins.custom import (
     attribute,
     build_custom,
     import_object,
+    may_be_late,
     option_checks,
     reads_likeliest,
     registrations,
@@ -55,6 +57,8 @@ class Method:
         has_tenants: keeps what requests emitted for later ones of the same tenant.
         on_device: drafts there on Model Runner V2, without the host (v2/speculators/device.py); the class of one that
             reads histories is then V1's.
+        is_late: drafts there without a wait, from tokens a step or two old, what requests' own texts do not hold, which
+            the device searches (v2/speculators/late.py).
         cuts_layers: runs some of the target's layers, or enters them (see `enters_states`).
         enters_states: whether an own configuration hands the target's layers states in place of tokens.
         reads_tokens_alone: drafts from them, so that what was recorded can be played to it; else from what an engine or
@@ -69,6 +73,7 @@ class Method:
     is_lookup: bool = False
     has_tenants: bool = False
     on_device: bool = False
+    is_late: bool = False
     cuts_layers: bool = False
     enters_states: Callable[[Any], bool] = lambda own: False
     reads_tokens_alone: bool = True
@@ -93,6 +98,7 @@ METHODS: Mapping[str, Method] = {
         "vllm_specplugins.proposers.suffix_lookup:SuffixLookup",
         is_lookup=True,
         has_tenants=True,
+        is_late=True,
     ),
     "early_exit": Method(
         EarlyExitConfig,
@@ -253,7 +259,20 @@ def drafts_on_device(config: SpecConfig) -> bool:
         return False  # its graphs are of single tokens
     first, *others = methods_of(config)
     is_cascade = first == "prompt_lookup" and len(others) == 1 and others[0] in ON_DEVICE
-    return method_of(config.method).on_device or is_cascade
+    return method_of(config.method).on_device or is_cascade or drafts_late(config)
+
+
+def drafts_late(config: SpecConfig) -> bool:
+    """Whether the method, on Model Runner V2, may draft on the host without a wait, from tokens a step or two old."""
+    if config.stages:
+        return False
+    return method_of(config.method).is_late or (may_be_late(config) and not reads_likeliest(config))
+
+
+def searched_on_device(config: SpecConfig) -> list[PromptLookupConfig]:
+    """How requests' own texts are searched there, once or not at all."""
+    is_late = method_of(config.method).is_late
+    return [PromptLookupConfig()] if is_late else stage_configs(config, PromptLookupConfig)
 
 
 def behind_gate(config: SpecConfig) -> SpecConfig:

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 RUNNER = os.environ.get("SPECPLUGINS_RUNNER", "v1")
 # Methods of which, alone, a gate on the host decides; medusa is ours where it has heads.
-GATED_ALONE = ("suffix_lookup", "custom", *(("prompt_lookup", "early_exit", "jump") if RUNNER == "v1" else ()))
+GATED_ALONE = ("custom", *(("prompt_lookup", "suffix_lookup", "early_exit", "jump") if RUNNER == "v1" else ()))
 INTERPRETED = RUNNER == "v2" and not torch.cuda.is_available()
 SOME = slice(0, 48, 3) if INTERPRETED else slice(0, 50, 2)  # of the 50 prompts
 FEW = slice(21, 29)  # a step in the interpreter takes a tenth of a second

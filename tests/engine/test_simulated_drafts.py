@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import PROMPT_LOOKUP, generate
+from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, generate
 from conftest import FEW, INTERPRETED, NUM_LAYERS, spec_metrics
 
 if not INTERPRETED:
@@ -18,6 +18,7 @@ from vllm import SamplingParams
 ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 K, PROMPTS, NUM_TOKENS = 4, FEW, 16
 STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": NUM_LAYERS}]
+LOOKUPS = [PROMPT_LOOKUP, SUFFIX_LOOKUP]  # the latter with what arrives from the host
 CASCADES = [("verify", "greedy"), ("auto", "greedy"), *([("auto", "probabilistic")] if ALL else [])]
 
 
@@ -63,7 +64,7 @@ def test_an_exit_as_deep_as_is_asked(engine: Any, device: Device, prompts: Any, 
     assert most == 0 or drafted(llm)[most] > before[most]
 
 
-@pytest.mark.parametrize("config", [cascade("auto", draft_sample_method="greedy"), PROMPT_LOOKUP])
+@pytest.mark.parametrize("config", [cascade("auto", draft_sample_method="greedy"), *LOOKUPS])
 def test_nothing_found_costs_one_token(engine: Any, device: Device, config: dict[str, Any]) -> None:
     """Of a request that does not allow the exit. Fails if confidences are those of another row, or not 0 after a
     draft's end."""
@@ -71,9 +72,9 @@ def test_nothing_found_costs_one_token(engine: Any, device: Device, config: dict
     check_nothing_found_costs_one_token(on_device(engine, config, token_ms=0.1), **options)
 
 
-@pytest.fixture
-def llm(engine: Any, device: Device) -> Any:
-    return on_device(engine, PROMPT_LOOKUP, token_ms=0.1)
+@pytest.fixture(params=LOOKUPS, ids=lambda config: config["method"])
+def llm(engine: Any, device: Device, request: pytest.FixtureRequest) -> Any:
+    return on_device(engine, request.param, token_ms=0.1)
 
 
 def test_lookup(device: Device, llm: Any, prompts: Any, expected: Any) -> None:
@@ -101,7 +102,7 @@ def test_any_confidence(llm: Any, prompts: Any, expected: Any, monkeypatch: pyte
 def test_references(llm: Any, prompts: Any, expected: Any) -> None:
     """Two requests share one, a third has its own, a fourth none; they come and go. Fails if a reference is another's,
     or is not given back."""
-    texts, asked = runner(llm).speculator.texts, []
+    texts, asked = runner(llm).speculator.lookups.texts, []
     order = [0, 0, 2, 3]
     for i, tokens in zip(order, (expected[0], expected[0], expected[2], None), strict=True):
         options = {} if tokens is None else {"specplugins": {"reference": [*prompts[i][-3:], *tokens]}}

@@ -58,7 +58,7 @@ OBJECTS: dict[str, str] = {
     "ExecuteModelState": "step",
     "GPUModelRunner LoRAModelRunnerMixin": "_runner runner",
     "GPUModelRunner v1/worker/gpu/model_runner.py": "model_runner",
-    "GroupCoordinator": "get_tp_group() pp_group",
+    "GroupCoordinator": "_group get_tp_group() pp_group",
     "InputBatch BatchExecutionDescriptor": "batch",
     "InputBuffers": "buffers",
     "LLMEngine": "engine",

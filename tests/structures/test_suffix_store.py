@@ -33,7 +33,7 @@ def ask(store, tenant, ending, own=(), reference=(), accept_probs=CERTAIN, begun
     text, other, prefix = np.array([*own, *ending], np.int32), ids(*reference), np.array([[*begun, 0]], np.int32)
     drafts = np.zeros((1, K), np.int32), np.zeros(1, np.int64), np.zeros(1)
     numbers = np.array([len(begun)]), np.array([K]), np.array([0]), np.array([other.ctypes.data, len(other)])
-    asked = *places_of([text]), prefix, *numbers, np.array([0, store.number(tenant)]), 0.0
+    asked = *places_of([text]), prefix, *numbers, np.array([0, store.number(tenant)]), 0, 0.0
     draft_step(asked, (accept_probs, np.zeros((1, 2, K + 1), np.int32)), drafts, tuple(store.ring))
     return drafts[0][0, : drafts[1][0]].tolist(), int(drafts[2][0])
 

@@ -87,6 +87,8 @@ class _WithProposer:
     def shutdown(self) -> None:
         """What our stages keep in files is saved before vLLM tears down; a signal may have come anywhere."""
         try:
+            if hasattr(self, "_barrier"):
+                self._barrier.settle()
             for _, stage in self._stages() if hasattr(self, "_reporter") else ():
                 if is_ours(stage, "close"):
                     stage.close()
@@ -124,6 +126,7 @@ class _WithProposer:
         """
         if action not in ("stats", "reset", "save"):
             raise ValueError(f"action must be 'stats', 'reset' or 'save', not {action!r}.")
+        self._barrier.settle()
         stats = {}
         for name, proposer in self._stages():
             if action == "reset" and is_ours(proposer, "reset_store"):
@@ -143,7 +146,8 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) 
     if on_host or not vllm_config.use_v2_model_runner:
         config = behind_gate(config)
     # A call into the target belongs to the engine's own thread and stream; a cascade puts stages in threads.
-    in_thread = not (speculative_config.runs_target or config.stages or build)
+    is_late = build is not None and speculative_config.drafts_late
+    in_thread = is_late or not (speculative_config.runs_target or config.stages or build)
     with _process_as_it_was():
         proposer = (build or build_proposer)(config, context)
     return FaultBarrier(

@@ -70,6 +70,7 @@ class FaultBarrier:
         self.counters = Counters()
         self.acceptance: Any = Acceptance()
         self.tally: Any = None  # what counts where the host does not look; see engine/v2/feedback/tally.py
+        self.late: Any = None  # who asks for drafts that nobody waits for; see engine/v2/speculators/late.py
         self.guard = Guard(
             proposer,
             "The proposer",
@@ -155,6 +156,8 @@ class FaultBarrier:
 
     def settle(self) -> None:
         """Has it, and a cascade's stages, forget them now, since no step follows for a while."""
+        if self.late is not None:
+            self.late.settle()
         self.guard.settle()
         getattr(self.proposer, "settle_stages", lambda: None)()
 

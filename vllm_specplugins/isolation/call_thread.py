@@ -34,14 +34,24 @@ class CallThread:
 
     def call(self, function: Callable[[], T], timeout_s: float) -> T:
         """The function's result; TimeoutError if it does not return in time, and then it is left behind."""
-        assert not self.is_busy
-        answers = self._answers = SimpleQueue()
         with self._own_random_numbers():
-            self._jobs.put((function, answers))
-            try:
-                result: T = answers.get(timeout=timeout_s)
-            except Empty:
-                raise TimeoutError from None
+            self.start(function)
+            result: T = self.take(timeout_s)
+            return result
+
+    def start(self, function: Callable[[], Any]) -> None:
+        """Begins to run a function, which draws from the engine's generators if it draws from the global ones."""
+        assert not self.is_busy
+        self._answers = SimpleQueue()
+        self._jobs.put((function, self._answers))
+
+    def take(self, timeout_s: float) -> Any:
+        """The result of the one that was started; TimeoutError if it does not return in time."""
+        assert self._answers is not None
+        try:
+            result = self._answers.get(timeout=timeout_s)
+        except Empty:
+            raise TimeoutError from None
         self._answers = None
         return result
 

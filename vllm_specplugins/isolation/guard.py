@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -97,11 +97,12 @@ class Guard:
         self._to_forget: list[str] = []  # those of them that are gone
         self._set_aside: set[str] = set()  # requests that get no more drafts
         self._feedback: Feedback | None = None  # that it has not been told
+        self._started: tuple[DraftBatch, Callable[[], None], float] | None = None  # the turn under way, and since when
 
     def begin_step(self) -> None:
         """Gives the proposer its time for another step."""
         self._breaker.step += 1
-        self._left_ms = self._budget_ms or 0.0
+        self._left_ms = self._budget_s * 1000
 
     def observe(self, feedback: Feedback) -> None:
         """Has the proposer learn this before it next proposes, unless newer feedback has come until then."""
@@ -120,6 +121,7 @@ class Guard:
 
     def settle(self) -> None:
         """Has the proposer forget what is gone now, since no step follows for a while."""
+        self.take(self._budget_s)
         if self._to_forget:
             self.begin_step()
             self.call(NO_REQUESTS, lambda: None)
@@ -132,8 +134,42 @@ class Guard:
 
     def call(self, batch: DraftBatch, work: Callable[[], T]) -> T | None:
         """What `work` makes of a batch; None where the proposer is switched off, still hangs, or fails now."""
-        if self._breaker.is_off() or (self._thread is not None and self._thread.is_busy):
+        if not self.can_start:
             return None
+        turn, settled = self._turn(batch, work)
+        return self._result(self._run(turn, batch.request_ids), batch, settled)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether the proposer is neither switched off nor at work."""
+        is_at_work = self._thread is not None and (self._thread.is_busy or self._started is not None)
+        return not (is_at_work or self._breaker.is_off())
+
+    def start(self, batch: DraftBatch, work: Callable[[], Any]) -> None:
+        """Begins `call` as a step of its own, in the proposer's thread, if it `can_start`."""
+        assert self._thread is not None
+        self.begin_step()
+        turn, settled = self._turn(batch, work)
+        self._started = batch, settled, time.perf_counter()
+        self._thread.start(lambda: attempt(turn, batch.request_ids))
+
+    def take(self, timeout_s: float = 0.0) -> Any:
+        """What came of `start`; None if it failed, or has not returned in this time. Past the budget it hangs."""
+        if self._started is None or self._thread is None:
+            return None
+        batch, settled, began = self._started
+        left_s = began + self._budget_s - time.perf_counter()
+        try:
+            outcome = self._thread.take(max(0.0, min(timeout_s, left_s)))
+        except TimeoutError:
+            if timeout_s < left_s:
+                return None
+            outcome = self._hangs()
+        self._started = None
+        return self._result(outcome, batch, settled)
+
+    def _turn(self, batch: DraftBatch, work: Callable[[], T]) -> tuple[Callable[[], T], Callable[[], None]]:
+        """The work, after what the proposer has to be told; and what is to be called when that is over."""
         self._known.update(batch.request_ids)
         to_forget, feedback, self._feedback = tuple(self._to_forget), self._feedback, None
         has_forgotten = threading.Event()
@@ -146,9 +182,14 @@ class Guard:
                 self.proposer.observe(feedback)
             return work()
 
-        outcome = self._run(turn, batch.request_ids)
-        if has_forgotten.is_set():
-            self._to_forget.clear()
+        def settled() -> None:
+            if has_forgotten.is_set():
+                del self._to_forget[: len(to_forget)]
+
+        return turn, settled
+
+    def _result(self, outcome: T | Fault, batch: DraftBatch, settled: Callable[[], None]) -> T | None:
+        settled()
         if isinstance(outcome, Fault):
             self._record(outcome, self._to_blame(outcome, batch))
             return None
@@ -176,9 +217,16 @@ class Guard:
         try:
             return self._thread.call(lambda: attempt(turn, request_ids), self._left_ms / 1000)
         except TimeoutError:
-            return Fault(HANGS, f"no answer within its budget of {self._budget_ms:.0f} ms a step")
+            return self._hangs()
         finally:
             self._left_ms = max(0.0, self._left_ms - (time.perf_counter() - start) * 1000)
+
+    def _hangs(self) -> Fault:
+        return Fault(HANGS, f"no answer within its budget of {self._budget_ms:.0f} ms a step")
+
+    @property
+    def _budget_s(self) -> float:
+        return (self._budget_ms or 0.0) / 1000
 
     def _attempt(self, work: Callable[[], T], request_ids: Sequence[str]) -> T | Fault:
         outcome = attempt(work, request_ids, passes=(KeyboardInterrupt, SystemExit))

@@ -80,7 +80,7 @@ class PromptLookup(Lookup):
 
     def num_bytes(self) -> int:
         """Memory of all references."""
-        return sum(text.nbytes for text in self._references.values())
+        return sum(text.nbytes for text in list(self._references.values()))  # its own thread may change it
 
     def rows_of(self, batch: DraftBatch) -> Ints:
         """[num_reqs], where what is kept of these requests stands."""

@@ -21,7 +21,7 @@ from vllm_specplugins.proposers.prompt_lookup import Lookup, PromptLookup
 from vllm_specplugins.structures.draft_arrays import NO_COUNTS
 from vllm_specplugins.structures.requests import places_of, with_room
 from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
-from vllm_specplugins.structures.suffix.drafts import draft_step
+from vllm_specplugins.structures.suffix.drafts import OWN, STORE, draft_step
 from vllm_specplugins.structures.suffix.shared import SharedTexts
 from vllm_specplugins.structures.suffix.store import SuffixStore
 from vllm_specplugins.structures.suffix.store_file import StoredText, StoreFile, fingerprint
@@ -31,7 +31,7 @@ logger = logging.getLogger("vllm.specplugins")
 
 STORE_WORK = 2_000  # looks into a table, of a step, for outputs that enter the store
 SHARED_WORK = 250  # where they are another engine's alone
-MAX_NEW = 64  # tokens that came since the last step; more are another text
+MAX_NEW = 256  # tokens that came since the last step; more are another text
 NUM_PROMPT_TOKENS = 8  # the last of a prompt, which go into the store with the output: it begins somewhere
 OUTPUT_SHARE = 16  # one part in so many of the store's memory, on top of it, is for outputs that are not finished
 Ints = npt.NDArray[np.int64]
@@ -53,6 +53,8 @@ class SuffixLookup(Lookup):
     Request options: `reference`, as prompt lookup's; `learn`, whether the output goes into the store; `tenant`, bytes,
     whose store that is (the engine derives it from the request's `cache_salt`).
     """
+
+    searches_requests: bool = True  # False: somebody else does, and the store alone is asked
 
     def __init__(self, config: SuffixLookupConfig, context: ProposerContext):
         self._min_confidence = float(config.min_confidence)
@@ -119,7 +121,8 @@ class SuffixLookup(Lookup):
             asked.extend((num_new, self.store.number(request.tenant)))
         requests = np.frombuffer(asked, np.int64) if asked else NO_COUNTS
         references = self._own.references_of(rows)
-        step = texts, lengths, prefix, num_begun, max_draft, rows, references, requests, self._min_confidence
+        first = OWN if self.searches_requests else STORE
+        step = texts, lengths, prefix, num_begun, max_draft, rows, references, requests, first, self._min_confidence
         draft_step(step, (self._accept_probs, self._newest), drafts, tuple(self.store.ring))
         if has_new:
             self._take_shared()

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 from vllm_specplugins.engine.adaptive.budget import Budget
+from vllm_specplugins.methods import method_of
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -16,18 +17,30 @@ CAN = "FLASH_ATTN on Hopper, FLASHINFER on Blackwell and TRITON_ATTN"
 
 
 def place(vllm_config: Any) -> None:
-    """Leaves a cascade on the host where nothing would trim its exit's drafts: there it has a gate of its own; and one
-    with a drafter of vLLM's in a pipeline."""
+    """Leaves a cascade on the host where nothing would trim its exit's drafts: there it has a gate of its own; one with
+    a drafter of vLLM's, and what drafts late, in a pipeline; and that where a synchronous scheduler waits anyway."""
     config, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     if not config.reads_history:
         return
+    is_one_stage = parallel.world_size == parallel.tensor_parallel_size
     if config.built_in is not None:
-        is_here = parallel.world_size == parallel.tensor_parallel_size
+        is_here = is_one_stage
+    elif config.drafts_late:
+        is_here = is_one_stage and _may_be_late(vllm_config)
     elif config.runs_target:
         is_here = _missing(vllm_config) is None
     else:
         return
     config.stays_on_host = not (is_here and vllm_config.use_v2_model_runner)
+
+
+def _may_be_late(vllm_config: Any) -> bool:
+    """Whether steps are scheduled ahead. Meanwhile a user's own class may draw from the process's random numbers, of
+    which ranks must have the same."""
+    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    is_ours = method_of(vllm_config.speculative_config.plugin_config.method).is_late
+    is_ahead: bool = scheduler.async_scheduling and scheduler.scheduler_cls is None
+    return is_ahead and (is_ours or parallel.world_size == 1)
 
 
 def settle(vllm_config: Any) -> None:

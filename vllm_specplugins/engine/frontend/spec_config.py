@@ -32,7 +32,7 @@ from vllm_specplugins.engine.frontend.options import check_requests
 from vllm_specplugins.engine.frontend.trees import check_trees
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.target.admission import check_states, check_target, has_state
-from vllm_specplugins.methods import drafts_on_device, reads_history, runs_target
+from vllm_specplugins.methods import drafts_late, drafts_on_device, reads_history, runs_target
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -106,6 +106,11 @@ class PluginSpeculativeConfig(SpeculativeConfig):
     def drafts_on_device(self) -> bool:
         """Whether the method, on Model Runner V2, drafts without the host."""
         return drafts_on_device(self.plugin_config) and not self.stays_on_host
+
+    @property
+    def drafts_late(self) -> bool:
+        """Whether it does so with a proposer on the host that nobody waits for."""
+        return drafts_late(self.plugin_config) and not self.stays_on_host
 
     @property
     def reads_on_host(self) -> bool:

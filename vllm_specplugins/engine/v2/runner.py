@@ -75,7 +75,9 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     wrap(runner, "sample_tokens", partial(_sample_tokens, runner, speculator))
     runner.draft_tokens_handler = speculator.report
     if isinstance(speculator, DeviceSpeculator):
-        barrier.acceptance = speculator.tally
+        barrier.acceptance, barrier.late = speculator.tally, speculator.lookups.late
+        if barrier.late is not None:
+            barrier.late.guard = barrier.guard
         wrap(runner, "initialize_kv_cache", partial(_trimming_if_it_can, runner, speculator))
         asynchronous = runner.vllm_config.scheduler_config.async_scheduling
         speculator.report.trims = lambda: asynchronous and runner.adaptive_verification is not None
@@ -100,10 +102,18 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
     step = runner.execute_model_state
     if step is not None and speculator.rests(step.input_batch, step.num_spec_tokens_to_schedule):
         with replaced(runner, {"speculator": None, "num_speculative_steps": 0}):
-            return sample(grammar_output)
-    output = sample(grammar_output)
+            return _noted(speculator, sample(grammar_output))
+    output = _noted(speculator, sample(grammar_output))
     if hasattr(output, "model_runner_output") and runner.adaptive_verification is None:
         setattr(output.model_runner_output, REPORT, speculator.report.num_draft())
+    return output
+
+
+def _noted(speculator: Any, output: Any) -> Any:
+    """A step's output, of which a proposer that drafts late shall see the tokens."""
+    late = speculator.barrier.late
+    if late is not None and hasattr(output, "model_runner_output"):
+        late.note(output)
     return output
 
 

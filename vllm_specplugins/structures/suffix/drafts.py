@@ -47,6 +47,7 @@ class Asked(NamedTuple):
     rows: Int64Array  # [B]
     references: Int64Array  # [B * 2] where their references lie, and the lengths of these, or 0
     requests: Int64Array  # [B * 2] how many tokens of a text are new, and the owner of its texts in the ring, or 0
+    first_source: int  # of OWN, OTHER and STORE; those before it are not asked
     min_confidence: float  # a draft ends before a token that is less likely to be accepted
 
 
@@ -66,7 +67,7 @@ class Drafts(NamedTuple):
 
 
 _ints, _prefix = types.int64[::1], types.Array(types.int32, 2, "C", readonly=True)
-asked_type = types.Tuple((_ints, _ints, _prefix, *[_ints] * 5, types.float64))
+asked_type = types.Tuple((_ints, _ints, _prefix, *[_ints] * 5, types.int64, types.float64))
 kept_type = types.Tuple((types.float64[:, ::1], types.int32[:, :, ::1]))
 drafts_type = types.Tuple((types.int32[:, ::1], types.int64[::1], types.float64[::1]))
 
@@ -191,7 +192,7 @@ def draft_step(asked: Any, kept: Any, drafts: Any, ring: Any) -> None:
 
     Of tuples of Asked, Kept, Drafts, which is written to, and Ring.
     """
-    texts, lengths, prefix, num_begun, max_draft, rows, references, requests, min_confidence = asked
+    texts, lengths, prefix, num_begun, max_draft, rows, references, requests, first_source, min_confidence = asked
     accept_probs, newest = borrowed(kept[0]), borrowed(kept[1])
     drafts, ring = Drafts(borrowed(drafts[0]), borrowed(drafts[1]), borrowed(drafts[2])), borrowed_ring(ring)
     lines, places = np.empty((2, 2, newest.shape[2]), np.int32), np.empty(MOST_PLACES, np.int64)
@@ -206,7 +207,7 @@ def draft_step(asked: Any, kept: Any, drafts: Any, ring: Any) -> None:
             place = text.size + begun - ending.size + i
             ending[i] = text[place] if place < text.size else prefix[index, place - text.size]
         best, best_count, best_score, match_length = 0, 0, 0.0, 0
-        for source in range(3 if most else 0):
+        for source in range(first_source if most else STORE + 1, STORE + 1):
             if source == STORE:
                 if owner == 0:
                     continue

@@ -1,4 +1,4 @@
-"""Model Runner V2: a lookup, a model proposer, or a lookup beside an exit or a drafter of vLLM's, on the device.
+"""Model Runner V2: lookups, a model proposer, or a lookup beside an exit or a drafter of vLLM's, on the device.
 
 Nothing here waits. The match, the steps of what runs the target, who is followed, how likely each token is to be
 accepted, and what is counted are one CUDA graph for each batch size and depth; every rank of a tensor-parallel group
@@ -20,15 +20,15 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 
 from vllm_specplugins.cascade.built_in import better
 from vllm_specplugins.cascade.on_device import EXIT, LOOKUP, OnDevice, Parts, Stages, keep_logits
-from vllm_specplugins.config import EarlyExitConfig, PromptLookupConfig, SpecConfig, rule, stage_configs
+from vllm_specplugins.config import EarlyExitConfig, SpecConfig, rule, stage_configs
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.engine.v2.feedback.draft_tracker import DraftTracker
 from vllm_specplugins.engine.v2.feedback.report import LateReport
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.built_in import DeviceOffer
 from vllm_specplugins.engine.v2.speculators.draft_limits import DraftLimits
+from vllm_specplugins.engine.v2.speculators.lookups import Lookups
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
-from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
 from vllm_specplugins.gate.step_times import lengths_up_to
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
@@ -37,7 +37,6 @@ from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
 class DeviceSpeculator(Speculator):
     """See the module. Drafting by another way than a graph is guarded like any proposer."""
 
-    texts: TokenHistories | None = None
     offers: DeviceOffer | None = None  # of a stage that is built into vLLM
     budget_implementation: str | None = None  # of kernels/budget; the reference where the kernel failed its check
 
@@ -48,9 +47,8 @@ class DeviceSpeculator(Speculator):
         stages = config.stages
         self._policy = rule(config)
         self._limits = DraftLimits(req_states, vllm_config.model_config, max_num_draft, device, stages)
-        for lookup in stage_configs(config, PromptLookupConfig):
-            self.texts = TokenHistories(req_states, max_num_draft, lookup, device)
-        self._steps_alone = speculative_config.drafts_on_device and self.texts is None  # of an exit, each of them seen
+        self.lookups = Lookups(vllm_config, req_states, device)
+        self._steps_alone = speculative_config.drafts_on_device and not self.lookups  # of an exit, each of them seen
         # vLLM's estimator rates an exit that is alone, in fewer launches; it knows of no lookup.
         self.use_acceptance_estimator &= self._steps_alone
         self._steps = torch.arange(max_num_draft, device=device)
@@ -69,8 +67,8 @@ class DeviceSpeculator(Speculator):
         if self._policy is not None:
             stages = config.own.stages
             second: Any = build_proposer(stages[EXIT], context)
-            return Stages([stage.method for stage in stages], self.texts, second, context)
-        return self.texts or build_proposer(config, context)
+            return Stages([stage.method for stage in stages], self.lookups.texts, second, context)
+        return (self.lookups.new_proposer if self.lookups else build_proposer)(config, context)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Called after `set_attn`."""
@@ -112,13 +110,11 @@ class DeviceSpeculator(Speculator):
         super().add(new_requests)
         self._limits.add(new_requests)
         self.outcomes.add(new_requests)
-        if self.texts is not None:
-            self.texts.add(new_requests)
+        self.lookups.add(new_requests)
 
     def remove(self, request_ids: set[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""
-        if self.texts is not None:
-            self.texts.remove(request_ids)
+        self.lookups.remove(request_ids)
         if request_ids and self.runs_target:
             self.barrier.forget(sorted(request_ids))
 
@@ -138,6 +134,7 @@ class DeviceSpeculator(Speculator):
     def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
         """Puts drafts of at most so many tokens into `draft_tokens`, and reports their lengths."""
         num_reqs = input_batch.num_reqs
+        self.lookups.step(most)
         self._begin(num_reqs, most, input_batch.idx_mapping, num_sampled, num_rejected)
         self._depth = next((depth for depth in self._depths if depth >= most), self._depths[-1])
         edit = self._edit_of(input_batch) if self._depth else None
@@ -198,8 +195,8 @@ class DeviceSpeculator(Speculator):
             (drafts, told), logits = self._beside_offer(self.offers, slots, max_draft, longest), None
         elif self._policy is not None:
             drafts, logits, told = self._cascaded(batch, slots, max_draft, longest, num_steps)
-        elif self.texts is not None:
-            drafts, logits = self._found(slots, max_draft, longest), None
+        elif self.lookups:
+            drafts, logits = self.lookups.found(slots, max_draft, longest), None
         else:
             drafts, logits = self._drafted(batch, max_draft.clamp(max=num_steps), num_steps)
             self.outcomes.accept_probs[:num_rows].mul_(drafts.is_drafted)
@@ -207,12 +204,6 @@ class DeviceSpeculator(Speculator):
         self.draft_tokens[:num_rows] = drafts.token_ids
         self._keep_logits(drafts, logits)
         return True
-
-    def _found(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> DraftArrays:
-        """By the lookup."""
-        assert self.texts is not None
-        match = self.texts.match(slots, max_draft, longest)
-        return of_stage(LOOKUP, match.token_ids, match.num_draft, match.match_length)
 
     def _drafted(
         self, batch: DraftBatch, max_draft: torch.Tensor, num_steps: int
@@ -238,7 +229,7 @@ class DeviceSpeculator(Speculator):
     ) -> tuple[DraftArrays, Parts]:
         """By a lookup and a drafter built into vLLM, which has drafted; what each did."""
         own, room = (self._limits.of_stage(max_draft, slots, stage) for stage in (EXIT, LOOKUP))
-        found = self._found(slots, room.clamp_(max=self._limits.of_stages[LOOKUP]), longest)
+        found = self.lookups.found(slots, room.clamp_(max=self._limits.of_stages[LOOKUP]), longest)
         offered = offers.drafts(EXIT, own)
         gains = None
         if self._rates:
@@ -256,7 +247,7 @@ class DeviceSpeculator(Speculator):
         room = self._limits.of_stage(max_draft, slots, LOOKUP).clamp_(max=self._limits.of_stages[LOOKUP])
         if self._policy == "verify":  # the exit's own choice comes after it
             room = (room - (own > 0).int()).clamp_(min=0)
-        kept = found = self._found(slots, room, longest)
+        kept = found = self.lookups.found(slots, room, longest)
         if self._policy != "verify" and self._rates and num_steps:
             # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
             num_worth = self.outcomes.num_worth(found, EXIT, num_steps)
@@ -288,7 +279,7 @@ class DeviceSpeculator(Speculator):
     def _rates(self) -> bool:
         """Whether acceptance probabilities are ours to say, from the stages' records."""
         chooses = self.offers is not None and self._policy == "auto"
-        return self.texts is not None and (self.enable_adaptive_verification or chooses)
+        return bool(self.lookups) and (self.enable_adaptive_verification or chooses)
 
     @property
     def _sees(self) -> Any:

@@ -6,7 +6,7 @@ ranks verify different drafts.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,31 +17,22 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from vllm_specplugins.cascade.on_device import keep_logits
 from vllm_specplugins.draft import Draft, Feedback, Int32Array
-from vllm_specplugins.engine.frontend.options import request_options
 from vllm_specplugins.engine.v2.feedback.report import DraftReport
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.speculators.base import Speculator
+from vllm_specplugins.engine.v2.speculators.request_history import RequestHistory
 from vllm_specplugins.engine.v2.verification.verify import likeliest_of
 from vllm_specplugins.isolation.barrier import spread
-from vllm_specplugins.isolation.exchange import frozen
 from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.structures.requests import Views, view
 
 _NO_TOKENS = view(np.zeros(1, np.int32))  # of a row that wants no draft
 
 
-@dataclass(slots=True)
-class _Request:
-    history: Int32Array  # [max_model_len]
-    shown: Int32Array  # the same, read-only
-    num_tokens: int
-    options: Any
-
-
 class HostSpeculator(Speculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestHistory] = {}
         self._offsets = torch.arange(-self.num_speculative_steps - 1, 0, device=device)
         self.report = DraftReport()
         self.tally: Tally | None = None  # of what tokens were drawn from
@@ -61,10 +52,7 @@ class HostSpeculator(Speculator):
         for new in new_requests:
             if new.prompt_embeds is not None:  # some of its tokens have no ids, so it gets no drafts
                 continue
-            history, num_tokens = np.empty(self._most_tokens, np.int32), len(new.prefill_token_ids)
-            history[:num_tokens] = new.prefill_token_ids
-            options = frozen(request_options(new.sampling_params))
-            self._requests[new.req_id] = _Request(history, view(history), num_tokens, options)
+            self._requests[new.req_id] = RequestHistory(new, self._most_tokens)
 
     def remove(self, request_ids: set[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""
@@ -125,10 +113,9 @@ class HostSpeculator(Speculator):
                 continue
             rows.append(row)
             if request.num_tokens + sampled == length:
-                request.history[request.num_tokens : length] = host[row, host.shape[1] - sampled :]
+                request.extend(host[row, host.shape[1] - sampled :])
             else:
-                request.history[:length] = req_states.all_token_ids.gpu[slots[row], :length].cpu().numpy()
-            request.num_tokens = length
+                request.replace(req_states.all_token_ids.gpu[slots[row], :length].cpu().numpy())
         return rows, host[rows, 0] - 1, host[rows, 1]
 
     def _propose(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> Draft:
@@ -140,7 +127,7 @@ class HostSpeculator(Speculator):
         options: list[Any] = [{}] * num_reqs
         for row in rows:
             request = self._requests[request_ids[row]]
-            token_ids[row], options[row] = request.shown[: request.num_tokens], request.options
+            token_ids[row], options[row] = request.token_ids, request.options
             max_num_draft[row] = draft_limit(request.options, request.num_tokens, most, self._most_tokens)
         places = {row: place for place, row in enumerate(asked)}
         batch = replace(

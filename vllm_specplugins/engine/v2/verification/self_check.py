@@ -55,8 +55,8 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
         speculator.trees.stop(runner.rejection_sampler)
     if "noise" in failed or ("verification" in failed and speculator.draft_logits is not None):
         stop_drafting(speculator)
-    if "lookup" in failed:
-        speculator.texts.implementation = "reference"
+    if "lookup" in failed and speculator.lookups.texts is not None:
+        speculator.lookups.texts.implementation = "reference"
     if "acceptance" in failed:
         speculator.outcomes.implementation = "reference"
     if "budget" in failed:
