@@ -313,6 +313,7 @@ def test_preempted_and_aborted(served: Any, engine: Any, prompts: Any, plainly: 
         llm.llm_engine.step()
     llm.llm_engine.abort_request(["gone"])
     outputs, _, accepted = counted(llm, lambda: generate(llm, prompts, [8], max_tokens=NUM_TOKENS))
-    assert outputs == plainly and accepted > 0 and spec_metrics(llm)["preemptions"] > 0
+    assert outputs == plainly
+    assert accepted > len(prompts) and spec_metrics(llm)["preemptions"] > 0
     llm.collective_rpc("specplugins_store")  # settles
-    assert runner(llm).speculator.lookups.late._requests == {}
+    assert len(runner(llm).speculator.lookups.late._requests) <= 1, "of the last one's end the worker has not heard"
