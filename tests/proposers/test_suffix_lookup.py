@@ -204,7 +204,7 @@ def test_another_text_of_the_same_name():
     """
     own = proposer(min_confidence=0)
     step(own, {"a": TEXT[:50]})
-    step(own, {"a": TEXT[: 50 + MAX_NEW + 1]})
+    step(own, {"a": np.resize(TEXT, 50 + MAX_NEW + 1)})
     step(own, {"a": TEXT[:20]})
     own.forget(["a"])
     assert own.store_stats()["texts"] == 3 and own.num_bytes() == own.store.num_bytes
