@@ -307,7 +307,7 @@ def test_the_host_has_its_share() -> None:
         totals, _ = played(made((3, 7)), {}, Load(CostTable.line(0.5, 0.0), host=host, waits=waits))
         assert totals.step_ms == pytest.approx(6 * step_ms) and (waits or totals.drafting_ms == 0)
     waiters = {candidate.method: candidate.waits for candidate in candidates([], [5])}
-    assert waiters["suffix_lookup"] and not waiters["prompt_lookup"]
+    assert not waiters["suffix_lookup"] and not waiters["prompt_lookup"]
 
 
 def test_larger_k_while_speed_rises(tmp_path: Path, capsys: Any) -> None:
