@@ -15,8 +15,9 @@ _STEPS = ("execute_model", "sample_tokens")
 
 
 def patch_asynchronous(patches: Patches) -> None:
-    """This platform takes away asynchronous scheduling, and the graphs' sizes; V2 can do both."""
+    """This platform takes away asynchronous scheduling, and graphs' sizes, and its events cannot be asked. V2 can."""
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.cpu import shm
 
     check = CpuPlatform.check_and_update_config.__func__
 
@@ -28,6 +29,7 @@ def patch_asynchronous(patches: Patches) -> None:
         vllm_config.scheduler_config.async_scheduling = asynchronous
 
     patches.set(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
+    patches.set(shm._EventPlaceholder, "query", lambda self: True)
 
 
 def patch_platform(patches: Patches) -> None:
