@@ -70,11 +70,9 @@ def _attend_kernel(
         shift = tl.where(newest > float("-inf"), newest, 0.0)
         weights, kept = tl.exp(scores - shift[:, None]), tl.exp(largest - shift)
         total = total * kept + tl.sum(weights, axis=1)
-        found = found * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        largest = newest
-    found = found / tl.where(total > 0, total, 1.0)[:, None]
+        found, largest = found * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee"), newest
     offsets = token[:, None] * out_strides[0] + head[:, None] * out_strides[1] + dims[None, :]
-    tl.store(out_ptr + offsets, found, mask=inside)
+    tl.store(out_ptr + offsets, found / tl.where(total > 0, total, 1.0)[:, None], mask=inside)
 
 
 def attend(out: torch.Tensor, query: Query, cache: Cache, mask: Mask, scale: float) -> None:
