@@ -316,6 +316,7 @@ def test_trees() -> None:
         ({"tree": 32}, "tree must be an integer from 1 to 31 or null, not 32"),
         ({"tree": 7, "num_speculative_tokens": 5}, "num_speculative_tokens must be 7, the tree.s, or left out, not 5"),
         ({"tree": 7, "verification": "vllm"}, "verification must be 'fused' with tree, not 'vllm'"),
+        ({"tree": 7, "look_ahead": "/folder"}, "look_ahead must be left out with tree"),
         ({"tree": 7, "draft_sample_method": "probabilistic"}, "draft_sample_method must be 'coupled' or 'greedy'"),
     ):
         with pytest.raises(ConfigError, match=f"^early_exit: {words}"):

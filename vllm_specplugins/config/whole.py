@@ -179,6 +179,8 @@ def with_tree(config: SpecConfig) -> SpecConfig:
             f"{method}: draft_sample_method must be 'coupled' or 'greedy' with tree, whose tokens are certain, not "
             "'probabilistic'."
         )
+    if getattr(config.own, "look_ahead", None):
+        raise ConfigError(f"{method}: look_ahead must be left out with tree, which was never tried with it.")
     return replace(config, common=replace(common, num_speculative_tokens=tree), says_length=True)
 
 
