@@ -225,7 +225,8 @@ def _replace_results(runner: Any, num_draft: int, tokens_are_free: bool) -> None
     if (manager := runner.adaptive_verification) is not None:
         token_ms = 0.0 if tokens_are_free else 0.35
         manager.set_cost_curves([(1, 0.05), (256, 0.05)], [(n, 3.0 + token_ms * n) for n in range(1, 513)])
-    outcomes = getattr(runner.speculator, "outcomes", None)
+    planned = getattr(runner.speculator, "specplugins", None) if manager is None else None
+    outcomes = getattr(planned or runner.speculator, "outcomes", None)
     if outcomes is not None:
         outcomes.accept_probs.fill_(0.8)
         outcomes._num_draft.fill_(num_draft if manager is None else 0)  # what is planned, where nothing is trimmed
