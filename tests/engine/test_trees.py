@@ -13,6 +13,7 @@ from test_identity import steps_of
 from tree_attention import attend_by_reference
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.proposers.tree import chain_length
 
 on_v2 = pytest.mark.skipif(RUNNER != "v2", reason="trees are V2's")
@@ -95,28 +96,32 @@ def test_jump(attention: None, engine: Any, prompts: Any, expected: Any, tmp_pat
 
 
 @on_v2
-@pytest.mark.parametrize("asks", ["logprobs", "presence_penalty", "logit_bias", "structured_outputs"])
-def test_what_a_tree_cannot_keep(attention: None, engine: Any, prompts: Any, asks: str) -> None:
+@pytest.mark.parametrize("asks", ["logprobs", "frequency_penalty", "structured_outputs"])
+def test_what_a_tree_cannot_keep(attention: None, engine: Any, prompts: Any, asks: str, monkeypatch: Any) -> None:
     """A request that has its chain beside others that have trees. Kills: a sibling whose logits are edited as if it
     stood after another, a logprob of another node's row."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    values: dict[str, Any] = {"logprobs": 1, "presence_penalty": 1.5, "logit_bias": {7: 9.0, 8: 9.0}}
-    values["structured_outputs"] = StructuredOutputsParams(regex="[a-f ]{40}")
+    values: dict[str, Any] = {"logprobs": 1, "frequency_penalty": 2.0}
+    values["structured_outputs"] = StructuredOutputsParams(regex="([a-e][f-z])+")  # the order of nodes matters
 
     def answers(llm: Any) -> list[Any]:
         params = [
-            SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, **({asks: values[asks]} if index % 2 else {}))
-            for index in range(4)
+            SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **({asks: values[asks]} if index % 2 else {}))
+            for index in range(8)
         ]
-        results = llm.generate([{"prompt_token_ids": own} for own in prompts[:4]], params, use_tqdm=False)
+        results = llm.generate([{"prompt_token_ids": own} for own in prompts], params, use_tqdm=False)
         return [
             (list(own.token_ids), [round(min(x.logprob for x in step.values()), 3) for step in own.logprobs or ()])
             for own in (result.outputs[0] for result in results)
         ]
 
-    ours = answers(engine(exit_tree(), **STRESS, async_scheduling=True))
+    llm, seen = engine(exit_tree(), **STRESS, async_scheduling=True), []
+    trees = runner(llm).speculator.trees
+    monkeypatch.setattr(trees, "add", both(lambda slots, branches: seen.extend(branches), trees.add))
+    ours = answers(llm)
+    assert seen.count(False) >= 4 and seen.count(True) >= 4
     assert ours == answers(engine())
 
 
