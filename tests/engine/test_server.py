@@ -217,8 +217,8 @@ def test_metrics(client: openai.OpenAI) -> None:
     def added(name: str) -> float:
         return sum(after[name].values()) - sum(before[name].values())
 
-    # No gate here, no fault, no store, no other server.
-    absent = {"gate_lengths", "faults", "stored_outputs", "stored_tokens", "exchanges"}
+    # No gate here, no fault, no store, no other server, nothing that learns.
+    absent = {"gate_lengths", "faults", "stored_outputs", "stored_tokens", "exchanges", "learned", "learned_length"}
     for metric in TABLE:
         shown = PREFIX + metric.name + {"counter": "_total", "gauge": "", "histogram": "_count"}[metric.kind]
         assert shown in after or metric.name in absent, metric.name

@@ -53,11 +53,12 @@ class Trees:
         self._runner = runner
         wrap(runner, "prepare_attn", self._prepare)
         wrap(runner, "sample", self._sample)
-        wrap(runner, "postprocess_sampled", self._move)
         wrap(runner, "capture_model", self._record)
         runner.initialize_kv_cache = both(runner.initialize_kv_cache, lambda *_, **__: self._find_layers())
 
     def _find_layers(self) -> None:
+        if not self._caches:  # or else it has been called before
+            wrap(self._runner.model_state, "postprocess_state", self._move)
         context = self._runner.vllm_config.compilation_config.static_forward_context
         groups = self._runner.kv_cache_config.kv_cache_groups
         layers = [context[name] for group in groups for name in group.layer_names]
@@ -126,14 +127,14 @@ class Trees:
             input_batch.positions[input_batch.logits_indices] -= self._shift
         return sample(hidden_states, input_batch, *rest)
 
-    def _move(self, postprocess: Any, idx_mapping: Any, sampled: Any, num_sampled: Any, *rest: Any) -> None:
-        """Before anybody drafts from them."""
-        if self._step is not None:
+    def _move(self, postprocess: Any, idx_mapping: Any, num_sampled: Any, *rest: Any) -> None:
+        """Before anybody drafts from them; where nothing is sampled vLLM says 0 for all."""
+        if self._step is not None and isinstance(num_sampled, torch.Tensor):
             slots, num_reqs = idx_mapping.long(), len(num_sampled)
             table = self._runner.block_tables.block_tables[0].gpu[slots]
             root = self.first[:num_reqs].long()
             compact(self._caches, self._pointers, table, root, self._path[slots], num_sampled, self.implementation)
-        postprocess(idx_mapping, sampled, num_sampled, *rest)
+        postprocess(idx_mapping, num_sampled, *rest)
 
     def last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:
         """Where the state stands that each request's newest token was sampled from, [R] int64."""
