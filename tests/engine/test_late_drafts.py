@@ -156,7 +156,7 @@ def test_another_request_in_the_slot(steps: Steps) -> None:
     steps.late.remove(["a"])
     steps.add("c", 2)
     assert steps.drafts(2) == [[]]
-    steps.late.step(K)
+    steps.step()
     assert steps.drafts(2) == [[]]
     steps.sample(1, "c")
     steps.step()
