@@ -38,7 +38,7 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
         ("cut", "tl.where(logit >= limit, tl.exp2", "tl.where(logit == logit, tl.exp2", _DENSE_CUT),
     ],
     "rejection/scan_fused.py": [
-        ("groups", "maximum, mask=groups < scanned.num_groups", "maximum, mask=groups < 1", _CUT),
+        ("groups", "+ slots, maximum, mask", "+ slots, tl.where(groups < 1, maximum, float('-inf')), mask", _CUT),
         ("mask", "offsets < target.vocab_size)", "offsets < target.vocab_size - 1)", _DRAW),
         ("scale", "[:, None]) * scale_of(temperature))", "[:, None]) * (0.2 * scale_of(temperature)))", _CUT),
         ("temperature", "LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)", "LOG2_E", _DRAW),
