@@ -57,8 +57,8 @@ class Method:
         has_tenants: keeps what requests emitted for later ones of the same tenant.
         on_device: drafts there on Model Runner V2, without the host (v2/speculators/device.py); the class of one that
             reads histories is then V1's.
-        is_late: drafts there without a wait, from tokens a step or two old, what requests' own texts do not hold, which
-            the device searches (v2/speculators/late.py).
+        is_late: drafts there without a wait, from tokens a step or two old (v2/speculators/late.py); a lookup what
+            requests' own texts do not hold, which the device searches. Costs next to nothing to ask.
         cuts_layers: runs some of the target's layers, or enters them (see `enters_states`).
         enters_states: whether an own configuration hands the target's layers states in place of tokens.
         reads_tokens_alone: drafts from them, so that what was recorded can be played to it; else from what an engine or
@@ -123,7 +123,9 @@ METHODS: Mapping[str, Method] = {
         own_field="heads",
     ),
     "grammar": Method(GrammarConfig, "vllm_specplugins.proposers.grammar:Grammar", reads_tokens_alone=False),
-    "remote": Method(RemoteConfig, "vllm_specplugins.proposers.remote.proposer:Remote", reads_tokens_alone=False),
+    "remote": Method(
+        RemoteConfig, "vllm_specplugins.proposers.remote.proposer:Remote", reads_tokens_alone=False, is_late=True
+    ),
     "cascade": Method(CascadeConfig, "vllm_specplugins.cascade.cascade:Cascade"),
     "custom": Method(CustomConfig, None),
 }
@@ -271,8 +273,8 @@ def drafts_late(config: SpecConfig) -> bool:
 
 def searched_on_device(config: SpecConfig) -> list[PromptLookupConfig]:
     """How requests' own texts are searched there, once or not at all."""
-    is_late = method_of(config.method).is_late
-    return [PromptLookupConfig()] if is_late else stage_configs(config, PromptLookupConfig)
+    row = method_of(config.method)
+    return [PromptLookupConfig()] if row.is_lookup and row.is_late else stage_configs(config, PromptLookupConfig)
 
 
 def behind_gate(config: SpecConfig) -> SpecConfig:

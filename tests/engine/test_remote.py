@@ -13,7 +13,7 @@ import pytest
 from cases import STRESS, generate, mixed_prompts
 from conftest import DEMO_MODEL, RUNNER, spec_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(RUNNER == "v2", reason="drafts on the host are the same there")]
+pytestmark = pytest.mark.slow
 SIZES = [1, 4, 3]
 
 
@@ -58,7 +58,8 @@ def test_drafts_of_a_server(
     assert generate(llm, prompts, SIZES) == expected
     [counters] = llm.collective_rpc("specplugins_stats")
     accepted, verified = (spec_metrics(llm)[name] for name in ("accepted_tokens", "draft_tokens"))
-    assert accepted >= 0.9 * verified > 0
+    # On V2 drafts are late, and their lengths planned: what is not there yet is verified, too.
+    assert accepted > 3 * len(prompts) if RUNNER == "v2" else accepted >= 0.9 * verified > 0
     server.kill()
     assert generate(llm, prompts, SIZES) == expected
     [counters] = llm.collective_rpc("specplugins_stats")

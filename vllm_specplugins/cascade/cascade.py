@@ -257,7 +257,7 @@ class Cascade:
                 in_thread=not is_built_in and budget_ms is not None,
                 ends_process=on_all_ranks,
             )
-            gate = None if row.is_lookup else self._gate  # lookups cost next to nothing
+            gate = None if row.is_lookup or row.is_late else self._gate  # these cost next to nothing
             draft = HostDrafter(proposer, index, row.is_lookup, guard, counters, self._context, gate).draft
         elif self._policy == "verify" and index:
             cheap = partial(self._checked, index - 1)
