@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_specplugins.config import ConfigError, CustomConfig, SpecConfig, brief, error_text, stage_configs
 from vllm_specplugins.draft import PROTOCOL_VERSION, Proposer, ProposerContext
-from vllm_specplugins.isolation.guard import cause_text
+from vllm_specplugins.isolation.faults import cause_text
 
 logger = logging.getLogger("vllm.specplugins")
 

@@ -18,8 +18,7 @@ from vllm_specplugins.config import CascadeConfig, ConfigError, CustomConfig
 from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.isolation import guard
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.isolation.circuit_breaker import FIRST_PAUSE_S, MAX_FAULTS
-from vllm_specplugins.isolation.guard import HANGS, RAISED, SLOW
+from vllm_specplugins.isolation.faults import FIRST_PAUSE_S, HANGS, MAX_FAULTS, RAISED, SLOW
 from vllm_specplugins.methods import build_proposer, parse_config
 
 CONTEXT = ProposerContext(VOCAB_SIZE, 64, 8, K, lambda text: [], time_budget_ms=60_000)

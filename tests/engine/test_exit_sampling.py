@@ -130,7 +130,7 @@ def test_one_token_left(drafting: Any, checkpoint: Path) -> None:
 def test_drafts_of_no_distribution(engine: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft is drawn from logits with NaN; 12,000 tokens of verification at temperature 1 (SPECPLUGINS_LONG=1 on
     V2, where CI draws 480). Kills: a token of such a draft that comes out; a fault that is not counted."""
-    from vllm_specplugins.isolation import circuit_breaker as switch
+    from vllm_specplugins.isolation import faults as switch
     from vllm_specplugins.proposers import draft_sampler
 
     draw = draft_sampler.sample_with_q

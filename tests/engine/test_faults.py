@@ -16,7 +16,7 @@ from hostile import HANGS, HOSTILE, HostileProposer, K
 from vllm_specplugins.counters import Counters
 from vllm_specplugins.engine.worker import _process_as_it_was
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.isolation.circuit_breaker import MAX_FAULTS
+from vllm_specplugins.isolation.faults import MAX_FAULTS
 
 PROMPTS = [[5, 6, 7, 8] * 5, list(range(30, 70)), [9] * 20]
 BUDGET_MS = 600

@@ -16,7 +16,7 @@ from recorded import runner
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
 from vllm_specplugins.engine.v2.speculators import late
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.isolation.circuit_breaker import MAX_FAULTS
+from vllm_specplugins.isolation.faults import MAX_FAULTS
 
 pytestmark = pytest.mark.skipif(RUNNER == "v1", reason="V1 waits for its drafts")
 K, NUM_SLOTS, MOST_TOKENS, PROMPTS, NUM_TOKENS = 4, 3, 400, FEW, 48

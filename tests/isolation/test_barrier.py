@@ -17,15 +17,15 @@ from hostile import HANGS, HOSTILE, RAISED, VOCAB_SIZE, HostileProposer, K
 
 from vllm_specplugins.draft import ArgmaxTokens, Draft, DraftBatch, Feedback, RequestFault
 from vllm_specplugins.isolation.barrier import Acceptance, FaultBarrier
-from vllm_specplugins.isolation.circuit_breaker import (
+from vllm_specplugins.isolation.exchange import for_proposer, rows_of
+from vllm_specplugins.isolation.faults import (
+    CHARGED,
     FAULT_WINDOW,
     FIRST_PAUSE_S,
     FORGIVEN_AFTER_S,
     LONGEST_PAUSE_S,
     MAX_FAULTS,
 )
-from vllm_specplugins.isolation.exchange import for_proposer, rows_of
-from vllm_specplugins.isolation.guard import CHARGED
 from vllm_specplugins.structures.requests import Views, view
 
 GOOD = Draft(np.array([[1, 2], [3, 1 << 20]], np.int32), np.array([2, 1], np.int32))  # past num_draft anything

@@ -4,58 +4,29 @@ A fault, that is whatever is no valid answer, is counted and logged. Repeated on
 those that a request is to blame for cost that request its drafts instead.
 """
 
-import logging
 import os
+import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.random import mtrand
 
-from vllm_specplugins.draft import DraftBatch, Feedback, Proposer, RequestFault
-from vllm_specplugins.isolation.call_thread import CallThread
-from vllm_specplugins.isolation.circuit_breaker import CircuitBreaker, FaultCounters
-from vllm_specplugins.isolation.exchange import Nonsense, NotFinite, feedback_for_proposer
+from vllm_specplugins.draft import DraftBatch, Feedback, Proposer
+from vllm_specplugins.isolation.exchange import feedback_for_proposer
+from vllm_specplugins.isolation.faults import HANGS, SLOW, CircuitBreaker, Fault, FaultCounters, fault_of, logger
 from vllm_specplugins.request_options import SETTINGS
-
-logger = logging.getLogger("vllm.specplugins")
-
-
-def _unfailing(handle: Callable[[logging.LogRecord], None]) -> Callable[[logging.LogRecord], None]:
-    """A logger's `handle` past which nothing gets that a proposer's own filter, handler or formatter raises."""
-
-    def handled(record: logging.LogRecord) -> None:
-        with suppress(BaseException):
-            handle(record)
-
-    return handled
-
-
-setattr(logger, "handle", _unfailing(logger.handle))  # noqa: B010
-
-LONGEST_CAUSE = 300
-
-RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow"
-CHARGED = "charged to a request"
-NOT_FINITE = "drew from logits that are not finite"  # by tokens; the others by steps
 
 NO_REQUESTS = DraftBatch((), (), np.empty(0, np.int32), ())
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing that a proposer did wrong; `request_id` is to blame."""
-
-    kind: str
-    cause: str
-    request_id: str | None = None
-    count: int = 1
+_Answers = SimpleQueue[Any]
+_Jobs = SimpleQueue[tuple[Callable[[], Any], _Answers] | None]
 
 
 class Guard:
@@ -143,7 +114,7 @@ class Guard:
     def can_start(self) -> bool:
         """Whether the proposer is neither switched off nor at work."""
         is_at_work = self._thread is not None and (self._thread.is_busy or self._started is not None)
-        return not (is_at_work or self._breaker.is_off())
+        return not (is_at_work or (self._health.switched_off and self._breaker.is_off()))
 
     def start(self, batch: DraftBatch, work: Callable[[], Any]) -> None:
         """Begins `call` as a step of its own, in the proposer's thread, if it `can_start`."""
@@ -248,19 +219,8 @@ class Guard:
         return [request_id for request_id in blamed if request_id not in self._set_aside]
 
     def _record(self, fault: Fault, charged_to: Sequence[str]) -> None:
-        """Counts a fault, and logs the first of its kind."""
-        kind, faults = CHARGED if charged_to else fault.kind, self._health.faults
-        is_first = kind not in faults
-        faults[kind] = faults.get(kind, 0) + fault.count
-        if charged_to:
-            self._set_aside.update(charged_to)
-        else:
-            self._breaker.add_fault()
-        if is_first:
-            consequence = f"{len(charged_to)} requests get no more of its drafts" if charged_to else "requests go on"
-            logger.warning(
-                "%s %s (%s); its drafts of this step are dropped, %s.", self._name, fault.kind, fault.cause, consequence
-            )
+        self._set_aside.update(charged_to)
+        self._breaker.record(fault, charged_to)
 
 
 def attempt(
@@ -271,25 +231,70 @@ def attempt(
         return work()
     except passes:
         raise
-    except NotFinite as error:
-        return Fault(NOT_FINITE, cause_text(error), count=error.num_tokens)
-    except Nonsense as error:
-        return Fault(NONSENSE, cause_text(error))
     except BaseException as error:
-        return Fault(RAISED, cause_text(error), _blamed(error, request_ids))
+        return fault_of(error, request_ids)
 
 
-def _blamed(error: BaseException, request_ids: Sequence[str]) -> str | None:
-    """The request that a RequestFault names. It may be of a class of the proposer's own, and anything be in it."""
-    request_id = vars(error).get("request_id") if isinstance(error, RequestFault) else None
-    return request_id if type(request_id) is str and request_id in request_ids else None
+class CallThread:
+    """Runs one function at a time in a daemon thread. The functions must not raise."""
+
+    def __init__(self) -> None:
+        self._jobs: _Jobs = SimpleQueue()
+        self._answers: _Answers | None = None  # of the call under way: each has a queue of its own, so that a late
+        # answer reaches nobody
+        self._random_numbers = np.random.MT19937()
+        threading.Thread(target=_work, args=(self._jobs,), name="specplugins-proposer", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call that was left behind has not returned yet."""
+        return self._answers is not None and self._answers.empty()
+
+    def call(self, function: Callable[[], T], timeout_s: float) -> T:
+        """The function's result; TimeoutError if it does not return in time, and then it is left behind."""
+        with self._own_random_numbers():
+            self.start(function)
+            result: T = self.take(timeout_s)
+            return result
+
+    def start(self, function: Callable[[], Any]) -> None:
+        """Begins to run a function, which draws from the engine's generators if it draws from the global ones."""
+        assert not self.is_busy
+        self._answers = SimpleQueue()
+        self._jobs.put((function, self._answers))
+
+    def take(self, timeout_s: float) -> Any:
+        """The result of the one that was started; TimeoutError if it does not return in time."""
+        assert self._answers is not None
+        try:
+            result = self._answers.get(timeout=timeout_s)
+        except Empty:
+            raise TimeoutError from None
+        self._answers = None
+        return result
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """The state of NumPy's and torch's global generators is the process's, not a thread's, and tensor-parallel
+        ranks draw the same seeds from it each: a proposer on one of them must leave it as it is.
+
+        A call that was left behind draws from the engine's; nobody can help that.
+        """
+        torch = sys.modules.get("torch")  # who has not loaded it has drawn nothing from it
+        state = None if torch is None else torch.default_generator.get_state()
+        engines = mtrand.get_bit_generator()
+        mtrand.set_bit_generator(self._random_numbers)
+        try:
+            yield
+        finally:
+            mtrand.set_bit_generator(engines)
+            if torch is not None:
+                torch.default_generator.set_state(state)
 
 
-def cause_text(error: BaseException) -> str:
-    """An exception, for a log. It may be of the proposer's own making and fail at that, too."""
-    try:
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("the proposer's traceback:\n%s", traceback.format_exc())
-        return f"{type(error).__name__}: {error}"[:LONGEST_CAUSE]
-    except BaseException:
-        return "an exception that cannot be shown"
+def _work(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        function, answers = job
+        answers.put(function())
+        del job, function, answers  # the batch of a step must not live until the next one

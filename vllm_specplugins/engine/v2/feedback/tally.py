@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_specplugins.counters import Counters, StageCounters, count
 from vllm_specplugins.draft import Feedback
 from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy
-from vllm_specplugins.isolation.guard import NOT_FINITE
+from vllm_specplugins.isolation.faults import NOT_FINITE
 from vllm_specplugins.structures.draft_arrays import DraftArrays, columns
 
 _VERIFIED, _ACCEPTED, _KEPT = range(3)  # tokens of a stage, by place

@@ -1,0 +1,133 @@
+"""What a proposer does wrong: how it is told, counted and logged, and how a proposer that goes on so is switched off.
+
+No step in which nothing goes wrong comes here.
+"""
+
+import logging
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from vllm_specplugins.counters import Counters, StageCounters
+from vllm_specplugins.draft import RequestFault
+from vllm_specplugins.isolation.exchange import Nonsense, NotFinite
+
+logger = logging.getLogger("vllm.specplugins")
+
+
+def _unfailing(handle: Callable[[logging.LogRecord], None]) -> Callable[[logging.LogRecord], None]:
+    """A logger's `handle` past which nothing gets that a proposer's own filter, handler or formatter raises."""
+
+    def handled(record: logging.LogRecord) -> None:
+        with suppress(BaseException):
+            handle(record)
+
+    return handled
+
+
+setattr(logger, "handle", _unfailing(logger.handle))  # noqa: B010
+
+LONGEST_CAUSE = 300
+
+RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow"
+CHARGED = "charged to a request"
+NOT_FINITE = "drew from logits that are not finite"  # by tokens; the others by steps
+
+MAX_FAULTS = 3  # so many faults
+FAULT_WINDOW = 1000  # within so many steps switch a proposer off
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 3600.0  # for so long, twice as long each time
+FORGIVEN_AFTER_S = 3600.0  # unless it was on for so long
+
+FaultCounters = Counters | StageCounters  # where a guard counts
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that a proposer did wrong; `request_id` is to blame."""
+
+    kind: str
+    cause: str
+    request_id: str | None = None
+    count: int = 1
+
+
+@dataclass(slots=True)
+class CircuitBreaker:
+    """Off for a pause after MAX_FAULTS within FAULT_WINDOW steps."""
+
+    name: str
+    health: FaultCounters
+    clock: Callable[[], float] = time.monotonic
+    step: int = 0
+    _fault_steps: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_FAULTS))
+    _on_since: float = 0.0
+    _off_until: float = 0.0
+
+    def is_off(self) -> bool:
+        """Tries the proposer again when its pause is over."""
+        if self.health.switched_off and self.clock() >= self._off_until:
+            self.health.switched_off = False
+            self._on_since = self.clock()
+            logger.warning("%s is tried again after a pause of %.0f s.", self.name, self.health.pause_s)
+        return self.health.switched_off
+
+    def record(self, fault: Fault, charged_to: Sequence[str]) -> None:
+        """Counts a fault, logs the first of its kind, and goes by it unless requests are to blame."""
+        kind, faults = CHARGED if charged_to else fault.kind, self.health.faults
+        is_first = kind not in faults
+        faults[kind] = faults.get(kind, 0) + fault.count
+        if not charged_to:
+            self.add_fault()
+        if is_first:
+            consequence = f"{len(charged_to)} requests get no more of its drafts" if charged_to else "requests go on"
+            logger.warning(
+                "%s %s (%s); its drafts of this step are dropped, %s.", self.name, fault.kind, fault.cause, consequence
+            )
+
+    def add_fault(self) -> None:
+        """Counts one in this step."""
+        self._fault_steps.append(self.step)
+        if len(self._fault_steps) < MAX_FAULTS or self.step - self._fault_steps[0] >= FAULT_WINDOW:
+            return
+        self._fault_steps.clear()
+        now, health = self.clock(), self.health
+        is_relapse = health.times_switched_off > 0 and now - self._on_since < FORGIVEN_AFTER_S
+        health.pause_s = min(2 * health.pause_s, LONGEST_PAUSE_S) if is_relapse else FIRST_PAUSE_S
+        health.switched_off = True
+        health.times_switched_off += 1
+        self._off_until = now + health.pause_s
+        logger.warning(
+            "%s failed %d times within %d steps and is switched off for %.0f s; requests go on without its drafts.",
+            self.name,
+            MAX_FAULTS,
+            FAULT_WINDOW,
+            health.pause_s,
+        )
+
+
+def fault_of(error: BaseException, request_ids: Sequence[str]) -> Fault:
+    """What an exception of a proposer's is, or one about what it returned."""
+    if isinstance(error, NotFinite):
+        return Fault(NOT_FINITE, cause_text(error), count=error.num_tokens)
+    if isinstance(error, Nonsense):
+        return Fault(NONSENSE, cause_text(error))
+    return Fault(RAISED, cause_text(error), _blamed(error, request_ids))
+
+
+def _blamed(error: BaseException, request_ids: Sequence[str]) -> str | None:
+    """The request that a RequestFault names. It may be of a class of the proposer's own, and anything be in it."""
+    request_id = vars(error).get("request_id") if isinstance(error, RequestFault) else None
+    return request_id if type(request_id) is str and request_id in request_ids else None
+
+
+def cause_text(error: BaseException) -> str:
+    """An exception, for a log. It may be of the proposer's own making and fail at that, too."""
+    try:
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("the proposer's traceback:\n%s", traceback.format_exc())
+        return f"{type(error).__name__}: {error}"[:LONGEST_CAUSE]
+    except BaseException:
+        return "an exception that cannot be shown"
