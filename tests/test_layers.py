@@ -32,6 +32,7 @@ MAY_IMPORT = {
         "kernels",
         "methods",
         "proposers",
+        "request_options",
         "structures",
         "target",
     },

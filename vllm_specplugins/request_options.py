@@ -202,6 +202,18 @@ def draft_limit(options: Options, num_tokens: int, max_num_draft: int, max_model
     return min(max_num_draft, int(options.get("max_draft", max_num_draft)))
 
 
+def allows(options: Sequence[Mapping[str, Any]], name: str) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+    """[num_reqs] bool: whether each request's options let the stage of this name draft; None if all do.
+
+    >>> allows([{}, {"stages": ("a",)}], "a"), allows([{}, {"stages": ("a",)}], "b").tolist()
+    (None, [True, False])
+    """
+    if not any(options):
+        return None
+    allowed = np.array([not own or name in own.get("stages", (name,)) for own in options], bool)
+    return None if allowed.all() else allowed
+
+
 class _CannotTravel(Exception):
     """A value that the engine's messages cannot hold, or that is too large."""
 

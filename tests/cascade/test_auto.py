@@ -11,7 +11,7 @@ from stages import LAYERS, Played, Request, load
 
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.methods import build_proposer, parse_config
-from vllm_specplugins.structures.draft_arrays import DraftArrays
+from vllm_specplugins.structures.arrays import DraftArrays
 
 WIDTH, MOST = 12, 4
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 2}  # with 1 there is less left for the other stage

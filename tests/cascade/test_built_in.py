@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_specplugins.cascade.built_in import BuiltInDrafter
-from vllm_specplugins.counters import StageCounters
+from vllm_specplugins.cascade.built_in import BuiltIn
+from vllm_specplugins.config import BuiltInConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
-from vllm_specplugins.structures.draft_arrays import of_stage
+from vllm_specplugins.structures.arrays import NO_COUNTS
 
 K = 3
 CONTEXT = ProposerContext(100, 64, 8, K, lambda text: [])
@@ -51,13 +51,11 @@ def cascade(*stages: Any) -> Any:
 )
 def test_continues_only_its_own_beginning(prefix: list[int], limit: int, drafted: list[int]) -> None:
     """Kills: tokens put behind something that they were not meant to follow."""
-    counters, ones = StageCounters(), np.ones(1)
-    tokens = of_stage(0, np.array([(prefix + [8] * K)[:K]], np.int32), np.array([len(prefix)]), ones)
-    drafts = BuiltInDrafter(1, counters, K).draft(
-        batch_of([[1]], [[7, 8, 9]]), tokens if prefix else None, np.array([limit])
+    tokens, num_begun = np.array([(prefix + [8] * K)[:K]], np.int32), np.array([len(prefix)])
+    token_ids, num_draft, _ = BuiltIn(BuiltInConfig(), CONTEXT).continue_drafts(
+        batch_of([[1]], [[7, 8, 9]]), tokens, num_begun if prefix else NO_COUNTS, np.array([limit])
     )
-    assert drafts.token_ids[0, : drafts.num_draft[0]].tolist() == drafted and (drafts.stage == 1).all()
-    assert counters.drafted == len(drafted)
+    assert token_ids[0, : num_draft[0]].tolist() == drafted
 
 
 def test_policies() -> None:
@@ -123,9 +121,10 @@ def test_chances_of_what_is_continued() -> None:
     batch = batch_of([[1]], [[7, 8, 9]])
     assert batch.offer is not None
     sure = replace(batch.offer, accept_probs=np.array([[0.0, 0.75, 0.9375]], np.float32))
-    prefix = of_stage(0, np.array([[7, 0, 0]], np.int32), np.array([1]), np.ones(1))
-    drafts = BuiltInDrafter(1, StageCounters(), K).draft(replace(batch, offer=sure), prefix, np.array([2]))
-    assert drafts.confidence[0, : drafts.num_draft[0]].tolist() == [2.0, 4.0]
+    _, num_draft, confidence = BuiltIn(BuiltInConfig(), CONTEXT).continue_drafts(
+        replace(batch, offer=sure), np.array([[7, 0, 0]], np.int32), np.array([1]), np.array([2])
+    )
+    assert confidence[0, : num_draft[0]].tolist() == [2.0, 4.0]
 
 
 def test_spared_while_text_is_copied() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from vllm_specplugins.cascade.cascade import Cascade
-from vllm_specplugins.cascade.drafters import ModelDrafter
 from vllm_specplugins.cascade.staged import StagedDrafter
 from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, StageConfig
 from vllm_specplugins.counters import StageCounters
@@ -18,7 +17,7 @@ from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.structures.draft_arrays import DraftArrays, dense_logits, of_stage
+from vllm_specplugins.structures.arrays import DraftArrays, dense_logits, of_stage
 from vllm_specplugins.target import Sampling, Target
 
 VOCAB_SIZE, K = 7, 6
@@ -127,6 +126,10 @@ def ids(drafts: DraftArrays) -> list[list[int]]:
     return [tokens[:count].tolist() for tokens, count in zip(drafts.token_ids, drafts.num_draft, strict=True)]
 
 
+def continued(stage: EarlyExit, batch: DraftBatch, prefix: DraftArrays, max_draft: np.ndarray) -> DraftArrays:
+    return of_stage(1, *stage.continue_drafts(batch, prefix.token_ids, prefix.num_draft, max_draft))
+
+
 def alone(batch: DraftBatch, stage: EarlyExit) -> tuple[list[list[int]], Any]:
     """What the stage drafts by itself, token by token."""
     draft = stage.propose(batch)
@@ -147,11 +150,10 @@ def test_verified_tokens_are_the_stages_own(method: str, edits: bool, seed: int)
     stage = exit_stage(2, method)
     expected, logits = alone(batch, stage)
     checked = [
-        StagedDrafter(cheap.draft, stage, 1, StageCounters())
+        StagedDrafter(cheap.draft, stage, 1, StageCounters()).draft(batch, None, batch.max_num_draft)
         for cheap in (Nothing(), Offers(rng), Offers(rng, expected))
     ]
-    for drafter in (*checked, ModelDrafter(stage, 1, StageCounters())):
-        drafts = drafter.draft(batch, None, batch.max_num_draft)
+    for drafts in (*checked, continued(stage, batch, drafted([()] * batch.num_reqs), batch.max_num_draft)):
         assert ids(drafts) == expected
         q = dense_logits(drafts, K)
         assert (q is None) == (method == "greedy" or not any(expected))
@@ -174,7 +176,7 @@ def test_an_exit_goes_on_with_a_draft(method: str, edits: bool, seed: int) -> No
     prefix = [tokens[: int(rng.integers(0, len(tokens) + 1))] for tokens in expected]
     rest = [tokens[len(first) :] for tokens, first in zip(expected, prefix, strict=True)]
     max_draft = np.array([len(tokens) for tokens in rest])
-    assert ids(ModelDrafter(stage, 1, StageCounters()).draft(batch, drafted(prefix), max_draft)) == rest
+    assert ids(continued(stage, batch, drafted(prefix), max_draft)) == rest
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -214,10 +216,10 @@ def test_behind_drafts_and_in_their_stead(seed: int) -> None:
     batch = make_batch(rng, 4)
     stage = exit_stage(2, "greedy")
     max_draft = batch.max_num_draft
-    model = ModelDrafter(stage, 1, StageCounters())
     fixed_offers = Offers(rng).draft(batch, None, max_draft)
     offers = ids(fixed_offers)
-    extended = ids(fixed_offers.followed_by(model.draft(batch, fixed_offers, max_draft - fixed_offers.num_draft)))
+    rest = continued(stage, batch, fixed_offers, max_draft - fixed_offers.num_draft)
+    extended = ids(fixed_offers.followed_by(rest))
     for row, offer in enumerate(offers):
         assert extended[row][: len(offer)] == offer
         assert len(extended[row]) == max_draft[row]

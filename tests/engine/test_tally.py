@@ -7,7 +7,7 @@ from conftest import RUNNER
 
 from vllm_specplugins.counters import Counters, StageCounters, count
 from vllm_specplugins.draft import Feedback
-from vllm_specplugins.structures.draft_arrays import DraftArrays
+from vllm_specplugins.structures.arrays import DraftArrays
 
 pytestmark = pytest.mark.skipif(RUNNER != "v2", reason="V1 counts on the host")
 K, SLOTS, STAGES = 3, 8, 2

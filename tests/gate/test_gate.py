@@ -12,8 +12,7 @@ import pytest
 from vllm_specplugins.gate.costs import StepCosts
 from vllm_specplugins.gate.gate import Gate
 from vllm_specplugins.gate.ledger import Ledger
-from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
-from vllm_specplugins.structures.requests import SlotTable
+from vllm_specplugins.structures.arrays import DraftArrays, SlotTable, of_stage
 
 K = 6
 LOOKUP, EXIT = 0, 1

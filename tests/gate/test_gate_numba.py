@@ -13,7 +13,7 @@ from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.gate.costs import StepCosts, break_even_rate
 from vllm_specplugins.gate.gate import GOOD_ACCEPTANCE, Gate
 from vllm_specplugins.gate.ledger import Ledger, accept_prob
-from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
+from vllm_specplugins.structures.arrays import DraftArrays, of_stage
 
 K, NUM_STAGES, NUM_ROWS = 5, 3, 9
 

@@ -26,7 +26,7 @@ from vllm_specplugins.isolation.faults import (
     LONGEST_PAUSE_S,
     MAX_FAULTS,
 )
-from vllm_specplugins.structures.requests import Views, view
+from vllm_specplugins.structures.arrays import Views, view
 
 GOOD = Draft(np.array([[1, 2], [3, 1 << 20]], np.int32), np.array([2, 1], np.int32))  # past num_draft anything
 

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from vllm_specplugins.structures.requests import places_of
+from vllm_specplugins.structures.arrays import places_of
 from vllm_specplugins.structures.suffix import drafts as suffix_drafts
 from vllm_specplugins.structures.suffix import ring
 from vllm_specplugins.structures.suffix import store as suffix_store

@@ -5,23 +5,22 @@ step, and its cost is paid whether its draft is used or not. Its draft tokens ar
 acceptance probability of each, where it says so.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from vllm_specplugins.config import BuiltInConfig
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
-from vllm_specplugins.gate.gate import FIRST_CONFIDENCE
-from vllm_specplugins.structures.draft_arrays import (
+from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Offer, Proposer, ProposerContext
+from vllm_specplugins.isolation.guard import Guard
+from vllm_specplugins.structures.arrays import (
+    FIRST_CONFIDENCE,
     Array,
     DraftArrays,
+    Floats,
+    Ints,
     columns,
     either,
     namespace,
-    nothing,
-    of_stage,
     picked,
 )
 
@@ -29,8 +28,21 @@ from vllm_specplugins.structures.draft_arrays import (
 class BuiltIn(Proposer):
     """The engine keeps all that it knows of requests."""
 
+    is_needed = True  # whether anybody may use what it drafts in this step
+
     def __init__(self, config: BuiltInConfig, context: ProposerContext):
-        pass
+        self._max_num_draft = context.max_num_draft
+        self._ms = {True: 0.0, False: 0.0}  # of the last step in which it was needed, or was not
+
+    def took(self, offer: Offer) -> float:
+        """Notes how many ms it took to draft this."""
+        self._ms[self.is_needed] = offer.ms
+        return offer.ms
+
+    @property
+    def spared_ms(self) -> float:
+        """Of this step, since nobody needs it."""
+        return 0.0 if self.is_needed else max(0.0, self._ms[True] - self._ms[False])
 
     def propose(self, batch: DraftBatch) -> Draft:
         """The engine's own draft, in the lengths that are wanted."""
@@ -38,41 +50,47 @@ class BuiltIn(Proposer):
             return Draft.empty(batch.num_reqs)
         return Draft(batch.offer.token_ids, np.minimum(batch.max_num_draft, batch.offer.token_ids.shape[1]))
 
+    def continue_drafts(
+        self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
+    ) -> tuple[Int32Array, Ints, Floats]:
+        """As of a lookup, but of a draft that begins as its own does; anything else it has not thought about."""
+        offer = batch.offer or Offer(np.zeros((batch.num_reqs, 0), np.int32), ms=0.0)
+        offered = offer.token_ids.shape[1]  # fewer than K in a step for which the engine wants fewer
+        rest = (0, 0), (0, self._max_num_draft - offered)
+        own, num_draft = np.pad(offer.token_ids, rest), np.minimum(max_draft, offered)
+        confidence = np.full(len(own), FIRST_CONFIDENCE)
+        if offer.accept_probs is not None:
+            confidence = np.pad(confidence_of(offer.accept_probs), rest)
+        if len(num_begun):
+            places, starts = columns(own), num_begun[:, None]
+            agrees = ((own == prefix) | (places >= starts)).all(axis=1)
+            num_draft = np.where(agrees, np.minimum(max_draft, np.maximum(offered - num_begun, 0)), 0)
+            own = picked(own, places + starts)
+            if offer.accept_probs is not None:
+                confidence = picked(confidence, places + starts)
+        return own, num_draft, confidence
 
-@dataclass(slots=True)
-class BuiltInDrafter:
-    """The drafter of a `BuiltIn`, the stage with this index."""
 
-    index: int
-    counters: StageCounters
-    max_num_draft: int  # K
-
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
-        """Begins a draft, or continues one that begins as its own does; anything else it has not thought about."""
-        if batch.offer is None:
-            return nothing(len(max_draft), self.max_num_draft)
-        self.counters.asked += int(np.count_nonzero(max_draft))
-        offered = batch.offer.token_ids.shape[1]  # fewer than K in a step for which the engine wants fewer
-        rest = (0, 0), (0, self.max_num_draft - offered)
-        own, confidence = np.pad(batch.offer.token_ids, rest), None
-        if batch.offer.accept_probs is not None:
-            confidence = np.pad(confidence_of(batch.offer.accept_probs), rest)
-        num_draft = np.minimum(max_draft, offered)
-        if prefix is not None:
-            places, starts = columns(own), prefix.num_draft[:, None]
-            agrees = ((own == prefix.token_ids) | (places >= starts)).all(axis=1)
-            own, num_draft = picked(own, places + starts), np.where(agrees, max_draft, 0)
-            confidence = None if confidence is None else picked(confidence, places + starts)
-            num_draft = np.minimum(num_draft, np.maximum(offered - prefix.num_draft, 0))
-        self.counters.drafted += int(num_draft.sum())
-        drafts = of_stage(self.index, own, num_draft, np.full(len(max_draft), FIRST_CONFIDENCE))
-        return drafts if confidence is None else drafts._replace(confidence=confidence)
+def guard_of(proposer: Proposer, name: str, counters: StageCounters, context: ProposerContext) -> Guard:
+    """Of a stage that runs on the host, or is built into the engine, which runs it on every rank in its own thread."""
+    index, _, method = name.partition(" ")
+    is_built_in, budget_ms = isinstance(proposer, BuiltIn), context.time_budget_ms
+    on_all_ranks = is_built_in and context.num_ranks > 1
+    return Guard(
+        proposer,
+        f"Stage {index} ({method})",
+        counters,
+        None if on_all_ranks else budget_ms,
+        in_thread=not is_built_in and budget_ms is not None,
+        ends_process=on_all_ranks,
+    )
 
 
 def better(found: DraftArrays, offered: DraftArrays, gains: tuple[Array, Array] | None) -> DraftArrays:
     """Of each row a lookup's draft or a drafter's own: the one that gains more, [R] each, or without gains the first
     one if there is any. Where both say the same as far as the shorter one goes, both: each drafter's token is its own.
 
+    >>> from vllm_specplugins.structures.arrays import of_stage
     >>> found, offered = (of_stage(i, np.array([[5, 6, 7]]), np.array([3 - i]), np.ones(1)) for i in (0, 1))
     >>> joined = better(found, offered, None)
     >>> joined.num_draft.tolist(), joined.stage.tolist()

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from vllm_specplugins.cascade.built_in import BuiltIn
+from vllm_specplugins.cascade.built_in import BuiltIn, guard_of
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.proposers.draft_sampler import token_confidence
 from vllm_specplugins.proposers.early_exit import EarlyExit, Steps
-from vllm_specplugins.structures.draft_arrays import DraftArrays, either, of_stage
+from vllm_specplugins.structures.arrays import DraftArrays, either, of_stage
 from vllm_specplugins.target import Target
 
 LOOKUP, EXIT = 0, 1  # stages
@@ -49,9 +49,7 @@ class Stages:
         self._stages, self._counters = (lookup, second), [StageCounters() for _ in names]
         self.built_in_guard: Guard | None = None
         if isinstance(second, BuiltIn):
-            on_all_ranks, name = context.num_ranks > 1, f"Stage 1 ({names[1]})"
-            budget_ms = None if on_all_ranks else context.time_budget_ms
-            self.built_in_guard = Guard(second, name, self._counters[1], budget_ms, ends_process=on_all_ranks)
+            self.built_in_guard = guard_of(second, self._names[1], self._counters[1], context)
 
     def stage_counters(self) -> dict[str, StageCounters]:
         """See Cascade.stage_counters."""
@@ -60,10 +58,6 @@ class Stages:
     def named_stages(self) -> list[tuple[str, Any]]:
         """See Cascade.named_stages."""
         return list(zip(self._names, self._stages, strict=True))
-
-    def set_max_model_len(self, max_model_len: int) -> None:
-        """See EarlyExit.set_max_model_len."""
-        self.exit.set_max_model_len(max_model_len)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Nothing to forget."""

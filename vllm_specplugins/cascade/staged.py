@@ -10,20 +10,32 @@ as often as any acceptance rule could make them (Daliri et al. 2025, "Coupling w
 """
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_specplugins.cascade.drafters import Drafter
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch
-from vllm_specplugins.gate.gate import FIRST_CONFIDENCE
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.structures.draft_arrays import Array, DraftArrays, columns, of_stage, picked, stacked
-from vllm_specplugins.structures.requests import Ints
+from vllm_specplugins.request_options import allows
+from vllm_specplugins.structures.arrays import (
+    FIRST_CONFIDENCE,
+    Array,
+    DraftArrays,
+    Ints,
+    columns,
+    of_stage,
+    picked,
+    stacked,
+)
 from vllm_specplugins.target import Target
+
+# Continues drafts: at most so many tokens [num_reqs] for each request, after its history and the prefix of its draft.
+Drafter = Callable[[DraftBatch, DraftArrays | None, Array], DraftArrays]
 
 
 class PartialDraft:
@@ -138,3 +150,18 @@ class StagedDrafter:
                 self.cheap_counters.kept += num_kept
             self.counters.ms += (time.perf_counter() - start_s) * 1000
         return known.own(self.index, prefix)
+
+
+def checked(stages: Sequence[Any], batch: DraftBatch, prefix: DraftArrays | None, max_draft: Array) -> DraftArrays:
+    """What stages of a cascade draft, each checked by the next; without it where options do not allow it."""
+    *cheaper, stage = stages
+    limits = stage.limits(batch, max_draft)
+    if not cheaper:
+        own: DraftArrays = stage.draft(batch, prefix, limits)
+        return own
+    cheap, allowed = partial(checked, cheaper), allows(batch.options, stage.name)
+    drafter = StagedDrafter(cheap, stage.proposer, stage.index, stage.counters, cheaper[-1].counters)
+    drafts = drafter.draft(batch, prefix, limits)
+    if allowed is None:
+        return drafts
+    return drafts.followed_by(cheap(batch, prefix, np.where(allowed, 0, max_draft)))

@@ -103,9 +103,9 @@ class _WithProposer:
     def update_max_model_len(self, max_model_len: int) -> None:
         """vLLM fits requests to its memory (`--max-model-len auto`): drafts at positions past them have no block."""
         super().update_max_model_len(max_model_len)  # type: ignore[misc]
-        fit: Any = getattr(self._barrier.proposer, "set_max_model_len", None)
-        if fit is not None and self.vllm_config.speculative_config.runs_target:
-            fit(max_model_len)
+        for _, stage in stages_of(self._barrier.proposer, ""):
+            if is_ours(stage, "set_max_model_len"):
+                stage.set_max_model_len(max_model_len)
 
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (counters.Counters) as a dictionary; for `LLM.collective_rpc`."""

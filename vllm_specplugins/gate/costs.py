@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specplugins.gate.step_times import MAX_OUTLIERS, OUTLIER_RATIO, never_less, size_of
-from vllm_specplugins.structures.requests import Floats
+from vllm_specplugins.structures.arrays import Floats
 
 COST_DECAY = 0.95  # of the record of times, by step
 MARGIN = 1.05  # a token must be worth so many times its price: estimates err, and the highest of them most

@@ -18,10 +18,8 @@ from vllm_specplugins.gate.costs import LoadCosts, StepCosts, break_even_rate
 from vllm_specplugins.gate.ledger import Ledger, accept_prob, drafts_type, ints, reals, records_type
 from vllm_specplugins.gate.step_times import OUTLIER_RATIO
 from vllm_specplugins.kernels.compiled import compiled, inlined
-from vllm_specplugins.structures.draft_arrays import DraftArrays
-from vllm_specplugins.structures.requests import Floats, Ints
+from vllm_specplugins.structures.arrays import DraftArrays, Floats, Ints
 
-FIRST_CONFIDENCE = 1.0  # of a stage that says none, or has not drafted yet
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
 FEW_CALLS = 10  # of a stage, after which its time is known
 MIN_CALLS = 3  # of a stage, before which its time may be that of a hiccup, and trials may cost anything

@@ -22,8 +22,7 @@ from vllm_specplugins.kernels.acceptance import (
     SHARED_DECAY,
 )
 from vllm_specplugins.kernels.compiled import compiled, inlined
-from vllm_specplugins.structures.draft_arrays import DraftArrays, dense_logits
-from vllm_specplugins.structures.requests import Ints, with_room
+from vllm_specplugins.structures.arrays import DraftArrays, Ints, dense_logits, with_room
 
 KEPT, DRAFTS, VERIFIED = range(3)  # of a stage: tokens that go to the target, drafts that have any, tokens it looked at
 

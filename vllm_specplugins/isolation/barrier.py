@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_specplugins.counters import Counters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer
-from vllm_specplugins.isolation.exchange import checked_draft, for_proposer, rows_of
+from vllm_specplugins.isolation.exchange import checked_draft, draft_of_rows, for_proposer
 from vllm_specplugins.isolation.guard import Guard
 
 logger = logging.getLogger("vllm.specplugins")
@@ -107,19 +107,18 @@ class FaultBarrier:
             self.counters.propose_ms += (time.perf_counter() - start) * 1000
 
     def _propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
-        may_draft, limits, given = self.guard.may_draft(batch.request_ids), batch.max_num_draft, for_proposer(batch)
-        rows = None if may_draft is None else np.flatnonzero(may_draft)
-        if rows is not None:
-            if not len(rows):
-                return Draft.empty(batch.num_reqs)
-            limits = limits[rows]
-            given = rows_of(batch, rows.tolist(), limits)
-        self.guard.observe(feedback)
-        proposer, sizes, runs_target = self.proposer, (self._max_num_draft, self._vocab_size), batch.target is not None
-        draft = self.guard.call(batch, lambda: checked_draft(proposer.propose(given), limits, *sizes, runs_target))
-        if draft is None:
+        may_draft, limits, proposer = self.guard.may_draft(batch.request_ids), batch.max_num_draft, self.proposer
+        if may_draft is not None and not any(may_draft):
             return Draft.empty(batch.num_reqs)
-        return draft if rows is None else spread(draft, rows, batch.num_reqs)
+        self.guard.observe(feedback)
+        sizes = self._max_num_draft, self._vocab_size
+        if may_draft is None:
+            given, runs_target = for_proposer(batch), batch.target is not None
+            draft = self.guard.call(batch, lambda: checked_draft(proposer.propose(given), limits, *sizes, runs_target))
+        else:
+            rows = np.flatnonzero(may_draft)
+            draft = self.guard.call(batch, lambda: draft_of_rows(proposer, batch, rows, limits, *sizes))
+        return Draft.empty(batch.num_reqs) if draft is None else draft
 
     def call_built_in(self, work: Callable[[], T], is_timed: bool) -> T | None:
         """The offer of a cascade's stage that is built into the engine; None where it fails. See Guard."""
@@ -160,11 +159,3 @@ class FaultBarrier:
             self.late.settle()
         self.guard.settle()
         getattr(self.proposer, "settle_stages", lambda: None)()
-
-
-def spread(draft: Draft, rows: Any, num_reqs: int) -> Draft:
-    """The draft of these rows as that of a batch of so many requests, of which the others have none."""
-    token_ids = np.zeros((num_reqs, draft.token_ids.shape[1]), np.int32)
-    num_draft = np.zeros(num_reqs, np.int32)
-    token_ids[rows], num_draft[rows] = draft.token_ids, draft.num_draft
-    return Draft(token_ids, num_draft)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.draft import ArgmaxTokens, Draft, DraftBatch, Feedback, Int32Array
-from vllm_specplugins.structures.requests import Views, view
+from vllm_specplugins.draft import ArgmaxTokens, Draft, DraftBatch, Feedback, Int32Array, Proposer
+from vllm_specplugins.structures.arrays import Ints, Views, view
 
 _IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
 
@@ -95,6 +95,35 @@ def feedback_for_proposer(feedback: Feedback) -> Feedback:
 
 def _views(token_ids: Sequence[Int32Array]) -> Views:
     return token_ids if type(token_ids) is Views else Views(map(view, token_ids))
+
+
+def draft_of_rows(
+    proposer: Proposer,
+    batch: DraftBatch,
+    rows: Ints,
+    limits: Int32Array,  # [num_reqs], most tokens of each request
+    max_num_draft: int,
+    vocab_size: int,
+) -> Draft:
+    """What a proposer that runs on the host drafts for some requests of a batch, checked; of the others nothing.
+
+    Raises:
+        Nonsense: see checked_draft.
+    """
+    own = limits[rows]
+    draft = checked_draft(proposer.propose(rows_of(batch, rows.tolist(), own)), own, max_num_draft, vocab_size)
+    return spread(draft, rows, batch.num_reqs, max_num_draft)
+
+
+def spread(draft: Draft, rows: Any, num_reqs: int, width: int) -> Draft:
+    """The draft of these rows, of certain tokens, as that of so many requests, of which the others have none."""
+    token_ids, num_draft = np.zeros((num_reqs, width), np.int32), np.zeros(num_reqs, np.int32)
+    token_ids[rows, : draft.token_ids.shape[1]], num_draft[rows] = draft.token_ids, draft.num_draft
+    if draft.confidence is None:
+        return Draft(token_ids, num_draft)
+    confidence = np.zeros(num_reqs, np.float32)
+    confidence[rows] = draft.confidence
+    return Draft(token_ids, num_draft, confidence)
 
 
 class Nonsense(Exception):

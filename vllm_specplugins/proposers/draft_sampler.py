@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, sample_with_q
 from vllm_specplugins.proposers.tree import Tree, chain_length, grow
+from vllm_specplugins.structures.arrays import FIRST_CONFIDENCE, NO_COUNTS, Floats, Ints, columns
 from vllm_specplugins.target import Target
 
 Sees = Callable[[int, torch.Tensor], None]  # who is shown the logits of a step
@@ -101,6 +103,10 @@ class ModelProposer(Proposer):
         config: has `draft_sample_method`.
     """
 
+    continues_drafts = (
+        False  # whether it can be fed tokens; else it only begins drafts: it needs the target's last state
+    )
+
     def __init__(self, config: Any, context: ProposerContext):
         self.max_num_draft = context.max_num_draft
         self._sampler = DraftSampler(config.draft_sample_method)
@@ -114,6 +120,36 @@ class ModelProposer(Proposer):
         """K tokens; a request near the end of its context gets fewer."""
         token_ids, logits = self.draft_from(batch.target, int(batch.max_num_draft.max(initial=0)))
         return Draft(token_ids, batch.max_num_draft, logits=logits)
+
+    def dummy_run(self, batch: DraftBatch) -> Draft:
+        """All that a step can make it run."""
+        return self.propose(batch)
+
+    def continue_drafts(
+        self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
+    ) -> tuple[Int32Array, Ints, Floats, Ints | None, torch.Tensor | None]:
+        """As of a lookup, token by token: also the row [num_reqs, K] of the logits that each token was drawn from, and
+        these logits [N, vocab_size]; None where all are certain."""
+        if not self.continues_drafts and len(num_begun):
+            max_draft, num_begun = np.where(num_begun == 0, max_draft, 0), NO_COUNTS
+        num_steps, num_reqs = max(max_draft.tolist(), default=0), len(max_draft)
+        token_ids, q = np.zeros((num_reqs, self.max_num_draft), np.int32), None
+        confidence = np.full(num_reqs, FIRST_CONFIDENCE)
+        if num_steps == 0:
+            return token_ids, max_draft, confidence, None, None
+        assert batch.target is not None
+        begun: tuple[torch.Tensor, ...] = ()
+        # Rows that want nothing start at their newest token: after it no slot is read that was not written.
+        lengths = num_begun * (max_draft > 0) if len(num_begun) else NO_COUNTS
+        if longest := max(lengths.tolist(), default=0):
+            fed, device = np.ascontiguousarray(prefix[:, :longest]), batch.target.num_tokens.device
+            begun = torch.from_numpy(fed).to(device), torch.from_numpy(lengths).to(device)
+        chosen, logits = self.draft_from(batch.target, num_steps, *begun)
+        token_ids[:, :num_steps] = chosen.cpu().numpy()
+        if logits is not None:
+            q = np.arange(0, num_reqs * num_steps, num_steps)[:, None] + columns(token_ids)
+            logits = logits.flatten(0, 1)
+        return token_ids, max_draft, confidence, q, logits
 
     def draft_from(self, target: Any, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[num_reqs, num_steps] int32 after each request's newest token; and, if they are drawn with their own noise,

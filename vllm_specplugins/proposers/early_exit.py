@@ -7,10 +7,11 @@ norm and head, or a trained one. K: num_speculative_tokens.
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig
-from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import ModelProposer, Sees, Steps
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, check_look_ahead
@@ -19,6 +20,8 @@ from vllm_specplugins.target import Target, TargetSizes
 
 class EarlyExit(ModelProposer):
     """See the module: whatever it knows of a request stands in the target's KV cache."""
+
+    continues_drafts = True
 
     def __init__(self, config: EarlyExitConfig, context: ProposerContext):
         super().__init__(config, context)
@@ -35,6 +38,13 @@ class EarlyExit(ModelProposer):
     def is_one_hot(self) -> bool:
         """Whether its tokens are certain, and not drawn with noise of their own."""
         return self._sampler.is_one_hot
+
+    def dummy_run(self, batch: DraftBatch) -> Draft:
+        """See ModelProposer.dummy_run; in a cascade it is fed drafts of others."""
+        assert batch.target is not None
+        longest = np.zeros((batch.num_reqs, int(batch.max_num_draft.max(initial=1))), np.int64)
+        self.next_tokens(batch.target, longest, longest, longest, np.zeros(batch.num_reqs, np.int64))
+        return self.propose(batch)
 
     def draft_from(
         self, target: Target, num_steps: int, begun: Any = None, num_begun: Any = None

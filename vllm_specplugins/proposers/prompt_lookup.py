@@ -15,8 +15,7 @@ from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.kernels.history_match import NO_MATCH
 from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, NUM_TOKENS, OWN, REFERENCE, history_match
-from vllm_specplugins.structures.draft_arrays import NO_COUNTS, NO_TOKENS
-from vllm_specplugins.structures.requests import SlotTable, places_of, with_room
+from vllm_specplugins.structures.arrays import NO_COUNTS, NO_TOKENS, SlotTable, places_of, with_room
 
 Ints = npt.NDArray[np.int64]
 

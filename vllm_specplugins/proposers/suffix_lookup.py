@@ -18,8 +18,7 @@ import numpy.typing as npt
 from vllm_specplugins.config import ConfigError, PromptLookupConfig, SuffixLookupConfig, redis_url
 from vllm_specplugins.draft import DraftBatch, Int32Array, ProposerContext
 from vllm_specplugins.proposers.prompt_lookup import Lookup, PromptLookup
-from vllm_specplugins.structures.draft_arrays import NO_COUNTS
-from vllm_specplugins.structures.requests import places_of, with_room
+from vllm_specplugins.structures.arrays import NO_COUNTS, places_of, with_room
 from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
 from vllm_specplugins.structures.suffix.drafts import OWN, STORE, draft_step
 from vllm_specplugins.structures.suffix.shared import SharedTexts

@@ -34,7 +34,7 @@ from vllm_specplugins.isolation.exchange import frozen
 from vllm_specplugins.proposers.jump import Jump
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.request_options import draft_limit
-from vllm_specplugins.structures.requests import Views, view
+from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.target import Target
 
 

@@ -18,7 +18,7 @@ from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.kernels import acceptance
 from vllm_specplugins.kernels.acceptance.state import clear, new_state
 from vllm_specplugins.kernels.acceptance.worth import num_worth, survivals
-from vllm_specplugins.structures.draft_arrays import DraftArrays
+from vllm_specplugins.structures.arrays import DraftArrays
 
 
 class DraftTracker:

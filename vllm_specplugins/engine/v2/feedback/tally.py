@@ -16,7 +16,7 @@ from vllm_specplugins.counters import Counters, StageCounters, count
 from vllm_specplugins.draft import Feedback
 from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy
 from vllm_specplugins.isolation.faults import NOT_FINITE
-from vllm_specplugins.structures.draft_arrays import DraftArrays, columns
+from vllm_specplugins.structures.arrays import DraftArrays, columns
 
 _VERIFIED, _ACCEPTED, _KEPT = range(3)  # tokens of a stage, by place
 _ASKED, _DRAFTED, _DRAFTS, _CONFIRMED = range(4)  # of a stage

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import Target
 from vllm_specplugins.draft import Offer
 from vllm_specplugins.engine.frontend.spec_config import for_built_in
 from vllm_specplugins.engine.hooks import both, replaced
-from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
+from vllm_specplugins.structures.arrays import DraftArrays, of_stage
 
 
 class HostOffer:

@@ -22,9 +22,9 @@ from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.request_history import RequestHistory
 from vllm_specplugins.engine.v2.verification.verify import likeliest_of
-from vllm_specplugins.isolation.barrier import spread
+from vllm_specplugins.isolation.exchange import spread
 from vllm_specplugins.request_options import draft_limit
-from vllm_specplugins.structures.requests import Views, view
+from vllm_specplugins.structures.arrays import Views, view
 
 _NO_TOKENS = view(np.zeros(1, np.int32))  # of a row that wants no draft
 
@@ -146,7 +146,7 @@ class HostSpeculator(Speculator):
         feedback = Feedback(told, accepted + rejected, accepted, step_ms if only_decoded else None)
         draft = self.barrier.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
-        return draft if len(asked) == num_reqs else spread(draft, asked, num_reqs)
+        return draft if len(asked) == num_reqs else spread(draft, asked, num_reqs, draft.token_ids.shape[1])
 
     def _keep(self, draft: Draft) -> None:
         """Copies a draft to where vLLM's verification looks for it.

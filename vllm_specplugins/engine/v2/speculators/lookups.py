@@ -13,7 +13,7 @@ from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.v2.speculators.late import LateDrafts, late_length
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
 from vllm_specplugins.methods import build_proposer, searched_on_device
-from vllm_specplugins.structures.draft_arrays import DraftArrays, either, of_stage
+from vllm_specplugins.structures.arrays import DraftArrays, either, of_stage
 
 
 class Lookups:

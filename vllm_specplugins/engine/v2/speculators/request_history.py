@@ -7,7 +7,7 @@ import numpy as np
 from vllm_specplugins.draft import Int32Array
 from vllm_specplugins.engine.frontend.options import request_options
 from vllm_specplugins.isolation.exchange import frozen
-from vllm_specplugins.structures.requests import view
+from vllm_specplugins.structures.arrays import view
 
 
 class RequestHistory:

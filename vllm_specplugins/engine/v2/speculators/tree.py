@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.trees.state import Trees
-from vllm_specplugins.structures.draft_arrays import DraftArrays, of_stage
+from vllm_specplugins.structures.arrays import DraftArrays, of_stage
 
 
 class TreeSpeculator(DeviceSpeculator):

@@ -1,19 +1,110 @@
-"""A step's drafts as padded arrays, while they are made: NumPy's on the host, torch's on the device.
+"""A step in arrays: the row that each request has until it is forgotten, where its text lies in memory, and its draft
+while it is made: NumPy's on the host, torch's on the device.
 
-What costs most is compiled for the host; the rest is the same code for both.
-Nothing here waits for a device or branches on what is in an array. K: most tokens of a draft.
+What costs most is compiled for the host; the rest is the same code for both. Nothing here waits for a device or
+branches on what is in an array. K: most tokens of a draft.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from vllm_specplugins.draft import Int32Array
 from vllm_specplugins.kernels.compiled import compiled
 
 Array = Any  # of NumPy, or a torch.Tensor
 NO_TOKENS, NO_COUNTS = np.empty((0, 0), np.int32), np.empty(0, np.int64)  # of drafts that nobody has begun
+FIRST_CONFIDENCE = 1.0  # of a stage that says none, or has not drafted yet
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.signedinteger[Any]]
+
+
+def with_room(array: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
+    """The array, or a longer one that begins like it, where it has fewer rows than that."""
+    if num_rows <= len(array):
+        return array
+    return np.concatenate((array, np.zeros((max(num_rows - len(array), len(array)), *array.shape[1:]), array.dtype)))
+
+
+class SlotTable:
+    """R: requests of a step. Row 0 is nobody's."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._newest: tuple[Sequence[str] | None, Ints] = (None, np.empty(0, np.int64))  # what was asked for last
+        self._free: list[int] = []
+        self.num_rows = 1
+
+    def of(self, request_ids: Sequence[str]) -> Ints:
+        """[R], rows of these requests; those that are new get one."""
+        if request_ids == self._newest[0]:
+            return self._newest[1]
+        for request_id in request_ids:
+            if request_id not in self._rows:
+                if not self._free:
+                    self._free.append(self.num_rows)
+                    self.num_rows += 1
+                self._rows[request_id] = self._free.pop()
+        self._newest = request_ids[:], np.array([self._rows[request_id] for request_id in request_ids], np.int64)
+        return self._newest[1]
+
+    def known(self, request_ids: Sequence[str]) -> Ints:
+        """[R], rows of these requests, 0 for those that have none."""
+        if request_ids == self._newest[0]:
+            return self._newest[1]
+        return np.array([self._rows.get(request_id, 0) for request_id in request_ids], np.int64)
+
+    def forget(self, request_ids: Sequence[str]) -> Ints:
+        """The rows that these requests had, which others may get now."""
+        self._newest = None, self._newest[1]
+        rows = [self._rows.pop(request_id) for request_id in request_ids if request_id in self._rows]
+        self._free.extend(rows)
+        return np.array(rows, np.int64)
+
+
+def view(array: Int32Array) -> Int32Array:
+    """The same memory, read-only for good: who sets `flags.writeable` gets a ValueError.
+
+    >>> view(np.arange(3)).flags.writeable = True
+    Traceback (most recent call last):
+    ValueError: cannot set WRITEABLE flag to True of this array
+    """
+    return np.asarray(array.data.toreadonly())
+
+
+class Views(tuple[Int32Array, ...]):
+    """Arrays that `view` made, or slices of such: adapters that bring these spare a step a view of each request.
+
+    Where they lie, and how long they are, [num_reqs] int64 each, may be known, too (see places_of).
+    """
+
+    places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+
+    # texts: [N, max_length] int32, read-only; lengths: [num_reqs]
+    @classmethod
+    def of_rows(cls, texts: Int32Array, rows: Sequence[int], lengths: Sequence[int]) -> "Views":
+        """The texts of these rows."""
+        views = cls(texts[row, :length] for row, length in zip(rows, lengths, strict=True))
+        addresses = texts.ctypes.data + np.array(rows, np.int64) * texts.strides[0]
+        views.places = addresses, np.array(lengths, np.int64)
+        return views
+
+
+def places_of(texts: Sequence[Int32Array]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where texts lie in memory, and how long they are, for compiled code that goes through many of them.
+
+    TypeError unless they are contiguous int32.
+    """
+    known: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = getattr(texts, "places", None)
+    if known is not None:
+        return known
+    for text in texts:
+        if text.dtype != np.int32 or not text.flags.c_contiguous:
+            raise TypeError(f"a text is {text.dtype} with strides {text.strides}; it must be contiguous int32.")
+    return np.array([text.ctypes.data for text in texts], np.int64), np.array([len(text) for text in texts], np.int64)
 
 
 def namespace(array: Array) -> Any:
@@ -96,7 +187,7 @@ def of_stage(
     stage: int,
     token_ids: Array,  # [num_reqs, K] int32
     num_draft: Array,  # [num_reqs] int
-    confidence: Array,  # [num_reqs] float, of each first token
+    confidence: Array,  # [num_reqs] float, of each first token, or [num_reqs, K]
     q: Array | None = None,  # [num_reqs, K] int64
     logits: Any = None,
 ) -> DraftArrays:
@@ -106,7 +197,9 @@ def of_stage(
         stages = np.full(token_ids.shape, stage)
     else:
         stages = namespace(token_ids).full_like(token_ids, stage)
-    return DraftArrays(token_ids, num_draft, stages, confidence[:, None] + columns(token_ids), q, logits)
+    if confidence.ndim == 1:
+        confidence = confidence[:, None] + columns(token_ids)
+    return DraftArrays(token_ids, num_draft, stages, confidence, q, logits)
 
 
 def nothing(num_reqs: int, max_num_draft: int) -> DraftArrays:
