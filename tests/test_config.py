@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from vllm_specplugins import methods
+from vllm_specplugins import parsing
 from vllm_specplugins.config import ConfigError, built_in_stage
 from vllm_specplugins.config.fields import ELSEWHERE, GONE, GONE_VALUES
-from vllm_specplugins.methods import BUILT_IN, METHODS, parse_config
+from vllm_specplugins.methods import BUILT_IN, METHODS
+from vllm_specplugins.parsing import parse_config
 
 RUBBISH: list[Any] = [
     None,
@@ -171,7 +172,7 @@ def test_odd_classes(name: str, sentence: str, tmp_path: Path, monkeypatch: pyte
 def test_stages_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: entry points that are read for each stage; stages without end, refused or not after minutes."""
     read: list[int] = []
-    monkeypatch.setattr(methods, "registered_methods", lambda: (read.append(1), {})[1])
+    monkeypatch.setattr(parsing, "registered_methods", lambda: (read.append(1), {})[1])
     stages = [{"method": "early_exit", "exit_layer": layer} for layer in range(1, 9)]
     assert len(parse_config({"method": "cascade", "stages": stages}).own.stages) == 8 and len(read) == 1
     for number in (9, 100_000):

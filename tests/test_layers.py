@@ -40,8 +40,9 @@ MAY_IMPORT = {
     "request_options": {"config", "options_text"},
     "custom": {"config", "draft", "isolation"},
     "methods": {"config", "custom", "draft"},
+    "parsing": {"config", "custom", "methods"},
     "arguments": {"config"},
-    "__main__": {"arguments", "config", "methods"},
+    "__main__": {"arguments", "config", "methods", "parsing"},
     "__init__": {"config", "engine"},
 }
 _BELOW = {*MAY_IMPORT} - {"arguments", "__main__", "__init__"}

@@ -10,7 +10,8 @@ import pytest
 from vllm_specplugins.config import ConfigError, CustomConfig, SpecConfig
 from vllm_specplugins.custom import registrations
 from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.methods import METHODS, build_proposer, parse_config, registered_methods
+from vllm_specplugins.methods import METHODS, build_proposer
+from vllm_specplugins.parsing import parse_config, registered_methods
 from vllm_specplugins.request_options import Limits, understood
 
 THIRD_PARTY = Path(__file__).parent / "third_party"

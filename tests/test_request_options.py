@@ -12,8 +12,8 @@ import pytest
 
 from vllm_specplugins import request_options
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.methods import parse_config
 from vllm_specplugins.options_text import Text
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.request_options import Limits, draft_limit, read_options, received, resolved, understood
 
 LOOKUP = {"method": "prompt_lookup"}

@@ -32,7 +32,8 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     """All commands and their arguments."""
-    from vllm_specplugins.methods import METHODS, registered_methods
+    from vllm_specplugins.methods import METHODS
+    from vllm_specplugins.parsing import registered_methods
 
     commands = Parser(
         prog="python -m vllm_specplugins",

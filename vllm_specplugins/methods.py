@@ -1,15 +1,13 @@
-"""The literal table of methods: the one place to add a proposer. Other packages may register more (custom.py)."""
+"""The literal table of methods: the one place to add a proposer. Other packages may register more (custom.py), and
+parsing.py makes configurations of what users write."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_specplugins.config import (
-    MAX_STAGES,
     BuiltInConfig,
     CascadeConfig,
-    CommonConfig,
-    ConfigError,
     CustomConfig,
     EarlyExitConfig,
     GrammarConfig,
@@ -20,25 +18,9 @@ from vllm_specplugins.config import (
     SpecConfig,
     StageConfig,
     SuffixLookupConfig,
-    brief,
-    check_stages,
-    did_you_mean,
     methods_of,
-    sample_methods,
-    stage_configs,
-    with_default_length,
-    with_tree,
 )
-from vllm_specplugins.custom import (
-    Registered,
-    attribute,
-    build_custom,
-    import_object,
-    may_be_late,
-    option_checks,
-    reads_likeliest,
-    registrations,
-)
+from vllm_specplugins.custom import build_custom, import_object, may_be_late, reads_likeliest
 from vllm_specplugins.draft import Proposer, ProposerContext
 
 
@@ -141,85 +123,6 @@ LOOKUPS = tuple(name for name, row in METHODS.items() if row.is_lookup)
 ON_DEVICE = "early_exit", *BUILT_IN
 
 
-def registered_methods() -> Mapping[str, Registered]:
-    """The methods of other packages that can be asked for, by name."""
-    return {found.name: found for found in registrations((*METHODS, *BUILT_IN)) if found.refusal is None}
-
-
-def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
-    """The checked configuration for a user's dictionary, whose "method" is one of METHODS, or registered.
-
-    Args:
-        raw: the dictionary.
-        greedy: drafts are drawn so where it does not say: nobody knows the noise of another verification.
-
-    Raises:
-        ConfigError: see SpecConfig.parse; a proposer class that cannot be imported; stages that do not fit.
-    """
-    own = {key: value for key, value in raw.items() if key != "method"}
-    method, greedy = raw["method"], greedy or own.get("verification", "fused") != "fused"
-    row, stages = METHODS.get(method), own.get("stages")
-    if greedy and hasattr(row and row.config, "draft_sample_method"):
-        own.setdefault("draft_sample_method", "greedy")
-    if method == "cascade" and isinstance(stages, list | tuple) and len(stages) <= MAX_STAGES:
-        names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name not in ("cascade", "medusa")]
-        own["stages"] = tuple(_parse_stage(index, stage, names, greedy) for index, stage in enumerate(stages))
-    config = SpecConfig.parse(method, row.config, own) if row else _parse_registered(registered_methods()[method], own)
-    if "num_speculative_tokens" not in own:
-        config = with_default_length(config, (*LOOKUPS, "grammar"))
-    if config.tree:
-        config = with_tree(config)
-    option_checks(config)
-    check_stages(config)
-    verification = config.common.verification
-    if "coupled" in sample_methods(config) and verification != "fused":
-        raise ConfigError(
-            f"{method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
-            f"{verification!r}, whose noise nobody else knows, not 'coupled'."
-        )
-    if "grammar" in methods_of(config) and "probabilistic" in sample_methods(config) and verification != "fused":
-        raise ConfigError(
-            f"{method}: draft_sample_method must be 'greedy' beside grammar where verification is {verification!r}, "
-            "which would take forced tokens for drawn ones, not 'probabilistic'."
-        )
-    if reads_likeliest(config) and verification != "fused":
-        raise ConfigError(
-            f"{method}: verification must be 'fused' for a proposer that reads DraftBatch.likeliest, not "
-            f"{verification!r}."
-        )
-    return config
-
-
-def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecConfig:
-    """Its class may bring a dataclass `Config`, whose fields stand in the dictionary; otherwise it takes `options`."""
-    name, path = registered.name, registered.proposer
-    own_type = attribute(import_object(path, name), "Config", name)
-    if own_type is None:
-        if "proposer" in raw:
-            raise ConfigError(f"{name}: 'proposer' is not a field; it is {path}, which the package registers.")
-        return SpecConfig.parse(name, CustomConfig, {**raw, "proposer": path})
-    if not (isinstance(own_type, type) and is_dataclass(own_type)):
-        raise ConfigError(f"{name}: Config of {path} must be a dataclass, not {brief(own_type)}.")
-    config = SpecConfig.parse(name, own_type, raw)
-    return replace(config, own=CustomConfig(proposer=path, options=config.own))
-
-
-def _parse_stage(index: int, raw: Any, names: Sequence[str], greedy: bool) -> StageConfig:
-    if not isinstance(raw, dict) or raw.get("method") not in names:
-        found = raw.get("method") if isinstance(raw, dict) else raw
-        allowed = f"a dictionary whose method is one of {', '.join(names)}"
-        raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {brief(found)}{did_you_mean(found, names)}")
-    method, own = raw["method"], {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
-    for entry in fields(CommonConfig):
-        if entry.name in own:
-            raise ConfigError(f"cascade: stages[{index}] must not hold {entry.name}, which the whole cascade shares.")
-    if method in BUILT_IN:
-        parsed: Any = BuiltInConfig.parse(index, method, {key: own[key] for key in own if key != "method"})
-    else:
-        parsed = parse_config(own, greedy).own
-    return StageConfig(method=method, own=parsed, num_speculative_tokens=raw.get("num_speculative_tokens"))
-
-
 def method_of(name: str) -> Method:
     """The row of a name; a registered method is a custom one."""
     return METHODS.get(name) or BUILT_IN.get(name) or METHODS["custom"]
@@ -269,12 +172,6 @@ def drafts_late(config: SpecConfig) -> bool:
     if config.stages:
         return False
     return method_of(config.method).is_late or (may_be_late(config) and not reads_likeliest(config))
-
-
-def searched_on_device(config: SpecConfig) -> list[PromptLookupConfig]:
-    """How requests' own texts are searched there, once or not at all."""
-    row = method_of(config.method)
-    return [PromptLookupConfig()] if row.is_lookup and row.is_late else stage_configs(config, PromptLookupConfig)
 
 
 def behind_gate(config: SpecConfig) -> SpecConfig:

@@ -28,7 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
-from vllm_specplugins.methods import behind_gate, build_proposer, parse_config
+from vllm_specplugins.methods import behind_gate, build_proposer
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools.replay.costs import H100, CostTable, Load
 from vllm_specplugins.tools.replay.data import Traffic
 from vllm_specplugins.tools.replay.simulate import simulate

@@ -26,7 +26,8 @@ from played import CELLS, MACHINES, Engine, Machine, Silent, cells, speed_of
 from stages import Request, load
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
-from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.parsing import parse_config
 
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 2}
 RECORDED = {"method": "early_exit", "draft_sample_method": "greedy"}  # tokens alone; they were drawn with the noise

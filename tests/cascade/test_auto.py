@@ -10,7 +10,8 @@ from played import MACHINES, Engine, cells, speed_of
 from stages import LAYERS, Played, Request, load
 
 from vllm_specplugins.draft import DraftBatch
-from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.structures.arrays import DraftArrays
 
 WIDTH, MOST = 12, 4

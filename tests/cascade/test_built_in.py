@@ -9,7 +9,8 @@ import pytest
 from vllm_specplugins.cascade.built_in import BuiltIn
 from vllm_specplugins.config import BuiltInConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer, ProposerContext
-from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.structures.arrays import NO_COUNTS
 
 K = 3

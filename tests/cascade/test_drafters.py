@@ -15,7 +15,8 @@ from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, StageConfig
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.structures.arrays import DraftArrays, dense_logits, of_stage
 from vllm_specplugins.target import Sampling, Target

@@ -19,7 +19,8 @@ from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.isolation import guard
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import FIRST_PAUSE_S, HANGS, MAX_FAULTS, RAISED, SLOW
-from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.parsing import parse_config
 
 CONTEXT = ProposerContext(VOCAB_SIZE, 64, 8, K, lambda text: [], time_budget_ms=60_000)
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}

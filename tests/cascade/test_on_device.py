@@ -16,7 +16,8 @@ from vllm_specplugins.kernels.history_match import NO_MATCH, References, Texts, 
 
 from vllm_specplugins.cascade.on_device import LOOKUP, OnDevice, keep_logits
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
-from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.structures.arrays import DraftArrays, of_stage
 from vllm_specplugins.target import Sampling, Target
 

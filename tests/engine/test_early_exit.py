@@ -18,7 +18,7 @@ from vllm_specplugins.engine.frontend import spec_config
 from vllm_specplugins.engine.target.admission import check_target
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.target.model_source import may_be_cut
-from vllm_specplugins.methods import parse_config
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
 
 FEW_LAYERS = NUM_LAYERS // 2

@@ -20,7 +20,7 @@ from vllm_specplugins.engine.frontend.option_checks import MOST_LEFT_BEHIND
 from vllm_specplugins.engine.frontend.options import OptionsResolver, request_options
 from vllm_specplugins.engine.frontend.prediction import Predicted
 from vllm_specplugins.engine.frontend.priority_executor import PIECE, PriorityExecutor, Work, pieces
-from vllm_specplugins.methods import parse_config
+from vllm_specplugins.parsing import parse_config
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
 MAX_MODEL_LEN = 4096

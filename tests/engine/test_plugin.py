@@ -299,7 +299,7 @@ def test_default_length_of_a_target_with_state() -> None:
     """Fails if a hybrid target, which keeps a state for each token, has long drafts that nobody asked for, or loses
     those that somebody did."""
     from vllm_specplugins.engine.frontend.spec_config import _with_length_for
-    from vllm_specplugins.methods import parse_config
+    from vllm_specplugins.parsing import parse_config
 
     plain = SimpleNamespace(is_hybrid=False, has_inner_state=False, is_attention_free=False)
     hybrid = SimpleNamespace(is_hybrid=True, has_inner_state=True, is_attention_free=False)

@@ -256,7 +256,7 @@ def test_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.exceptions import VLLMValidationError
 
     from vllm_specplugins.engine.frontend.options import check_requests
-    from vllm_specplugins.methods import parse_config
+    from vllm_specplugins.parsing import parse_config
 
     monkeypatch.setattr(SamplingParams, "_validate_spec_decode", SamplingParams._validate_spec_decode)
     check_requests()

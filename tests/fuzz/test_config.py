@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from rubbish import JSON, check_sentence, dictionary
 
 from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig, ConfigError, SpecConfig
-from vllm_specplugins.methods import BUILT_IN, METHODS, parse_config
+from vllm_specplugins.methods import BUILT_IN, METHODS
+from vllm_specplugins.parsing import parse_config
 
 COMMON: dict[str, st.SearchStrategy[Any]] = {
     "num_speculative_tokens": st.integers(1, 64),

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rubbish import JSON, TEXTS, check_sentence, dictionary
 
 from vllm_specplugins.config import ConfigError, methods_of
-from vllm_specplugins.methods import parse_config
 from vllm_specplugins.options_text import Text
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.request_options import Limits, draft_limit, read_options, received, resolved, understood
 
 VOCAB_SIZE, MAX_MODEL_LEN = 100, 50

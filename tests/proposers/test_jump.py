@@ -10,7 +10,8 @@ from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.draft import DraftBatch, ProposerContext
-from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
 from vllm_specplugins.target import Sampling, Target
 

@@ -11,7 +11,8 @@ import torch
 
 from vllm_specplugins.config import ConfigError, JumpConfig, LearnConfig
 from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.methods import learns, parse_config
+from vllm_specplugins.methods import learns
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.heads.distillation import jump_guesser
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
 from vllm_specplugins.proposers.learning import learner as learner_module

@@ -16,7 +16,8 @@ from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.methods import build_proposer, parse_config
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads, check_medusa
 from vllm_specplugins.target import Sampling, Target
 

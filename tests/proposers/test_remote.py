@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.codec import TextCodec
-from vllm_specplugins.methods import parse_config
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.remote import server
 from vllm_specplugins.proposers.remote.proposer import Remote
 

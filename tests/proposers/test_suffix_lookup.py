@@ -10,7 +10,7 @@ import pytest
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.draft import DraftBatch
-from vllm_specplugins.methods import parse_config
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.suffix_lookup import MAX_NEW
 from vllm_specplugins.structures import whole_file
 from vllm_specplugins.structures.suffix.acceptance import first_accept_probs

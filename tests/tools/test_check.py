@@ -7,7 +7,7 @@ import pytest
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
-from vllm_specplugins.methods import parse_config
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools.check.run import check
 from vllm_specplugins.tools.check.trace import NEWCOMER, Trace, load
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.methods import parse_config
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.heads.distillation import Guess, Guesser, jump_guesser, walk
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig, check_jump

@@ -6,7 +6,8 @@ from itertools import chain, count
 from typing import Any
 
 from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, brief
-from vllm_specplugins.methods import METHODS, parse_config, registered_methods
+from vllm_specplugins.methods import METHODS
+from vllm_specplugins.parsing import parse_config, registered_methods
 
 NONE = "none"
 Config = dict[str, Any]

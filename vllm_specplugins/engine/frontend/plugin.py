@@ -15,7 +15,8 @@ from vllm_specplugins.engine.excepthook import sentence_instead_of_traceback
 from vllm_specplugins.engine.frontend.method_names import vllm_methods
 from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.engine.vllm_api import compat
-from vllm_specplugins.methods import METHODS, parse_config
+from vllm_specplugins.methods import METHODS
+from vllm_specplugins.parsing import parse_config
 
 logger = logging.getLogger("vllm.specplugins")
 

@@ -16,7 +16,8 @@ from vllm_specplugins.engine.frontend.method_names import vllm_methods
 from vllm_specplugins.engine.frontend.plugin import install, requested
 from vllm_specplugins.engine.harness.process import GIB, kv_cache_gib, memory
 from vllm_specplugins.engine.vllm_api import compat
-from vllm_specplugins.methods import BUILT_IN, METHODS, parse_config
+from vllm_specplugins.methods import BUILT_IN, METHODS
+from vllm_specplugins.parsing import parse_config
 
 OK, ADVICE, PROBLEM = "ok", "advice", "problem"
 READY = {"method": "prompt_lookup", "num_speculative_tokens": 5}

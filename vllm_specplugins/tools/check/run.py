@@ -10,7 +10,8 @@ from vllm_specplugins.custom import import_object
 from vllm_specplugins.draft import PROTOCOL_VERSION, Proposer, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import CHARGED, MAX_FAULTS
-from vllm_specplugins.methods import build_proposer, parse_config, registered_methods
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.parsing import parse_config, registered_methods
 from vllm_specplugins.tools.check.trace import Trace, load, play
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.replay.player import name_of

@@ -6,15 +6,8 @@ from dataclasses import dataclass
 from vllm_specplugins.config import ConfigError, built_in_stage
 from vllm_specplugins.custom import reads_likeliest
 from vllm_specplugins.draft import Proposer, ProposerContext
-from vllm_specplugins.methods import (
-    METHODS,
-    behind_gate,
-    build_proposer,
-    drafters,
-    drafts_on_device,
-    parse_config,
-    registered_methods,
-)
+from vllm_specplugins.methods import METHODS, behind_gate, build_proposer, drafters, drafts_on_device
+from vllm_specplugins.parsing import parse_config, registered_methods
 from vllm_specplugins.tools.picker import Config, pick_methods
 
 ALWAYS, GATED = "always", "gated"

@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.draft import Int32Array
-from vllm_specplugins.methods import parse_config
+from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.request_options import MAX_CONTEXT, Limits, understood
 from vllm_specplugins.tools.data import Tokenizer, answered, token_ids
 

@@ -8,11 +8,11 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_specplugins.cascade.on_device import LOOKUP
-from vllm_specplugins.config import SpecConfig
+from vllm_specplugins.config import PromptLookupConfig, SpecConfig, stage_configs
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.v2.speculators.late import LateDrafts, late_length
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
-from vllm_specplugins.methods import build_proposer, searched_on_device
+from vllm_specplugins.methods import build_proposer, method_of
 from vllm_specplugins.structures.arrays import DraftArrays, either, of_stage
 
 
@@ -25,8 +25,11 @@ class Lookups:
 
     def __init__(self, vllm_config: VllmConfig, req_states: Any, device: torch.device):
         config, self.texts, self.late = vllm_config.speculative_config, None, None
-        for lookup in searched_on_device(config.plugin_config):
-            self.texts = TokenHistories(req_states, config.num_speculative_tokens, lookup, device)
+        lookups = stage_configs(config.plugin_config, PromptLookupConfig)
+        row = method_of(config.plugin_config.method)
+        if lookups or (row.is_lookup and row.is_late):
+            own = lookups[0] if lookups else PromptLookupConfig()
+            self.texts = TokenHistories(req_states, config.num_speculative_tokens, own, device)
         if config.drafts_late:
             vocab_size = vllm_config.model_config.get_vocab_size()
             self.late = LateDrafts(req_states, config.num_speculative_tokens, vocab_size, device)

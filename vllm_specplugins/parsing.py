@@ -1,0 +1,110 @@
+"""From a user's dictionary to a checked configuration, for the methods of the table and those of other packages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from vllm_specplugins.config import (
+    MAX_STAGES,
+    BuiltInConfig,
+    CommonConfig,
+    ConfigError,
+    CustomConfig,
+    SpecConfig,
+    StageConfig,
+    brief,
+    check_stages,
+    did_you_mean,
+    methods_of,
+    sample_methods,
+    with_default_length,
+    with_tree,
+)
+from vllm_specplugins.custom import (
+    Registered,
+    attribute,
+    import_object,
+    option_checks,
+    reads_likeliest,
+    registrations,
+)
+from vllm_specplugins.methods import BUILT_IN, LOOKUPS, METHODS
+
+
+def registered_methods() -> Mapping[str, Registered]:
+    """The methods of other packages that can be asked for, by name."""
+    return {found.name: found for found in registrations((*METHODS, *BUILT_IN)) if found.refusal is None}
+
+
+def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
+    """The checked configuration for a user's dictionary, whose "method" is one of METHODS, or registered.
+
+    Args:
+        raw: the dictionary.
+        greedy: drafts are drawn so where it does not say: nobody knows the noise of another verification.
+
+    Raises:
+        ConfigError: see SpecConfig.parse; a proposer class that cannot be imported; stages that do not fit.
+    """
+    own = {key: value for key, value in raw.items() if key != "method"}
+    method, greedy = raw["method"], greedy or own.get("verification", "fused") != "fused"
+    row, stages = METHODS.get(method), own.get("stages")
+    if greedy and hasattr(row and row.config, "draft_sample_method"):
+        own.setdefault("draft_sample_method", "greedy")
+    if method == "cascade" and isinstance(stages, list | tuple) and len(stages) <= MAX_STAGES:
+        names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name not in ("cascade", "medusa")]
+        own["stages"] = tuple(_parse_stage(index, stage, names, greedy) for index, stage in enumerate(stages))
+    config = SpecConfig.parse(method, row.config, own) if row else _parse_registered(registered_methods()[method], own)
+    if "num_speculative_tokens" not in own:
+        config = with_default_length(config, (*LOOKUPS, "grammar"))
+    if config.tree:
+        config = with_tree(config)
+    option_checks(config)
+    check_stages(config)
+    verification = config.common.verification
+    if "coupled" in sample_methods(config) and verification != "fused":
+        raise ConfigError(
+            f"{method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
+            f"{verification!r}, whose noise nobody else knows, not 'coupled'."
+        )
+    if "grammar" in methods_of(config) and "probabilistic" in sample_methods(config) and verification != "fused":
+        raise ConfigError(
+            f"{method}: draft_sample_method must be 'greedy' beside grammar where verification is {verification!r}, "
+            "which would take forced tokens for drawn ones, not 'probabilistic'."
+        )
+    if reads_likeliest(config) and verification != "fused":
+        raise ConfigError(
+            f"{method}: verification must be 'fused' for a proposer that reads DraftBatch.likeliest, not "
+            f"{verification!r}."
+        )
+    return config
+
+
+def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecConfig:
+    """Its class may bring a dataclass `Config`, whose fields stand in the dictionary; otherwise it takes `options`."""
+    name, path = registered.name, registered.proposer
+    own_type = attribute(import_object(path, name), "Config", name)
+    if own_type is None:
+        if "proposer" in raw:
+            raise ConfigError(f"{name}: 'proposer' is not a field; it is {path}, which the package registers.")
+        return SpecConfig.parse(name, CustomConfig, {**raw, "proposer": path})
+    if not (isinstance(own_type, type) and is_dataclass(own_type)):
+        raise ConfigError(f"{name}: Config of {path} must be a dataclass, not {brief(own_type)}.")
+    config = SpecConfig.parse(name, own_type, raw)
+    return replace(config, own=CustomConfig(proposer=path, options=config.own))
+
+
+def _parse_stage(index: int, raw: Any, names: Sequence[str], greedy: bool) -> StageConfig:
+    if not isinstance(raw, dict) or raw.get("method") not in names:
+        found = raw.get("method") if isinstance(raw, dict) else raw
+        allowed = f"a dictionary whose method is one of {', '.join(names)}"
+        raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {brief(found)}{did_you_mean(found, names)}")
+    method, own = raw["method"], {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
+    for entry in fields(CommonConfig):
+        if entry.name in own:
+            raise ConfigError(f"cascade: stages[{index}] must not hold {entry.name}, which the whole cascade shares.")
+    if method in BUILT_IN:
+        parsed: Any = BuiltInConfig.parse(index, method, {key: own[key] for key in own if key != "method"})
+    else:
+        parsed = parse_config(own, greedy).own
+    return StageConfig(method=method, own=parsed, num_speculative_tokens=raw.get("num_speculative_tokens"))
