@@ -69,11 +69,10 @@ IN_ENGINE_MAY_IMPORT = {
 IN_V2_MAY_IMPORT = {
     "adapters": set(),
     "feedback": set(),
-    "forced": set(),
     "trees": set(),
     "verification": set(),
     "speculators": {"feedback", "trees", "verification"},
-    "runner": {"adapters", "feedback", "forced", "speculators", "verification"},
+    "runner": {"adapters", "feedback", "speculators", "verification"},
     "scheduler": {"feedback"},
     "__init__": set(),
 }

@@ -112,9 +112,9 @@ def _refuse_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _with_method(config: SpecConfig, original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's configuration with our method in it, our worker and, where scheduling is asynchronous, our scheduler."""
-    from vllm_specplugins.engine.frontend import grace, scheduling, spec_config, trees
+    from vllm_specplugins.engine.frontend import scheduling, spec_config, trees
 
-    grace.give_time(config)
+    scheduling.give_time(config)
     asked = engine_args.async_scheduling
     asynchronous = scheduling.wanted_of_vllm(config, asked, engine_args.pipeline_parallel_size)
     ours = {"_specplugins_config": config, "async_scheduling": asynchronous} | trees.backend(config, engine_args)

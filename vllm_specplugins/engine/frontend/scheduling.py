@@ -13,13 +13,14 @@ from typing import Any, Literal, get_args
 
 from vllm_specplugins.config import ConfigError, SpecConfig, methods_of
 from vllm_specplugins.engine.frontend.method_names import name_in_vllm
-from vllm_specplugins.engine.hooks import replaced
+from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.methods import drafts_on_device, reads_history
 
 logger = logging.getLogger("vllm.specplugins")
 
 SCHEDULER = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
 GRAMMAR = "vllm_specplugins.engine.grammar.scheduler.GrammarScheduler"
+GRACE_S = 5.0  # as much time as vLLM gives workers
 SYNCHRONOUS = "vllm_specplugins.engine.v2.scheduler.ChoosingScheduler"
 
 
@@ -94,3 +95,17 @@ def _synchronous_for(vllm_config: Any) -> str | None:
     if not vllm_config.scheduler_config.async_scheduling:
         return "vLLM does so with this configuration"
     return None
+
+
+def give_time(config: SpecConfig) -> None:
+    """Has engines of this front end that save a file end in their own time: at a signal vLLM's servers kill them at
+    once, but on ROCm, where `--shutdown-timeout` is 0, its default."""
+    from vllm.v1.engine import utils
+
+    if any(getattr(part.own, "store_path", None) for part in config.parts):
+        wrap(utils, "get_engine_process_shutdown_timeout", _with_time)
+
+
+def _with_time(original: Any, request_timeout: Any, process_timeout: Any) -> Any:
+    seconds = original(request_timeout, process_timeout)
+    return GRACE_S if request_timeout == 0 and seconds == 0 else seconds

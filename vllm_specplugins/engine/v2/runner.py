@@ -8,16 +8,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_specplugins.engine.adaptive.conditions import or_planned
 from vllm_specplugins.engine.frontend.spec_config import without_built_in
 from vllm_specplugins.engine.frontend.trees import register
+from vllm_specplugins.engine.grammar.output import forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
-from vllm_specplugins.engine.v2.forced import put_forced
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.built_in import DeviceOffer, rating, run_before
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
@@ -95,6 +98,21 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     if runner.speculative_config.plugin_config.common.verification == "fused":
         verify.attach(runner)
     runner.profile_run = both(lambda *_, **__: prepare(runner, speculator), runner.profile_run)
+
+
+def put_forced(runner: Any, scheduler_output: Any) -> None:
+    """Puts what a grammar forced among the drafts, before the step that verifies them; each is certain."""
+    slots_of = runner.req_states.req_id_to_index
+    forced = forced_in(scheduler_output).items()
+    cells = [(slots_of[id_], num + i, token) for id_, (num, ids) in forced for i, token in enumerate(ids)]
+    if not cells:
+        return
+    slots, columns, tokens = async_tensor_h2d(np.array(cells, np.int64), runner.device).unbind(1)
+    drafts, draft_logits = runner.req_states.draft_tokens, runner.speculator.draft_logits
+    drafts[slots, columns] = tokens.to(drafts.dtype)
+    if draft_logits is not None:
+        one_hot = draft_logits.new_full((len(cells), draft_logits.shape[-1]), -torch.inf)
+        draft_logits[slots, columns] = one_hot.scatter_(1, tokens[:, None], 0.0)
 
 
 def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: Any) -> Any:

@@ -115,7 +115,8 @@ class HostSpeculator(Speculator):
             if request.num_tokens + sampled == length:
                 request.extend(host[row, host.shape[1] - sampled :])
             else:
-                request.replace(req_states.all_token_ids.gpu[slots[row], :length].cpu().numpy())
+                request.num_tokens = 0
+                request.extend(req_states.all_token_ids.gpu[slots[row], :length].cpu().numpy())
         return rows, host[rows, 0] - 1, host[rows, 1]
 
     def _propose(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> Draft:

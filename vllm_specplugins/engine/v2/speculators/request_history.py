@@ -17,17 +17,12 @@ class RequestHistory:
         self.request_id, self.options = new.req_id, frozen(request_options(new.sampling_params))
         self._tokens, self.num_tokens = np.empty(max_model_len, np.int32), 0
         self._shown = view(self._tokens)
-        self.replace(new.prefill_token_ids)
+        self.extend(new.prefill_token_ids)
 
     @property
     def token_ids(self) -> Int32Array:
         """[num_tokens], read-only."""
         return self._shown[: self.num_tokens]
-
-    def replace(self, token_ids: Any) -> None:
-        """Takes the whole text."""
-        self.num_tokens = 0
-        self.extend(token_ids)
 
     def extend(self, token_ids: Any) -> None:
         """Takes what came; past max_model_len there is nothing."""
