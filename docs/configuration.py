@@ -16,13 +16,12 @@ BEGINNING = """# Configuration
 <!-- Written by docs/configuration.py; edit the docstrings in vllm_specplugins/config/ instead. -->
 
 What `--speculative-config` (JSON) or `LLM(speculative_config=...)` (a dictionary) may hold. A wrong value is refused
-before the engine starts, in one sentence that names field, value and what is allowed.
+before the engine starts, in one sentence.
 """
 REQUESTS = """## Options of one request
 
-In Python `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP as JSON text, because vLLM's extra arguments
-cannot hold dictionaries: `"vllm_xargs": {"specplugins": "{\\"enabled\\": false}"}`. A bad one answers 400 in one
-sentence before the request reaches the engine (streamed: an error event after a 200).
+In Python `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP as JSON text: `"vllm_xargs": {"specplugins":
+"{\\"enabled\\": false}"}`. A bad one answers 400 in one sentence (streamed: an error event after a 200).
 
 | option | allowed | meaning |
 |---|---|---|
@@ -30,23 +29,22 @@ sentence before the request reaches the engine (streamed: an error event after a
 | `max_draft` | an integer from 0 to 64 | most tokens drafted in one step |
 | `max_context` | an integer from 0 on | no drafts beyond so many tokens of prompt and output together |
 | `stages` | names of the cascade's stages, `"early_exit"` or `"1 early_exit"` | those that draft for this request |
-| `reference` | text, or token ids; at most as many tokens as the model's context | what the output is likely to repeat (a predicted output, a retrieved document): lookups search it, the model never sees it |
-| `learn` | true or false | false: `suffix_lookup` does not draft from its output for other requests, nor does a part [learn](choose-a-method.md#learn-while-serving) from it |
+| `reference` | text, or token ids; at most the model's context | what the output is likely to repeat (a predicted output, a retrieved document): lookups search it, the model never sees it |
+| `learn` | true or false | false: its output is not drafted from for others, nor [learned](choose-a-method.md#learn-while-serving) from |
 
 A proposer of your own may have [options of its own](write-a-proposer.md#options-of-a-request). Beside the reference the
 JSON text has at most 65,536 characters and 4,096 brackets. Beam search gets no drafts: vLLM's beams drop `vllm_xargs`.
 
 **OpenAI's `prediction`** of a chat completion is the option `reference`: `{"type": "content", "content": ...}` with a
 text or a list of text parts. A `reference` in `vllm_xargs` comes before it. `usage` has no `accepted_prediction_tokens`
-and `rejected_prediction_tokens`: drafts may come from elsewhere than the prediction, and what was rejected is drafted
-again, so nobody counts its tokens. `--per-request-spec-decode-metrics summary` shows drafted and accepted tokens.
+and `rejected_prediction_tokens`; `--per-request-spec-decode-metrics summary` shows drafted and accepted tokens.
 """
 ENVIRONMENT = """## Environment variables
 
 | variable | meaning |
 |---|---|
 | `VLLM_SPECPLUGINS_DISABLE=1` | the plugin does nothing; a method of ours is then refused |
-| `VLLM_SPECPLUGINS_SELF_CHECK` | `1` (default): on a device that is not a CPU the kernels are held against their references before the first request; `0`: not; `only`: check, print, stop |
+| `VLLM_SPECPLUGINS_SELF_CHECK` | `1` (default): on a device that is not a CPU [kernels are checked](compatibility.md#kernels-on-a-new-device); `0`: not; `only`: check, print, stop |
 """
 
 
@@ -75,7 +73,7 @@ def rows(owner: type) -> Iterator[str]:
     yield "| field | allowed | default | meaning |"
     yield "|---|---|---|---|"
     for entry in fields(owner):
-        allowed = entry.metadata["allowed"].replace("'", "`")
+        allowed = entry.metadata["allowed"].replace("'", "`").replace("an integer from ", "")
         yield f"| `{entry.name}` | {allowed} | {default(entry)} | {words[entry.name]} |"
 
 

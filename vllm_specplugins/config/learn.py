@@ -22,8 +22,8 @@ class LearnConfig:
         busy_share: most of the time that the training takes while requests are served.
         idle_share: the same while there are none.
         memory_bytes: of what is kept of outputs to learn from, on the target's device, taken at the start.
-        path: folder that the weights are saved in, and loaded from if there are any; null: what was learned is lost
-            with the process. Data-parallel engines but the first add ".dp1" and so on.
+        path: folder that the weights are saved in, and loaded from if there are any; null: none. Data-parallel engines
+            but the first add ".dp1" and so on.
         save_every_s: seconds from save to save; a kill costs what was learned since.
     """
 

@@ -53,13 +53,13 @@ class SuffixLookupConfig:
     """`suffix_lookup`: what most often followed the longest match, in the request's own text and in earlier outputs.
 
     Args:
-        store_bytes: memory of the store of earlier outputs, 80 bytes a token, taken at the start; where it is full, the
-            oldest go that were not drafted from, those of tenants with little last.
-        store_path: file that the store is loaded from, and that each output is added to; null: it is lost with the
-            process. Data-parallel engines but the first add ".dp1" and so on.
+        store_bytes: memory of the store of earlier outputs, 80 bytes a token, taken at the start; the oldest go that
+            were not drafted from, those of tenants with little last.
+        store_path: file that the store is loaded from, and that each output is added to; null: none. Data-parallel
+            engines but the first add ".dp1" and so on.
         save_every_s: seconds from an output to when it is on the disk; a power cut costs what came since.
-        shared: Redis or Valkey server through which engines with the same tokenizer share outputs, by tenant:
-            redis://HOST:PORT, rediss:// with TLS, unix://. vLLM logs it: name one with a password as env:VARIABLE.
+        shared: Redis or Valkey server through which engines with the same tokenizer share outputs, by tenant. vLLM
+            logs it: name one with a password as env:VARIABLE.
         shared_keep_s: seconds that the server keeps an output.
         min_confidence: a draft ends before a token whose acceptance probability is less.
     """
@@ -84,13 +84,13 @@ class EarlyExitConfig:
     Args:
         exit_layer: how many layers draft, from the first one on; at most as many as the target has.
         draft_sample_method: "greedy" drafts the likeliest token; "probabilistic" a sample of q, accepted more often at
-            high temperatures; "coupled" what q gives with the noise of verification: nearly as often accepted, and a
-            seeded request says the same whatever is drafted.
+            high temperatures; "coupled" what q gives with the noise of verification: nearly as often accepted, and
+            outputs by seed do not depend on it.
         exit_head: folder of a head trained for that layer (`train-exit-head`); null: the target's norm and head.
-        look_ahead: folder of trained embeddings (`train-look-ahead`) that stand for draft tokens not yet known, so that
-            one pass through the layers drafts all; null: a pass for each token.
-        tree: verify so many tokens as a tree: beside each token of a draft those that may stand in its place. For 1 to
-            4 requests; num_speculative_tokens is then the same. Model Runner V2 only; null: a draft is one chain.
+        look_ahead: folder of trained embeddings (`train-look-ahead`) that stand for draft tokens not yet known: one
+            pass drafts all; null: a pass for each token.
+        tree: verify so many tokens, which num_speculative_tokens then is, as a tree: beside each token of a draft those
+            that may stand in its place. For 1 to 4 requests; Model Runner V2 only.
     """
 
     exit_layer: int = integer(1, 1, 10_000)
