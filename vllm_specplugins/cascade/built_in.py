@@ -54,7 +54,8 @@ class BuiltIn(Proposer):
         self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
     ) -> tuple[Int32Array, Ints, Floats]:
         """As of a lookup, but of a draft that begins as its own does; anything else it has not thought about."""
-        offer = batch.offer or Offer(np.zeros((batch.num_reqs, 0), np.int32), ms=0.0)
+        offer = batch.offer
+        assert offer is not None
         offered = offer.token_ids.shape[1]  # fewer than K in a step for which the engine wants fewer
         rest = (0, 0), (0, self._max_num_draft - offered)
         own, num_draft = np.pad(offer.token_ids, rest), np.minimum(max_draft, offered)

@@ -70,6 +70,8 @@ class Stage:
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Ints) -> DraftArrays:
         """At most so many tokens [num_reqs] for each request, after its history and the prefix of its draft."""
         if isinstance(self.proposer, BuiltIn):  # it has drafted, and the time of that is counted
+            if batch.offer is None:
+                return nothing(len(max_draft), self.context.max_num_draft)
             drafts = self._continued(batch, prefix, max_draft)
         else:
             start = time.perf_counter()
