@@ -155,6 +155,14 @@ def test_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_what_every_engine_imports_compiles_nothing() -> None:
+    """The plugin is imported wherever vLLM runs. Kills: numba in a process that asks for no method of ours, where vLLM
+    on a CPU dies of its objects."""
+    code = "import sys, vllm_specplugins.engine.frontend.plugin; print(sorted({'numba', 'triton'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
 def test_no_top_level_kernels() -> None:
     """Hugging Face's `kernels` must stay importable: ours lives inside our package."""
     code = "import importlib.util as u; print(u.find_spec('vllm_specplugins.kernels') is not None)"

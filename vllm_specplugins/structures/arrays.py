@@ -1,8 +1,8 @@
 """A step in arrays: the row that each request has until it is forgotten, where its text lies in memory, and its draft
 while it is made: NumPy's on the host, torch's on the device.
 
-What costs most is compiled for the host; the rest is the same code for both. Nothing here waits for a device or
-branches on what is in an array. K: most tokens of a draft.
+It is the same code for both: nothing here waits for a device or branches on what is in an array. Nothing is compiled,
+either: the plugin's front end imports this. K: most tokens of a draft.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
 from vllm_specplugins.draft import Int32Array
-from vllm_specplugins.kernels.compiled import compiled
 
 Array = Any  # of NumPy, or a torch.Tensor
 NO_TOKENS, NO_COUNTS = np.empty((0, 0), np.int32), np.empty(0, np.int64)  # of drafts that nobody has begun
@@ -168,10 +166,6 @@ class DraftArrays(NamedTuple):
 
     def followed_by(self, other: "DraftArrays") -> "DraftArrays":
         """Each request's draft, and after it its other one, as far as K goes."""
-        if isinstance(self.token_ids, np.ndarray) and self.q is other.q is None:
-            joined = _empty(self.token_ids)
-            _join(*self[:4], *other[:4], *joined[:4])
-            return joined
         ends = self.num_draft[:, None]
         places = columns(self.token_ids) - ends
         moved = other._replace(
@@ -206,14 +200,6 @@ def nothing(num_reqs: int, max_num_draft: int) -> DraftArrays:
     """No draft for anybody, on the host."""
     token_ids = np.zeros((num_reqs, max_num_draft), np.int32)
     return of_stage(0, token_ids, np.zeros(num_reqs, np.int64), np.zeros(num_reqs))
-
-
-def _empty(token_ids: npt.NDArray[np.int32]) -> DraftArrays:
-    """To be filled."""
-    shape = token_ids.shape
-    return DraftArrays(
-        np.empty(shape, np.int32), np.empty(shape[0], np.int64), np.empty(shape, np.int64), np.empty(shape)
-    )
 
 
 def either(is_first: Array, first: DraftArrays, second: DraftArrays) -> DraftArrays:
@@ -259,37 +245,3 @@ def dense_logits(drafts: DraftArrays, max_length: int) -> Any:
     is_certain, places = (q < 0)[..., None], token_ids[..., None]
     logits.masked_fill_(is_certain, -torch.inf)
     return logits.scatter_(2, places, logits.gather(2, places).masked_fill_(is_certain, 0.0))
-
-
-_drafts_type = types.int32[:, ::1], types.int64[::1], types.int64[:, ::1], types.float64[:, ::1]
-
-
-@compiled(types.void(*_drafts_type, *_drafts_type, *_drafts_type))
-def _join(
-    token_ids: Any,
-    num_draft: Any,
-    stages: Any,
-    confidences: Any,
-    other_ids: Any,
-    num_other: Any,
-    other_stages: Any,
-    other_confidences: Any,
-    joined_ids: Any,
-    num_joined: Any,
-    joined_stages: Any,
-    joined_confidences: Any,
-) -> None:
-    """See DraftArrays.followed_by; without q."""
-    K = token_ids.shape[1]
-    for row in range(len(num_draft)):
-        end = num_draft[row]
-        num_joined[row] = end + num_other[row]
-        for place in range(K):
-            if place < end:
-                joined_ids[row, place] = token_ids[row, place]
-                joined_stages[row, place] = stages[row, place]
-                joined_confidences[row, place] = confidences[row, place]
-            else:
-                joined_ids[row, place] = other_ids[row, place - end]
-                joined_stages[row, place] = other_stages[row, place - end]
-                joined_confidences[row, place] = other_confidences[row, place - end]
