@@ -24,8 +24,8 @@ from .rejection.adjust.testing import make_edits
 from .rejection.drafts import sample_with_q
 from .rejection.step import sample_step
 from .rejection.testing import Batch, as_step, make_spiky, to_device
-from .trees import attend, walk
-from .trees.testing import make_attention, make_walks
+from .trees import attend, compact, walk
+from .trees.testing import make_attention, make_moves, make_walks
 
 _SEED = 1
 # Sums are rounded otherwise where a multiplication and an addition are one instruction.
@@ -104,6 +104,7 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device], int]
     if shapes.heads is not None:
         yield "trees, attention", partial(_attends, shapes.heads, shapes)
         yield "trees, paths", partial(_walks, shapes)
+        yield "trees, moves", partial(_moves, shapes.heads, shapes)
 
 
 def _verifies(shapes: Shapes, dense: bool, truncated: bool, device: torch.device) -> int:
@@ -165,6 +166,19 @@ def _attends(heads: tuple[int, int, int], shapes: Shapes, device: torch.device) 
 
 def _walks(shapes: Shapes, device: torch.device) -> int:
     return 2 * _rows(_both(walk, make_walks(50, shapes.max_num_draft + 1), device))
+
+
+def _moves(heads: tuple[int, int, int], shapes: Shapes, device: torch.device) -> int:
+    _, num_kv_heads, head_size = heads
+    caches, moves = make_moves([[0, 2, 3], [0, 1, 3], [0], [0, 3]], shapes.dtype, (num_kv_heads, 2 * head_size))
+
+    def operation(*arguments: Any, implementation: str) -> list[torch.Tensor]:
+        own = [cache.to(arguments[0].device, copy=True) for cache in caches]
+        pointers = torch.tensor([cache.data_ptr() for cache in own], dtype=torch.uint64, device=own[0].device)
+        compact(own, pointers, *arguments, implementation)
+        return own
+
+    return 2 * _rows(_both(operation, moves, device))
 
 
 def _rates(shapes: Shapes, device: torch.device, num_stages: int = 2) -> int:

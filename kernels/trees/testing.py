@@ -48,3 +48,20 @@ def make_walks(num_rows: int, width: int, seed: int = 1) -> tuple[torch.Tensor, 
     tokens, drawn = torch.randint(3, (2, num_rows, width), generator=rng)
     ends = torch.randint(1, width + 1, (num_rows, 1), generator=rng)
     return random_parents(num_rows, width, rng), tokens.masked_fill(torch.arange(width) >= ends, -1), drawn
+
+
+def make_moves(
+    paths: list[list[int]],  # nodes of each request
+    dtype: torch.dtype = torch.float32,
+    heads: tuple[int, int] = (2, 48),  # of keys and values, and the content of one
+    num_layers: int = 3,
+    seed: int = 1,
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Caches, and arguments of `compact` after the pointers to them; after a path's end stands that of another."""
+    rng, num_rows, block_size = torch.Generator().manual_seed(seed), len(paths), 16
+    shape, width = (3 * num_rows, heads[0], block_size, heads[1]), 1 + max(max(path) for path in paths)
+    caches = [torch.randn(shape, generator=rng).to(dtype) for _ in range(num_layers)]
+    table = torch.randperm(3 * num_rows, generator=rng).view(num_rows, 3).int()
+    root = torch.randint(3 * block_size - width, (num_rows,), generator=rng)
+    path = torch.tensor([own + [width - 1] * (width - len(own)) for own in paths])
+    return caches, (table, root, path, torch.tensor([len(own) for own in paths], dtype=torch.int32))

@@ -55,7 +55,7 @@ def record_launches() -> list:
     from vllm_specplugins.kernels.rejection.step import sample_step
     from vllm_specplugins.kernels.rejection.testing import as_step
     from vllm_specplugins.kernels.trees import attend, compact, walk
-    from vllm_specplugins.kernels.trees.testing import make_attention, make_walks
+    from vllm_specplugins.kernels.trees.testing import make_attention, make_moves, make_walks
 
     launches: list = []
     JITFunction.run = lambda self, *args, grid, warmup, **kwargs: launches.append((self, args, kwargs))
@@ -81,9 +81,8 @@ def record_launches() -> list:
     share_budget(Layout(*torch.zeros(2, 1025, dtype=torch.int32)), *share, 1, "fused")
     attend(*make_attention([(40, 16)], (32, 8, 128), 16, torch.bfloat16), implementation="fused")
     walk(*make_walks(4, 16), implementation="fused")
-    cache, moves = torch.zeros(4, 8, 16, 256, dtype=torch.bfloat16), torch.zeros(2, 16, dtype=torch.int64)
-    pointers, table = torch.zeros(1, dtype=torch.uint64), torch.zeros(2, 4, dtype=torch.int32)
-    compact([cache], pointers, table, moves[:, 0].contiguous(), moves, table[:, 0].contiguous(), "fused")
+    caches, moves = make_moves([[0, 15]], torch.bfloat16, (8, 256), 1)
+    compact(caches, torch.zeros(1, dtype=torch.uint64), *moves, "fused")
     for slots, drafts, sampled, rejected in make_steps(1, 8, 2, 5):
         known = new_state(2, 17, 5, "cpu")
         learn(known, slots, sampled, rejected, "fused")

@@ -107,12 +107,22 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
         ("one grade", "(confidence > _BOUNDS[at])", "(confidence > _BOUNDS[0])", ("acceptance", 2100, False)),
     ],
     "budget/fused.py": [("one less", "left = budget -", "left = budget - 1 -", ("budget", 2100, False))],
+    "trees/fused.py": [
+        ("siblings", "(bit == 1) |", "(bit >= 0) |", ("trees, attention", 2100, False)),
+        ("cousins", "(parents == node) &", "(parents >= 0) &", ("trees, paths", 2100, False)),
+        (
+            "a slot",
+            "target = root + node, root + step",
+            "target = root + node, root + step + 1",
+            ("trees, moves", 2100, False),
+        ),
+    ],
 }
 
 
 def problems(package: str, vocab_size: int, block: bool, only: str | None = None) -> dict[str, str]:
     check = importlib.import_module(f"{package}.self_check")
-    served = {"samples": True, "block": block, "looks_up": True, "trims": True}
+    served = {"samples": True, "block": block, "looks_up": True, "trims": True, "heads": (4, 2, 16)}
     shapes = check.Shapes(vocab_size, torch.bfloat16, max_num_draft=3, **served)
     findings = check.check_device(torch.device(DEVICE), shapes, only)
     return {finding.name: finding.problem for finding in findings}
@@ -122,9 +132,9 @@ def problems(package: str, vocab_size: int, block: bool, only: str | None = None
 def test_sound() -> None:
     """Kills: a check that finds fault with what is right, or leaves one out."""
     found = problems("vllm_specplugins.kernels", 2100, block=False)
-    assert len(found) == 10
+    assert len(found) == 13
     found |= {f"block, {name}": problem for name, problem in problems(*_SOUND_BLOCKS).items()}
-    assert len(found) == 11 and not any(found.values()), found
+    assert len(found) == 14 and not any(found.values()), found
 
 
 def planted() -> list[Any]:

@@ -13,7 +13,7 @@ from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 from vllm_specplugins.kernels.trees import Mask, Query, attend, compact, walk
 from vllm_specplugins.kernels.trees.reference import ancestors
-from vllm_specplugins.kernels.trees.testing import make_attention, make_walks, random_parents
+from vllm_specplugins.kernels.trees.testing import make_attention, make_moves, make_walks, random_parents
 
 # Ragged: a prompt's chunk, a tree, one that was cut, a request without a draft, none before the query.
 LENGTHS = [(5, 40), (37, 16), (100, 7), (70, 1), (0, 3), (15, 16)]
@@ -145,13 +145,9 @@ def test_compact(dtype: torch.dtype) -> None:
     """Paths across blocks, of one node and of all. Kills: a slot of another block, layer, head or request; a node that
     is overwritten before it is moved; one of the last path's, which is shorter now, that moves."""
     name, device = ("fused", DEVICE) if RUNS else ("reference", "cpu")
-    rng = torch.Generator().manual_seed(3)
-    caches = [torch.randn(12, 2, 16, 48, generator=rng).to(dtype).to(device) for _ in range(3)]
-    table = torch.randperm(12, generator=rng).view(4, 3).int()
-    root = torch.tensor([3, 14, 20, 15])
-    paths = [[0, 2, 3, 9], [0, 1, 5, 7, 8, 9], [0], [0, 9]]
-    path = torch.tensor([own + [11] * (12 - len(own)) for own in paths])
-    num_nodes = torch.tensor([len(own) for own in paths], dtype=torch.int32)
+    paths = [[0, 2, 3, 9], [0, 1, 5, 7, 8, 9], [0], [0, 11]]
+    caches, (table, root, path, num_nodes) = make_moves(paths, dtype)
+    caches = [cache.to(device) for cache in caches]
     expected = [cache.clone() for cache in caches]
     for before, after in zip(caches, expected, strict=True):
         for request, own in enumerate(paths):
