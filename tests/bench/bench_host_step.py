@@ -37,6 +37,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "cascade": {"method": "cascade", "stages": [LOOKUP, EXIT]},
     "early_exit": EXIT,
     "coupled": {**EXIT, "draft_sample_method": "coupled"},
+    "tree": {**EXIT, "tree": 5},
     **{name: {"method": name} for name in ("draft_model", "eagle3", "mtp")},
     **{
         f"lookup and {name}": {"method": "cascade", "stages": [LOOKUP, {"method": name}]}
@@ -54,6 +55,7 @@ BARS = [
     ("early_exit", "ngram_gpu", (1.00, 1.00, 1.00), (1.20, 1.15, 1.15)),
     ("coupled", "ngram_gpu", (1.00, 1.00, 1.00), (1.30, 1.25, 1.30)),
     ("prompt_lookup, K = 0", "none", (1.10, 1.10, 1.06), (1.20, 1.20, 1.20)),
+    ("tree, K = 0", "early_exit, K = 0", (1.02, 1.02, 1.02), (1.15, 1.15, 1.15)),
     ("lookup and eagle3", "eagle3", (1.05, 1.05, 1.05), (1.40, 1.25, 1.25)),
 ]
 BATCHES = (1, 8, 32)

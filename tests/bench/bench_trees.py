@@ -1,16 +1,20 @@
 """Tokens a step of one request with trees, beside chains: outputs that the demo model made, played; no engine.
 
-    python tests/bench/bench_trees.py [MODEL] [--exits 1 2] [--jump FOLDER] [--prompts 24] [--nodes 15]
+    python tests/bench/bench_trees.py [MODEL] [--exits 1 2] [--jump FOLDER] [--medusa FOLDER] [--prompts 24]
 
 With a one-hot q an output does not depend on drafts. So the target's outputs are made once, at temperatures 0, 0.8 and
 1; our proposers draft at every place of them, with the layers of transformers in place of vLLM's; and a step's tokens
-are how far the output is a path of the draft. Outputs that repeat themselves are left out. It returns 1 where a tree
-has less than 1.2 times the tokens of the best chain of 4, 8 and 15.
+are how far the output is a path of the draft. Outputs that repeat themselves are left out. The gate is played, too: two
+and four requests whose steps cost what traces/played.py says. It returns 1 where a tree has less than 1.2 times the
+tokens of the best chain of 4, 8 and 15, or the gate less than 0.98 of the speed of the best length.
 """
 
 import argparse
+import random
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +25,23 @@ from transformers import DynamicCache
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 
-from vllm_specplugins.config import EarlyExitConfig, JumpConfig
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "traces"))
+from played import MACHINES
+
+from vllm_specplugins.config import EarlyExitConfig, JumpConfig, MedusaConfig, chain_length
 from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.gate.step_times import StepTimes, lengths_up_to
 from vllm_specplugins.proposers.early_exit import EarlyExit
+from vllm_specplugins.proposers.heads.medusa_heads import num_heads
 from vllm_specplugins.proposers.jump import Jump
+from vllm_specplugins.proposers.medusa import Medusa
 from vllm_specplugins.target import Sampling as Drawn
 from vllm_specplugins.target import Target
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
-TEMPERATURES, CHAINS, BAR = (0.0, 0.8, 1.0), (4, 8, 15), 1.2
+TEMPERATURES, CHAINS, BAR, GATE_BAR = (0.0, 0.8, 1.0), (4, 8, 15), 1.2, 0.98
+NUM_STEPS, UNTIL_KNOWN = 6000, 1000  # of a gate that is played
 PROMPT, OUTPUT, NGRAM = 192, 32, 6
 NUM_TEXTS, STRIDE = 60, 128
 Accepted = list[int]  # of the draft at each place of an output
@@ -86,7 +97,7 @@ def target_of(base: BaseModel, prompt: list[int], output: list[int], temperature
 
 
 def chains(proposer: Any, target: Target, output: list[int]) -> dict[str, Accepted]:
-    token_ids, _ = proposer.draft_from(target, max(CHAINS))
+    token_ids, _ = proposer.draft_from(target, min(max(CHAINS), proposer.max_num_draft))
     found = [leading(row, output[place:]) for place, row in enumerate(token_ids.tolist())]
     return {f"chain {length}": [min(length, own) for own in found] for length in CHAINS}
 
@@ -105,6 +116,36 @@ def tree(proposer: Any, target: Target, output: list[int], num_nodes: int) -> di
             node, depth = children[node, output[place + depth]], depth + 1
         found.append(depth)
     return {f"tree {num_nodes}": found}
+
+
+def speeds(played: list[dict[int, Accepted]], machine: Any, num_reqs: int, one_pass: bool) -> tuple[float, list[float]]:
+    """Tokens a ms of so many requests behind the gate, and of each length alone: outputs one after the other.
+
+    Args:
+        played: of each output, by length of a draft, what is accepted at each place.
+        one_pass: whether a draft takes one, however long it is.
+    """
+
+    def speed(choose: Callable[[], int], tell: Callable[..., None]) -> float:
+        rng, total_ms, num_tokens = random.Random(0), 0.0, 0
+        places = [(rng.randrange(len(played)), 0) for _ in range(num_reqs)]
+        for step in range(NUM_STEPS):
+            k, emitted = choose(), []
+            for index, (number, place) in enumerate(places):
+                emitted.append(min(played[number][k][place] + 1, OUTPUT - place) if k else 1)
+                place += emitted[-1]
+                places[index] = (number, place) if place < OUTPUT else (rng.randrange(len(played)), 0)
+            passes = min(k, chain_length(most), 1 if one_pass else k)
+            ms = machine.step(num_reqs * (1 + k)) + machine.passes([num_reqs] * passes)
+            tell(num_reqs, k, ms * rng.lognormvariate(0, 0.03), emitted)
+            if step >= UNTIL_KNOWN:
+                total_ms, num_tokens = total_ms + ms, num_tokens + sum(emitted)
+        return num_tokens / total_ms
+
+    most = max(played[0])
+    gate = StepTimes(most, chain_length(most))
+    fixed = [speed(lambda k=k: k, lambda *_: None) for k in gate.lengths]  # type: ignore[misc]
+    return speed(lambda: gate.choose(num_reqs), gate.add), fixed
 
 
 def num_steps(accepted: Accepted) -> int:
@@ -134,6 +175,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default=str(DEMO / "model"))
     parser.add_argument("--exits", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--jump", help="folder of a trained jump that ends after the last layer")
+    parser.add_argument("--medusa", help="folder of heads")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--nodes", type=int, default=15)
     arguments = parser.parse_args()
@@ -151,7 +193,18 @@ def main() -> int:
     }
     if arguments.jump:
         parts["jump"] = Jump(JumpConfig(head=arguments.jump), context)
-    table, worst = Table(title=f"Tokens a step, one request ({len(prompts)} prompts of {PROMPT} tokens)"), float("inf")
+    if arguments.medusa:
+        heads = num_heads(arguments.medusa)
+        some = replace(context, max_num_draft=heads)
+        parts["medusa"] = Medusa(MedusaConfig(heads=arguments.medusa), some)
+        parts["medusa"].max_num_draft = heads
+    gates = Table(title="The gate at 2 and 4 requests, of the best length (that one)")
+    for column in ("T", "drafter", *(f"{machine}, {num_reqs}" for machine in MACHINES for num_reqs in (2, 4))):
+        gates.add_column(column)
+    table, worst, worst_gate = (
+        Table(title=f"Tokens a step, one request ({len(prompts)} prompts of {PROMPT} tokens)"),
+        *[float("inf")] * 2,
+    )
     kinds = *(f"chain {length}" for length in CHAINS), f"tree {arguments.nodes}"
     for column in ("T", "outputs", "drafter", *kinds, "gain"):
         table.add_column(column)
@@ -160,17 +213,29 @@ def main() -> int:
         kept = [(prompt, output) for prompt, output in pairs if len(output) == OUTPUT and not repeats(output)]
         for name, proposer in parts.items() if kept else ():
             steps: dict[str, int] = {}
+            played = []
             for prompt, output in kept:
                 drafts = chains(proposer, target_of(base, prompt, output, temperature), output)
                 drafts |= tree(proposer, target_of(base, prompt, output, temperature), output, arguments.nodes)
                 for kind, accepted in drafts.items():
                     steps[kind] = steps.get(kind, 0) + num_steps(accepted)
+                longest = drafts[f"chain {max(CHAINS)}"]
+                lengths = lengths_up_to(chain_length(arguments.nodes))[1:]
+                own = {length: [min(length, one) for one in longest] for length in lengths}
+                played.append({**own, arguments.nodes: drafts[f"tree {arguments.nodes}"]})
             rates = [len(kept) * OUTPUT / count for count in steps.values()]
             gain = rates[-1] / max(rates[:-1])
             worst = min(worst, gain)
             table.add_row(f"{temperature}", str(len(kept)), name, *(f"{rate:.2f}" for rate in rates), f"{gain:.2f}x")
-    Console().print(table)
-    return int(worst < BAR)
+            cells = []
+            for machine, num_reqs in product(MACHINES.values(), (2, 4)):
+                gated, fixed = speeds(played, machine, num_reqs, name == "medusa")
+                worst_gate = min(worst_gate, gated / max(fixed))
+                best = (0, *played[0])[fixed.index(max(fixed))]
+                cells.append(f"{gated / max(fixed):.3f} ({best})")
+            gates.add_row(f"{temperature}", name, *cells)
+    Console().print(table, gates)
+    return int(worst < BAR or worst_gate < GATE_BAR)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,25 @@
 """Trees of drafts on Model Runner V2: outputs are those of no speculation, whatever a scheduler does to requests."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import NUM_TOKENS, STRESS, early_exit, generate
 from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, TAPES, spec_metrics
-from parts import write_head
+from parts import medusa, write_head
 from recorded import replays, runner
 from test_identity import steps_of
 from tree_attention import attend_by_reference
 
-from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config import ConfigError, chain_length
+from vllm_specplugins.engine.harness.samples import SETTINGS, draw
 from vllm_specplugins.engine.hooks import both
-from vllm_specplugins.proposers.tree import chain_length
+from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint
+from vllm_specplugins.tools.lossless.grid import cell
+from vllm_specplugins.tools.lossless.report import PASSED, WRONG, Judged, Report
+from vllm_specplugins.tools.verify_lossless import NO_SPECULATION, Verification
 
 on_v2 = pytest.mark.skipif(RUNNER != "v2", reason="trees are V2's")
 N = 7
@@ -83,6 +88,25 @@ def test_faults_are_seen(
 
 
 @on_v2
+def test_what_the_gate_does(attention: None, engine: Any, prompts: Any, expected: Any, monkeypatch: Any) -> None:
+    """Trees, chains and nothing in turns. Kills: a chain that is verified as the tree before it, a draft that was not
+    made."""
+    llm, told = engine(exit_tree(gate="auto"), **STRESS, async_scheduling=True), []
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert scheduler.dynamic_sd_lookup._times.lengths == (0, 1, 2, chain_length(N), N)
+
+    class Turns:
+        def __getitem__(self, num_reqs: int) -> int:
+            told.append((N, N, 2, 2, 0, 0, 1, 3, N)[len(told) % 9])
+            return told[-1]
+
+    monkeypatch.setattr(scheduler, "dynamic_sd_lookup", Turns())
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    assert spec_metrics(llm)["preemptions"] > 0
+    check(llm, 25)
+
+
+@on_v2
 def test_jump(attention: None, engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> None:
     """One that is exact along its chain. Kills: a jump that begins with another node's state."""
     jump = write_head(tmp_path, NUM_LAYERS, NUM_LAYERS, 0.0)
@@ -93,6 +117,16 @@ def test_jump(attention: None, engine: Any, prompts: Any, expected: Any, tmp_pat
     drafts, accepted = (after[name] - before[name] for name in ("drafts", "accepted_tokens"))
     check(llm, 50)
     assert accepted >= (drafts - len(prompts)) * chain_length(N)
+
+
+@on_v2
+def test_medusa(attention: None, engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> None:
+    """Heads that say again what the target has just said; what else it might have said stands beside that. Kills: a
+    head for each node."""
+    heads = medusa(tmp_path, num_draft=chain_length(N))["heads"]
+    llm = engine({"method": "medusa", "heads": heads, "tree": N, "gate": "off"})
+    assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+    check(llm, 1)
 
 
 @on_v2
@@ -135,6 +169,26 @@ def test_seeded_samples(attention: None, engine: Any, prompts: Any, temperature:
     before = spec_metrics(llm)["accepted_tokens"]
     assert generate(llm, prompts[:4], [4], **params) == chains
     assert spec_metrics(llm)["accepted_tokens"] > before
+
+
+@on_v2
+@pytest.mark.parametrize("fault", [None, "masks"])
+def test_distribution(
+    attention: None, engine: Any, tmp_path: Path, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples of a tiny model, by chi-squared against what is computed exactly. Kills: a distribution that is not the
+    target's, and a number of samples that a planted error slips through."""
+    model = write_checkpoint(tmp_path, seed=0)
+    settings = {**SETTINGS, "model": str(tmp_path), "seed": 0, "max_num_seqs": 64, "enforce_eager": True}
+    llm = engine(exit_tree(4, 1), **settings)
+    trees, put = runner(llm).speculator.trees, runner(llm).speculator.trees.put
+    if fault:
+        monkeypatch.setattr(trees, "put", lambda *tree: (put(*tree), trees._ancestors.copy_((2 << trees._nodes) - 1)))
+    verification = Verification(model, [cell(0.8), cell(1.0)], 1000, 0, lambda: None)
+    judged = verification.judge(partial(draw, llm), "tree")
+    verdicts = Report([Judged(NO_SPECULATION, ""), *judged], {}).verdicts[1:]
+    assert set(verdicts) == {WRONG if fault else PASSED}, judged
+    assert all(0 < own.num_accepted < own.num_drafted for own in judged)
 
 
 @on_v2

@@ -148,14 +148,15 @@ def test_a_longer_draft_is_never_cheaper() -> None:
     assert expected == sorted(expected) and expected[0] == pytest.approx(7.5, abs=0.5)
 
 
-@pytest.mark.parametrize(("token_ms", "chosen"), [(0.01, 15), (3.0, 0)])
-def test_whole_trees(token_ms: float, chosen: int) -> None:
-    """All nodes or none, by what a step takes. Kills: a part of a tree, for what its first nodes would have brought if
-    they followed each other."""
-    times = StepTimes(15, whole=True)
-    assert times.lengths == (0, 15)
-    for _ in range(200):
-        k = times.choose(1)
-        assert k in (0, 15)
-        times.add(1, k, 10 + token_ms * (1 + k), [3 if k else 1])
-    assert [times.choose(1) for _ in range(5)].count(chosen) >= 4
+@pytest.mark.parametrize(("token_ms", "chosen"), [(0.01, 15), (0.6, 2), (6.0, 0)])
+def test_trees(token_ms: float, chosen: int) -> None:
+    """A whole tree, a chain or nothing, by what steps take. Kills: a tree whose nodes count as if they followed each
+    other, for the chains that it is tried beside, too; one that is never tried again."""
+    times = StepTimes(15, longest_chain=6)
+    brings = {0: [1, 1], 1: [2, 1], 2: [3, 1], 4: [3, 1], 6: [3, 1], 15: [4, 3]}
+    assert times.lengths == tuple(brings)
+    lengths = []
+    for step in range(600):
+        lengths.append(k := times.choose(2))
+        times.add(2, k, 10 + token_ms * 2 * (1 + k), brings[k][:: (-1) ** step])
+    assert lengths[-200:].count(chosen) > 160 and (token_ms > 1 or 15 in lengths[-200:])

@@ -36,6 +36,7 @@ from vllm_specplugins.config.whole import (
     CommonConfig,
     SpecConfig,
     built_in_stage,
+    chain_length,
     check_stages,
     methods_of,
     rule,

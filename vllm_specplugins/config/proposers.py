@@ -126,13 +126,15 @@ class MedusaConfig:
     """`medusa`: trained heads on the target's last hidden state draft a token each, in one pass and without layers.
 
     Args:
-        heads: folder of the heads, in the format of FasterDecoding or of vLLM; at least num_speculative_tokens.
-            (`model` in its place asks for vLLM's own method, where that still exists.)
+        heads: folder of the heads, in the format of FasterDecoding or of vLLM; at least num_speculative_tokens, of a
+            tree a third. (`model` in its place asks for vLLM's own method, where that still exists.)
         draft_sample_method: as of `early_exit`.
+        tree: as of `early_exit`.
     """
 
     heads: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
+    tree: int | None = optional_integer(1, MAX_TREE)
 
 
 def _names_class(value: Any) -> bool:

@@ -43,6 +43,15 @@ class CommonConfig:
             )
 
 
+def chain_length(num_nodes: int) -> int:
+    """Tokens of the chain in a tree of so many nodes: a third, about.
+
+    >>> [chain_length(num_nodes) for num_nodes in (1, 4, 7, 15, 31)]
+    [1, 2, 3, 6, 11]
+    """
+    return (num_nodes + 3) // 3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecConfig:
     """One parsed `speculative_config`: the method's name, what all methods share, and the method's own part.
@@ -64,6 +73,11 @@ class SpecConfig:
     def tree(self) -> int:
         """How many tokens are drafted as a tree; 0: a draft is a chain."""
         return getattr(self.own, "tree", None) or 0
+
+    @property
+    def longest_chain(self) -> int:
+        """Of how many tokens a draft is, where it may be a tree and is none; else 0."""
+        return chain_length(self.tree) if self.tree else 0
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:

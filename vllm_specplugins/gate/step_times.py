@@ -19,6 +19,7 @@ CLIFF = 512  # tokens of a step; above them vLLM captures no graph
 CLIFF_COST = 1.5  # of a step above it, before it is known
 ROOM = 256  # tokens that make a step twice as long as none, before it is known
 DECAY = 0.85  # of what drafts bring, by step that tells
+MODEL_DECAY = 0.97  # beside a tree: a model drafts, whose worth changes slowly
 FORGOTTEN = 0.99  # by step that does not: text changes
 GUESS, GUESS_WEIGHT = 0.75, 0.25  # a token's acceptance probability, as if so many requests had shown it
 WHOLE = 0.95  # that of tokens after a draft that was accepted whole
@@ -34,12 +35,14 @@ SHARE = 0.1  # of a time that is known, by step
 MOST_SIZES = 34  # of batches, see size_of
 
 
-def lengths_up_to(max_num_draft: int) -> tuple[int, ...]:
-    """The lengths that are tried of drafts of at most so many tokens.
+def lengths_up_to(max_num_draft: int, longest_chain: int = 0) -> tuple[int, ...]:
+    """The lengths that are tried of drafts of at most so many tokens; or of chains, and then a whole tree.
 
-    >>> lengths_up_to(31), lengths_up_to(5), lengths_up_to(1)
-    ((0, 1, 2, 4, 8, 16, 31), (0, 1, 2, 4, 5), (0, 1))
+    >>> lengths_up_to(31), lengths_up_to(5), lengths_up_to(1), lengths_up_to(15, 6)
+    ((0, 1, 2, 4, 8, 16, 31), (0, 1, 2, 4, 5), (0, 1), (0, 1, 2, 4, 6, 15))
     """
+    if 0 < longest_chain < max_num_draft:
+        return *lengths_up_to(longest_chain), max_num_draft
     powers = (1 << power for power in range(max_num_draft.bit_length()))
     return 0, *(length for length in powers if length < max_num_draft), max_num_draft
 
@@ -64,15 +67,16 @@ class StepTimes:
 
     Args:
         max_num_draft: K.
-        whole: whether a draft has K tokens or none, as a tree does, whose tokens do not follow each other.
+        longest_chain: 0, or of how many tokens at the most a draft is one, where that of K is a tree.
     """
 
-    def __init__(self, max_num_draft: int, whole: bool = False):
-        self.lengths = (0, max_num_draft) if whole else lengths_up_to(max_num_draft)
+    def __init__(self, max_num_draft: int, longest_chain: int = 0):
+        self.lengths = lengths_up_to(max_num_draft, longest_chain)
         shape = MOST_SIZES, 2, len(self.lengths)  # by size, whether that is above the cliff, and length
         self._times = np.zeros((*shape, 3))  # ms, and of how many steps; slow ones in a row, so far
-        self._brought = np.zeros((len(self.lengths) - 1, 3))  # by stretch: entered, accepted, whole
-        self._arrays = np.array(self.lengths), self._times, self._brought
+        self._brought = np.zeros((len(self.lengths) - 1, 3))  # by stretch, or tree: entered, accepted, whole
+        has_tree = 0 < longest_chain < max_num_draft
+        self._arrays = np.array(self.lengths), self._times, self._brought, has_tree
         self._follows = 0, 0.0  # up to which length to go on, by index, and what that should bring
         self._saved_ms, self._num_steps, self._num_trials = 0.0, 0, 0  # for trials, since the last one, so far
 
@@ -100,7 +104,7 @@ class StepTimes:
 
 
 _known = types.int64[::1], types.float64[:, :, :, ::1]  # lengths, and times: see StepTimes.__init__
-_table = types.float64[:, ::1]
+_table = types.float64[:, ::1], types.boolean  # what drafts brought, and whether the last length is a tree's
 
 
 @inlined
@@ -169,10 +173,11 @@ def _run(accept_prob: float, length: int) -> float:
 
 
 @inlined
-def _survive(tokens: Any, survival: Any, lengths: Any, brought: Any) -> None:
+def _survive(tokens: Any, survival: Any, lengths: Any, brought: Any, has_tree: bool) -> None:
     """By length, tokens of a request, and how likely all drafted ones are accepted.
 
-    Where nothing is known of a token it is as likely as those before it: right all along, or not at all.
+    Where nothing is known of a token it is as likely as those before it: right all along, or not at all. A tree, whose
+    tokens do not follow each other, has a record of its own, and is then as good as the longest chain.
     """
     tokens[0], survival[0], accept_prob = 1.0, 1.0, GUESS
     for at in range(len(brought)):
@@ -181,23 +186,28 @@ def _survive(tokens: Any, survival: Any, lengths: Any, brought: Any) -> None:
         tokens[at + 1] = tokens[at] + scale * (accepted + GUESS_WEIGHT * _run(accept_prob, places))
         survival[at + 1] = scale * (whole + GUESS_WEIGHT * accept_prob**places)
         accept_prob = min(WHOLE, (survival[at + 1] / survival[at]) ** (1 / places))
+    if has_tree:
+        entered, accepted = brought[-1, :2]
+        tokens[-1] = 1 + (accepted + GUESS_WEIGHT * (tokens[-2] - 1)) / (entered + GUESS_WEIGHT)
+        survival[-1] = 0.0
 
 
 @compiled(
     types.Tuple((types.int64, types.float64, types.int64, types.float64))(
-        types.int64, types.int64, types.int64, types.float64, *_known, _table
+        types.int64, types.int64, types.int64, types.float64, *_known, *_table
     )
 )
 def _choose(
-    num_reqs: int, num_trials: int, up_to: int, follows: float, lengths: Any, times: Any, brought: Any
+    num_reqs: int, num_trials: int, up_to: int, follows: float, lengths: Any, times: Any, brought: Any, has_tree: bool
 ) -> tuple[int, float, int, float]:
     """The best length, by index, and its ms; one to try, and what that costs, in ms."""
     ms, (tokens, survival) = _expected_ms(num_reqs, lengths, times), np.empty((2, len(lengths)))
-    _survive(tokens, survival, lengths, brought)
+    _survive(tokens, survival, lengths, brought, has_tree)
     tokens[up_to] = max(tokens[up_to], follows)
     rates = tokens / ms
     best = np.flatnonzero(rates >= TIE * rates.max())[-1]
-    other = (0, best - 1, best + 1)[num_trials % (3 if best + 1 < len(lengths) else 2)]
+    most = len(lengths) - 1
+    other = (0, best - 1, best + 1, most)[num_trials % (2 if best == most else 4 if has_tree else 3)]
     if best == 0:
         other = 1 + rates[1:].argmax()
     return best, ms[best], other, max(0.0, ms[other] - tokens[other] / rates[best])
@@ -219,23 +229,32 @@ def _add_time(known: Any, ms: float) -> None:
 
 @compiled(
     types.Tuple((types.int64, types.float64))(
-        types.int64, types.int64, types.float64, types.int64[::1], *_known, _table
+        types.int64, types.int64, types.float64, types.int64[::1], *_known, *_table
     )
 )
-def _add(num_reqs: int, at: int, ms: float, emitted: Any, lengths: Any, times: Any, brought: Any) -> tuple[int, float]:
+def _add(
+    num_reqs: int, at: int, ms: float, emitted: Any, lengths: Any, times: Any, brought: Any, has_tree: bool
+) -> tuple[int, float]:
     """Takes a step in. Drafts that were accepted whole far more often than the record says are followed by longer ones:
     up to which length, by index, and what that should bring."""
     _add_time(times[size_of(num_reqs)[1], int(num_reqs * (1 + lengths[at]) > CLIFF), at], ms)
     tokens, survival = np.empty((2, len(lengths)))
-    _survive(tokens, survival, lengths, brought)
+    _survive(tokens, survival, lengths, brought, has_tree)
     share, expected, follows = np.mean(emitted == lengths[at] + 1), survival[at], (0, 0.0)
     if at > 0 and share > expected + MAX_DEVIATIONS * (expected * (1 - expected) / len(emitted)) ** 0.5:
         up_to = min(at + 1, len(lengths) - 1)
         follows = up_to, 1 + share * (lengths[at] + _run(WHOLE, lengths[up_to] - lengths[at]))
-    for stretch in range(len(brought)):
+    is_tree, decay = has_tree and at == len(brought), MODEL_DECAY if has_tree else DECAY
+    if has_tree:
+        brought[-1] *= decay if is_tree else FORGOTTEN
+        if is_tree:
+            brought[-1, 0] += len(emitted)
+            brought[-1, 1] += np.sum(emitted - 1)
+    for stretch in range(len(brought) - has_tree):
         start, end = lengths[stretch], lengths[stretch + 1]
-        brought[stretch] *= DECAY if stretch < at else FORGOTTEN
-        for count in emitted if stretch < at else emitted[:0]:
+        tells = stretch < at and not is_tree
+        brought[stretch] *= decay if tells else FORGOTTEN
+        for count in emitted if tells else emitted[:0]:
             if count > start:
                 brought[stretch, 0] += 1
                 brought[stretch, 1] += min(count - 1 - start, end - start)

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_specplugins.config import chain_length
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, sample_with_q
-from vllm_specplugins.proposers.tree import Tree, chain_length, grow
+from vllm_specplugins.proposers.tree import Tree, grow
 from vllm_specplugins.structures.arrays import FIRST_CONFIDENCE, NO_COUNTS, Floats, Ints, columns
 from vllm_specplugins.target import Target
 

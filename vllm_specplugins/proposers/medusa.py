@@ -8,7 +8,7 @@ num_speculative_tokens.
 
 import torch
 
-from vllm_specplugins.config import MedusaConfig
+from vllm_specplugins.config import MedusaConfig, chain_length
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.proposers.draft_sampler import ModelProposer, Sees, Steps
 from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads, check_medusa
@@ -18,8 +18,9 @@ from vllm_specplugins.target import Target, TargetSizes
 class Medusa(ModelProposer):
     def __init__(self, config: MedusaConfig, context: ProposerContext):
         super().__init__(config, context)
+        num_heads = _num_heads(config, context.max_num_draft)
         self._heads = MedusaHeads.load(
-            config.heads, context.max_num_draft, context.vocab_size, context.device, context.dtype or torch.float32
+            config.heads, num_heads, context.vocab_size, context.device, context.dtype or torch.float32
         )
 
     def draft_steps(self, target: Target, num_steps: int, sees: Sees | None = None) -> Steps:
@@ -34,7 +35,16 @@ class Medusa(ModelProposer):
         return steps
 
 
+def _num_heads(config: MedusaConfig, max_num_draft: int) -> int:
+    """A token of a chain each."""
+    return chain_length(config.tree) if config.tree else max_num_draft
+
+
 def check(config: MedusaConfig, sizes: TargetSizes) -> None:
-    """Raises ConfigError unless there are K heads that are made for the target."""
-    own = {"num_heads": sizes.num_draft, "hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size}
+    """Raises ConfigError unless there are as many heads as draft, made for the target."""
+    own = {
+        "num_heads": _num_heads(config, sizes.num_draft),
+        "hidden_size": sizes.hidden_size,
+        "vocab_size": sizes.vocab_size,
+    }
     check_medusa(config.heads, **own)

@@ -27,15 +27,6 @@ class Tree(NamedTuple):
     parents: torch.Tensor
 
 
-def chain_length(num_nodes: int) -> int:
-    """D of a tree of so many nodes: a third, about, is the chain's.
-
-    >>> [chain_length(num_nodes) for num_nodes in (1, 4, 7, 15, 31)]
-    [1, 2, 3, 6, 11]
-    """
-    return (num_nodes + 3) // 3
-
-
 def grow(
     chain: torch.Tensor,  # [R, D] int
     logits: torch.Tensor,  # [R, D, vocab_size], that its tokens come from

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 from vllm_specplugins.engine.adaptive.budget import Budget
+from vllm_specplugins.gate.step_times import lengths_up_to
 from vllm_specplugins.methods import method_of
 
 logger = logging.getLogger("vllm.specplugins")
@@ -122,7 +123,9 @@ def chooses_length(vllm_config: Any) -> bool:
 
 def _record_plain_steps(runner: Any) -> None:
     """Has vLLM record decoding of one token a request beside that of K + 1, for steps that draft nothing. Its schedule,
-    which ours replaces, says both lengths by number of requests, of which there must be two."""
+    which ours replaces, says lengths by number of requests, of which there must be two, or more for a tree's chains."""
     if chooses_length(runner.vllm_config) and runner.max_num_reqs > 1:
-        lengths = [(1, 1, 0), (2, 2, runner.num_speculative_steps)]  # the last one holds for larger batches
+        most, chain = runner.num_speculative_steps, runner.speculative_config.plugin_config.longest_chain
+        chains = lengths_up_to(most, chain)[1:-1] if chain else ()  # beside a tree
+        lengths = [(size, size, length) for size, length in enumerate((0, most, *chains), 1)]
         runner.speculative_config.num_speculative_tokens_per_batch_size = lengths

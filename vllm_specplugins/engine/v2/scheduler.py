@@ -34,11 +34,11 @@ class DraftLengths:
     Args:
         most: K.
         clock: seconds.
-        whole: see StepTimes.
+        longest_chain: see StepTimes.
     """
 
-    def __init__(self, most: int, clock: Callable[[], float] = perf_counter, whole: bool = False):
-        self._times, self._clock = StepTimes(most, whole), clock
+    def __init__(self, most: int, clock: Callable[[], float] = perf_counter, longest_chain: int = 0):
+        self._times, self._clock = StepTimes(most, longest_chain), clock
         self._length, self._holds = most, False
         self._ids: Mapping[str, int] = {}  # requests of the step that was over last
         self._at = 0.0  # when it was
@@ -71,8 +71,8 @@ class _Choosing:
         self._lengths: DraftLengths | None = None
         self._drafted = self.num_spec_tokens  # in the last step that was planned
         if chooses_length(self.vllm_config):  # type: ignore[attr-defined]
-            is_tree = self.vllm_config.speculative_config.plugin_config.tree > 0  # type: ignore[attr-defined]
-            self.dynamic_sd_lookup = self._lengths = DraftLengths(self.num_spec_tokens, whole=is_tree)
+            chain = self.vllm_config.speculative_config.plugin_config.longest_chain  # type: ignore[attr-defined]
+            self.dynamic_sd_lookup = self._lengths = DraftLengths(self.num_spec_tokens, longest_chain=chain)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if self._lengths is not None:

@@ -80,7 +80,7 @@ class MedusaHeads:
         """
         tensors = _read(folder)
         if (found := _count(tensors)) < num_heads:
-            wanted = f"a folder with a head for each of the {num_heads} num_speculative_tokens"
+            wanted = f"a folder with a head for each of {num_heads} tokens (num_speculative_tokens, or a third of tree)"
             _refuse(folder, wanted, f"one with {found}")
 
         def stacked(part: str, num_dims: int, heads: Sequence[int] = range(num_heads)) -> torch.Tensor:

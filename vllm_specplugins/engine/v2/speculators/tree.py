@@ -1,4 +1,4 @@
-"""Model Runner V2: a model proposer that drafts trees. The scheduler has a whole tree drafted, or nothing."""
+"""Model Runner V2: a model proposer that drafts trees. The scheduler has a whole tree drafted, a chain, or nothing."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.trees.state import Trees
+from vllm_specplugins.gate.step_times import lengths_up_to
 from vllm_specplugins.structures.arrays import DraftArrays, of_stage
 
 
@@ -17,7 +18,8 @@ class TreeSpeculator(DeviceSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
-        self._steps_alone, self._depths = False, (0, self.num_speculative_steps)
+        chain = vllm_config.speculative_config.plugin_config.longest_chain
+        self._steps_alone, self._depths = False, lengths_up_to(self.num_speculative_steps, chain)
         self.trees = Trees(vllm_config, self.num_speculative_steps, device)
 
     def add(self, new_requests: Any) -> None:
@@ -38,11 +40,14 @@ class TreeSpeculator(DeviceSpeculator):
         proposer: Any = self.barrier.proposer
         num_rows, most = batch.num_reqs, self.num_speculative_steps
         drafts = of_stage(0, max_draft.new_zeros(num_rows, most), max_draft, max_draft * 0.0 + 1)
-        if num_steps:
-            rows = self.idx_mapping[:num_rows]
+        rows = self.idx_mapping[:num_rows]
+        if num_steps == most:
             tree = proposer.draft_tree(batch.target, most, self.trees.branches(rows))
             drafts.token_ids.copy_(tree.token_ids)
             self.trees.put(rows, tree.parents)
+        elif num_steps:
+            drafts.token_ids[:, :num_steps] = proposer.draft_from(batch.target, num_steps)[0]
+            self.trees.put(rows, self.trees.chain.expand(num_rows, -1))
         return drafts, None
 
     def _last_rows(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:

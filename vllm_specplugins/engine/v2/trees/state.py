@@ -35,6 +35,7 @@ class Trees:
         scheduler = vllm_config.scheduler_config
         self._num_slots = scheduler.max_num_seqs
         self._nodes = torch.arange(num_nodes + 1, device=device)
+        self.chain = self._nodes[:-1]  # parents, [W - 1], of nodes that follow each other
         chain = (self._nodes - 1).clamp(min=0)[None]
         # The last row is nobody's: of padding.
         self._parents = chain.repeat(self._num_slots + 1, 1)
