@@ -175,7 +175,8 @@ def _moves(heads: tuple[int, int, int], shapes: Shapes, device: torch.device) ->
     def operation(*arguments: Any, implementation: str) -> list[torch.Tensor]:
         own = [cache.to(arguments[0].device, copy=True) for cache in caches]
         pointers = torch.tensor([cache.data_ptr() for cache in own], dtype=torch.uint64, device=own[0].device)
-        compact(own, pointers, *arguments, implementation)
+        run: Any = compact
+        run(own, pointers, *arguments, implementation=implementation)
         return own
 
     return 2 * _rows(_both(operation, moves, device))
