@@ -36,7 +36,8 @@ class NamedGate(Gate):
         rows, sure, limits = self.rows_of(ids), np.full(len(ids), confidence), np.full(len(ids), K)
         found = drafts_of(stage, is_free * limits, confidence)
         most = limits - found.num_draft
-        kept, own = self.split_draft(rows, found, stage, sure, most, limits, True)
+        each = sure[:, None] + np.arange(K)
+        kept, own = self.split_draft(rows, found, stage, each, most, limits, True)
         return (kept + own).tolist()
 
     def add_fates(self, fates: dict[str, tuple[int, int]], stage: int, confidence: float) -> None:

@@ -174,6 +174,6 @@ def test_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = of_stage(0, token_ids, rng.integers(0, max_draft + 1), rng.integers(1, 9, num_reqs) * 1.0)
     most, sure = np.minimum(max_draft, rng.integers(0, K + 1)), rng.integers(1, 9, num_reqs) * 1.0
     continues = bool(seed % 2)
-    kept, own = gate.split_draft(rows, found, 1, sure, most, max_draft, continues)
+    kept, own = gate.split_draft(rows, found, 1, sure[:, None] + np.arange(K), most, max_draft, continues)
     expected = expected_shares(gate, costs, rows, found, sure, most, max_draft, continues)
     assert (kept.tolist(), own.tolist()) == expected

@@ -269,11 +269,12 @@ class Cascade:
         """
         assert self._gate is not None
         rows, is_free = self._rows.of(batch.request_ids), not stage.method.runs_target
-        offered, confidence = None, np.full(len(most), FIRST_CONFIDENCE)
+        none, offered = nothing(len(most), self._max_num_draft), None
+        confidence = none.confidence
         if draft is not None and is_free:
             offered = draft(batch, None, max_own)
             confidence, max_own = offered.confidence, offered.num_draft
-        drafts = nothing(len(most), self._max_num_draft) if found is None else found
+        drafts = none if found is None else found
         continues = found is not None and stage.method.runs_target and stage.proposer.continues_drafts
         kept, own = self._gate.split_draft(rows, drafts, stage.index, confidence, max_own, most, continues)
         self._ledger.add_lengths(stage.index, *((kept, drafts.num_draft) if draft is None else (own, max_own)))

@@ -85,7 +85,7 @@ class Gate:
 
         Args:
             rows: [R], of the requests.
-            confidence: the stage's, [R, K], of each draft's tokens, or [R], of the first of them.
+            confidence: the stage's, [R, K], of each draft's tokens.
             max_own, max_draft: [R], of the stage's tokens, and of all.
         """
         costs = self._costs.of(len(rows), self.num_context)
@@ -113,7 +113,7 @@ class Gate:
         tokens_ms = costs.tokens_ms(K) if len(rows) == 1 else np.full(K, costs.slope_ms)
         prices = rate * tokens_ms, rate * self._draft_ms.get(stage, 0.0)
         drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
-        limits = self._of_each(confidence), max_own, room
+        limits = np.ascontiguousarray(confidence), max_own, room
         max_length = costs.max_length(is_free=not self._drafted)
         _share(kept, own, rows, drafts, stage, *limits, prices, max_length, self._ledger.records)
         return kept, own
@@ -123,7 +123,7 @@ class Gate:
         costs, none = self._costs.of(len(rows), self.num_context), np.zeros(len(rows), np.int64)
         if costs is None:
             return none
-        return self._split_draft(costs, rows, drafts, 0, np.ones(len(rows)), none, none)[0]
+        return self._split_draft(costs, rows, drafts, 0, drafts.confidence, none, none)[0]
 
     def asks(self, stage: int, num_reqs: int, ms: float) -> bool:
         """Whether to ask a stage on the host, which takes so long. One that brought nothing when it was last asked is
@@ -135,12 +135,6 @@ class Gate:
         self._kept[stage], self._quiet[stage + ASKED] = kept, 0
         self._quiet[stage + FOUND] = self._quiet.get(stage + FOUND, 0) + quiet - 1
         return True
-
-    def _of_each(self, confidence: Floats) -> Floats:
-        """[R, K], of each token; where only the first one's is known, a token is surer by 1 than the one before it."""
-        if confidence.ndim == 2:
-            return np.ascontiguousarray(confidence)
-        return confidence[:, None] + np.arange(self._max_num_draft)
 
     def _explored(self, lengths: Ints, stage: int, max_own: Ints, costs: StepCosts) -> Ints:
         """Now and then one token for those who may have some and would get none, as often as EXPLORE_SHARE allows."""

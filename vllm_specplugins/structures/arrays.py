@@ -199,7 +199,7 @@ def of_stage(
 def nothing(num_reqs: int, max_num_draft: int) -> DraftArrays:
     """No draft for anybody, on the host."""
     token_ids = np.zeros((num_reqs, max_num_draft), np.int32)
-    return of_stage(0, token_ids, np.zeros(num_reqs, np.int64), np.zeros(num_reqs))
+    return of_stage(0, token_ids, np.zeros(num_reqs, np.int64), np.full(num_reqs, FIRST_CONFIDENCE))
 
 
 def either(is_first: Array, first: DraftArrays, second: DraftArrays) -> DraftArrays:
