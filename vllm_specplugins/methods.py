@@ -120,7 +120,7 @@ BUILT_IN: Mapping[str, Method] = dict.fromkeys(
 
 LOOKUPS = tuple(name for name, row in METHODS.items() if row.is_lookup)
 # What a cascade that drafts on the device holds beside prompt_lookup, which comes first.
-ON_DEVICE = "early_exit", *BUILT_IN
+ON_DEVICE = "early_exit", "jump", "medusa", *BUILT_IN
 
 
 def method_of(name: str) -> Method:
@@ -160,7 +160,7 @@ def learns(config: SpecConfig) -> bool:
 
 def drafts_on_device(config: SpecConfig) -> bool:
     """Whether the method, on Model Runner V2, drafts without the host, and reads tokens where they lie if it does."""
-    if enters_states(config):
+    if any(getattr(own, "look_ahead", None) for _, own in drafters(config)):
         return False  # its graphs are of single tokens
     first, *others = methods_of(config)
     is_cascade = first == "prompt_lookup" and len(others) == 1 and others[0] in ON_DEVICE

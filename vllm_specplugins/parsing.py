@@ -52,7 +52,7 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     if greedy and hasattr(row and row.config, "draft_sample_method"):
         own.setdefault("draft_sample_method", "greedy")
     if method == "cascade" and isinstance(stages, list | tuple) and len(stages) <= MAX_STAGES:
-        names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name not in ("cascade", "medusa")]
+        names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name != "cascade"]
         own["stages"] = tuple(_parse_stage(index, stage, names, greedy) for index, stage in enumerate(stages))
     config = SpecConfig.parse(method, row.config, own) if row else _parse_registered(registered_methods()[method], own)
     if "num_speculative_tokens" not in own:

@@ -42,7 +42,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     **{name: {"method": name} for name in ("draft_model", "eagle3", "mtp")},
     **{
         f"lookup and {name}": {"method": "cascade", "stages": [LOOKUP, {"method": name}]}
-        for name in ("draft_model", "eagle3", "mtp")
+        for name in ("draft_model", "eagle3", "mtp", "jump", "medusa")
     },
 }
 # Arm, what it is held against, and the most that its step may cost of the other's at 1, 8 and 32 requests: what is
@@ -53,6 +53,7 @@ BARS = [
     ("prompt_lookup, K = 31", "ngram_gpu, K = 31", (0.95, 0.95, 0.98), (1.20, 1.15, 1.15)),
     ("suffix_lookup", "prompt_lookup", (1.05, 1.05, 1.05), (1.15, 1.15, 1.15)),
     ("cascade", "prompt_lookup", (1.05, 1.05, 1.05), (1.15, 1.15, 1.15)),
+    ("lookup and jump", "prompt_lookup", (1.05, 1.05, 1.05), (1.15, 1.15, 1.15)),
     ("early_exit", "ngram_gpu", (1.00, 1.00, 1.00), (1.20, 1.15, 1.15)),
     ("coupled", "ngram_gpu", (1.00, 1.00, 1.00), (1.30, 1.25, 1.30)),
     ("prompt_lookup, K = 0", "none", (1.10, 1.10, 1.06), (1.20, 1.20, 1.20)),
@@ -206,7 +207,29 @@ def _write_models(folder: Path, drafter: dict[str, Any]) -> str:
         (folder / name / "config.json").write_text(json.dumps(config))
     if method in ("draft_model", "eagle3"):
         drafter["model"] = str(folder / "drafter")
+    if method in ("jump", "medusa"):
+        drafter["head" if method == "jump" else "heads"] = _write_part(folder / "drafter", method)
     return str(folder / "target")
+
+
+def _write_part(folder: Path, method: str) -> str:
+    """A jump over all layers, or heads, of zeros."""
+    import torch
+    from safetensors.torch import save_file
+
+    from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
+
+    size, layers = int(MODEL["hidden_size"]), int(MODEL["num_hidden_layers"])  # type: ignore[call-overload]
+    if method == "jump":
+        config = JumpHeadConfig(
+            early_layers=0, late_layer=layers, num_layers=layers, hidden_size=size, inner_size=16, rms_norm_eps=1e-5
+        )
+        shapes = JumpHead(config).state_dict()
+        JumpHead(config, {name: torch.zeros(like.shape) for name, like in shapes.items()}).save(folder)
+    else:
+        blocks = {f"blocks.{head}.layers.0.weight": torch.zeros(size, size) for head in range(5)}
+        save_file(blocks, folder / "model.safetensors")
+    return str(folder)
 
 
 def _pin(scheduler: Any, num_draft: int | None) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import NUM_TOKENS, STRESS, generate
 from conftest import NUM_LAYERS, RUNNER, spec_metrics
-from parts import K, write_head
+from parts import K, medusa, write_head
 from test_early_exit import engine_config
 
 from vllm_specplugins.config import ConfigError
@@ -41,22 +41,26 @@ def test_stress(engine: Any, prompts: Any, expected: Any, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(RUNNER == "v2", reason="cascades run the same code there")
-def test_stage(engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> None:
-    """Behind a lookup, which may have begun a draft that a jump cannot go on with. Fails if it does, from the state of
-    the newest token.
+@pytest.mark.skipif(RUNNER == "v2", reason="on the device, in test_simulated_drafts.py")
+@pytest.mark.parametrize("kind", ["jump", "medusa"])
+def test_stage(engine: Any, prompts: Any, expected: Any, tmp_path: Path, kind: str) -> None:
+    """Behind a lookup, which may have begun a draft that it cannot go on with. Fails if it does, from the state of
+    the newest token, or if Medusa is asked for more tokens than it has heads.
     """
-    jump = write_head(tmp_path, NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0)
-    del jump["num_speculative_tokens"]
-    stages = [{"method": "prompt_lookup"}, jump]
+    is_jump, half = kind == "jump", NUM_LAYERS // 2
+    stage = write_head(tmp_path, half, half, 0.0) if is_jump else medusa(tmp_path, num_draft=2)
+    del stage["num_speculative_tokens"]
+    stages = [{"method": "prompt_lookup"}, stage]
     config = {"method": "cascade", "num_speculative_tokens": K, "gate": "off", "stages": stages}
     llm = engine(config)
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     [stats] = llm.collective_rpc("specplugins_stats")
-    lookup, own = stats["stages"]["0 prompt_lookup"], stats["stages"]["1 jump"]
-    assert own["drafted"] > 100 and lookup["drafted"] > lookup["accepted"]
-    assert own["drafted"] - own["accepted"] <= len(prompts), "what stands after a request's last token"
-    assert stats["faults"] == {}
+    lookup, own = stats["stages"].values()
+    assert own["drafted"] > 100 and lookup["drafted"] > lookup["accepted"] and stats["faults"] == {}
+    if is_jump:
+        assert own["drafted"] - own["accepted"] <= len(prompts), "what stands after a request's last token"
+    else:
+        assert sum(own["accepted_at"]) == sum(own["accepted_at"][:2]) > 0
 
 
 def test_refused_under_verify(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What drafts on the simulated device, a lookup and a cascade of one and an exit: the host sees nothing in a step."""
+"""What drafts on the simulated device, a lookup, alone or beside what runs the target: the host sees nothing in it."""
 
 import os
 from typing import Any
@@ -11,33 +11,40 @@ from conftest import FEW, INTERPRETED, NUM_LAYERS, spec_metrics
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
+from parts import medusa, write_head
 from recorded import check_nothing_found_costs_one_token, on_device, replays, runner, verified
+from shortened import new_folder
 from simulated_device.device import Device
 from vllm import SamplingParams
 
 ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 K, PROMPTS, NUM_TOKENS = 4, FEW, 16
-STAGES = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": NUM_LAYERS}]
+# All layers of the target: what these say is accepted, but for Medusa's.
+EXIT = {"method": "early_exit", "exit_layer": NUM_LAYERS}
+JUMP = write_head(new_folder("jump"), NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0)
+MEDUSA = medusa(new_folder("medusa"), num_draft=2)
 LOOKUPS = [PROMPT_LOOKUP, SUFFIX_LOOKUP]  # the latter with what arrives from the host
-CASCADES = [("verify", "greedy"), ("auto", "greedy"), *([("auto", "probabilistic")] if ALL else [])]
+CASCADES = [("verify", EXIT, "greedy"), ("auto", EXIT, "greedy"), ("auto", JUMP, "greedy"), ("auto", MEDUSA, "greedy")]
+CASCADES += [("auto", stage, "probabilistic") for stage in (EXIT, JUMP, MEDUSA) if ALL]
 
 
-def cascade(policy: str, **exit_options: Any) -> dict[str, Any]:
-    """All layers of the target are the exit: what it says is accepted."""
-    stages = [STAGES[0], {**STAGES[1], **exit_options}]
+def cascade(policy: str, stage: dict[str, Any], **options: Any) -> dict[str, Any]:
+    stages = [{"method": "prompt_lookup"}, {**stage, **options}]
     return {"method": "cascade", "policy": policy, "stages": stages, "num_speculative_tokens": K}
 
 
 def drafted(llm: Any) -> dict[int, int]:
-    """Steps that were replayed, by how many tokens the exit drafted."""
+    """Steps that were replayed, by how many tokens the second stage drafted."""
     return {depth: replays(own) for depth, own in runner(llm).speculator._graphs_of.items()}
 
 
-@pytest.mark.parametrize(("policy", "method"), CASCADES)
-def test_cascade(engine: Any, device: Device, prompts: Any, expected: Any, policy: str, method: str) -> None:
-    """Without a wait, by replays. Fails if a step reads the device, if an exit's tokens stand behind another's, or if
-    a stage is told what became of the other's tokens."""
-    llm = on_device(engine, cascade(policy, draft_sample_method=method))
+@pytest.mark.parametrize(("policy", "stage", "method"), CASCADES)
+def test_cascade(
+    engine: Any, device: Device, prompts: Any, expected: Any, policy: str, stage: dict[str, Any], method: str
+) -> None:
+    """Without a wait, by replays. Fails if a step reads the device, if an exit's tokens stand behind another's, if a
+    jump's stand behind a lookup's, or if a stage is told what became of the other's tokens."""
+    llm = on_device(engine, cascade(policy, stage, draft_sample_method=method))
     before, steps = (drafted(llm), replays(runner(llm).cudagraph_manager)), device.ledger.num_steps
     with device.waits_forbidden():
         assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
@@ -47,14 +54,14 @@ def test_cascade(engine: Any, device: Device, prompts: Any, expected: Any, polic
     stats = llm.collective_rpc("specplugins_stats")[0]
     lookup, exit_stage = stats["stages"].values()
     assert stats["faults"] == {} and stats["propose_ms"] == 0
-    assert 0 < exit_stage["accepted"] == exit_stage["verified"]
+    assert exit_stage["verified"] > 0 and (stage is MEDUSA or exit_stage["accepted"] == exit_stage["verified"])
     assert lookup["asked"] > 0 and lookup["accepted"] + exit_stage["accepted"] == stats["accepted_tokens"]
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_an_exit_as_deep_as_is_asked(engine: Any, device: Device, prompts: Any, expected: Any, most: int) -> None:
     """Fails if there is no graph of that depth, if another's is replayed, or if its layers run for no drafts."""
-    llm = on_device(engine, cascade("auto", draft_sample_method="greedy"))
+    llm = on_device(engine, cascade("auto", EXIT, draft_sample_method="greedy"))
     generate(llm, prompts[:2], [2], max_tokens=4)
     before, scheduler = drafted(llm), llm.llm_engine.engine_core.engine_core.scheduler
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +71,7 @@ def test_an_exit_as_deep_as_is_asked(engine: Any, device: Device, prompts: Any, 
     assert most == 0 or drafted(llm)[most] > before[most]
 
 
-@pytest.mark.parametrize("config", [cascade("auto", draft_sample_method="greedy"), *LOOKUPS])
+@pytest.mark.parametrize("config", [cascade("auto", EXIT, draft_sample_method="greedy"), *LOOKUPS])
 def test_nothing_found_costs_one_token(engine: Any, device: Device, config: dict[str, Any]) -> None:
     """Of a request that does not allow the exit. Fails if confidences are those of another row, or not 0 after a
     draft's end."""

@@ -5,12 +5,13 @@ import random
 from typing import Any
 
 import pytest
-from cases import PROMPT_LOOKUP, STRESS, early_exit, mixed_prompts
+from cases import PROMPT_LOOKUP, STRESS, SUFFIX_LOOKUP, early_exit, mixed_prompts
 from conftest import DEMO_MODEL, INTERPRETED, graphs, spec_metrics, verify_by_reference
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
+from shortened import first_layers
 from simulated_device.device import Device
 from simulated_device.leaks import sizes
 from vllm import SamplingParams
@@ -21,17 +22,19 @@ MAX_TOKENS = 12
 MAX_STEPS = 400
 ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 NUM_SCHEDULES = 20 if ALL else 10
+DRAFTER = {"method": "draft_model", "model": str(first_layers(DEMO_MODEL, 1)), "num_speculative_tokens": 3}
+
+
+def beside(stage: dict[str, Any]) -> dict[str, Any]:
+    return {"method": "cascade", "num_speculative_tokens": 4, "stages": [{"method": "prompt_lookup"}, stage]}
+
+
 CONFIGS: dict[str, Any] = {
     "early_exit": (early_exit(1), {"async_scheduling": True}),
     "prompt_lookup": (PROMPT_LOOKUP, {}),
-    "cascade": (
-        {
-            "method": "cascade",
-            "num_speculative_tokens": 4,
-            "stages": [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}],
-        },
-        {},
-    ),
+    "suffix_lookup": (SUFFIX_LOOKUP, {}),
+    "cascade": (beside({"method": "early_exit", "exit_layer": 1}), {}),
+    "draft_model": (beside(DRAFTER), {}),
 }
 
 
@@ -46,7 +49,7 @@ def params(grammar: bool, max_tokens: int) -> SamplingParams:
     )
 
 
-BOUNDED = "_rows._free", "_lengths._arriving.request_ids"
+BOUNDED = "_rows._free", "_lengths._arriving.request_ids", ".store._texts"
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +94,12 @@ def play(llm: Any, prompts: Any, seed: int) -> dict[tuple[int, bool], list[list[
 
 def kept(llm: Any) -> dict[str, int]:
     """Sizes of all that is ours, behind a request that is the last one; but of free rows, of which there are as many as
-    there were ever taken at once, and of the last drafts whose lengths were told, which are those of one step."""
+    there were ever taken at once, of the last drafts whose lengths were told, which are those of one step, and of a
+    store, which has a size of its own."""
     llm.generate({"prompt_token_ids": [5, 6, 7]}, params(False, 3), use_tqdm=False)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    roots = runner.speculator, runner.draft_tokens_handler, runner.speculator.barrier, runner.rejection_sampler
+    ours = getattr(runner.speculator, "specplugins", runner.speculator)
+    roots = ours, runner.draft_tokens_handler, ours.barrier, runner.rejection_sampler
     return {path: size for path, size in sizes(*roots).items() if not path.endswith(BOUNDED)}
 
 

@@ -1,9 +1,10 @@
-"""A lookup and an early exit that draft together on the device, by a policy, in tensors.
+"""A lookup and a model proposer that draft together on the device, by a policy, in tensors.
 
 Nothing here waits, or goes by what a tensor holds, so that an adapter may record it in a CUDA graph.
 
-The exit goes token by token. Under `auto` it is fed the lookup's tokens first; under `verify` all tokens are its own
-(see staged.py: they are so on the host, too), and the lookup's give their confidence. R: requests, K: most tokens of a
+An exit goes token by token. Under `auto` it is fed the lookup's tokens first; under `verify` all tokens are its own
+(see staged.py: they are so on the host, too), and the lookup's give their confidence. What only begins drafts (a jump,
+Medusa) drafts where the lookup's are not kept. R: requests, K: most tokens of a
 draft.
 """
 
@@ -17,8 +18,8 @@ from vllm_specplugins.cascade.built_in import BuiltIn, guard_of
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.isolation.guard import Guard
-from vllm_specplugins.proposers.draft_sampler import token_confidence
-from vllm_specplugins.proposers.early_exit import EarlyExit, Steps
+from vllm_specplugins.proposers.draft_sampler import ModelProposer, Steps, token_confidence
+from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.structures.arrays import DraftArrays, either, of_stage
 from vllm_specplugins.target import Target
 
@@ -68,17 +69,23 @@ class OnDevice:
     """See the module.
 
     Args:
+        stage: that runs the target, here called the exit.
         policy: that a cascade carries out ("first" is `auto` without a gate); None: the exit is alone.
         rates: whether to say each token's confidence.
         max_num_draft: of the exit, at most K.
         sees: of an exit that is alone, who is shown the logits of its steps.
     """
 
-    stage: EarlyExit
+    stage: ModelProposer
     policy: str | None
     rates: bool
     max_num_draft: int
     sees: Callable[[int, torch.Tensor], None] | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the exit goes on after the lookup's tokens."""
+        return self.policy == "auto" and isinstance(self.stage, EarlyExit)
 
     def draft(
         self,
@@ -96,14 +103,14 @@ class OnDevice:
         if num_steps == 0:
             nobody = none - 1
             return found, None, Parts(found.num_draft, nobody, none)
-        if self.policy == "auto":
+        if self.continues:
             return self._extended(target, found, own, num_steps)
         steps, drafts = self._alone(target, own, num_steps)
-        if self.policy == "first":
-            is_first = found.num_draft > 0
-            asked = torch.where(is_first, -1, own)
-            return either(is_first, found, drafts), steps, Parts(found.num_draft, asked, none)
-        return self._verified(drafts, found, own, steps)
+        if self.policy == "verify":
+            return self._verified(drafts, found, own, steps)
+        is_first = found.num_draft > 0
+        asked = torch.where(is_first, -1, own)
+        return either(is_first, found, drafts), steps, Parts(found.num_draft, asked, none)
 
     def _alone(self, target: Target, own: torch.Tensor, num_steps: int) -> tuple[Steps | None, DraftArrays]:
         max_num_draft, index = self.stage.max_num_draft, EXIT if self.policy else 0
@@ -119,9 +126,9 @@ class OnDevice:
                 drafts.confidence.dtype
             )
 
-        token_ids, num_tokens = (None, None) if found is None else (found.token_ids, found.num_draft)
         sees = self.sees or (rate if self.rates else None)
-        return self.stage.draft_steps(target, num_steps, sees, token_ids, num_tokens)
+        followed = () if found is None else (found.token_ids, found.num_draft)
+        return self.stage.draft_steps(target, num_steps, sees, *followed)
 
     def _extended(
         self, target: Target, found: DraftArrays, own: torch.Tensor, num_steps: int

@@ -127,7 +127,8 @@ class MedusaConfig:
 
     Args:
         heads: folder of the heads, in the format of FasterDecoding or of vLLM; at least num_speculative_tokens, of a
-            tree a third. (`model` in its place asks for vLLM's own method, where that still exists.)
+            tree a third; as many as there are where a stage does not say it. (`model` in its place asks for vLLM's own
+            method, where that still exists.)
         draft_sample_method: as of `early_exit`.
         tree: as of `early_exit`.
     """

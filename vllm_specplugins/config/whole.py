@@ -1,6 +1,6 @@
 """The whole of a `speculative_config`: what all methods share, and the method's own part or those of its stages."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
@@ -93,7 +93,7 @@ class SpecConfig:
         """The same with another K, which nobody asked for."""
         return replace(self, common=replace(self.common, num_speculative_tokens=length), says_length=False)
 
-    def with_stages(self, stages: Sequence[StageConfig]) -> Self:
+    def with_stages(self, stages: Iterable[StageConfig]) -> Self:
         """The same with other stages."""
         return replace(self, own=replace(self.own, stages=tuple(stages)))
 
@@ -171,7 +171,7 @@ def with_default_length(config: SpecConfig, lookups: Collection[str]) -> SpecCon
         config = config.with_stages(
             [
                 replace(stage, num_speculative_tokens=SHORT)
-                if stage.num_speculative_tokens is None and stage.method not in (*lookups, "mtp")
+                if stage.num_speculative_tokens is None and stage.method not in (*lookups, "mtp", "medusa")
                 else stage
                 for stage in config.stages
             ]

@@ -113,6 +113,11 @@ class ModelProposer(Proposer):
         self._sampler = DraftSampler(config.draft_sample_method)
         self.set_max_model_len(context.max_model_len)
 
+    @property
+    def is_one_hot(self) -> bool:
+        """Whether its tokens are certain, and not drawn with noise of their own."""
+        return self._sampler.is_one_hot
+
     def set_max_model_len(self, max_model_len: int) -> None:
         """No request is longer than this: what would be drafted after its end is fed at its last position."""
         self.max_position = max_model_len - 1

@@ -34,11 +34,6 @@ class EarlyExit(ModelProposer):
             self._head = ExitHead.load(config.exit_head, context.device, context.dtype)
         self.exit_layer = config.exit_layer
 
-    @property
-    def is_one_hot(self) -> bool:
-        """Whether its tokens are certain, and not drawn with noise of their own."""
-        return self._sampler.is_one_hot
-
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """See ModelProposer.dummy_run; in a cascade it is fed drafts of others."""
         assert batch.target is not None

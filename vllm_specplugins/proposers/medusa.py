@@ -6,22 +6,29 @@ Models"): head k guesses what stands k + 2 tokens after the state, whatever the 
 num_speculative_tokens.
 """
 
+from dataclasses import replace
+
 import torch
 
 from vllm_specplugins.config import MedusaConfig, chain_length
-from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import ModelProposer, Sees, Steps
-from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads, check_medusa
+from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads, check_medusa, num_heads
 from vllm_specplugins.target import Target, TargetSizes
 
 
 class Medusa(ModelProposer):
     def __init__(self, config: MedusaConfig, context: ProposerContext):
         super().__init__(config, context)
-        num_heads = _num_heads(config, context.max_num_draft)
+        # As a stage it may draft fewer tokens than the cascade.
+        self._most = min(_num_heads(config, context.max_num_draft), num_heads(config.heads))
         self._heads = MedusaHeads.load(
-            config.heads, num_heads, context.vocab_size, context.device, context.dtype or torch.float32
+            config.heads, self._most, context.vocab_size, context.device, context.dtype or torch.float32
         )
+
+    def dummy_run(self, batch: DraftBatch) -> Draft:
+        """See ModelProposer.dummy_run."""
+        return self.propose(replace(batch, max_num_draft=batch.max_num_draft.clip(max=self._most)))
 
     def draft_steps(self, target: Target, num_steps: int, sees: Sees | None = None) -> Steps:
         """A token of each head."""

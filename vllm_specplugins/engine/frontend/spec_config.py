@@ -21,7 +21,6 @@ from vllm_specplugins.config import (
     StageConfig,
     built_in_stage,
     sample_methods,
-    stage_configs,
 )
 from vllm_specplugins.custom import reads_likeliest
 from vllm_specplugins.engine.adaptive import conditions
@@ -33,6 +32,7 @@ from vllm_specplugins.engine.frontend.trees import check_trees
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.target.admission import check_states, check_target, has_state
 from vllm_specplugins.methods import drafts_late, drafts_on_device, reads_history, runs_target
+from vllm_specplugins.proposers.heads.medusa_heads import num_heads
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -148,6 +148,7 @@ def build(
     """vLLM's view of a configuration of ours; ConfigError where vLLM refuses the stage that is built into it."""
     if not config.says_length:
         config = _with_length_for(config, target_model_config)
+    config = config.with_stages(map(_with_heads, config.stages)) if config.stages else config
     common = {
         "plugin_config": config,
         "target_model_config": target_model_config,
@@ -184,11 +185,16 @@ def _build_with(stage: StageConfig, config: SpecConfig, common: dict[str, Any]) 
 def _with_length_for(config: SpecConfig, model: ModelConfig) -> SpecConfig:
     """The default K where the target has a say: of heads as many as there are, and few where a state is kept for each
     token that is verified."""
-    for heads in stage_configs(config, MedusaConfig):
-        from vllm_specplugins.proposers.heads.medusa_heads import num_heads
-
-        return config.with_length(num_heads(heads.heads))
+    if isinstance(config.own, MedusaConfig):
+        return config.with_length(num_heads(config.own.heads))
     return config.with_length(min(config.length, SHORT)) if has_state(model) else config
+
+
+def _with_heads(stage: StageConfig) -> StageConfig:
+    """Medusa as a stage that does not say how many tokens it drafts: one of each head."""
+    own = stage.own
+    says_length = not isinstance(own, MedusaConfig) or stage.num_speculative_tokens
+    return stage if says_length else replace(stage, num_speculative_tokens=num_heads(own.heads))
 
 
 def for_built_in(vllm_config: VllmConfig) -> VllmConfig:

@@ -73,9 +73,8 @@ def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
             raise ConfigError(f"{method}: model must be a text-only decoder with attention in every layer, not {kind}.")
     if any(row.cuts_layers for row, _ in rows) and not may_be_cut(_module_of(model)):
         raise uncuttable(method, model.architecture)
-    sizes = TargetSizes(
-        model.get_total_num_hidden_layers(), model.get_hidden_size(), model.get_vocab_size(), config.length
-    )
-    for row, own in rows:
+    sizes = model.get_total_num_hidden_layers(), model.get_hidden_size(), model.get_vocab_size()
+    for (row, own), part in zip(rows, config.parts, strict=True):
         if row.check is not None:
-            import_object(row.check)(own, sizes)
+            num_draft = getattr(part, "num_speculative_tokens", None) or config.length
+            import_object(row.check)(own, TargetSizes(*sizes, num_draft))

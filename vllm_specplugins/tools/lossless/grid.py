@@ -43,6 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "jump-coupled": {**_JUMP, "head": "MADE/jump", "draft_sample_method": "coupled", **_DRAFTS},
     "cascade-verify": {**_CASCADE, "stages": [_LOOKUP, _SAMPLED_EXIT], "policy": "verify", **_DRAFTS},
     "cascade-auto": {**_CASCADE, "stages": [{**_LOOKUP, "min_ngram": 2}, _SAMPLED_EXIT], **_DRAFTS},
+    "cascade-jump": {**_CASCADE, "stages": [{**_LOOKUP, "min_ngram": 2}, {**_JUMP, "head": "MADE/jump"}], **_DRAFTS},
     "cascade-draft_model": _beside_lookup("draft_model"),
     "cascade-eagle": _beside_lookup("eagle"),
 }

@@ -37,6 +37,7 @@ class DraftTracker:
         self._slots = torch.full((num_slots,), num_slots, dtype=torch.int64, device=device)
         self._num_sampled, self._num_rejected = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
         self._num_rows, self._rests = 0, False  # of the step before: after its rows all is padding
+        self._own = [self._slots, self._num_sampled, self._num_rejected]  # its rows of these
         # How likely each token is to be accepted if those before it are; 0 after a draft's end. By rows.
         self.accept_probs = torch.zeros(num_slots, max_num_draft, dtype=torch.float32, device=device)
         self.confidences = new_confidences(num_slots, max_num_draft, device)
@@ -58,15 +59,16 @@ class DraftTracker:
         """A step of so many rows: their slots, and what was sampled and rejected, [num_reqs] each; a rehearsal, of
         which nothing is learned, has nobody's rows."""
         nobody, self._rests = self._req_states.max_num_reqs, False
-        buffers = (self._slots, nobody, nobody), (self._num_sampled, 0, 1), (self._num_rejected, 0, 0)
-        for index, (buffer, padding, rehearsed) in enumerate(buffers):
-            if sampled:
-                buffer[:num_reqs].copy_(sampled[index])
-            else:
-                buffer[:num_reqs].fill_(rehearsed)
-            if num_reqs < self._num_rows:
+        buffers = self._slots, self._num_sampled, self._num_rejected
+        if num_reqs != self._num_rows:
+            for buffer, padding in zip(buffers, (nobody, 0, 0), strict=True):
                 buffer[num_reqs : self._num_rows].fill_(padding)
-        self._num_rows = num_reqs
+            self._own, self._num_rows = [buffer[:num_reqs] for buffer in buffers], num_reqs
+        if sampled:
+            torch._foreach_copy_(self._own, sampled)
+        else:
+            for buffer, rehearsed in zip(self._own, (nobody, 1, 0), strict=True):
+                buffer.fill_(rehearsed)
         self.tally.begin(bool(sampled))
 
     def map_rows(self, rows: torch.Tensor) -> None:
@@ -92,11 +94,11 @@ class DraftTracker:
         """What became of the last drafts; once a step, before new ones are rated."""
         acceptance.learn(self._known, *self._told(num_rows), self.implementation)
 
-    def num_worth(self, drafts: DraftArrays, than: int, depth: int) -> torch.Tensor:
-        """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage goes on behind
-        them until there are so many."""
+    def num_worth(self, drafts: DraftArrays, than: int, depth: int, continues: bool) -> torch.Tensor:
+        """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage drafts until
+        there are so many: after them, or in their place."""
         slots = self._slots[: len(drafts.num_draft)]
-        kept: torch.Tensor = num_worth(self._known, slots, _rated(drafts), than, depth, self.implementation)
+        kept: torch.Tensor = num_worth(self._known, slots, _rated(drafts), than, depth, self.implementation, continues)
         return kept
 
     def gain(self, drafts: DraftArrays) -> torch.Tensor:

@@ -31,9 +31,10 @@ class HostOffer:
         self._is_cuda = device.type == "cuda"
         self._start = self._mark()
 
-    def take(self, drafts: torch.Tensor, accept_probs: torch.Tensor) -> "HostOffer":
-        """Its drafts; the time since then is theirs."""
-        self._drafts, self._accept_probs, self._end = drafts, accept_probs, self._mark()
+    def take(self, drafts: torch.Tensor, accept_probs: torch.Tensor, num_tokens: int) -> "HostOffer":
+        """Its drafts, after so many tokens it left none; the time since then is theirs."""
+        self._drafts, self._accept_probs = drafts[:, :num_tokens], accept_probs[: len(drafts), :num_tokens]
+        self._end = self._mark()
         return self
 
     def of(self, rows: Sequence[int]) -> Offer:
@@ -63,9 +64,9 @@ class DeviceOffer:
         self.max_num_draft, self._rest = theirs.num_speculative_steps, (0, max_num_draft - theirs.num_speculative_steps)
         self._num, self._num_there = 0, torch.zeros((), dtype=torch.int32, device=theirs.device)
 
-    def take(self, drafts: torch.Tensor, accept_probs: torch.Tensor) -> "DeviceOffer":
-        """See HostOffer; of so many tokens."""
-        return self.begin(drafts.shape[1])
+    def take(self, drafts: torch.Tensor, accept_probs: torch.Tensor, num_tokens: int) -> "DeviceOffer":
+        """See HostOffer; they stay where they are."""
+        return self.begin(num_tokens)
 
     def begin(self, num_tokens: int) -> "DeviceOffer":
         """A step for which it drafts so many."""
@@ -96,16 +97,16 @@ class TrimmedGraphs(SpeculatorCudaGraphManager):
 
 def rating(build: Callable[..., Any], vllm_config: VllmConfig, *arguments: Any) -> Any:
     """vLLM's own speculator, made by its factory so that it says how likely each of its tokens is to be accepted: by a
-    head of its own (dspark), or by vLLM's estimator, which goes by the draft's logits.
+    head of its own (dspark), or by vLLM's estimator, which goes by the draft's logits; not draft_model, which has no
+    graphs: a launch for each token more.
 
     It does that for adaptive verification alone, which nobody else shall see: our gate trims the drafts. The estimator
     learns nothing, for what is verified is often another stage's; the gate's records do that.
     """
     alone = for_built_in(vllm_config)
     speculative_config = alone.speculative_config
-    speculative_config.enable_adaptive_verification = (
-        speculative_config.method == "dspark" or not speculative_config.use_local_argmax_reduction
-    )
+    says_nothing = speculative_config.use_local_argmax_reduction or speculative_config.method == "draft_model"
+    speculative_config.enable_adaptive_verification = speculative_config.method == "dspark" or not says_nothing
     theirs = build(alone, *arguments)
     speculative_config.enable_adaptive_verification = False
     theirs.draft_token_confidence_probs.fill_(torch.nan)  # some rate nothing
@@ -142,8 +143,7 @@ def run_before(theirs: Any, ours: Any, max_num_draft: int) -> Any:
             graphs.longest = None if input_batch.has_prefill else int(input_batch.num_scheduled_tokens.max())
         with replaced(theirs, own):
             drafts = propose(input_batch, *args, num_speculative_tokens=most, **kwargs)
-        accept_probs = theirs.draft_token_confidence_probs[: len(drafts)]
-        return offer.take(drafts[:, :most], accept_probs[:, :most])  # after so many it leaves no tokens
+        return offer.take(drafts, theirs.draft_token_confidence_probs, most)
 
     def init_cudagraph_manager(cudagraph_mode: Any) -> None:
         """Its first step takes in what was verified, and its graphs of that are as wide."""

@@ -1,4 +1,4 @@
-"""Model Runner V2: lookups, a model proposer, or a lookup beside an exit or a drafter of vLLM's, on the device.
+"""Model Runner V2: lookups, a model proposer, or a lookup beside one or a drafter of vLLM's, on the device.
 
 Nothing here waits. The match, the steps of what runs the target, who is followed, how likely each token is to be
 accepted, and what is counted are one CUDA graph for each batch size and depth; every rank of a tensor-parallel group
@@ -134,7 +134,8 @@ class DeviceSpeculator(Speculator):
     def _draft_step(self, input_batch: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor, most: int) -> None:
         """Puts drafts of at most so many tokens into `draft_tokens`, and reports their lengths."""
         num_reqs = input_batch.num_reqs
-        self.lookups.step(most)
+        if self.lookups.late is not None:
+            self.lookups.late.step(most)
         self._begin(num_reqs, most, input_batch.idx_mapping, num_sampled, num_rejected)
         self._depth = next((depth for depth in self._depths if depth >= most), self._depths[-1])
         edit = self._edit_of(input_batch) if self._depth else None
@@ -168,7 +169,7 @@ class DeviceSpeculator(Speculator):
         self._limits.begin(most)
         if self.offers is not None and self.offer is None:
             self.offers.begin(0)
-        self.outcomes.begin(num_reqs, *(values[:num_reqs] for values in sampled))
+        self.outcomes.begin(num_reqs, *(rows if len(rows) == num_reqs else rows[:num_reqs] for rows in sampled))
 
     def _replays(self, num_reqs: int) -> bool:
         """Drafts by one graph, if one has this depth and batch size, perhaps with rows of padding."""
@@ -241,19 +242,19 @@ class DeviceSpeculator(Speculator):
     def _cascaded(
         self, batch: DraftBatch, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None, num_steps: int
     ) -> tuple[DraftArrays, torch.Tensor | None, Parts]:
-        """By a lookup and an exit; what each did."""
+        """By a lookup and what runs the target; what each did."""
         assert batch.target is not None
         own = self._limits.of_stage(max_draft, slots, EXIT).clamp_(max=num_steps)
         room = self._limits.of_stage(max_draft, slots, LOOKUP).clamp_(max=self._limits.of_stages[LOOKUP])
         if self._policy == "verify":  # the exit's own choice comes after it
             room = (room - (own > 0).int()).clamp_(min=0)
         kept = found = self.lookups.found(slots, room, longest)
-        if self._policy != "verify" and self._rates and num_steps:
-            # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
-            num_worth = self.outcomes.num_worth(found, EXIT, num_steps)
-            kept = found._replace(num_draft=torch.where(own > 0, num_worth, found.num_draft))
         held: Any = self.barrier.proposer
         exits = OnDevice(held.exit, self._policy, self._rates, self._limits.of_stages[EXIT])
+        if self._policy != "verify" and self._rates and num_steps:
+            # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
+            num_worth = self.outcomes.num_worth(found, EXIT, num_steps, exits.continues)
+            kept = found._replace(num_draft=torch.where(own > 0, num_worth, found.num_draft))
         drafts, steps, told = exits.draft(batch.target, kept, own, num_steps)
         return drafts, None if steps is None else steps.logits, replace(told, looked_up=found.num_draft)
 

@@ -57,11 +57,6 @@ class Lookups:
         for part in self._parts:
             part.remove(request_ids)
 
-    def step(self, most: int) -> None:
-        """Before a step drafts so many tokens."""
-        if self.late is not None:
-            self.late.step(most)
-
     def found(self, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None) -> DraftArrays:
         """The drafts of rows, [R] both; see TokenHistories.match for `longest`."""
         matches = [] if self.late is None else [self.late.match(slots, max_draft)]
