@@ -71,6 +71,26 @@ def test_an_exit_as_deep_as_is_asked(engine: Any, device: Device, prompts: Any, 
     assert most == 0 or drafted(llm)[most] > before[most]
 
 
+def test_who_copies_needs_no_exit(engine: Any, device: Device) -> None:
+    """While all copy more than it would draft, no step of it runs; it does for all where one request does not."""
+    llm = on_device(engine, cascade("auto", {**EXIT, "num_speculative_tokens": 2}, draft_sample_method="greedy"))
+    known = runner(llm).speculator.outcomes._known
+    for counts, lookup, own in ((known.shared_tried, 100, 100), (known.shared_accepted, 99, 1)):
+        counts[0], counts[1] = lookup, own
+
+    def spared(*allowed: list[int], most: int) -> int:
+        before = drafted(llm)[0]
+        own: dict[str, Any] = {"temperature": 0, "max_tokens": most, "ignore_eos": True}
+        params = [SamplingParams(allowed_token_ids=tokens, **own) for tokens in allowed]
+        llm.generate(
+            [{"prompt_token_ids": [5] * 20}, {"prompt_token_ids": list(range(10, 60))}], params, use_tqdm=False
+        )
+        return drafted(llm)[0] - before
+
+    assert spared([5], [5], most=60) > 4
+    assert spared([5], list(range(100, 300)), most=8) <= 1
+
+
 @pytest.mark.parametrize("config", [cascade("auto", EXIT, draft_sample_method="greedy"), *LOOKUPS])
 def test_nothing_found_costs_one_token(engine: Any, device: Device, config: dict[str, Any]) -> None:
     """Of a request that does not allow the exit. Fails if confidences are those of another row, or not 0 after a

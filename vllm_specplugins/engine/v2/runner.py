@@ -49,8 +49,6 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
         ours, max_num_draft = kind(without_built_in(vllm_config), *arguments), vllm_config.num_speculative_tokens
         if isinstance(ours, DeviceSpeculator):
             ours.offers = DeviceOffer(theirs, max_num_draft)
-            if vllm_config.parallel_config.data_parallel_size == 1:  # others run its experts together
-                ours.outcomes.watch_copies()
         return run_before(theirs, ours, max_num_draft)
 
     with replaced(model_runner, {"init_speculator": init_speculator}):

@@ -54,6 +54,8 @@ class DeviceSpeculator(Speculator):
         self._steps = torch.arange(max_num_draft, device=device)
         self.outcomes = DraftTracker(max(1, len(stages)), req_states, max_num_draft, device)
         self.draft_token_confidence_probs, self.tally = self.outcomes.accept_probs, self.outcomes.tally
+        if self._policy is not None and vllm_config.parallel_config.data_parallel_size == 1:
+            self.outcomes.watch_copies()  # others run a drafter's experts together
         self.report = LateReport()
         self._depth = 0  # how many tokens are drafted by what runs the target
         self._depths: tuple[int, ...] = (0,)
@@ -137,7 +139,8 @@ class DeviceSpeculator(Speculator):
         if self.lookups.late is not None:
             self.lookups.late.step(most)
         self._begin(num_reqs, most, input_batch.idx_mapping, num_sampled, num_rejected)
-        self._depth = next((depth for depth in self._depths if depth >= most), self._depths[-1])
+        own = 0 if self.offers is None and self.spares(input_batch) else most
+        self._depth = next((depth for depth in self._depths if depth >= own), self._depths[-1])
         edit = self._edit_of(input_batch) if self._depth else None
         if edit is not None or not self._replays(num_reqs):
             self._draft_eagerly(input_batch, edit, min(most, self._depth))
@@ -251,6 +254,8 @@ class DeviceSpeculator(Speculator):
         kept = found = self.lookups.found(slots, room, longest)
         held: Any = self.barrier.proposer
         exits = OnDevice(held.exit, self._policy, self._rates, self._limits.of_stages[EXIT])
+        if self._policy != "verify" and self._rates:
+            self.outcomes.keep_copies(self.outcomes.gain(found) >= self._limits.of_stages[EXIT])
         if self._policy != "verify" and self._rates and num_steps:
             # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
             num_worth = self.outcomes.num_worth(found, EXIT, num_steps, exits.continues)
