@@ -154,14 +154,15 @@ def _shares(shapes: Shapes, device: torch.device) -> int:
 
 def _attends(heads: tuple[int, int, int], shapes: Shapes, device: torch.device) -> int:
     width = shapes.max_num_draft + 1
-    out, *arguments = make_attention([(5, 40), (100, width), (31, 1)], heads, width, shapes.dtype)
+    _, *arguments = make_attention([(5, 40), (100, width), (2, width), (31, 1)], heads, width, shapes.dtype)
 
-    def operation(out: Any, *others: Any, implementation: str) -> Any:
+    def operation(ragged: Any, *others: Any, implementation: str) -> Any:
+        out = torch.zeros_like(ragged.query)
         run: Any = attend
-        run(out, *others, implementation=implementation)
+        run(out, ragged, *others, implementation=implementation)
         return out
 
-    return 2 * _rows(_both(operation, (out, *arguments), device), 2e-2)  # of a dtype with 8 bits
+    return 2 * _rows(_both(operation, tuple(arguments), device), 2e-2)  # of a dtype with 8 bits
 
 
 def _walks(shapes: Shapes, device: torch.device) -> int:

@@ -184,11 +184,10 @@ def test_distribution(
     trees, put = runner(llm).speculator.trees, runner(llm).speculator.trees.put
     if fault:
         monkeypatch.setattr(trees, "put", lambda *tree: (put(*tree), trees._ancestors.copy_((2 << trees._nodes) - 1)))
-    cells, num_samples = ([cell(0.8)], 400) if fault else ([cell(0.8), cell(1.0)], 1000)
-    verification = Verification(model, cells, num_samples, 0, lambda: None)
+    verification = Verification(model, [cell(0.8), cell(1.0)], 1000, 0, lambda: None)
     judged = verification.judge(partial(draw, llm), "tree")
     verdicts = Report([Judged(NO_SPECULATION, ""), *judged], {}).verdicts[1:]
-    assert set(verdicts) == {WRONG if fault else PASSED}, judged
+    assert WRONG in verdicts if fault else set(verdicts) == {PASSED}, judged
     assert all(0 < own.num_accepted < own.num_drafted for own in judged)
 
 
