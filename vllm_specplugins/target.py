@@ -139,6 +139,7 @@ class Reading:
         token_ids: [N] int32 that were read there.
         next_ids: [N] int32 that were emitted after.
         states: [N, hidden_size] after the final norm, on the target's device.
+        gone: requests that have ended since the last one.
     """
 
     request_ids: Sequence[str]
@@ -149,3 +150,4 @@ class Reading:
     token_ids: Int32Array
     next_ids: Int32Array
     states: Any
+    gone: Sequence[str] = ()

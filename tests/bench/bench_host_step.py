@@ -37,6 +37,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "cascade": {"method": "cascade", "stages": [LOOKUP, EXIT]},
     "early_exit": EXIT,
     "coupled": {**EXIT, "draft_sample_method": "coupled"},
+    "jump": {"method": "jump", "draft_sample_method": "greedy"},
+    "learning": {"method": "jump", "draft_sample_method": "greedy", "learn": True},
     **{name: {"method": name} for name in ("draft_model", "eagle3", "mtp")},
     **{
         f"lookup and {name}": {"method": "cascade", "stages": [LOOKUP, {"method": name}]}
@@ -54,6 +56,7 @@ BARS = [
     ("lookup and jump", "prompt_lookup", (1.05, 1.05, 1.05), (1.15, 1.15, 1.15)),
     ("early_exit", "ngram_gpu", (1.00, 1.00, 1.00), (1.20, 1.15, 1.15)),
     ("coupled", "ngram_gpu", (1.00, 1.00, 1.00), (1.30, 1.25, 1.30)),
+    ("learning", "jump", (1.02, 1.02, 1.02), (1.06, 1.05, 1.05)),
     ("prompt_lookup, K = 0", "none", (1.10, 1.10, 1.06), (1.20, 1.20, 1.20)),
     ("lookup and eagle3", "eagle3", (1.05, 1.05, 1.05), (1.40, 1.25, 1.25)),
 ]
@@ -90,10 +93,12 @@ class Engine:
         null_device.put_in_place()
         from vllm import LLM
 
+        from vllm_specplugins.engine.v2.feedback.readings import Readings
         from vllm_specplugins.engine.v2.feedback.tally import Tally
 
-        for name in ("add_drafts", "add_stages"):  # in graphs, of numbers that no kernel has computed
-            setattr(Tally, name, lambda *arguments: None)
+        # Of numbers that no kernel has computed; the first two are in graphs, the last is another thread's.
+        for kind, name in ((Tally, "add_drafts"), (Tally, "add_stages"), (Readings, "_reading")):
+            setattr(kind, name, lambda *arguments: None)
 
         name, *endings = arm.split(", ") if not arm.startswith("{") else [arm]
         method = METHODS[name] if name in METHODS else json.loads(name)

@@ -109,7 +109,7 @@ def served(head: Path, learn: Any, minutes: float) -> tuple[list[tuple[float, fl
         else:
             time.sleep(0.2)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    [learner] = runner.drafter.adapter._learners or [None]
+    learner = runner.drafter.adapter._learner
     found = {} if learner is None else {**learner.counts(), **learner.lengths(), "bytes": learner.num_bytes}
     worked = 0.0 if learner is None else learner.pace.worked_s
     shut_down(llm)

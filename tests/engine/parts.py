@@ -1,6 +1,7 @@
 """Trained parts with chosen weights, for the demo model or for another of given sizes."""
 
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
+from vllm_specplugins.proposers.learning.pace import Pace
 
 HIDDEN, K = 256, 4
 
@@ -23,6 +25,21 @@ def write_head(folder: Path, early_layers: int, late_layer: int, scale: float, *
     weights = {name: scale * torch.randn(like.shape, generator=generator) for name, like in shapes.items()}
     JumpHead(config, weights | {"norm.weight": torch.ones(config.hidden_size)}).save(folder)
     return {"method": "jump", "head": str(folder), "num_speculative_tokens": K}
+
+
+def learning(folder: Path, **config: Any) -> dict[str, Any]:
+    """A jump that knows nothing, and learns."""
+    return {**write_head(folder, 0, NUM_LAYERS, 0.02), "learn": config or True}
+
+
+def learner_of(llm: Any) -> Any:
+    """The engine's; it learns in this thread, when it is asked to, and no more in its own."""
+    learner = llm.llm_engine.model_executor.driver_worker.worker._barrier.proposer.learner
+    if learner._thread.ident is None:
+        learner._thread = Thread(target=lambda: None)
+        learner._thread.start()
+        learner.trainer._pace = Pace(1, 1)
+    return learner
 
 
 def with_embeddings(folder: Path, layer: int, num_draft: int, **other: int) -> dict[str, Any]:

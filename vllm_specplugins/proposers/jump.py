@@ -17,7 +17,6 @@ import torch
 from vllm_specplugins.config import ConfigError, JumpConfig
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.proposers.draft_sampler import ModelProposer, Sees, Steps
-from vllm_specplugins.proposers.heads.distillation import jump_guesser
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, check_jump
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.target import Target, TargetSizes
@@ -29,7 +28,7 @@ class Jump(ModelProposer):
         self._head = JumpHead.load(config.head, context.device, context.dtype or torch.float32)
         self.learner: Learner | None = None
         if config.learn is not None:
-            self.learner = Learner(self._head, config.learn, context, config.head, jump_guesser)
+            self.learner = Learner(self._head, config.learn, context, config.head)
 
     def draft_steps(self, target: Target, num_steps: int, sees: Sees | None = None) -> Steps:
         """One jump for each token."""

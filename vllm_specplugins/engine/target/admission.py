@@ -33,7 +33,7 @@ def _module_of(model: ModelConfig) -> str:
 def check_learning(vllm_config: VllmConfig, config: SpecConfig) -> None:
     """Raises ConfigError where nothing can be learned while serving."""
     cases = {
-        "on Model Runner V2": vllm_config.use_v2_model_runner,
+        "with tree": bool(config.tree),
         f"where tensor_parallel_size is {vllm_config.parallel_config.tensor_parallel_size}": (
             vllm_config.parallel_config.tensor_parallel_size > 1
         ),

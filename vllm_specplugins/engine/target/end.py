@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import ModelConfig
 
 from vllm_specplugins.proposers.heads.distillation import effective_norm_weight
 from vllm_specplugins.proposers.learning.served import ServedEnd
@@ -15,15 +16,16 @@ _PROBES = 8
 _TOLERANCE = 0.03  # of the largest logit
 
 
-def served_end(target: nn.Module, num_layers: int, vocab_size: int) -> ServedEnd | None:
+def served_end(target: nn.Module, config: ModelConfig) -> ServedEnd | None:
     """Read from a model; None, with a sentence in the log, where what was read does not compute what the model does."""
     model: Any = target
+    num_layers, vocab_size = config.get_total_num_hidden_layers(), config.get_vocab_size()
     with torch.inference_mode(False), torch.no_grad():
         try:
             end = _read(model, num_layers, vocab_size)
             weight = end.norm_weight
-            random = torch.randn(_PROBES, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device)
-            states = (end.passes(num_layers, _PROBES)(random)).to(end.embed(torch.zeros(1).to(weight).long()).dtype)
+            token_ids = torch.arange(_PROBES, device=weight.device)
+            states = end.passes(num_layers, _PROBES)(end.embed(token_ids)).to(model.lm_head.weight.dtype)
             own, theirs = end.logits(states), model.compute_logits(states).float()
             fits = own.shape == theirs.shape and bool((own - theirs).abs().max() <= _TOLERANCE * theirs.abs().max())
         except (AttributeError, TypeError, ValueError, RuntimeError):

@@ -5,6 +5,7 @@ replaced, on that one runner, by one that sees all that the step knows.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,11 +32,12 @@ from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors
 from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens, probs_of
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.exchange import frozen
-from vllm_specplugins.proposers.jump import Jump
-from vllm_specplugins.proposers.learning.learner import Learner
+from vllm_specplugins.proposers.learning.learner import learner_of
 from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.structures.arrays import Views, view
-from vllm_specplugins.target import Target
+from vllm_specplugins.target import Reading, Target
+
+_MOST_UNREAD = 64  # steps whose states are kept for a part that learns from them
 
 
 @contextmanager
@@ -75,12 +77,6 @@ def draft_to_the_end(runner: Any) -> None:
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
 
 
-def learners_of(proposer: Any) -> list[Learner]:
-    """Of the stages of a cascade, or of the proposer that is its only one, those that learn."""
-    stages = getattr(proposer, "named_stages", lambda: [("", proposer)])()
-    return [stage.learner for _, stage in stages if isinstance(stage, Jump) and stage.learner is not None]
-
-
 @dataclass(frozen=True, slots=True)
 class _Request:
     options: Mapping[str, Any]
@@ -100,7 +96,9 @@ class _Adapter:
         is_asked = runner.speculative_config.runs_target or get_tp_group().rank_in_group == 0
         self._drafts = is_asked and methods != ["grammar"]  # which the scheduler asks
         self._built_in = None if runner.speculative_config.built_in is None else built_in.BuiltInDrafter(runner)
-        self._learners = learners_of(barrier.proposer)
+        self._learner = learner_of(barrier.proposer)
+        self._read = deque[Reading]()  # that the learner has not looked at
+        self._gone: list[str] = []  # requests, since then
         self._requests: dict[str, _Request] = {}
         # Requests without a seed get theirs in the order in which they come: the same on every rank.
         self._random = np.random.default_rng(runner.model_config.seed)
@@ -117,9 +115,13 @@ class _Adapter:
     def load_model(self, target: Any) -> None:
         """V1 calls this on its drafter when the target is loaded."""
         self.first_layers = FirstLayers(target, self._runner.speculative_config.plugin_config)
-        model = self._runner.model_config
-        for learner in self._learners:
-            learner.begin(served_end(target, model.get_total_num_hidden_layers(), model.get_vocab_size()))
+        if self._learner is not None:
+            self._learner.begin(served_end(target, self._runner.model_config), self._unread)
+
+    def _unread(self) -> Iterator[Reading]:
+        """In the learner's thread."""
+        while self._read:
+            yield self._read.popleft()
 
     def compile_exits(self, *args: Any, **kwargs: Any) -> None:
         """After vLLM's own compilation of the target, and with its signature."""
@@ -131,8 +133,8 @@ class _Adapter:
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         if gone:
             self._barrier.forget(sorted(gone))
-            for learner in self._learners:
-                learner.forget(sorted(gone))
+            if self._learner is not None and self._learner.is_on:
+                self._gone += sorted(gone)
             for request_id in gone:
                 self._requests.pop(request_id, None)
         result = update(scheduler_output)
@@ -189,11 +191,13 @@ class _Adapter:
             return drafts
         num_tokens = input_batch.num_tokens_no_spec[rows]
         requests = [self._request(request_id) for request_id in request_ids]
-        if self._learners and rows:
-            options = [request.options for request in requests]
-            read = reading_of(self._runner, rows, num_tokens, num_accepted, options, step[1], step[-2])
-            for learner in self._learners:
-                learner.see(read)
+        if self._learner is not None and rows:
+            self._learner.step()
+            if self._learner.is_on and len(self._read) < _MOST_UNREAD:
+                options = [request.options for request in requests]
+                of_step = reading_of(self._runner, rows, num_tokens, num_accepted, options, step[1], step[-2])
+                self._read.append(replace(of_step, gone=self._gone))
+                self._gone = []
         batch = DraftBatch(
             request_ids=request_ids,
             token_ids=Views.of_rows(view(input_batch.token_ids_cpu), rows, num_tokens.tolist()),

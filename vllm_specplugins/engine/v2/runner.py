@@ -67,10 +67,15 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
 
     def add(scheduler_output: Any) -> None:
         speculator.add(scheduler_output.scheduled_new_reqs)
+        if speculator.readings is not None:
+            speculator.readings.add(scheduler_output.scheduled_new_reqs)
         put_forced(runner, scheduler_output)
 
     def finish(scheduler_output: Any) -> None:
-        speculator.remove(scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()))
+        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        speculator.remove(gone)
+        if speculator.readings is not None:
+            speculator.readings.remove(gone)
 
     runner.add_requests, runner.finish_requests = both(runner.add_requests, add), both(runner.finish_requests, finish)
     wrap(runner, "sample_tokens", partial(_sample_tokens, runner, speculator))
@@ -117,6 +122,9 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
     """A step in which nothing is drafted, as in the one before, is one of a runner without a speculator."""
     step = runner.execute_model_state
     if step is not None and speculator.rests(step.input_batch, step.num_spec_tokens_to_schedule):
+        if speculator.readings is not None:
+            ends = step.input_batch.query_start_loc[1 : step.input_batch.num_reqs + 1]
+            speculator.readings.keep(step.hidden_states, ends - 1)
         with replaced(runner, {"speculator": None, "num_speculative_steps": 0}):
             return _noted(speculator, sample(grammar_output))
     output = _noted(speculator, sample(grammar_output))
@@ -126,10 +134,10 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
 
 
 def _noted(speculator: Any, output: Any) -> Any:
-    """A step's output, of which a proposer that drafts late shall see the tokens."""
-    late = speculator.barrier.late
-    if late is not None and hasattr(output, "model_runner_output"):
-        late.note(output)
+    """A step's output, of which a proposer that drafts late shall see the tokens, and a part that learns."""
+    for watcher in (speculator.barrier.late, speculator.readings):
+        if watcher is not None and hasattr(output, "model_runner_output"):
+            watcher.note(output)
     return output
 
 

@@ -1,13 +1,14 @@
-"""Between the engine and the trainer of one part: takes examples and, before a step, new weights; saves what serves.
+"""Between the engine and the trainer of one part: takes what was read, hands over new weights, saves what serves.
 
-Everything here that the engine's thread calls is short and never waits; what fails ends the learning, not the drafts.
+What the engine's thread calls is `step` and `close`; the former never waits. What fails ends the learning, not the
+drafts.
 """
 
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -16,11 +17,10 @@ import torch
 
 from vllm_specplugins.config import ConfigError, LearnConfig, error_text
 from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.proposers.heads.trained import TrainedPart
-from vllm_specplugins.proposers.learning.examples import Examples
+from vllm_specplugins.proposers.heads.jump_head import JumpHead
 from vllm_specplugins.proposers.learning.pace import Pace, Stopped
 from vllm_specplugins.proposers.learning.served import ServedEnd
-from vllm_specplugins.proposers.learning.trainer import MakeGuesser, Results, Trainer
+from vllm_specplugins.proposers.learning.trainer import Trainer
 from vllm_specplugins.proposers.learning.windows import Windows
 from vllm_specplugins.structures.whole_file import replace_files
 from vllm_specplugins.target import Reading
@@ -32,13 +32,13 @@ NICENESS = 5  # of the thread, where the system knows such a thing
 GRACE_S = 3.0  # for a last save: vLLM gives a worker 5 s
 RECENT = 0.001  # a step's part of the measured acceptance length
 CARD = """\
-# A {noun} that learned from traffic
+# A head that learned from traffic
 
 Weights of `{source}`, trained by vllm-specplugins while it served. Of {examples:,} tokens that the target emitted, in
 {steps:,} steps; {promotions} of {candidates} candidates were better on held-out windows and took over.
 Expected tokens a step there: {loaded:.3f} as it was, {serving:.3f} now.
 
-Serve it as the `{file}` it is, or go on training: `python -m vllm_specplugins train-jump MODEL --resume THIS_FOLDER`.
+Serve it as a `jump: head`, or go on training: `python -m vllm_specplugins train-jump MODEL --resume THIS_FOLDER`.
 The weights were made from those of the target and from what it was asked: treat them as you treat that.
 """
 
@@ -51,65 +51,64 @@ class Learner:
         source: the folder that it came from.
     """
 
-    def __init__(
-        self, part: Any, config: LearnConfig, context: ProposerContext, source: str, make_guesser: MakeGuesser
-    ):
-        self._part, self._config, self._source, self._make_guesser = part, config, source, make_guesser
+    def __init__(self, part: JumpHead, config: LearnConfig, context: ProposerContext, source: str):
+        self._part, self._config, self._source = part, config, source
         self._dtype = context.dtype or torch.float32
         self._num_draft = min(context.max_num_draft, MOST_DRAFT)
-        self._loaded: TrainedPart = type(part).load(source, context.device)
+        self._loaded = JumpHead.load(source, context.device)
         self._path = None if config.path is None else Path(f"{config.path}{context.file_suffix or ''}")
         if self._path is not None:
             self._go_on(self._path)
-        windows = Windows(config.memory_bytes, part.config.hidden_size, context.device, self._dtype)
-        self._windows, self._examples = windows, Examples(windows, self._num_draft + 2)
-        self.pace = Pace(config.busy_share, config.idle_share)
+        self.unread_bytes = config.memory_bytes // 4  # for what the engine has not handed over yet
+        self._windows = Windows(
+            config.memory_bytes - self.unread_bytes,
+            part.config.hidden_size,
+            context.device,
+            self._dtype,
+            self._num_draft + 2,
+        )
+        self.pace = Pace(config.busy_share, config.idle_share, meanwhile=self._take_in)
         self.trainer: Trainer | None = None
-        self._pending: list[torch.Tensor] | None = None
-        self._is_on, self._is_saved, self._saved_at, self._complained = True, True, monotonic(), False
+        self._take: Callable[[], Iterable[Reading]] = tuple
+        # The device may still read those before.
+        self._promoted, self._before = list[torch.Tensor](), list[torch.Tensor]()
+        self._is_new, self._is_saved, self._saved_at, self._complained = False, True, monotonic(), False
+        self.is_on, self._device = False, torch.device(context.device)
         self._thread = threading.Thread(target=self._run, name="specplugins-learn", daemon=True)
         self._measured = 0.0
 
     def _go_on(self, folder: Path) -> None:
         """Serves what was learned by an engine before this one, if it is of the same shape."""
-        if not (folder / type(self._part).file).is_file():
+        if not (folder / JumpHead.file).is_file():
             return
         try:
-            if (found := type(self._part).check(folder)) != self._part.config:
-                type(self._part).refuse(folder, f"a {self._part.noun} like that in {self._source}", str(found))
+            if (found := JumpHead.check(folder)) != self._part.config:
+                JumpHead.refuse(folder, f"a head like that in {self._source}", str(found))
         except ConfigError as error:
             logger.warning("learn: path is begun anew: %s", error)
             return
         with torch.no_grad():
-            self._part.load_state_dict(type(self._part).load(folder, dtype=self._dtype).state_dict())
+            self._part.load_state_dict(JumpHead.load(folder, dtype=self._dtype).state_dict())
 
-    def begin(self, model: ServedEnd | None) -> None:
-        """The target is there: its end, or None where that cannot be trained through, which was said."""
-        if model is None:
-            self._is_on = False
-            return
-        with torch.inference_mode(False):
-            self.trainer = Trainer(
-                self._loaded, self._part, model, self._make_guesser, self._windows, self._num_draft, self.pace,
-                self._promote,
-            )  # fmt: skip
-        self._thread.start()
+    def begin(self, model: ServedEnd | None, take: Callable[[], Iterable[Reading]]) -> None:
+        """The target is there: its end, or None where that cannot be trained through, which was said; and what gives,
+        in the learner's thread, what was read since it was last asked."""
+        self._take, self.is_on = take, model is not None
+        if model is not None:
+            with torch.inference_mode(False):
+                own = model, self._windows, self._num_draft, self.pace, self._promote
+                self.trainer = Trainer(self._loaded, self._part, *own)
 
-    def see(self, read: Reading) -> None:
-        """A step's reading; called between steps, before anything is drafted."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self._part.parameters()), pending)
+    def step(self) -> None:
+        """Called between steps: new weights serve from the next one on. The first one begins the learning, so that no
+        graph is being recorded then."""
         self.pace.stepped_at = monotonic()
-        if self._is_on:
-            self._guarded(lambda: self._examples.add(read))
-            for count in read.counts:
-                self._measured += (count - self._measured) * RECENT if self._measured else count
-
-    def forget(self, request_ids: Sequence[str]) -> None:
-        """These requests are gone."""
-        self._guarded(lambda: self._examples.forget(request_ids))
+        if self._is_new:
+            self._is_new = False
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._part.parameters()), self._promoted)
+        if self.is_on and self._thread.ident is None:
+            self._thread.start()
 
     def close(self) -> None:
         """Ends the thread and saves."""
@@ -120,58 +119,56 @@ class Learner:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of windows and of weights in training."""
-        return self._windows.num_bytes + (0 if self.trainer is None else self.trainer.num_bytes)
+        """Memory for what is kept, and of weights in training."""
+        return self.unread_bytes + self._windows.num_bytes + (0 if self.trainer is None else self.trainer.num_bytes)
 
     def counts(self) -> dict[str, int]:
         """Running totals."""
-        own = self._results
-        totals = {"candidates": own.candidates, "promotions": own.promotions, "rollbacks": own.rollbacks}
-        return {"examples": self._examples.num_tokens, "steps": own.steps, **totals}
+        return {"examples": self._windows.num_tokens, **(self.trainer.counts if self.trainer else {})}
 
     def lengths(self) -> dict[str, float]:
         """Acceptance lengths: measured lately; expected of the loaded weights and of those that serve."""
-        return {"measured": self._measured, **self._results.lengths}
+        return {"measured": self._measured, **(self.trainer.lengths if self.trainer else {})}
 
-    @property
-    def _results(self) -> Results:
-        return Results() if self.trainer is None else self.trainer.results
-
-    def _promote(self, part: TrainedPart) -> None:
-        self._pending = [tensor.to(self._dtype, copy=True) for tensor in part.parameters()]
-        self._is_saved = False
+    def _promote(self, part: JumpHead) -> None:
+        promoted = [tensor.to(self._dtype, copy=True) for tensor in part.parameters()]
+        if promoted[0].is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._before, self._promoted = self._promoted, promoted
+        self._is_new, self._is_saved = True, False
 
     def _run(self) -> None:
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         assert self.trainer is not None
+        is_cuda = self._device.type == "cuda"
         self.pace.begin()
-        with suppress(Stopped):
-            while self._is_on:
-                self._guarded(self.trainer.round)
-                if monotonic() - self._saved_at > self._config.save_every_s:
-                    self._save()
-
-    def _guarded(self, work: Callable[[], Any]) -> None:
-        if not self._is_on:
-            return
         try:
-            work()
+            with torch.cuda.stream(torch.cuda.Stream(self._device)) if is_cuda else nullcontext():
+                while True:
+                    self.trainer.round()
+                    if monotonic() - self._saved_at > self._config.save_every_s:
+                        self._save()
         except Stopped:
-            raise
+            pass
         except Exception as error:
-            self._is_on = False
+            self.is_on = False
             logger.warning("Learning ends (%s: %s); requests go on.", type(error).__name__, error_text(error))
+
+    def _take_in(self) -> None:
+        with torch.no_grad():
+            for read in self._take():
+                self._windows.add(read)
+                for count in read.counts:
+                    self._measured += (count - self._measured) * RECENT if self._measured else count
 
     def _save(self) -> None:
         """Writes the serving weights and their card, all or none, if they are new."""
         self._saved_at = monotonic()
         if self._path is None or self._is_saved or self.trainer is None:
             return
-        serving, results = self.trainer.serving, self._results
-        words = {"noun": self._part.noun, "source": self._source, "file": self._part.field, "steps": results.steps}
-        totals = {"promotions": results.promotions, "candidates": results.candidates, **results.lengths}
-        card = CARD.format(**words, **totals, examples=self._examples.num_tokens)
+        serving = self.trainer.serving
+        card = CARD.format(source=self._source, **self.counts(), **self.lengths())
 
         def write(folder: Path) -> None:
             serving.save(folder, self._dtype)
@@ -184,3 +181,10 @@ class Learner:
             if not self._complained:
                 logger.warning("learn: %s cannot be written (%s); it is tried again.", self._path, error_text(error))
             self._complained = True
+
+
+def learner_of(proposer: Any) -> Learner | None:
+    """Of the stages of a cascade, or of the proposer that is its only one, the one that learns."""
+    stages = getattr(proposer, "named_stages", lambda: [("", proposer)])()
+    found = [getattr(stage, "learner", None) for _, stage in stages]
+    return next((learner for learner in found if isinstance(learner, Learner)), None)

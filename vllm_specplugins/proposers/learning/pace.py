@@ -19,6 +19,7 @@ class Pace:
         busy_share, idle_share: of the time, while the engine takes steps and while it takes none.
         clock: seconds.
         wait: for so many; whether to stop.
+        meanwhile: is called before each wait.
     """
 
     def __init__(
@@ -27,10 +28,11 @@ class Pace:
         idle_share: float,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], bool] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ):
         self._shares, self._clock = (idle_share, busy_share), clock
         self._stop = Event()
-        self._wait = wait or self._stop.wait
+        self._wait_for, self._meanwhile = wait or self._stop.wait, meanwhile
         self.stepped_at = -1e9  # written by the engine's thread
         self._since = clock()
         self.worked_s = 0.0
@@ -51,13 +53,16 @@ class Pace:
             share = self._shares[self._clock() - self.stepped_at < IDLE_AFTER_S]
             owed = worked * (1 - share) / share
             rest = min(owed, LONGEST_REST_S)
-            if self._wait(rest):
-                raise Stopped
+            self._wait(rest)
             worked = worked - rest * share / (1 - share) if rest < owed else 0.0
         self._since = self._clock()
 
-    def pause(self, seconds: float) -> None:
-        """Waits for that long with nothing to do."""
-        if self._wait(seconds):
-            raise Stopped
+    def pause(self) -> None:
+        """Waits a little, with nothing to do."""
+        self._wait(LONGEST_REST_S)
         self.begin()
+
+    def _wait(self, seconds: float) -> None:
+        self._meanwhile()
+        if self._wait_for(seconds):
+            raise Stopped

@@ -1,18 +1,20 @@
 """Windows of what the target read and said, in bounded memory: some to train on, some to test on.
 
-The engine's thread writes and the trainer's reads, without a lock: who reads looks again at the end whether the window
-is still the same. T: tokens of a window, H: hidden size.
+The learner's thread alone comes here. T: tokens of a window, H: hidden size.
 """
 
-import itertools
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
 
+from vllm_specplugins.target import Reading
+
 LENGTH = 64  # most tokens of a window
-HELD_OUT = 1 / 4  # of the windows
+HELD_OUT = 4  # of so many windows one, by request: none is trained on and tested on
 MOST_WINDOWS = 2048  # older text is less like what comes
 
 
@@ -35,87 +37,114 @@ class Window:
     tenant: int
 
 
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """A request's window: where its states are; the tokens that were read, and the one after them."""
+
+    slot: int
+    tenant: int
+    temperature: float
+    position: int  # that comes next
+    token_ids: list[int]
+
+
 class Windows:
-    """Windows by slot, the first ones held out. Where all are taken, the oldest goes of the tenant that has most: one
-    that floods the engine takes no more than its part.
+    """Fills windows from readings. Where all slots are taken, the oldest window goes of the tenant that has most: one
+    that floods the engine takes no more than its part. A request with the option `learn` false leaves nothing.
 
     Args:
         max_bytes: of states.
+        shortest: windows with fewer tokens are dropped.
     """
 
-    def __init__(self, max_bytes: int, hidden_size: int, device: Any, dtype: torch.dtype):
+    def __init__(self, max_bytes: int, hidden_size: int, device: Any, dtype: torch.dtype, shortest: int):
         num_slots = min(MOST_WINDOWS, max(8, max_bytes // (LENGTH * hidden_size * dtype.itemsize)))
         with torch.inference_mode(False):
             self._states = torch.zeros(num_slots, LENGTH, hidden_size, device=device, dtype=dtype)
-        self._token_ids = np.zeros((num_slots, LENGTH + 1), np.int64)
-        self._lengths = np.zeros(num_slots, np.int64)  # 0: not finished
-        self._serials, self._tenants = np.zeros((2, num_slots), np.int64)
-        self._temperatures = np.zeros(num_slots)
-        self._is_free = np.ones(num_slots, bool)
-        self._order = itertools.count(1)
-        self._num_held_out = max(2, int(num_slots * HELD_OUT))
-        self.num_closed = 0
+        self._shortest, first = shortest, max(2, num_slots // HELD_OUT)
+        self._free = {True: list(range(first)), False: list(range(first, num_slots))}  # by whether it is held out
+        self._finished: dict[bool, list[_Kept]] = {True: [], False: []}
+        self._open: dict[str, _Kept] = {}  # by request
+        self.num_tokens = self.num_closed = 0
 
     @property
     def num_bytes(self) -> int:
-        size: int = self._states.numel() * self._states.element_size() + self._token_ids.nbytes
+        size: int = self._states.numel() * self._states.element_size()
         return size
 
-    def open(self, is_held_out: bool, tenant: int, temperature: float) -> int | None:
-        """A slot for a new window; None where all are being written to."""
-        first, own = self._own(is_held_out)
-        candidates = np.flatnonzero(self._is_free[own])
-        if not len(candidates):
-            finished = np.flatnonzero(self._lengths[own])
-            if not len(finished):
-                return None
-            tenants = self._tenants[own][finished]
-            names, owners, counts = np.unique(tenants, return_inverse=True, return_counts=True)
-            counts[names == tenant] += 1  # with the new one
-            of_largest = finished[owners == counts.argmax()]
-            candidates = of_largest[[self._serials[own][of_largest].argmin()]]
-        slot = first + int(candidates[0])
-        self._serials[slot], self._lengths[slot], self._is_free[slot] = next(self._order), 0, False
-        self._tenants[slot], self._temperatures[slot] = tenant, temperature
-        return slot
-
-    def write(self, slots: list[int], places: list[int], rows: list[int], read: Any) -> None:
-        """Copies rows of a Reading to places of slots that are open."""
-        at, device = (np.array(slots), np.array(places)), self._states.device
-        where = torch.from_numpy(np.stack((*at, np.array(rows)))).to(device)
-        self._states[where[0], where[1]] = read.states[where[2]].to(self._states.dtype)
-        self._token_ids[at] = read.token_ids[rows]
-        self._token_ids[at[0], at[1] + 1] = read.next_ids[rows]
-
-    def close(self, slot: int, length: int) -> None:
-        """A window is finished, with so many tokens; 0: it is not wanted."""
-        self._is_free[slot], self._lengths[slot] = not length, length
-        self.num_closed += length > 0
+    def add(self, read: Reading) -> None:
+        """Takes what was read in a step."""
+        for request_id in read.gone:
+            self._close(request_id)
+        at: list[tuple[int, int, int]] = []  # slot, place, row
+        owners = np.repeat(np.arange(len(read.counts)), read.counts).tolist()
+        tokens = zip(read.positions, read.token_ids.tolist(), read.next_ids.tolist(), strict=True)
+        for row, (owner, (position, token_id, next_id)) in enumerate(zip(owners, tokens, strict=True)):
+            if (kept := self._window(read, owner, position, token_id)) is None:
+                continue
+            at.append((kept.slot, len(kept.token_ids) - 1, row))
+            kept.token_ids.append(next_id)
+            kept.position += 1
+            if len(kept.token_ids) > LENGTH:
+                self._close(read.request_ids[owner])
+        if at:
+            slots, places, rows = torch.tensor(at, device=self._states.device).T
+            self._states[slots, places] = read.states[rows].to(self._states.dtype)
+            self.num_tokens += len(at)
 
     def count(self, is_held_out: bool) -> int:
         """How many windows there are."""
-        return int(np.count_nonzero(self._lengths[self._own(is_held_out)[1]]))
+        return len(self._finished[is_held_out])
 
-    def sample(self, is_held_out: bool, most: int, generator: np.random.Generator) -> list[int]:
-        """Slots of up to so many windows, any."""
-        first, own = self._own(is_held_out)
-        found = np.flatnonzero(self._lengths[own])
-        slots: list[int] = (first + generator.permutation(found)[:most]).tolist()
-        return slots
+    def sample(self, is_held_out: bool, most: int, generator: np.random.Generator) -> list[Window]:
+        """Copies of up to so many windows, any."""
+        found = self._finished[is_held_out]
+        return [self._read(found[index]) for index in generator.permutation(len(found))[:most].tolist()]
 
-    def read(self, slot: int) -> Window | None:
-        """A copy of a window; None where another has taken its place."""
-        serial, length = self._serials[slot], int(self._lengths[slot])
-        token_ids = torch.from_numpy(self._token_ids[slot, : length + 1].copy()).to(self._states.device)
-        window = Window(
-            self._states[slot, :length].clone(),
-            token_ids[:-1],
-            token_ids[1:],
-            float(self._temperatures[slot]),
-            int(self._tenants[slot]),
-        )
-        return window if length and serial == self._serials[slot] and length == self._lengths[slot] else None
+    def _read(self, kept: _Kept) -> Window:
+        token_ids = torch.tensor(kept.token_ids, device=self._states.device)
+        states = self._states[kept.slot, : len(token_ids) - 1].clone()
+        return Window(states, token_ids[:-1], token_ids[1:], kept.temperature, kept.tenant)
 
-    def _own(self, is_held_out: bool) -> tuple[int, slice]:
-        first = 0 if is_held_out else self._num_held_out
-        return first, slice(first, self._num_held_out if is_held_out else None)
+    def _window(self, read: Reading, owner: int, position: int, token_id: int) -> _Kept | None:
+        """That a token is written to next; None: to none."""
+        options, request_id = read.options[owner], read.request_ids[owner]
+        if options.get("learn", True) is not True:
+            return None
+        if (kept := self._open.get(request_id)) is not None and kept.position == position:
+            return kept
+        self._close(request_id)
+        tenant = hash(options.get("tenant", b""))
+        if (slot := self._slot(_is_held_out(request_id), tenant)) is None:
+            return None
+        kept = self._open[request_id] = _Kept(slot, tenant, read.temperatures[owner], position, [token_id])
+        return kept
+
+    def _slot(self, is_held_out: bool, tenant: int) -> int | None:
+        """For a new window of a tenant; None where all are being written to."""
+        finished = self._finished[is_held_out]
+        if self._free[is_held_out]:
+            return self._free[is_held_out].pop()
+        if not finished:
+            return None
+        counts = Counter(kept.tenant for kept in finished)
+        counts[tenant] += 1  # with the new one
+        largest = counts.most_common(1)[0][0]
+        oldest = next(kept for kept in finished if kept.tenant == largest)
+        finished.remove(oldest)
+        return oldest.slot
+
+    def _close(self, request_id: str) -> None:
+        """The request's window is finished, if it has one."""
+        if (kept := self._open.pop(request_id, None)) is None:
+            return
+        own = _is_held_out(request_id)
+        if len(kept.token_ids) > self._shortest:
+            self._finished[own].append(kept)
+            self.num_closed += 1
+        else:
+            self._free[own].append(kept.slot)
+
+
+def _is_held_out(request_id: str) -> bool:
+    return crc32(request_id.encode()) % HELD_OUT == 0

@@ -17,7 +17,9 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_specplugins.config import EarlyExitConfig
 from vllm_specplugins.draft import DraftBatch
+from vllm_specplugins.engine.target.end import served_end
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, updates_in_place
+from vllm_specplugins.engine.v2.feedback.readings import Readings
 from vllm_specplugins.engine.v2.feedback.report import warms_up
 from vllm_specplugins.engine.v2.speculators.built_in import HostOffer
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
@@ -25,6 +27,7 @@ from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.kernels.rejection import Sampling as Verified
 from vllm_specplugins.methods import drafters
+from vllm_specplugins.proposers.learning.learner import learner_of
 from vllm_specplugins.target import Sampling, Target
 
 _NOBODY = -1  # whose request a row is that pads a graph, or belongs to a dummy run
@@ -47,6 +50,7 @@ class Speculator(DraftModelSpeculator):
     adapters_of: Callable[[Any, bool], Adapters] | None = None  # of a batch; set by runner.attach where there are any
     adapters: Adapters | None = None
     verified: Verified | None = None  # of all slots of requests
+    readings: Readings | None = None  # for a part that learns
     _last_hidden_states: torch.Tensor | None = None  # by rows; exits begin with the newest token alone
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
@@ -94,6 +98,10 @@ class Speculator(DraftModelSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         self.first_layers = FirstLayers(target_model, self.vllm_config.speculative_config.plugin_config)
+        if (learner := learner_of(self.barrier.proposer)) is not None:
+            assert self._last_hidden_states is not None
+            self.readings = Readings(learner, self.num_speculative_steps, self._last_hidden_states)
+            learner.begin(served_end(target_model, self.vllm_config.model_config), self.readings.read)
         return nn.Module()
 
     def _configure_decode_metadata_update(self) -> None:
@@ -148,6 +156,8 @@ class Speculator(DraftModelSpeculator):
         if self._last_hidden_states is not None:
             last_rows = self._last_rows(input_batch, num_sampled, num_rejected)
             torch.index_select(last_hidden_states, 0, last_rows, out=self._last_hidden_states[:num_reqs])
+            if self.readings is not None:
+                self.readings.keep(last_hidden_states, last_rows)
         most = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self._draft_step(input_batch, num_sampled, num_rejected, most)
         return self.draft_tokens[:num_reqs]

@@ -1,0 +1,171 @@
+"""Model Runner V2: what steps read, for a part that learns from it, without a wait of any step.
+
+A step leaves its states in a ring on the device, beside vLLM's own copy of what it sampled, which is on its way to the
+host. The learner's thread reads both when they are there. K: num_speculative_tokens, H: hidden size.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.engine.v2.feedback.report import warms_up
+from vllm_specplugins.proposers.learning.learner import Learner
+from vllm_specplugins.target import Reading
+
+_MOST_UNREAD = 1024  # steps and news of requests; after more, those that live are not learned from
+
+
+@dataclass(slots=True)
+class _Request:
+    """What was emitted last, and where it stands."""
+
+    options: Any
+    temperature: float
+    position: int
+    newest: int
+
+    @classmethod
+    def of(cls, new: Any) -> "_Request":
+        params, tokens = new.sampling_params, new.prefill_token_ids
+        return cls(request_options(params), params.temperature, len(tokens) - 1, tokens[-1])
+
+
+@dataclass(slots=True)
+class _Step:
+    """What was sampled, once `sampled` has happened: of rows of token_ids the first num_sampled. Its states are in the
+    ring from row `first` on, once `kept` has happened; None: there was no room. `end`: rows ever taken, it included.
+    """
+
+    request_ids: Sequence[str]
+    token_ids: np.ndarray
+    num_sampled: np.ndarray
+    sampled: Any
+    kept: Any
+    first: int
+    end: int
+
+
+class Readings:
+    """See the module. `read` alone is called in the learner's thread.
+
+    Args:
+        max_num_draft: K.
+        like: of the device, the dtype and the H of states, [any, H].
+    """
+
+    def __init__(self, learner: Learner, max_num_draft: int, like: torch.Tensor):
+        self._learner, self._width = learner, max_num_draft + 1
+        num_rows = max(1, learner.unread_bytes // (like.shape[1] * like.element_size()))
+        self._states = like.new_zeros(num_rows, like.shape[1])
+        self._back = torch.arange(max_num_draft, -1, -1, dtype=torch.int32, device=like.device)
+        self._kept: tuple[Any, int, int] = (None, 0, 0)  # of this step, as _Step has it
+        self._end = self._done = 0  # rows that were taken, and of them those that may be taken again
+        self._news, self._lost = deque[Any](), False  # requests that came, names of those that are gone, steps
+        self._requests: dict[str, _Request] = {}
+        self._gone: list[str] = []
+
+    def add(self, new_requests: Sequence[Any]) -> None:
+        """Takes requests that are new, or back after a preemption."""
+        if new_requests:
+            self._put(list(new_requests))
+
+    def remove(self, request_ids: set[str]) -> None:
+        """These are gone."""
+        if request_ids:
+            self._put(request_ids)
+
+    def keep(self, hidden_states: torch.Tensor, last_rows: torch.Tensor) -> None:
+        """Begins to keep of a step's states, [num_tokens, H], each request's K + 1 up to its last row that stays."""
+        num_rows, size = len(last_rows) * self._width, len(self._states)
+        at = self._end % size
+        first = self._end if at + num_rows <= size else self._end + size - at
+        if not self._learner.is_on or first + num_rows - self._done > size:
+            return
+        at, self._end = first % size, first + num_rows
+        rows = (last_rows.unsqueeze(1) - self._back).clamp_(min=0).view(-1)
+        torch.index_select(hidden_states, 0, rows, out=self._states[at : at + num_rows])
+        event = torch.cuda.Event()
+        event.record()
+        self._kept = event, at, self._end
+
+    def note(self, output: Any) -> None:
+        """A step is over: takes what it sampled, on its way to the host."""
+        request_ids = output.model_runner_output.req_ids
+        if not request_ids or warms_up(request_ids):
+            return
+        self._learner.step()
+        sampled = output.sampled_token_ids, output.num_sampled_tokens_np, output.copy_event
+        self._put(_Step(request_ids, *sampled, *self._kept))
+        self._kept = None, 0, self._end
+
+    def _put(self, news: Any) -> None:
+        if not self._learner.is_on:
+            return
+        if len(self._news) > _MOST_UNREAD:
+            self._lost = True
+            return
+        if self._lost:
+            self._news.append(None)
+            self._lost = False
+        self._news.append(news)
+
+    def read(self) -> Iterator[Reading]:
+        """What has arrived since it was last asked."""
+        while self._news:
+            news = self._news[0]
+            if isinstance(news, _Step):
+                if not (news.sampled.query() and (news.kept is None or news.kept.query())):
+                    return
+                if (found := self._reading(news)) is not None:
+                    yield found
+                self._done = news.end
+            elif isinstance(news, list):
+                self._requests |= {new.req_id: _Request.of(new) for new in news if new.prompt_embeds is None}
+            else:
+                self._gone += news or self._requests
+                for request_id in news or list(self._requests):
+                    self._requests.pop(request_id, None)
+            self._news.popleft()
+
+    def _reading(self, step: _Step) -> Reading | None:
+        """And where each request is now; None: nothing was kept."""
+        request_ids: list[str] = []
+        requests: list[_Request] = []
+        counts, rows, positions, token_ids, next_ids = (list[int]() for _ in range(5))
+        for row, (request_id, count) in enumerate(zip(step.request_ids, step.num_sampled.tolist(), strict=True)):
+            request = self._requests.get(request_id)
+            if request is None or not count:
+                continue
+            emitted = step.token_ids[row, :count].tolist()
+            request_ids.append(request_id)
+            requests.append(request)
+            counts.append(count)
+            last = step.first + (row + 1) * self._width
+            rows += range(last - count, last)
+            positions += range(request.position, request.position + count)
+            token_ids += [request.newest, *emitted[:-1]]
+            next_ids += emitted
+            request.position, request.newest = request.position + count, emitted[-1]
+        if step.kept is None or not rows:
+            return None
+        states = self._states[torch.tensor(rows, device=self._states.device)]
+        copied = torch.cuda.Event()  # before the rows are taken again
+        copied.record()
+        copied.synchronize()
+        gone, self._gone = self._gone, []
+        return Reading(
+            request_ids,
+            [request.options for request in requests],
+            [request.temperature for request in requests],
+            counts,
+            positions,
+            np.array(token_ids, np.int32),
+            np.array(next_ids, np.int32),
+            states,
+            gone,
+        )
