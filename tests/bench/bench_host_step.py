@@ -8,8 +8,9 @@ an engine in a process of its own; they take turns. Microseconds of the thread's
 work on the machine leaves these alone. What the driver takes is not in it (about 2 us a launch, 4 a copy, 10 a graph),
 nor what a front end does. K does not change (no gate by time, where time means nothing) and is 5; an arm's ending says
 more: ", K = 31"; ", K = 0": the scheduler plans no drafts. ", free": further tokens cost the target nothing, as with
-few requests; otherwise about half of what is drafted is trimmed. ", gate off": as configured. ", JSON": each request
-has a grammar, that forbids nothing and costs nothing, and nothing is found.
+few requests; otherwise about half of what is drafted is trimmed. ", gate off": as configured. ", TRITON_ATTN": with
+what the attention of trees extends. ", JSON": each request has a grammar, that forbids nothing and costs nothing, and
+nothing is found.
 """
 
 import argparse
@@ -39,6 +40,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "coupled": {**EXIT, "draft_sample_method": "coupled"},
     "jump": {"method": "jump", "draft_sample_method": "greedy"},
     "learning": {"method": "jump", "draft_sample_method": "greedy", "learn": True},
+    "tree": {**EXIT, "tree": 5},
     **{name: {"method": name} for name in ("draft_model", "eagle3", "mtp")},
     **{
         f"lookup and {name}": {"method": "cascade", "stages": [LOOKUP, {"method": name}]}
@@ -58,9 +60,12 @@ BARS = [
     ("coupled", "ngram_gpu", (1.00, 1.00, 1.00), (1.30, 1.25, 1.30)),
     ("learning", "jump", (1.02, 1.02, 1.02), (1.06, 1.05, 1.05)),
     ("prompt_lookup, K = 0", "none", (1.10, 1.10, 1.06), (1.20, 1.20, 1.20)),
+    ("tree, K = 0", "early_exit, K = 0, TRITON_ATTN", (1.02, 1.02, 1.02), (1.15, 1.15, 1.15)),
     ("lookup and eagle3", "eagle3", (1.05, 1.05, 1.05), (1.40, 1.25, 1.25)),
 ]
 BATCHES = (1, 8, 32)
+TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+TREES = "vllm_specplugins.engine.v2.trees.attention.TreeAttentionBackend"
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128,
@@ -92,6 +97,7 @@ class Engine:
     def __init__(self, arm: str):
         null_device.put_in_place()
         from vllm import LLM
+        from vllm.v1.attention.backends import registry
 
         from vllm_specplugins.engine.v2.feedback.readings import Readings
         from vllm_specplugins.engine.v2.feedback.tally import Tally
@@ -109,6 +115,13 @@ class Engine:
         config = None if method is None else {"num_speculative_tokens": num_draft, **method}
         if "gate off" in endings and config is not None:
             config["gate"] = "off"
+        attention = TREES if name == "tree" else TRITON if "TRITON_ATTN" in endings else None
+        if attention is not None:
+            from vllm.v1.attention.backends import triton_attn
+
+            overrides = registry._ATTN_OVERRIDES  # type: ignore[attr-defined]
+            overrides[registry.AttentionBackendEnum.CPU_ATTN] = attention
+            triton_attn.triton_reshape_and_cache_flash = triton_attn.unified_attention = lambda *_, **__: None
         self._temperature = 0.8 if name == "coupled" else 0.0
         with tempfile.TemporaryDirectory() as folder:
             drafter = (config or {}).get("stages", [config or {}])[-1]
