@@ -21,7 +21,7 @@ NUM_PROMPTS = 8
 MAX_TOKENS = 12
 MAX_STEPS = 400
 ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
-NUM_SCHEDULES = 20 if ALL else 10
+NUM_SCHEDULES = 20 if ALL else 5
 DRAFTER = {"method": "draft_model", "model": str(first_layers(DEMO_MODEL, 1)), "num_speculative_tokens": 3}
 
 
