@@ -4,8 +4,7 @@ Nothing here waits, or goes by what a tensor holds, so that an adapter may recor
 
 An exit goes token by token. Under `auto` it is fed the lookup's tokens first; under `verify` all tokens are its own
 (see staged.py: they are so on the host, too), and the lookup's give their confidence. What only begins drafts (a jump,
-Medusa) drafts where the lookup's are not kept. R: requests, K: most tokens of a
-draft.
+Medusa) drafts where the lookup's are not kept. R: requests, K: most tokens of a draft.
 """
 
 from collections.abc import Callable, Sequence
