@@ -328,6 +328,7 @@ def test_key(
         ("model", ""),
         ("api_key_env", "NOT_THERE"),
         ("api_key_env", 5),
+        ("api_key_env", "\ud800"),
     ],
 )
 def test_refused(field: str, value: Any) -> None:

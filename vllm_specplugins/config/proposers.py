@@ -153,7 +153,7 @@ def _is_http_url(value: Any) -> bool:
 
 
 def _is_set(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value in os.environ)
+    return value is None or (isinstance(value, str) and value in os.environ.copy())  # a copy: it looks up any text
 
 
 def _is_keyed(value: Any) -> bool:
