@@ -1,7 +1,9 @@
 """Layers that keep a state (Mamba 2, gated delta net, short convolution) with the kernels that a GPU runs, interpreted.
 
 vLLM's own for CPUs do not go back to the state before a draft that was rejected, and its gated delta net asks for
-bfloat16. A prompt's kernels of Mamba 2 and of convolutions stay the CPU's: they leave one state, the last.
+bfloat16. A prompt's kernels of Mamba 2 and of convolutions stay the CPU's: they leave one state, the last. Queries are
+rotated in PyTorch: given [num_tokens, num_heads, head_size], as LFM 2 does, vLLM's operation for CPUs takes them as
+if a token had head_size numbers, so that outputs go by the batch, without speculation, too.
 """
 
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ def state_kernels() -> Iterator[None]:
     from vllm.model_executor.layers.mamba import mamba_mixer2, short_conv
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as gated_delta_net
     from vllm.model_executor.layers.mamba.ops import causal_conv1d, mamba_ssm, ssu_dispatch
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     from vllm_specplugins.engine.frontend import spec_config
 
@@ -43,6 +46,7 @@ def state_kernels() -> Iterator[None]:
         registry = ssu_dispatch._BACKEND_REGISTRY
         patches.enter_context(patch.dict(registry, dict.fromkeys(registry, ssu_dispatch.TritonSSUBackend)))
         patches.set(gated_delta_net, "fla_chunk_gated_delta_rule", chunk_gated_delta_rule)
+        patches.set(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)
         patches.set(Autotuner, "run", tuned)  # there is nothing to measure
         yield
 
