@@ -286,7 +286,8 @@ def test_costs_by_context() -> None:
 
 def test_a_stage_of_no_use_is_asked_now_and_then() -> None:
     """Of steps of 30 ms, 3 ms are spent once in ten. Fails if what never pays is asked in each step, if what costs next
-    to nothing is not, if what a stage brought does not count, or if a trial comes only after many askings."""
+    to nothing is not, if what a stage brought does not count, if a trial comes only after many askings, or if one that
+    comes and goes is held back at once."""
     gate = NamedGate()
     gate.rows_of(["a"])
     for _ in range(3):
@@ -301,6 +302,7 @@ def test_a_stage_of_no_use_is_asked_now_and_then() -> None:
     for accepted in range(5):
         gate.add_fates({"a": (3, accepted % 2)}, LOOKUP, 4.0)
         assert gate.asks(LOOKUP, 1, 3.0)
+    assert [gate.asks(LOOKUP, 1, 3.0) for _ in range(9)] == [True] * 7 + [False] * 2
 
 
 def test_same_inputs_same_choices() -> None:

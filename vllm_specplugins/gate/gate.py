@@ -23,6 +23,7 @@ from vllm_specplugins.structures.arrays import DraftArrays, Floats, Ints
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
 FEW_CALLS = 10  # of a stage, after which its time is known
 MIN_CALLS = 3  # of a stage, before which its time may be that of a hiccup, and trials may cost anything
+EMPTY_ANSWERS = 8  # in a row, after which a stage on the host is asked but now and then
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
 GOOD_ACCEPTANCE = 0.75  # what text that suits a stage may be expected to have, whatever the record of other text
 FOUND, ASKED = 1 << 8, 1 << 9  # trials of what there is in front of a stage, and of asking it, by stage
@@ -42,7 +43,7 @@ class Gate:
         self._sizes: set[int] = set()  # of batches that there have been
         self._draft_ms: dict[int, float] = {}  # by stage, a token of the whole batch
         self._draft_calls: dict[int, int] = {}
-        self._kept: dict[int, int] = {}  # by stage, tokens kept in all when it was last asked
+        self._kept: dict[int, tuple[int, int]] = {}  # by stage, tokens kept in all when last asked; in vain since then
         self._drafted: set[int] = set()  # stages
         self._quiet: dict[int, int] = {}  # by stage, steps in which somebody went without and nobody was tried
 
@@ -126,13 +127,15 @@ class Gate:
         return self._split_draft(costs, rows, drafts, 0, drafts.confidence, none, none)[0]
 
     def asks(self, stage: int, num_reqs: int, ms: float) -> bool:
-        """Whether to ask a stage on the host, which takes so long. One that brought nothing when it was last asked is
-        asked as often as EXPLORE_SHARE allows."""
+        """Whether to ask a stage on the host, which takes so long. One that brought nothing EMPTY_ANSWERS times in a
+        row is asked as often as EXPLORE_SHARE allows."""
         kept, costs = self._ledger.num_kept(stage), self._costs.of(num_reqs, self.num_context)
+        before, num_empty = self._kept.get(stage, (kept, 0))
+        num_empty *= kept == before
         quiet = self._quiet[stage + ASKED] = self._quiet.get(stage + ASKED, 0) + 1
-        if costs is not None and kept == self._kept.get(stage) and quiet < ms / costs.step_ms / EXPLORE_SHARE:
+        if costs is not None and num_empty >= EMPTY_ANSWERS and quiet < ms / costs.step_ms / EXPLORE_SHARE:
             return False
-        self._kept[stage], self._quiet[stage + ASKED] = kept, 0
+        self._kept[stage], self._quiet[stage + ASKED] = (kept, num_empty + 1), 0
         self._quiet[stage + FOUND] = self._quiet.get(stage + FOUND, 0) + quiet - 1
         return True
 
