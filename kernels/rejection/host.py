@@ -5,6 +5,7 @@ each, at microseconds apiece: for a small step longer than all that vLLM does. H
 logarithms, which another library than PyTorch's would round otherwise. N: rows, V: vocab_size.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from ..compiled import compiled, inlined
 from . import Layout, Sampling, noise
 from .noise import GROUP, STREAM_SHIFT, TOKEN
-from .reference import GROUP_SIZE, chunks, finite_with_max, group_sums, weights
+from .reference import GROUP_SIZE, chunks, finite_with_max, group_sums, weigh, weights
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -22,6 +23,7 @@ Float32Array = npt.NDArray[np.float32]
 
 STEP, FIRST, SECOND = np.uint64(noise.STEP), np.uint64(noise.FIRST), np.uint64(noise.SECOND)
 HALF, UNIT, LARGEST = np.float32(0.5), np.float32(2.0**-32), np.float32(1 - 2.0**-24)
+ONE, LOG2_E = np.float32(1), np.float32(math.log2(math.e))
 
 
 @inlined
@@ -103,21 +105,30 @@ def draw(weights: torch.Tensor, seeds: Int64Array, positions: Int64Array) -> Int
     return heat(weights, groups * GROUP_SIZE, min(GROUP_SIZE, weights.shape[1]), seeds, positions, TOKEN)
 
 
+def draw_rows(logits: torch.Tensor, states: Int64Array, positions: Int64Array, sampling: Sampling) -> Int64Array:
+    """Token ids [N], drawn from each row [N, V] under the sampling parameters of its state [N]."""
+    temperature, seeds = sampling.temperature.numpy()[states], sampling.seeds.numpy()[states]
+    is_drawn, token_ids = temperature != 0, np.empty(len(states), np.int64)
+    scale = torch.from_numpy(np.reciprocal(np.where(is_drawn, temperature, ONE)) * LOG2_E)
+    for part in chunks(*logits.shape):
+        own, heated = logits[part], is_drawn[part]
+        if not heated.all():
+            token_ids[part] = finite_with_max(own)[0].argmax(-1)
+        if heated.any():
+            if sampling.truncates:
+                weighed = weights(own, sampling.at(torch.from_numpy(states[part])))
+            else:
+                weighed = weigh(own, scale[part])[1]
+            np.copyto(token_ids[part], draw(weighed, seeds[part], positions[part]), where=heated)
+    return token_ids
+
+
 def rejection_sample(
     target_logits: torch.Tensor, layout: Layout, sampling: Sampling, max_num_draft: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    cu_num_logits, draft_token_ids, positions, idx_mapping = layout[:4]
-    bounds, token_ids = cu_num_logits.int(), torch.empty(len(positions), dtype=torch.int64)
-    states = idx_mapping.repeat_interleave(bounds.diff())
-    for part in chunks(*target_logits.shape):
-        logits, own = target_logits[part], sampling.at(states[part])
-        if own.temperature.any():
-            drawn = draw(weights(logits, own), own.seeds.numpy(), positions[part].numpy())
-            token_ids[part] = torch.from_numpy(drawn)
-        else:
-            token_ids[part] = finite_with_max(logits)[0].argmax(-1)
-    sampled = torch.empty(len(bounds) - 1, max_num_draft + 1, dtype=torch.int64)
-    num_sampled = torch.empty(len(sampled), dtype=torch.int32)
-    arrays = token_ids, bounds, draft_token_ids.long(), sampled, num_sampled
-    accept(*(array.numpy() for array in arrays))
-    return sampled, num_sampled
+    cu_num_logits, draft_token_ids, positions, idx_mapping = (tensor.numpy() for tensor in layout[:4])
+    token_ids = draw_rows(target_logits, idx_mapping.repeat(np.diff(cu_num_logits)), positions, sampling)
+    sampled = np.empty((len(idx_mapping), max_num_draft + 1), np.int64)
+    num_sampled = np.empty(len(idx_mapping), np.int32)
+    accept(token_ids, cu_num_logits.astype(np.int32), draft_token_ids.astype(np.int64), sampled, num_sampled)
+    return torch.from_numpy(sampled), torch.from_numpy(num_sampled)

@@ -76,12 +76,17 @@ def finite_with_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, maximum
 
 
+def weigh(logits: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Finite logits and their weights [N, V], which are exp2(scale [N] * (logit - row maximum))."""
+    logits, maximum = finite_with_max(logits)
+    return logits, (logits - maximum).mul_(scale[:, None]).exp2_()
+
+
 def _weighed(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Finite logits and their weights [N, V] before truncation, and the smallest logit kept [N], if any is cut."""
-    logits, maximum = finite_with_max(logits)
-    temperature = sampling.temperature.to(logits.dtype)
+    temperature = sampling.temperature.to(torch.promote_types(logits.dtype, torch.float32))
     scale = torch.where(temperature == 0, 1.0, temperature).reciprocal_().mul_(math.log2(math.e))
-    weights = (logits - maximum).mul_(scale[:, None]).exp2_()
+    logits, weights = weigh(logits, scale)
     limits = sampling.top_k, sampling.top_p, sampling.min_p
     return logits, weights, thresholds(logits, scale, weights, *limits) if sampling.truncates else None
 

@@ -1,5 +1,6 @@
 """What V1 edits, row by row against vLLM's own sampler without speculation."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,3 +123,21 @@ def test_nothing_to_do() -> None:
     input_batch = SimpleNamespace(num_reqs=1, num_prompt_tokens=lengths, num_tokens_no_spec=lengths)
     metadata = make_metadata([SamplingParams(temperature=0.7)], [[1, 2]], [[]], [])
     assert edit(logits, metadata, input_batch, Rows([0], [], lengths, CPU)) is logits
+
+
+@pytest.mark.parametrize("drafts", [[0], [0, 0, 0], [0, 2, 0]])
+def test_metadata_of_a_step(drafts: list[int]) -> None:
+    """vLLM's own, to the types. Kills: a row of another request's; drafts that are not seen."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from vllm_specplugins.engine.v1.rows import metadata_of
+
+    every = np.arange(64)
+    runner: Any = SimpleNamespace(_arange_scratch=every.copy(), arange_np=every, device=CPU)
+    runner.input_ids = SimpleNamespace(gpu=torch.arange(64, dtype=torch.int32))
+    runner._get_cumsum_and_arange = partial(GPUModelRunner._get_cumsum_and_arange, runner)
+    step = np.array(drafts, np.int32), np.array([7, 19, 23][: len(drafts)], np.int32)
+    own = partial(GPUModelRunner._calc_spec_decode_metadata, runner)
+    for name, expected in vars(own(*step)).items():
+        found = getattr(metadata_of(CPU, own, *step), name)
+        assert repr(found) == repr(expected) and getattr(found, "dtype", None) == getattr(expected, "dtype", None)

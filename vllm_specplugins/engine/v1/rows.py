@@ -1,10 +1,22 @@
 """Model Runner V1: which rows of a step's logits are whose. N: rows, B: requests."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+
+def metadata_of(device: torch.device, original: Callable[..., Any], num_draft: np.ndarray, ends: np.ndarray) -> Any:
+    """vLLM's own, of a step's numbers of drafts and ends of tokens [B]; at once where nothing is drafted."""
+    if num_draft.any():
+        return original(num_draft, ends)
+    arrays = num_draft, np.arange(len(ends) + 1, dtype=np.int32), ends - 1
+    zeros, every, last = (torch.from_numpy(array).to(device) for array in arrays)
+    return SpecDecodeMetadata(zeros[:0], num_draft.tolist(), zeros, every[1:], zeros[:0], every[:-1], last)
 
 
 @dataclass(frozen=True)
@@ -46,11 +58,15 @@ class Rows:
         return token_ids
 
     @cached_property
+    def positions(self) -> np.ndarray:
+        """[N] where the token that a row predicts will stand."""
+        positions: np.ndarray = self.num_tokens[self.requests] + self.steps
+        return positions
+
+    @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """cu_num_logits, draft_token_ids, positions and idx_mapping of kernels/rejection."""
-        num_tokens = self.num_tokens[: len(self.counts)]
-        positions = np.arange(self.starts[-1]) + (num_tokens - self.starts[:-1]).repeat(self.counts)
-        arrays = self.starts.astype(np.int32), self.fed, positions, np.arange(len(self.counts))
+        arrays = self.starts.astype(np.int32), self.fed, self.positions, np.arange(len(self.counts))
         cu_num_logits, fed, positions, idx_mapping = map(self.as_tensor, arrays)
         return cu_num_logits, fed, positions, idx_mapping
 

@@ -27,6 +27,7 @@ from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.target.end import served_end
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
+from vllm_specplugins.engine.v1.rows import metadata_of
 from vllm_specplugins.engine.v1.target import reading_of, target_of
 from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors
 from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens, probs_of
@@ -67,6 +68,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     if runner.speculative_config.plugin_config.common.verification == "fused":
         adapter.verifier = Verifier(runner, adapter.seed)
         runner._sample = adapter.verifier.sample
+        wrap(runner, "_calc_spec_decode_metadata", partial(metadata_of, runner.device))
     elif runner.device.type == "cpu":
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 

@@ -110,13 +110,17 @@ class Verifier:
         if self._seen.is_read:
             self._note(rows, edited)
         sampling, max_num_draft = self.sampling(metadata), max(rows.num_draft)
-        verified = edited, sampling
-        if metadata.all_greedy and logits.device.type == "cpu":  # in a tenth of the operation's time
-            sampled = _accepted(sampler.greedy_sample(edited.float()), rows)
+        verified, q = (edited, sampling), None if metadata.all_greedy else self._q(rows, max_num_draft)
+        if not metadata.all_greedy and any(custom(metadata.logitsprocs.argmax_invariant)):
+            verified = _scale(edited, metadata, sampling)
+        if logits.device.type == "cpu" and q is None:  # in a fraction of the operation's time
+            if metadata.all_greedy:
+                token_ids = sampler.greedy_sample(edited.float()).numpy()
+            else:
+                token_ids = host.draw_rows(verified[0], rows.requests, rows.positions, verified[1])
+            sampled = _accepted(token_ids, rows)
         else:
-            if not metadata.all_greedy and any(custom(metadata.logitsprocs.argmax_invariant)):
-                verified = _scale(edited, metadata, sampling)
-            operation, q = OPERATIONS[self._rejection], self._q(rows, max_num_draft)
+            operation = OPERATIONS[self._rejection]
             sampled, _ = operation(verified[0], *rows.layout, verified[1], max_num_draft, q)
         logprobs = None
         if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
@@ -197,10 +201,10 @@ class Verifier:
         return LogprobsTensors(*(_spread(tensor, is_token.flatten()) for tensor in found[:3]))
 
 
-def _accepted(token_ids: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """[B, max_num_draft + 1] what rejection_sample gives at temperature 0, from each row's likeliest token [N]."""
+def _accepted(token_ids: np.ndarray, rows: Rows) -> torch.Tensor:
+    """[B, max_num_draft + 1] what rejection_sample gives, from what each row draws [N]."""
     sampled = np.empty((len(rows.counts), max(rows.num_draft) + 1), np.int64)
-    host.accept(token_ids.numpy(), rows.starts.astype(np.int32), rows.fed, sampled, np.empty(len(sampled), np.int32))
+    host.accept(token_ids, rows.starts.astype(np.int32), rows.fed, sampled, np.empty(len(sampled), np.int32))
     return torch.from_numpy(sampled)
 
 
