@@ -134,6 +134,33 @@ def test_text_that_ends_within_a_character(name: str) -> None:
     assert case.forced.after(grammar, [], K) == ids('"\u00e9')[:2] and case.allowed(grammar) == before
 
 
+class Writer:
+    """A request."""
+
+    def __init__(self, cache_salt: str | None):
+        self.cache_salt, self.all_token_ids = cache_salt, list[int]()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+def test_as_it_was_written() -> None:
+    """Kills: tokens of another tenant's; of a text that is not whole yet; more or less than its own."""
+    case, text = Case("xgrammar"), '{"customer_number":'
+    letters, grammar = [token for letter in text for token in ids(letter)], case.compile(SCHEMA)
+    request = Writer("a")
+    for begin, end in ((0, 5), (5, 17), (17, 19)):
+        assert case.forced.after(grammar, [], K, request) == ids(text[begin:])[:K]
+        assert case.forced.after(case.compile(SCHEMA), [], K, Writer("a")) == ids(text)[:K]
+        request.all_token_ids += letters[begin:end]
+        assert all(grammar.accept_tokens("", [token]) for token in letters[begin:end])
+    assert case.forced.after(grammar, [], K, request) == []
+    for salt, expected in (("a", letters), (None, ids(text))):
+        assert case.forced.after(case.compile(SCHEMA), [], K, Writer(salt)) == expected[:K]
+    assert case.forced.after(case.compile(SCHEMA, text[:5]), [], K, Writer("a")) == letters[5:][:K]
+
+
 def test_other_backends(caplog: pytest.LogCaptureFixture) -> None:
     """Kills: a backend that says nothing of its text taken for one that does; a warning in each step."""
     forced = Case("xgrammar").forced

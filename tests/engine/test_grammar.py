@@ -101,8 +101,8 @@ def test_wrong_tokens(llm: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) 
     own, scheduler = ForcedTokens.after, scheduler_of(llm)
     tokenizer = scheduler._forced._tokenizer
 
-    def letters(self: Any, grammar: Any, draft: Any, most: int) -> list[int]:
-        text = bytes(tokenizer.decode_bytes(own(self, grammar, draft, most)))
+    def letters(self: Any, grammar: Any, draft: Any, most: int, *_: Any) -> list[int]:
+        text = bytes(tokenizer.decode_bytes(own(self, grammar, draft, most, *_)))
         spelt = [tokenizer.tokenize_bytes(text[place : place + 1])[0] for place in range(len(text))]
         return grammar.validate_tokens([*draft, *spelt])[len(draft) :][:most]
 
@@ -110,7 +110,7 @@ def test_wrong_tokens(llm: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) 
     outputs, (_, drafted, accepted) = counted(llm)
     assert outputs == expected and drafted > accepted
 
-    def any_allowed(self: Any, grammar: Any, draft: Any, most: int) -> list[int]:
+    def any_allowed(self: Any, grammar: Any, draft: Any, most: int, *_: Any) -> list[int]:
         found = (grammar.validate_tokens([*draft, token])[len(draft) :] for token in range(4, 200))
         return next(filter(None, found), [])
 
@@ -150,9 +150,9 @@ def test_reasoning(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler.structured_output_manager, "reasoner_cls", Reasoner)
     lengths, own = [], ForcedTokens.after
 
-    def after(self: Any, grammar: Any, draft: Any, most: int) -> list[int]:
+    def after(self: Any, grammar: Any, draft: Any, most: int, *_: Any) -> list[int]:
         lengths.extend(request.num_output_tokens for request in scheduler.requests.values())
-        return own(self, grammar, draft, most)
+        return own(self, grammar, draft, most, *_)
 
     monkeypatch.setattr(ForcedTokens, "after", after)
     params = SamplingParams(temperature=0, max_tokens=24, structured_outputs=StructuredOutputsParams(json=SCHEMA))

@@ -61,7 +61,8 @@ class GrammarScheduler(Scheduler):
         if max(start, constrained) > len(draft) or room <= 0 or self._name not in options.get("stages", (self._name,)):
             return
         try:
-            tokens = forced.after(request.structured_output_request.grammar, draft[start:], min(room, self._most))
+            grammar = request.structured_output_request.grammar
+            tokens = forced.after(grammar, draft[start:], min(room, self._most), request)
         except Exception:  # a client's grammar may cost only its own drafts
             if not self._has_failed:
                 logger.exception("grammar: drafts nothing in this step; the next time nothing is said.")
