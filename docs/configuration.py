@@ -89,7 +89,7 @@ def page() -> str:
             *rows(method.config),
             "",
         ]
-        if any(entry.name == "learn" for entry in fields(method.config)):
+        if name == "early_exit":
             parts += ["`learn` may be a dictionary of:", "", *rows(LearnConfig), ""]
     names = ", ".join(f"`{name}`" for name in BUILT_IN)
     parts += [

@@ -138,7 +138,8 @@ class Reading:
         positions: [N] where they stand in their request, each request's in a row.
         token_ids: [N] int32 that were read there.
         next_ids: [N] int32 that were emitted after.
-        states: [N, hidden_size] after the final norm, on the target's device.
+        states: [N, hidden_size] after the final norm, on the target's device; before them in a row those of an exit
+            that learns, NaN where it read nothing.
         gone: requests that have ended since the last one.
     """
 

@@ -52,9 +52,10 @@ def trained(folder: Path, kind: str, seconds: float) -> Path:
         heldout=0.0, data=len(rows), num_draft=K, early_layers=0, late_layer=base.num_layers,
         inner_size=4 * base.hidden_size,
     )  # fmt: skip
+    ends: list[float] = []
+    train(base, rows, make(steps=5), folder / f"{kind}-speed", lambda *_: ends.append(time.process_time()))
+    steps = max(10, int(seconds / (ends[-1] - ends[0]) * (len(ends) - 1)))
     began = time.process_time()
-    train(base, rows, make(steps=3), folder / f"{kind}-speed")
-    steps = max(10, int(seconds / (time.process_time() - began) * 3))
     out = folder / f"{kind}-{steps}"
     train(base, rows, make(steps=steps), out)
     print(f"{kind}: {steps} steps, {time.process_time() - began:.0f} s", flush=True)

@@ -1,16 +1,20 @@
 """Trained parts with chosen weights, for the demo model or for another of given sizes."""
 
+import json
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import pytest
 import torch
 from cases import early_exit
 from conftest import DEMO_MODEL, NUM_LAYERS
 from safetensors.torch import load_file, save_file
 
+from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
+from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.proposers.learning.pace import Pace
 
 HIDDEN, K = 256, 4
@@ -27,9 +31,19 @@ def write_head(folder: Path, early_layers: int, late_layer: int, scale: float, *
     return {"method": "jump", "head": str(folder), "num_speculative_tokens": K}
 
 
-def learning(folder: Path, **config: Any) -> dict[str, Any]:
-    """A jump that knows nothing, and learns."""
-    return {**write_head(folder, 0, NUM_LAYERS, 0.02), "learn": config or True}
+def learning(folder: Path, method: str = "jump", **config: Any) -> dict[str, Any]:
+    """A part that knows nothing, and learns."""
+    if method == "medusa":
+        own = medusa(folder, num_draft=2)
+    elif method == "early_exit":
+        vocab_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+        sizes = ExitHeadConfig(exit_layer=1, hidden_size=HIDDEN, vocab_size=vocab_size, rms_norm_eps=1e-5)
+        weight = 0.02 * torch.randn(vocab_size, HIDDEN, generator=torch.Generator().manual_seed(0))
+        ExitHead(sizes, {"norm.weight": torch.ones(HIDDEN), "head.weight": weight}).save(folder)
+        own = {**early_exit(1, K), "exit_head": str(folder)}
+    else:
+        own = write_head(folder, 0, NUM_LAYERS, 0.02)
+    return {**own, "learn": config or True}
 
 
 def learner_of(llm: Any) -> Any:
@@ -40,6 +54,20 @@ def learner_of(llm: Any) -> Any:
         learner._thread.start()
         learner.trainer._pace = Pace(1, 1)
     return learner
+
+
+def swaps_weights(patch: pytest.MonkeyPatch, scale: float = 0.05) -> list[int]:
+    """Before every other step noise takes the place of what learns; the list says how many steps there were."""
+    num_steps, step = [0], Learner.step
+
+    def swapped(self: Learner) -> None:
+        num_steps[0] += 1
+        if num_steps[0] % 2:
+            self._promoted, self._is_new = [scale * torch.randn_like(own) for own in self._part.parameters()], True
+        step(self)
+
+    patch.setattr(Learner, "step", swapped)
+    return num_steps
 
 
 def with_embeddings(folder: Path, layer: int, num_draft: int, **other: int) -> dict[str, Any]:

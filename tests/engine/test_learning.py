@@ -1,4 +1,4 @@
-"""A jump that learns while it serves: what it is told, what it serves with, and outputs that do not depend on it."""
+"""Parts that learn while they serve: what they are told, what they serve with, and outputs that do not depend on it."""
 
 from pathlib import Path
 from typing import Any
@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from cases import NUM_TOKENS, STRESS, generate
-from conftest import NUM_LAYERS, RUNNER
-from parts import learner_of, learning, write_head
+from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER
+from parts import HIDDEN, learner_of, learning, swaps_weights, write_head
 from test_early_exit import engine_config
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.proposers.jump import Jump
 from vllm_specplugins.proposers.learning import windows
 from vllm_specplugins.proposers.learning.learner import Learner
+from vllm_specplugins.tools.base_model import BaseModel
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +41,13 @@ def rounds(llm: Any, prompts: Any, num: int) -> Learner:
     return learner  # type: ignore[no-any-return]
 
 
-def test_examples(engine: Any, prompts: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["jump", "early_exit"])
+def test_examples(engine: Any, prompts: Any, method: str, tmp_path: Path) -> None:
     """States from which the target says what stands next, at places whose tokens stay, under preemption and chunked
-    prefill. Kills: a rejected draft's state, one of another request or place, a request that asked for none.
+    prefill; of an exit what its layer left there, too. Kills: a rejected draft's state, one of another request or
+    place, a request that asked for none.
     """
-    llm = engine(learning(tmp_path), **STRESS)
+    llm = engine(learning(tmp_path, method), **STRESS)
     learner = learner_of(llm)
     plain = generate(llm, prompts, [8], max_tokens=48)
     learner._take_in()
@@ -53,67 +55,70 @@ def test_examples(engine: Any, prompts: Any, tmp_path: Path) -> None:
     kept = learner._windows
     found = [window for held in (True, False) for window in kept.sample(held, 999, np.random.default_rng(0))]
     assert len(found) > len(prompts) // 2
-    said = {tuple(tokens[place : place + 6]) for tokens in plain for place in range(len(tokens))}
+    base = BaseModel.load(str(DEMO_MODEL), "cpu")
+    said = {tuple(tokens[place : place + 4]) for tokens in plain for place in range(len(tokens))}
     for window in found:
         with torch.inference_mode():
-            assert torch.equal(target.compute_logits(window.states).argmax(-1), window.next_ids)
+            assert torch.equal(target.compute_logits(window.states[:, -HIDDEN:]).argmax(-1), window.next_ids)
         assert torch.equal(window.token_ids[1:], window.next_ids[:-1])
-        assert tuple(window.next_ids[:6].tolist()) in said
+        assert tuple(window.next_ids[:4].tolist()) in said
+    texts = [prompt + tokens for prompt, tokens in zip(prompts, plain, strict=True)]
+    for window in found if method == "early_exit" else ():
+        read, length = window.token_ids.tolist(), len(window.token_ids)
+        text, at = next((text, at) for text in texts for at in range(len(text)) if text[at : at + length] == read)
+        [states] = base.hidden_states([text])
+        left = states[1][at : at + length].float()
+        torch.testing.assert_close(window.states[:, :HIDDEN], left, atol=1e-3, rtol=1e-3)
     before = learner.counts()["examples"]
     generate(llm, prompts[:4], [4], max_tokens=24, extra_args={"specplugins": {"learn": False}})
     learner._take_in()
     assert learner.counts()["examples"] == before > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("method", "temperature"), [("jump", 0.0), ("jump", 0.8), ("early_exit", 0.8), ("medusa", 0.8)]
+)
 def test_outputs_while_weights_change(
-    engine: Any, prompts: Any, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Any, prompts: Any, method: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New weights, some of them noise, before every other step: the same tokens as without learning. Kills: a draft
     whose q is told by other weights than it was drawn by.
     """
     own = {"max_tokens": NUM_TOKENS, "temperature": temperature, "seed": 7}
-    config = learning(tmp_path)
+    config = learning(tmp_path, method)
     plain = engine() if temperature == 0 else engine({**config, "learn": False})
     expected = generate(plain, prompts[:8], [4], **own)
     llm = engine(config)
-    learner, steps = learner_of(llm), 0
-    step = Learner.step
-
-    def swapped(self: Learner) -> None:
-        nonlocal steps
-        steps += 1
-        if steps % 2:
-            self._promoted, self._is_new = [0.05 * torch.randn_like(own) for own in self._part.parameters()], True
-        step(self)
-
-    monkeypatch.setattr(Learner, "step", swapped)
+    learner, num_steps = learner_of(llm), swaps_weights(monkeypatch)
     assert generate(llm, prompts[:8], [4], **own) == expected
     learner._take_in()
-    assert steps > 10 and learner.counts()["examples"] > 0
+    assert num_steps[0] > 10 and learner.counts()["examples"] > 0
 
 
-def test_learns_in_an_engine(engine: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "num_rounds"), [("jump", 3), ("early_exit", 3), ("medusa", 6)])
+def test_learns_in_an_engine(
+    engine: Any, prompts: Any, method: str, num_rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From what it serves; the engine drafts with what was learned, tells of it, saves it, and begins with it again.
     Kills: weights that never reach the drafts, metrics that stay zero, a shutdown that saves nothing.
     """
     monkeypatch.setattr(windows, "HELD_OUT", 2)  # few requests are enough
     folder = tmp_path / "learned"
-    config = learning(tmp_path / "head", path=str(folder))
+    config = learning(tmp_path / "head", method, path=str(folder))
     llm = engine(config)
     learner_of(llm)
     for _ in range(3):
         outputs = generate(llm, prompts, [8], max_tokens=64)
     before = llm.collective_rpc("specplugins_stats")[0]
-    learner = rounds(llm, prompts, 3)
+    learner = rounds(llm, prompts, num_rounds)
     assert learner.counts()["promotions"] > 0
     assert generate(llm, prompts, [8], max_tokens=64) == outputs
     after = llm.collective_rpc("specplugins_stats")[0]
     assert after["faults"] == {}
     worker = llm.llm_engine.model_executor.driver_worker.worker
     shown = worker._reporter._report(worker._barrier.totals()) | worker._reporter._shown
-    assert shown["learned_length\t0 jump\tserving"] > shown["learned_length\t0 jump\tloaded"] >= 1
-    assert worker._reporter._sent["learned\t0 jump\tpromotions"] > 0 < shown["store_bytes\t0 jump"]
+    assert shown[f"learned_length\t0 {method}\tserving"] > shown[f"learned_length\t0 {method}\tloaded"] >= 1
+    assert worker._reporter._sent[f"learned\t0 {method}\tpromotions"] > 0 < shown[f"store_bytes\t0 {method}"]
     lengths = [before["accepted_tokens"] / before["drafts"]]
     lengths.append((after["accepted_tokens"] - before["accepted_tokens"]) / (after["drafts"] - before["drafts"]))
     assert lengths[1] > lengths[0] + 0.3, lengths
@@ -122,9 +127,8 @@ def test_learns_in_an_engine(engine: Any, prompts: Any, tmp_path: Path, monkeypa
     engine.stop()
     assert (folder / "README.md").exists()
     llm = engine({**config, "learn": {**config["learn"], "memory_bytes": 1 << 22}})
-    proposer = llm.llm_engine.model_executor.driver_worker.worker._barrier.proposer
-    assert isinstance(proposer, Jump) and learner_of(llm).num_bytes < 1 << 26
-    assert all(map(torch.equal, proposer._head.parameters(), learner._part.parameters()))
+    assert learner_of(llm).num_bytes < 1 << 26
+    assert all(map(torch.equal, learner_of(llm)._part.parameters(), learner._part.parameters()))
 
 
 def test_refused(tmp_path: Path) -> None:
@@ -135,6 +139,11 @@ def test_refused(tmp_path: Path) -> None:
             engine_config({**config, "tree": 4})
     with pytest.raises(ConfigError, match=r"^jump: learn must be false where tensor_parallel_size is 2, not true\.$"):
         engine_config(config, tensor_parallel_size=2)
+    exit_head = learning(tmp_path / "exit", "early_exit")
+    with pytest.raises(ConfigError, match=r"^early_exit: learn must be false without exit_head, with look_ahead or "):
+        engine_config({**exit_head, "exit_head": None})
+    with pytest.raises(ConfigError, match=r"^cascade: learn must be false of an exit in a cascade, not true\.$"):
+        engine_config({"method": "cascade", "stages": [{"method": "prompt_lookup"}, exit_head]})
     layers = {**write_head(tmp_path / "layers", 1, NUM_LAYERS, 0.0), "learn": True}
     with pytest.raises(ConfigError, match=r"^jump: learn must be false for a head with which layers run, not true: "):
         engine_config(layers)

@@ -12,13 +12,11 @@ from conftest import FEW, INTERPRETED, NUM_LAYERS, graphs, spec_metrics
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from parts import learner_of, learning, medusa, write_head
+from parts import learner_of, learning, medusa, swaps_weights, write_head
 from recorded import check_nothing_found_costs_one_token, on_device, replays, runner, verified
 from shortened import new_folder
 from simulated_device.device import Device
 from vllm import SamplingParams
-
-from vllm_specplugins.proposers.learning.learner import Learner
 
 ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 K, PROMPTS, NUM_TOKENS = 4, FEW, 16
@@ -102,26 +100,22 @@ def test_nothing_found_costs_one_token(engine: Any, device: Device, config: dict
     check_nothing_found_costs_one_token(on_device(engine, config, token_ms=0.1), **options)
 
 
-def test_a_jump_that_learns(engine: Any, device: Device, prompts: Any, expected: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["jump", "early_exit", "medusa"] if ALL else ["jump", "early_exit"])
+def test_a_part_that_learns(
+    engine: Any, device: Device, prompts: Any, expected: Any, method: str, tmp_path: Path
+) -> None:
     """Without a wait, by replays, with new weights before every other step. Fails if what is read waits for the device
     or for the host, or if new weights are not those that a graph was recorded with."""
-    llm = engine(learning(tmp_path), **graphs((1, 4, 8, 16, 40)))
-    learner, own, step = learner_of(llm), runner(llm).speculator._graphs_of[K], Learner.step
-    before, num_steps = replays(own), 0
-
-    def swapped(self: Learner) -> None:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps % 2:
-            self._promoted, self._is_new = [0.05 * torch.randn_like(old) for old in self._part.parameters()], True
-        step(self)
-
+    llm = engine(learning(tmp_path, method), **graphs((1, 4, 8, 16, 40)))
+    learner, graphs_of = learner_of(llm), runner(llm).speculator._graphs_of
+    own = graphs_of[max(graphs_of)]
+    before = replays(own)
     with pytest.MonkeyPatch.context() as patch, device.waits_forbidden():
-        patch.setattr(Learner, "step", swapped)
+        num_steps = swaps_weights(patch)
         assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
-    assert replays(own) - before >= num_steps - 2 > 8
+    assert replays(own) - before >= num_steps[0] - 2 > 8
     learner._take_in()
-    assert learner.counts()["examples"] >= len(prompts) * NUM_TOKENS
+    assert learner.counts()["examples"] >= len(prompts) * NUM_TOKENS * (1 if method == "jump" else 0.7)
 
 
 @pytest.fixture(params=LOOKUPS, ids=lambda config: config["method"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import early_exit
 from conftest import INTERPRETED, counted, graphs, verify_by_reference
+from parts import learner_of, swaps_weights, write_head
 from recorded import replays, runner
 from small_vocabulary import VOCAB_SIZE, exact_probs, sampled, write_checkpoint
 
@@ -69,4 +70,20 @@ def test_distribution(engine: Any, device: Device, checkpoint: Path, expected: n
     """
     counts, accepted = rate(start(engine, checkpoint, layer), BATCHES)
     assert accepted == 1 if layer == 2 else 0.1 < accepted < 0.9
+    assert chi_squared([(counts, expected, expected)]).p_value > 1e-4
+
+
+@pytest.mark.slow
+def test_distribution_while_weights_change(
+    engine: Any, device: Device, checkpoint: Path, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a jump that learns, with other weights before every other step. Fails if verification reads a q of other
+    weights than the draft was drawn with."""
+    config = write_head(tmp_path, 0, 2, 0.05, num_layers=2, hidden_size=64)
+    config |= {"num_speculative_tokens": K, "draft_sample_method": "probabilistic", "learn": True}
+    llm = engine(config, model=str(checkpoint), **ARGUMENTS)
+    learner_of(llm)
+    num_steps = swaps_weights(monkeypatch, scale=0.1)
+    counts, accepted = rate(llm, BATCHES)
+    assert num_steps[0] > 2 * len(BATCHES) and 0.05 < accepted < 0.9
     assert chi_squared([(counts, expected, expected)]).p_value > 1e-4

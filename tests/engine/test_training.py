@@ -35,7 +35,7 @@ def test_printed_is_measured(engine: Any, base: BaseModel, rows: list[list[int]]
     # First the engine: vLLM's kernels on a CPU do not come up where the host's compiled loops already are.
     llm = engine({**early_exit(2, K), "draft_sample_method": "coupled"})
     texts = [own_texts(base, rows, heat) for heat in (0.0, 1.0)]
-    found = scores(base, *texts, exit_guesser(initial_head(base, 2)), K)
+    found = scores(base, *texts, exit_guesser(base, initial_head(base, 2)), K)
     for own, printed in zip(texts, (found.length, found.sampled_lengths["coupled"]), strict=True):
         before = spec_metrics(llm)
         prompts = [{"prompt_token_ids": text.row[: text.begin]} for text in own]

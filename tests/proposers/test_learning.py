@@ -1,13 +1,13 @@
 """Parts that learn while they serve: what is kept, how much time that takes, which weights serve, and what is saved."""
 
+import os
+import resource
+import signal
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
-from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,12 @@ from vllm_specplugins.config import ConfigError, JumpConfig, LearnConfig
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.methods import learns
 from vllm_specplugins.parsing import parse_config
+from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
+from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads
 from vllm_specplugins.proposers.learning import learner as learner_module
 from vllm_specplugins.proposers.learning import trainer
+from vllm_specplugins.proposers.learning.exits import ExitStates
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.proposers.learning.pace import Pace, Stopped
 from vllm_specplugins.proposers.learning.promotion import Comparison
@@ -153,6 +156,18 @@ def jump_head(scale: float = 0.0) -> JumpHead:
     return JumpHead(config, weights)
 
 
+def exit_head() -> ExitHead:
+    torch.manual_seed(1)
+    config = ExitHeadConfig(exit_layer=1, hidden_size=HIDDEN, vocab_size=VOCAB, rms_norm_eps=1e-5)
+    return ExitHead(config, {"norm.weight": torch.ones(HIDDEN), "head.weight": torch.randn(VOCAB, HIDDEN) / 9})
+
+
+def medusa_heads() -> MedusaHeads:
+    """That say each token again."""
+    torch.manual_seed(1)
+    return MedusaHeads([(torch.zeros(K, HIDDEN, HIDDEN), torch.zeros(K, 1, HIDDEN))], None, None, VOCAB)
+
+
 def traffic(end: ServedEnd, kept: Windows, requests: range, tenant: bytes = b"", shift: int | None = 1) -> None:
     """Requests whose states say the next token, which follows from the last one; random ones without a shift."""
     random = np.random.default_rng(requests.start)
@@ -164,6 +179,8 @@ def traffic(end: ServedEnd, kept: Windows, requests: range, tenant: bytes = b"",
         ids = np.array(token_ids, np.int32)
         states = 3 * torch.nn.functional.normalize(end.head_weight[ids[1:]], dim=-1)
         own = {"tenant": tenant} if tenant else {}
+        if kept._states.shape[-1] > HIDDEN:  # an exit's layer
+            states = torch.cat((end.embed(ids[:-1]), states), dim=-1)
         kept.add(Reading([f"r{number}"], [own], [0.0], [40], list(range(40)), ids[:-1], ids[1:], states))
         kept.add(reading({}, gone=[f"r{number}"]))
 
@@ -171,17 +188,20 @@ def traffic(end: ServedEnd, kept: Windows, requests: range, tenant: bytes = b"",
 class Taught:
     """A trainer that never rests, and what it promotes."""
 
-    def __init__(self, loaded: JumpHead, serving: JumpHead | None = None):
-        self.end, self.windows, self.served = served_end(), windows(1 << 20, K + 2), [loaded]
+    def __init__(self, loaded: Any, serving: Any = None):
+        self.end, self.served = served_end(), [loaded]
+        size = (1 + isinstance(loaded, ExitHead)) * HIDDEN
+        self.windows = Windows(1 << 21, size, "cpu", torch.float32, K + 2)
         own = self.end, self.windows, K, Pace(1, 1)
         self.trainer = Trainer(loaded, serving or loaded, *own, self.served.append)
 
 
-def test_learns() -> None:
-    """Kills: no step taken, a candidate that is never served, states or tokens one place off."""
-    taught = Taught(jump_head())
+@pytest.mark.parametrize(("make", "rounds"), [(jump_head, 8), (exit_head, 8), (medusa_heads, 20)])
+def test_learns(make: Callable[[], Any], rounds: int) -> None:
+    """Each kind. Kills: no step taken, a candidate that is never served, states or tokens one place off."""
+    taught = Taught(make())
     traffic(taught.end, taught.windows, range(200))
-    for _ in range(8):
+    for _ in range(rounds):
         taught.trainer.round()
     counts, lengths = taught.trainer.counts, taught.trainer.lengths
     assert counts["promotions"] > 0 == counts["rollbacks"] and len(taught.served) == 1 + counts["promotions"]
@@ -242,14 +262,15 @@ def test_garbage_that_serves_is_rolled_back() -> None:
     assert all(map(torch.equal, taught.served[-1].parameters(), loaded.parameters()))
 
 
-@pytest.mark.parametrize("shift", [3, None])
-def test_a_flood_does_not_cost_others(shift: int | None) -> None:
-    """Of a tenant whose text contradicts another's, or is random: on fresh text the other is drafted for as well as by
-    the weights that were loaded. Kills: promotion by the mean of all; a tenant that pushes out the others' windows.
+@pytest.mark.parametrize(("shift", "tenant"), [(3, b"rare"), (None, b"rare"), (None, b"")])
+def test_a_flood_does_not_cost_others(shift: int | None, tenant: bytes) -> None:
+    """Of a tenant whose text contradicts another's, or of random tokens, by another tenant or by nobody in particular:
+    on fresh text the other is drafted for as well as by the weights that were loaded. Kills: promotion by the mean of
+    all, or of whatever was trained; a tenant that pushes out the others' windows.
     """
     taught = Taught(good_head())
-    traffic(taught.end, taught.windows, range(120), b"rare")
-    traffic(taught.end, taught.windows, range(120, 1200), b"flood", shift)
+    traffic(taught.end, taught.windows, range(120), tenant)
+    traffic(taught.end, taught.windows, range(120, 1200), tenant and b"flood", shift)
     for _ in range(6):
         taught.trainer.round()
     fresh = Taught(good_head())
@@ -269,7 +290,7 @@ def make(tmp_path: Path) -> Callable[..., Learner]:
 
     def made(**config: Any) -> Learner:
         part = JumpHead.load(tmp_path / "head")
-        learner = Learner(part, LearnConfig(**config), CONTEXT, str(tmp_path / "head"))
+        learner = Learner(part, LearnConfig(**config), CONTEXT, str(tmp_path / "head"), HIDDEN)
         learner._thread = threading.Thread(target=lambda: None)
         learner.begin(served_end(), tuple)
         return learner
@@ -316,47 +337,40 @@ def test_saved_and_gone_on_from(make: Callable[..., Learner], tmp_path: Path) ->
     assert not torch.equal(again.trainer._loaded.mix.weight, first.mix.weight), "which a roll back goes to"
 
 
-def save_for_ever(folder: Path, connection: Any) -> None:
-    """A process that learns something new again and again, and says what is saved."""
-    torch.set_num_threads(1)  # those of the process before are not there
-    config = JumpHeadConfig(
-        early_layers=0, late_layer=2, num_layers=2, hidden_size=512, inner_size=1024, rms_norm_eps=1e-5
-    )
-    weights = {name: torch.zeros(like.shape) for name, like in JumpHead(config).state_dict().items()}
-    JumpHead(config, weights).save(folder / "head")
-    learn = LearnConfig(path=str(folder / "learned"))
-    learner = Learner(JumpHead.load(folder / "head"), learn, CONTEXT, str(folder / "head"))
-    learner.begin(served_end(), tuple)
-    assert learner.trainer is not None
-    for number in count(1):
-        for tensor in learner.trainer.serving.parameters():
-            tensor.fill_(number)
-        learner._promote(learner.trainer.serving)
-        learner.trainer.lengths = {"loaded": 1.0, "serving": 2.0}
+# Bytes of a file after which the system stops the process, or files that are moved to their place before SIGKILL does.
+STOPS = [(100, 9), (3000, 9), (1 << 20, 0), (1 << 20, 1), (1 << 20, 2)]
+
+
+@pytest.mark.parametrize(("max_bytes", "most_moved"), STOPS)
+def test_killed_while_it_saves(make: Callable[..., Learner], tmp_path: Path, max_bytes: int, most_moved: int) -> None:
+    """At a chosen place: what was saved before is there and whole. Kills: files that are written in place, or moved
+    before all are written; a damaged one that is loaded."""
+    learner, replace = make(path=str(tmp_path / "learned")), os.replace
+    first = promote(learner, 0.5)
+    learner._save()
+    assert 3000 < (tmp_path / "learned" / JumpHead.file).stat().st_size < 1 << 20
+
+    def moved(*paths: Any) -> None:
+        nonlocal most_moved
+        if not most_moved:
+            os.kill(os.getpid(), signal.SIGKILL)
+        most_moved -= 1
+        replace(*paths)
+
+    def stopped() -> None:
+        torch.set_num_threads(1)  # those of the process before are not there
+        promote(learner, 0.6)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+        os.replace = moved
         learner._save()
-        connection.send(number)
 
-
-def test_killed_while_it_saves(tmp_path: Path) -> None:
-    """By SIGKILL: what was saved last is there and whole, or what was being saved then. Kills: a file that is written
-    in place."""
-    context, folder = get_context("fork"), tmp_path / "learned"
-    for delay in (0.0, 0.004, 0.011):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=save_for_ever, args=(tmp_path, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        assert ours.poll(60) and ours.recv() == 1
-        sleep(delay)
-        process.kill()
-        process.join()
-        said = 1
-        with suppress(EOFError):
-            while True:
-                said = ours.recv()
-        JumpHead.check(folder)
-        [value] = {value for tensor in JumpHead.load(folder).parameters() for value in tensor.unique().tolist()}
-        assert value in (said, said + 1)
+    process = get_context("fork").Process(target=stopped)
+    process.start()
+    process.join(60)
+    assert process.exitcode in (-signal.SIGXFSZ, -signal.SIGKILL)
+    assert all(map(torch.equal, make(path=str(tmp_path / "learned"))._part.parameters(), first.parameters()))
 
 
 def test_a_folder_that_cannot_be_used(
@@ -402,3 +416,19 @@ def test_configuration() -> None:
         parse_config({**raw, "learn": {"busy_share": 2}})
     with pytest.raises(ConfigError, match=r"^jump: learn: 'share' is not a field; the fields are busy_share, "):
         parse_config({**raw, "learn": {"share": 2}})
+
+
+def test_exit_states() -> None:
+    """Kills: a state after other tokens, of another request, of the draft before, or where nothing was read."""
+    exits, nobody = ExitStates(4, 3, 2, "cpu", torch.float32), torch.full((3, 2), torch.nan)
+    drafts, firsts = torch.tensor([[5, 6, 7], [8, 9, 4]]), torch.tensor([10, 20])
+    for step in range(3):
+        exits.put(step, drafts[:, step], firsts + step, drafts[:, step, None].float().expand(-1, 2))
+    read = torch.tensor([[8, 9, 9], [5, 6, 7], [5, 6, 7], [8, 9, 4]])
+    rows, places = torch.tensor([1, 0, -1, 1]), torch.tensor([[-1, 0, 1, 2, 3]])
+    found = exits.after(rows, read, torch.tensor([20, 10, 10, 21]), places)[..., 0]
+    nan = torch.nan
+    expected = torch.tensor([[nan, 8, 9, nan, nan], [nan, 5, 6, 7, nan], [nan] * 5, [nan] * 5])
+    assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1))
+    exits.put(0, drafts[:1, 0], firsts[:1], nobody[:1])
+    assert exits.after(rows[:2], read[:2], firsts.flip(0), places).isnan().all()

@@ -87,6 +87,22 @@ def test_published_formats(file: str, names: Any, num_draft: int, tmp_path: Path
         torch.testing.assert_close(found[head], expected_logits(states, tensors, head))
 
 
+@pytest.mark.parametrize("kind", ["own", "shared", "part", "none"])
+def test_saved(kind: str, tmp_path: Path) -> None:
+    """As they were read, whichever heads. Kills: a tensor that is not written, or under another's name."""
+    tensors = renamed(make_tensors(5 if kind == "part" else VOCAB))
+    if kind in ("shared", "none"):
+        tensors = {name: tensor for name, tensor in tensors.items() if "lm_heads" not in name}
+    tensors |= {"shared": {"lm_head.weight": torch.randn(VOCAB, HIDDEN)}}.get(kind, {})
+    tensors |= {"part": {"token_map": torch.tensor([9, 0, 3, 4, 7])}}.get(kind, {})
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = MedusaHeads.load(tmp_path, NUM_HEADS, VOCAB)
+    found.save(tmp_path, torch.float32)
+    again, states = found.like_this(tmp_path), torch.randn(2, HIDDEN)
+    own = [heads.logits(states, NUM_HEADS, lambda rows: rows @ torch.ones(HIDDEN, VOCAB)) for heads in (found, again)]
+    assert torch.equal(*own)
+
+
 def test_part_of_a_vocabulary(tmp_path: Path) -> None:
     """Kills: a token map that is taken for a range; tokens that the heads do not know at 0."""
     tensors, token_map = make_tensors(5), torch.tensor([9, 0, 3, 4, 7])

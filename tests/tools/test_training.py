@@ -103,7 +103,7 @@ def test_learns(base: BaseModel, rows: list[list[int]], written: list[list[int]]
     settings = replace(SETTINGS, steps=60, batch_tokens=256)
     train(base, written, settings, tmp_path)
     heads = initial_head(base, 1), ExitHead.load(tmp_path)
-    before, after = (score(base, rows[-8:], exit_guesser(head), 1) for head in heads)
+    before, after = (score(base, rows[-8:], exit_guesser(base, head), 1) for head in heads)
     assert before.match[0] < 0.7 and after.match[0] > 0.9, (before, after)
     assert after.overlap[0] > before.overlap[0] + 0.1
     ExitHead.check(tmp_path, exit_layer=1, hidden_size=32, vocab_size=3072)

@@ -31,7 +31,7 @@ PARTS: dict[str, tuple[type[TrainedPart], dict[str, Any]]] = {
 def guesser(base: BaseModel, part: Any) -> Guesser:
     match part:
         case ExitHead():
-            return exit_guesser(part)
+            return exit_guesser(base, part)
         case JumpHead():
             return jump_guesser(base, part)
     return look_ahead_guesser(base, part)

@@ -3,7 +3,7 @@
 import difflib
 import os
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, field, fields
 from itertools import islice
 from typing import Any
@@ -166,6 +166,14 @@ def error_text(error: BaseException) -> str:
 def _cut(words: str, length: int) -> str:
     words = " ".join(words.split())
     return words if len(words) <= length else words[: length - 3] + "..."
+
+
+def check_names(given: Iterable[object], names: Sequence[str], method: str) -> None:
+    """Raises ConfigError for the first key that is no name of a field."""
+    for key in given:
+        if key not in names:
+            allowed = ", ".join(names) + did_you_mean(key, names)
+            raise ConfigError(f"{method}: {brief(key)} is not a field; the fields are {allowed}")
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:

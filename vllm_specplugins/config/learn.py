@@ -3,15 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_specplugins.config.fields import (
-    ConfigError,
-    brief,
-    check_fields,
-    did_you_mean,
-    integer,
-    number,
-    optional_path,
-)
+from vllm_specplugins.config.fields import check_fields, check_names, integer, number, optional_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +30,13 @@ class LearnConfig:
         """What `learn` of a method says: None where it is false; a value that is neither is left to be refused."""
         if not isinstance(raw, dict):
             return cls() if raw is True else None if raw is False else raw
-        names = [entry.name for entry in fields(cls)]
-        for key in raw:
-            if key not in names:
-                allowed = ", ".join(names) + did_you_mean(key, names)
-                raise ConfigError(f"{method}: learn: {brief(key)} is not a field; the fields are {allowed}")
+        check_names(raw, [entry.name for entry in fields(cls)], f"{method}: learn")
         config = cls(**raw)
         check_fields(config, f"{method}: learn")
         return config
 
 
-def learns(value: Any) -> bool:
-    """Whether this is what LearnConfig.parse makes of a value that is allowed."""
-    return value is None or isinstance(value, LearnConfig)
+LEARN = {  # of the field: it is as `parse` makes it
+    "allowed": "true, false or a dictionary",
+    "fits": lambda value: value is None or isinstance(value, LearnConfig),
+}

@@ -21,7 +21,7 @@ from vllm_specplugins.config.fields import (
     optional_redis_url,
     path,
 )
-from vllm_specplugins.config.learn import LearnConfig, learns
+from vllm_specplugins.config.learn import LEARN, LearnConfig
 
 MAX_NGRAM, MAX_STAGES, MAX_TREE = 16, 8, 31
 
@@ -87,6 +87,7 @@ class EarlyExitConfig:
             high temperatures; "coupled" what q gives with the noise of verification: nearly as often accepted, and
             outputs by seed do not depend on it.
         exit_head: folder of a head trained for that layer (`train-exit-head`); null: the target's norm and head.
+        learn: whether the trained part goes on learning from what the target verifies, or how (see below).
         look_ahead: folder of trained embeddings (`train-look-ahead`) that stand for draft tokens not yet known: one
             pass drafts all; null: a pass for each token.
         tree: verify so many tokens, which num_speculative_tokens then is, as a tree: beside each token of a draft those
@@ -96,8 +97,12 @@ class EarlyExitConfig:
     exit_layer: int = integer(1, 1, 10_000)
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
     exit_head: str | None = optional_path()
+    learn: Any = field(default=False, metadata=LEARN)
     look_ahead: str | None = optional_path()
     tree: int | None = optional_integer(1, MAX_TREE)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "learn", LearnConfig.parse("early_exit", self.learn))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,13 +113,13 @@ class JumpConfig:
     Args:
         head: folder of the trained part (`python -m vllm_specplugins train-jump`), which says what runs.
         draft_sample_method: as of `early_exit`.
-        learn: whether the part goes on learning from what the target verifies, or how (see below).
+        learn: as of `early_exit`.
         tree: as of `early_exit`.
     """
 
     head: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
-    learn: Any = field(default=False, metadata={"allowed": "true, false or a dictionary", "fits": learns})
+    learn: Any = field(default=False, metadata=LEARN)
     tree: int | None = optional_integer(1, MAX_TREE)
 
     def __post_init__(self) -> None:
@@ -130,12 +135,17 @@ class MedusaConfig:
             tree a third; as many as there are where a stage does not say it. (`model` in its place asks for vLLM's own
             method, where that still exists.)
         draft_sample_method: as of `early_exit`.
+        learn: as of `early_exit`; of the heads' layers.
         tree: as of `early_exit`.
     """
 
     heads: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
+    learn: Any = field(default=False, metadata=LEARN)
     tree: int | None = optional_integer(1, MAX_TREE)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "learn", LearnConfig.parse("medusa", self.learn))
 
 
 def _names_class(value: Any) -> bool:

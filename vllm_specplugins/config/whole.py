@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
-from vllm_specplugins.config.fields import ConfigError, brief, check_fields, choice, did_you_mean, integer, is_integer
+from vllm_specplugins.config.fields import ConfigError, brief, check_fields, check_names, choice, integer, is_integer
 from vllm_specplugins.config.proposers import BuiltInConfig, CascadeConfig, EarlyExitConfig, StageConfig
 
 MAX_NUM_SPECULATIVE_TOKENS = 64
@@ -105,11 +105,7 @@ class SpecConfig:
             ConfigError: unknown key, wrong type, value out of range, or values that contradict each other.
         """
         own_names, common_names = ([entry.name for entry in fields(kind)] for kind in (own_type, CommonConfig))
-        names = own_names + common_names
-        for key in raw:
-            if key not in names:
-                allowed = ", ".join(names) + did_you_mean(key, names)
-                raise ConfigError(f"{method}: {brief(key)} is not a field; the fields are {allowed}")
+        check_names(raw, own_names + common_names, method)
         for entry in fields(own_type):
             if entry.name not in raw and entry.default is MISSING and entry.default_factory is MISSING:
                 words = entry.metadata.get("allowed")

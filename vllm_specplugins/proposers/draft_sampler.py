@@ -16,6 +16,7 @@ from vllm_specplugins.config import chain_length
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, sample_with_q
+from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.proposers.tree import Tree, grow
 from vllm_specplugins.structures.arrays import FIRST_CONFIDENCE, NO_COUNTS, Floats, Ints, columns
 from vllm_specplugins.target import Target
@@ -112,6 +113,7 @@ class ModelProposer(Proposer):
         self.max_num_draft = context.max_num_draft
         self._sampler = DraftSampler(config.draft_sample_method)
         self.set_max_model_len(context.max_model_len)
+        self.learner: Learner | None = None
 
     @property
     def is_one_hot(self) -> bool:
@@ -121,6 +123,11 @@ class ModelProposer(Proposer):
     def set_max_model_len(self, max_model_len: int) -> None:
         """No request is longer than this: what would be drafted after its end is fed at its last position."""
         self.max_position = max_model_len - 1
+
+    def close(self) -> None:
+        """Saves what was learned."""
+        if self.learner is not None:
+            self.learner.close()
 
     def propose(self, batch: DraftBatch) -> Draft:
         """K tokens; a request near the end of its context gets fewer."""

@@ -15,6 +15,8 @@ from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import ModelProposer, Sees, Steps
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, check_look_ahead
+from vllm_specplugins.proposers.learning.exits import ExitStates
+from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.target import Target, TargetSizes
 
 
@@ -22,6 +24,8 @@ class EarlyExit(ModelProposer):
     """See the module: whatever it knows of a request stands in the target's KV cache."""
 
     continues_drafts = True
+    _read: ExitStates | None = None  # where it learns
+    _newest: Any = None  # states that were chosen from last
 
     def __init__(self, config: EarlyExitConfig, context: ProposerContext):
         super().__init__(config, context)
@@ -33,6 +37,12 @@ class EarlyExit(ModelProposer):
         if config.exit_head is not None:
             self._head = ExitHead.load(config.exit_head, context.device, context.dtype)
         self.exit_layer = config.exit_layer
+        if config.learn is not None:
+            assert self._head is not None and config.exit_head is not None
+            size, rows = self._head.config.hidden_size, context.max_num_reqs
+            dtype = context.dtype or torch.float32
+            self._read = ExitStates(rows, context.max_num_draft, size, context.device, dtype)
+            self.learner = Learner(self._head, config.learn, context, config.exit_head, size, self._read)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """See ModelProposer.dummy_run; in a cascade it is fed drafts of others."""
@@ -93,6 +103,8 @@ class EarlyExit(ModelProposer):
         path = steps.token_ids if followed is None else torch.empty_like(steps.token_ids)
         for step in range(num_steps):
             own, q_logits, logits = self._choose(target, last, positions, path[:, :step], rates=sees is not None)
+            if self._read is not None:
+                self._read.put(step, last, positions, self._newest)
             steps.put(step, own, q_logits)
             if sees is not None:
                 assert logits is not None
@@ -171,7 +183,7 @@ class EarlyExit(ModelProposer):
         much of that stands before what follows each request's first token; None: all.
         """
         hidden_states = target.forward.hidden_states(self.exit_layer, token_ids, positions, normed=self._head is None)
-        flat = hidden_states.view(-1, hidden_states.shape[-1])
+        flat = self._newest = hidden_states.view(-1, hidden_states.shape[-1])
         if self._sampler.is_greedy and self._head is None and (target.edit is None or begun is None) and not rates:
             return target.forward.argmax(flat).view(token_ids.shape), None, None
         logits = (target.forward if self._head is None else self._head).logits(flat)
@@ -191,6 +203,9 @@ def check(config: EarlyExitConfig, sizes: TargetSizes) -> None:
             f"early_exit: exit_layer must be an integer from 1 to {sizes.num_layers}, the layers of this model, "
             f"not {config.exit_layer}."
         )
+    may_learn = config.exit_head is not None and config.look_ahead is None and config.exit_layer < sizes.num_layers
+    if config.learn is not None and not may_learn:
+        raise ConfigError("early_exit: learn must be false without exit_head, with look_ahead or all layers, not true.")
     made_for = {"exit_layer": config.exit_layer, "hidden_size": sizes.hidden_size}
     if config.exit_head is not None:
         ExitHead.check(config.exit_head, **made_for, vocab_size=sizes.vocab_size)

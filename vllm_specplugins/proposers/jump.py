@@ -26,9 +26,9 @@ class Jump(ModelProposer):
     def __init__(self, config: JumpConfig, context: ProposerContext):
         super().__init__(config, context)
         self._head = JumpHead.load(config.head, context.device, context.dtype or torch.float32)
-        self.learner: Learner | None = None
         if config.learn is not None:
-            self.learner = Learner(self._head, config.learn, context, config.head)
+            size = self._head.config.hidden_size
+            self.learner = Learner(self._head, config.learn, context, config.head, size)
 
     def draft_steps(self, target: Target, num_steps: int, sees: Sees | None = None) -> Steps:
         """One jump for each token."""
@@ -66,11 +66,6 @@ class Jump(ModelProposer):
             return target.forward.argmax(states), None, None
         logits = target.forward.logits(states)
         return *self._sampler.choose(target, logits, positions, begun), logits
-
-    def close(self) -> None:
-        """Saves what was learned."""
-        if self.learner is not None:
-            self.learner.close()
 
 
 def check(config: JumpConfig, sizes: TargetSizes) -> None:

@@ -14,6 +14,7 @@ from vllm_specplugins.config import MedusaConfig, chain_length
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.proposers.draft_sampler import ModelProposer, Sees, Steps
 from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads, check_medusa, num_heads
+from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.target import Target, TargetSizes
 
 
@@ -25,6 +26,9 @@ class Medusa(ModelProposer):
         self._heads = MedusaHeads.load(
             config.heads, self._most, context.vocab_size, context.device, context.dtype or torch.float32
         )
+        if config.learn is not None:
+            size, own = self._heads.layers[0].shape[-1], replace(context, max_num_draft=self._most)
+            self.learner = Learner(self._heads, config.learn, own, config.heads, size)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """See ModelProposer.dummy_run."""

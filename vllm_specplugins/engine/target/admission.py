@@ -2,7 +2,7 @@
 
 from vllm.config import ModelConfig, VllmConfig
 
-from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig
 from vllm_specplugins.custom import import_object
 from vllm_specplugins.engine.target.model_source import kinds_of_state, may_be_cut, uncuttable
 from vllm_specplugins.methods import drafters, learns
@@ -38,6 +38,9 @@ def check_learning(vllm_config: VllmConfig, config: SpecConfig) -> None:
             vllm_config.parallel_config.tensor_parallel_size > 1
         ),
         "where enable_lora is True": vllm_config.lora_config is not None,
+        "of an exit in a cascade": any(
+            isinstance(part.own, EarlyExitConfig) and part.own.learn for part in config.stages
+        ),
     }
     for case, found in cases.items():
         if found and learns(config):

@@ -101,6 +101,7 @@ class _Adapter:
         self._learner = learner_of(barrier.proposer)
         self._read = deque[Reading]()  # that the learner has not looked at
         self._gone: list[str] = []  # requests, since then
+        self._drafted_rows: dict[str, int] = {}  # of the last batch
         self._requests: dict[str, _Request] = {}
         # Requests without a seed get theirs in the order in which they come: the same on every rank.
         self._random = np.random.default_rng(runner.model_config.seed)
@@ -197,7 +198,8 @@ class _Adapter:
             self._learner.step()
             if self._learner.is_on and len(self._read) < _MOST_UNREAD:
                 options = [request.options for request in requests]
-                of_step = reading_of(self._runner, rows, num_tokens, num_accepted, options, step[1], step[-2])
+                of_rows = self._runner, rows, num_tokens, num_accepted, options, step[1], step[-2]
+                of_step = reading_of(*of_rows, self._learner.exits, self._drafted_rows)
                 self._read.append(replace(of_step, gone=self._gone))
                 self._gone = []
         batch = DraftBatch(
@@ -209,6 +211,9 @@ class _Adapter:
             offer=offer,
             likeliest=None if self.verifier is None else self.verifier.likeliest(rows),
         )
+        if self._learner is not None and self._learner.exits is not None:
+            self._learner.exits.forget()
+            self._drafted_rows = {request_id: row for row, request_id in enumerate(request_ids)}
         draft = self._barrier.propose(batch, feedback)
         self._drafted_at = time.perf_counter()
         self._keep(batch, draft)

@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, PagedLayers
 from vllm_specplugins.engine.verify import draft_seeds
+from vllm_specplugins.proposers.learning.exits import ExitStates
 from vllm_specplugins.target import Reading, Sampling, Target
 
 
@@ -49,6 +50,8 @@ def reading_of(
     options: Sequence[Mapping[str, Any]],
     hidden_states: torch.Tensor,  # [num_tokens_of_the_step, hidden_size]
     common: Any,  # the step's CommonAttentionMetadata
+    exits: ExitStates | None,  # what an exit that learns read when it drafted
+    drafted_rows: Mapping[str, int],  # of requests in that batch
 ) -> Reading:
     """What the target read for these rows of the runner's batch, each row's accepted draft included."""
     input_batch, counts = runner.input_batch, num_accepted.astype(np.int64) + 1
@@ -57,15 +60,24 @@ def reading_of(
     positions = np.concatenate([np.arange(first, first + num) for first, num in zip(firsts, counts, strict=True)])
     owners = np.repeat(np.array(rows), counts)
     of_step = torch.from_numpy(positions + np.repeat(starts, counts)).to(hidden_states.device)
+    request_ids, states = [input_batch.req_ids[row] for row in rows], hidden_states[of_step]
+    if exits is not None:
+        steps = np.arange(exits.token_ids.shape[1] + 1)
+        last = input_batch.token_ids_cpu.shape[1] - 1
+        fed = input_batch.token_ids_cpu[np.array(rows)[:, None], np.minimum(firsts[:, None] + steps[:-1], last)]
+        drafted = np.array([drafted_rows.get(request_id, -1) for request_id in request_ids])
+        told = (torch.from_numpy(own).to(states.device) for own in (drafted, fed, firsts, steps[None]))
+        early = exits.after(*told)[torch.from_numpy(steps < counts[:, None])]
+        states = torch.cat((early.to(states.dtype), states), dim=1)
     return Reading(
-        request_ids=[input_batch.req_ids[row] for row in rows],
+        request_ids=request_ids,
         options=options,
         temperatures=input_batch.temperature_cpu[rows].tolist(),
         counts=counts.tolist(),
         positions=positions.tolist(),
         token_ids=input_batch.token_ids_cpu[owners, positions],
         next_ids=input_batch.token_ids_cpu[owners, positions + 1],
-        states=hidden_states[of_step],
+        states=states,
     )
 
 

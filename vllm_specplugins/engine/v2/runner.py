@@ -124,7 +124,7 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
     if step is not None and speculator.rests(step.input_batch, step.num_spec_tokens_to_schedule):
         if speculator.readings is not None:
             ends = step.input_batch.query_start_loc[1 : step.input_batch.num_reqs + 1]
-            speculator.readings.keep(step.hidden_states, ends - 1)
+            speculator.readings.keep(step.input_batch, step.hidden_states, ends - 1)
         with replaced(runner, {"speculator": None, "num_speculative_steps": 0}):
             return _noted(speculator, sample(grammar_output))
     output = _noted(speculator, sample(grammar_output))

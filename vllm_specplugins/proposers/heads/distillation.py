@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import cross_entropy
 
+from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.jump_head import JumpHead
+from vllm_specplugins.proposers.heads.medusa_heads import MedusaHeads
 
 States = list[torch.Tensor]
 Run = Callable[..., torch.Tensor]  # of states, and a step
@@ -80,6 +82,34 @@ def jump_guesser(model: Model, head: JumpHead) -> Guesser:
             yield Guess(model.logits(last[step:]), step)
 
     return guesses
+
+
+def exit_guesser(model: Model, head: ExitHead) -> Guesser:
+    """Its draft tokens are all drafted in the same way."""
+
+    def guesses(states: States, num_draft: int) -> Iterator[Guess]:
+        logits = head.logits(states[head.config.exit_layer].float())
+        for start in range(min(num_draft, len(logits))):
+            yield Guess(logits[start:], start)
+
+    return guesses
+
+
+def medusa_guesser(model: Model, heads: MedusaHeads) -> Guesser:
+    """Drafts begin after the token that follows each of the row."""
+
+    def guesses(states: States, num_draft: int) -> Iterator[Guess]:
+        for step, logits in enumerate(heads.logits(states[-1].float(), num_draft, model.logits)):
+            yield Guess(logits[: -1 - step], step + 1)
+
+    return guesses
+
+
+GUESSERS: dict[type, Callable[[Any, Any], Guesser]] = {
+    JumpHead: jump_guesser,
+    ExitHead: exit_guesser,
+    MedusaHeads: medusa_guesser,
+}
 
 
 def walk(accept_probs: torch.Tensor) -> tuple[float, float]:

@@ -8,13 +8,12 @@ themselves. M: heads, N: tokens, H: hidden size, V: vocabulary, W: tokens that t
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from vllm_specplugins.config import ConfigError, error_text
 
@@ -30,9 +29,8 @@ _NAMES = {
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class MedusaHeads:
-    """Heads in memory, the first `M` of a checkpoint.
+class MedusaHeads(torch.nn.Module):  # type: ignore[misc]
+    """Heads in memory, the first `M` of a checkpoint; their layers are its parameters.
 
     Args:
         layers: of each layer the weights [M, H, H] and biases [M, 1, H]; it adds SiLU(linear) to its input.
@@ -41,10 +39,19 @@ class MedusaHeads:
         vocab_size: V.
     """
 
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
-    head: torch.Tensor | None
-    token_map: torch.Tensor | None
-    vocab_size: int
+    file, field = FILES[0], "medusa: heads"  # as of a TrainedPart
+
+    def __init__(
+        self,
+        layers: list[tuple[torch.Tensor, torch.Tensor]],
+        head: torch.Tensor | None,
+        token_map: torch.Tensor | None,
+        vocab_size: int,
+    ):
+        super().__init__()
+        own = (torch.nn.Parameter(tensor, requires_grad=False) for layer in layers for tensor in layer)
+        self.layers = torch.nn.ParameterList(own)
+        self.head, self.token_map, self.vocab_size = head, token_map, vocab_size
 
     def logits(
         self, hidden_states: torch.Tensor, num_draft: int, own_head: Callable[[torch.Tensor], torch.Tensor]
@@ -55,10 +62,12 @@ class MedusaHeads:
             own_head: the target's, for heads without one.
         """
         states = hidden_states.expand(num_draft, *hidden_states.shape)
-        for weight, bias in self.layers:
+        tensors = iter(self.layers)
+        for weight, bias in zip(tensors, tensors, strict=True):
             states = states + F.silu(torch.baddbmm(bias[:num_draft], states, weight[:num_draft].transpose(1, 2)))
         if self.head is None:
             return own_head(states.reshape(-1, states.shape[-1])).view(*states.shape[:2], -1)
+        states = states.to(self.head.dtype)
         if self.head.ndim == 2:
             logits = F.linear(states, self.head)
         else:
@@ -68,6 +77,26 @@ class MedusaHeads:
         whole = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
         whole[..., self.token_map] = logits
         return whole
+
+    def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Writes them into a folder, in vLLM's format."""
+        tensors = {} if self.token_map is None else {"token_map": self.token_map}
+        for number, tensor in enumerate(self.layers):
+            name = f"layers.{number // 2}.{('weight', 'bias')[number % 2]}"
+            tensors |= {f"blocks.{head}.{name}": own for head, own in enumerate(tensor.squeeze(1))}
+        if self.head is not None:
+            heads = enumerate(self.head if self.head.ndim == 3 else ())
+            tensors |= {f"lm_heads.{number}.weight": own for number, own in heads} or {"lm_head.weight": self.head}
+        for name, own in tensors.items():
+            tensors[name] = own.to("cpu", dtype if own.is_floating_point() else None).contiguous()
+        (folder / self.file).write_bytes(save(tensors))
+
+    def like_this(self, folder: str | Path) -> "MedusaHeads":
+        """As of a TrainedPart."""
+        found = MedusaHeads.load(folder, len(self.layers[0]), self.vocab_size)
+        if (shapes := [own.shape for own in found.layers]) != [own.shape for own in self.layers]:
+            _refuse(folder, "heads of the same layers", str([list(shape) for shape in shapes]))
+        return found
 
     @classmethod
     def load(
@@ -120,7 +149,7 @@ class MedusaHeads:
 
 def check_medusa(folder: str | Path, *, num_heads: int, hidden_size: int, vocab_size: int) -> None:
     """Raises ConfigError unless a folder holds heads for a model of these sizes, of finite numbers."""
-    found = MedusaHeads.load(folder, num_heads, vocab_size, "meta").layers[0][0].shape[-1]
+    found = MedusaHeads.load(folder, num_heads, vocab_size, "meta").layers[0].shape[-1]
     if found != hidden_size:
         _refuse(folder, f"heads whose hidden_size is {hidden_size}", str(found))
 

@@ -60,6 +60,12 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
         part.load_state_dict({name: weights[name].to(device, dtype) for name in part.state_dict()}, assign=True)
         return part
 
+    def like_this(self, folder: str | Path) -> Self:
+        """The part in a folder; ConfigError unless it is made for the same."""
+        if (found := self.check(folder)) != self.config:
+            self.refuse(folder, f"a {self.noun} for {self.config}", str(found))
+        return self.load(folder)
+
     @classmethod
     def check(cls, folder: str | Path, **wanted: int) -> Any:
         """The configuration in a folder; ConfigError unless a whole part lies there, for such a model and place."""

@@ -17,10 +17,10 @@ import torch
 
 from vllm_specplugins.config import ConfigError, LearnConfig, error_text
 from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.proposers.heads.jump_head import JumpHead
+from vllm_specplugins.proposers.learning.exits import ExitStates
 from vllm_specplugins.proposers.learning.pace import Pace, Stopped
 from vllm_specplugins.proposers.learning.served import ServedEnd
-from vllm_specplugins.proposers.learning.trainer import Trainer
+from vllm_specplugins.proposers.learning.trainer import Part, Trainer, copied
 from vllm_specplugins.proposers.learning.windows import Windows
 from vllm_specplugins.structures.whole_file import replace_files
 from vllm_specplugins.target import Reading
@@ -38,7 +38,7 @@ Weights of `{source}`, trained by vllm-specplugins while it served. Of {examples
 {steps:,} steps; {promotions} of {candidates} candidates were better on held-out windows and took over.
 Expected tokens a step there: {loaded:.3f} as it was, {serving:.3f} now.
 
-Serve it as a `jump: head`, or go on training: `python -m vllm_specplugins train-jump MODEL --resume THIS_FOLDER`.
+Serve it as `{field}`; a jump is trained further by `python -m vllm_specplugins train-jump MODEL --resume THIS_FOLDER`.
 The weights were made from those of the target and from what it was asked: treat them as you treat that.
 """
 
@@ -49,24 +49,33 @@ class Learner:
     Args:
         part: that serves; its weights are written to before steps.
         source: the folder that it came from.
+        hidden_size: of the target.
+        exits: what an exit reads, which is then kept beside what the target does.
     """
 
-    def __init__(self, part: JumpHead, config: LearnConfig, context: ProposerContext, source: str):
-        self._part, self._config, self._source = part, config, source
+    def __init__(
+        self,
+        part: Part,
+        config: LearnConfig,
+        context: ProposerContext,
+        source: str,
+        hidden_size: int,
+        exits: ExitStates | None = None,
+    ):
+        self._part, self._config, self._source, self.exits = part, config, source, exits
         self._dtype = context.dtype or torch.float32
         self._num_draft = min(context.max_num_draft, MOST_DRAFT)
-        self._loaded = JumpHead.load(source, context.device)
+        with torch.inference_mode(False):
+            self._loaded = copied(part)
         self._path = None if config.path is None else Path(f"{config.path}{context.file_suffix or ''}")
         if self._path is not None:
             self._go_on(self._path)
         self.unread_bytes = config.memory_bytes // 4  # for what the engine has not handed over yet
-        self._windows = Windows(
-            config.memory_bytes - self.unread_bytes,
-            part.config.hidden_size,
-            context.device,
-            self._dtype,
-            self._num_draft + 2,
-        )
+        size, shortest = hidden_size, self._num_draft + 2
+        if exits is not None:  # which does not read the last token of a whole draft
+            size, shortest = 2 * hidden_size, self._num_draft
+        kept_bytes = config.memory_bytes - self.unread_bytes
+        self._windows = Windows(kept_bytes, size, context.device, self._dtype, shortest)
         self.pace = Pace(config.busy_share, config.idle_share, meanwhile=self._take_in)
         self.trainer: Trainer | None = None
         self._take: Callable[[], Iterable[Reading]] = tuple
@@ -79,16 +88,11 @@ class Learner:
 
     def _go_on(self, folder: Path) -> None:
         """Serves what was learned by an engine before this one, if it is of the same shape."""
-        if not (folder / JumpHead.file).is_file():
-            return
-        try:
-            if (found := JumpHead.check(folder)) != self._part.config:
-                JumpHead.refuse(folder, f"a head like that in {self._source}", str(found))
-        except ConfigError as error:
-            logger.warning("learn: path is begun anew: %s", error)
-            return
-        with torch.no_grad():
-            self._part.load_state_dict(JumpHead.load(folder, dtype=self._dtype).state_dict())
+        if (folder / self._part.file).is_file():
+            try:
+                self._part.load_state_dict(self._part.like_this(folder).state_dict())
+            except ConfigError as error:
+                logger.warning("learn: path is begun anew: %s", error)
 
     def begin(self, model: ServedEnd | None, take: Callable[[], Iterable[Reading]]) -> None:
         """The target is there: its end, or None where that cannot be trained through, which was said; and what gives,
@@ -130,7 +134,7 @@ class Learner:
         """Acceptance lengths: measured lately; expected of the loaded weights and of those that serve."""
         return {"measured": self._measured, **(self.trainer.lengths if self.trainer else {})}
 
-    def _promote(self, part: JumpHead) -> None:
+    def _promote(self, part: Part) -> None:
         promoted = [tensor.to(self._dtype, copy=True) for tensor in part.parameters()]
         if promoted[0].is_cuda:
             torch.cuda.current_stream().synchronize()
@@ -168,7 +172,7 @@ class Learner:
         if self._path is None or self._is_saved or self.trainer is None:
             return
         serving = self.trainer.serving
-        card = CARD.format(source=self._source, **self.counts(), **self.lengths())
+        card = CARD.format(source=self._source, field=serving.field, **self.counts(), **self.lengths())
 
         def write(folder: Path) -> None:
             serving.save(folder, self._dtype)

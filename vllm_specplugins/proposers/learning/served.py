@@ -47,6 +47,8 @@ class ServedEnd:
         return run
 
     def states_of(self, window: Window) -> States:
-        """Of a window's tokens, what stands in front of the first layer; and the rest as if it were after the last."""
+        """Of a window's tokens, what stands in front of the first layer, what an exit's layer left if that is known, as
+        if it were after each one, and what stands after the last."""
+        *exits, last = window.states.split(len(self.norm_weight), -1)
         with torch.no_grad():
-            return [self.embed(window.token_ids), *[window.states] * self.num_layers]
+            return [self.embed(window.token_ids), *(exits or [last]) * (self.num_layers - 1), last]

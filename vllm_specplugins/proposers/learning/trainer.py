@@ -5,13 +5,14 @@ is trained. Knows neither the engine nor where the weights are saved.
 """
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_specplugins.proposers.heads.distillation import States, distil, jump_guesser
-from vllm_specplugins.proposers.heads.jump_head import JumpHead
+from vllm_specplugins.proposers.heads.distillation import GUESSERS, Guesser, States, distil
 from vllm_specplugins.proposers.learning.pace import Pace
 from vllm_specplugins.proposers.learning.promotion import LEAST_WINDOWS, Comparison, Floats, acceptance_length
 from vllm_specplugins.proposers.learning.served import ServedEnd
@@ -21,6 +22,7 @@ STEP_WINDOWS = 8  # of an optimizer step
 ROUND_STEPS = 24  # from test to test
 TESTED_WINDOWS = 64  # of a test, at most
 PASSES = 32  # over all that comes; then it waits for more
+Part = Any  # a TrainedPart or MedusaHeads: its parameters are trained
 LEARNING_RATE, MEAN_DECAY = 1e-3, 0.95
 
 
@@ -35,35 +37,38 @@ class Trainer:
 
     def __init__(
         self,
-        loaded: JumpHead,
-        serving: JumpHead,
+        loaded: Part,
+        serving: Part,
         model: ServedEnd,
         windows: Windows,
         num_draft: int,
         pace: Pace,
-        promote: Callable[[JumpHead], None],
+        promote: Callable[[Part], None],
     ):
         self.counts = {"steps": 0, "candidates": 0, "promotions": 0, "rollbacks": 0}
         self.lengths: dict[str, float] = {}  # expected in the last test, of the weights that were loaded and that serve
         self._model, self._windows, self._num_draft = model, windows, num_draft
         self._pace, self._promote = pace, promote
-        self._loaded, self.serving, self.candidate = loaded.float(), _copy(serving), _copy(serving)
+        self._loaded, self.serving, self.candidate = loaded, copied(serving), copied(serving)
         self._random, self._num_trained = np.random.default_rng(0), 0
         self.restart()
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights that are held: four parts, gradients and the optimizer's two moments."""
+        """Of the weights that are held: six parts, two of them to serve, gradients and the optimizer's two moments."""
         num_weights: int = sum(tensor.numel() for tensor in self.candidate.parameters())
-        return 7 * 4 * num_weights
+        return 9 * 4 * num_weights
 
     def restart(self) -> None:
         """Trains from the serving weights on."""
-        self._trained = _copy(self.serving).requires_grad_()
+        self._trained = copied(self.serving).requires_grad_()
         self._optimizer = torch.optim.AdamW(
             self._trained.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
         )
         _assign(self.candidate, self.serving)
+
+    def _guesser(self, part: Part) -> Guesser:
+        return GUESSERS[type(part)](self._model, part)
 
     def round(self) -> None:
         """Some steps and a test, where there is enough to learn from; else a pause."""
@@ -79,7 +84,7 @@ class Trainer:
     def step(self) -> None:
         """One of the optimizer's."""
         windows = self._windows.sample(False, STEP_WINDOWS, self._random)
-        guesser, num_tokens = jump_guesser(self._model, self._trained), sum(len(w.token_ids) for w in windows)
+        guesser, num_tokens = self._guesser(self._trained), sum(len(w.token_ids) for w in windows)
         distil(self._model, self._paced(windows), guesser, self._num_draft, num_tokens)
         torch.nn.utils.clip_grad_norm_(self._trained.parameters(), 1.0)
         self._optimizer.step()
@@ -113,15 +118,15 @@ class Trainer:
             self.restart()
         self.lengths = {"loaded": float(lengths["loaded"].mean()), "serving": float(lengths[serves].mean())}
 
-    def _lengths(self, parts: dict[str, JumpHead]) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
+    def _lengths(self, parts: dict[str, Part]) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
         """The expected acceptance length of each part by window, and whose windows they are."""
         windows = self._windows.sample(True, TESTED_WINDOWS, self._random)
         found: dict[str, list[float]] = {name: [] for name in parts}
         for window in windows:
-            states, full = self._model.states_of(window), self._model.logits(window.states)
-            text = states, full, window.next_ids, window.temperature
+            states = self._model.states_of(window)
+            text = states, self._model.logits(states[-1]), window.next_ids, window.temperature
             for name, part in parts.items():
-                found[name].append(acceptance_length(*text, jump_guesser(self._model, part), self._num_draft))
+                found[name].append(acceptance_length(*text, self._guesser(part), self._num_draft))
                 self._pace.rest()
         return {name: np.array(own) for name, own in found.items()}, np.array([window.tenant for window in windows])
 
@@ -132,11 +137,12 @@ class Trainer:
             self._pace.rest()
 
 
-def _copy(part: JumpHead) -> JumpHead:
-    weights = {name: tensor.to(torch.float32, copy=True) for name, tensor in part.state_dict().items()}
-    return type(part)(part.config, weights)
+def copied(part: Part) -> Part:
+    """In float32; tensors that are no parameters are shared."""
+    shared = {id(own): own for own in vars(part).values() if isinstance(own, torch.Tensor)}
+    return deepcopy(part, shared).float()
 
 
-def _assign(part: JumpHead, other: JumpHead) -> None:
+def _assign(part: Part, other: Part) -> None:
     with torch.no_grad():
         torch._foreach_copy_(list(part.parameters()), list(other.parameters()))

@@ -23,7 +23,7 @@ class Window:
     """What the target read and emitted at T places in a row.
 
     Args:
-        states: [T, H] after the final norm.
+        states: [T, H] after the final norm; before them in a row those of an exit, if it learns: 2 H.
         token_ids: [T] int64 that were read.
         next_ids: [T] int64 that were emitted after each.
         temperature: of the request.
@@ -78,9 +78,10 @@ class Windows:
             self._close(request_id)
         at: list[tuple[int, int, int]] = []  # slot, place, row
         owners = np.repeat(np.arange(len(read.counts)), read.counts).tolist()
+        is_known = (~read.states.isnan().any(-1)).tolist()
         tokens = zip(read.positions, read.token_ids.tolist(), read.next_ids.tolist(), strict=True)
         for row, (owner, (position, token_id, next_id)) in enumerate(zip(owners, tokens, strict=True)):
-            if (kept := self._window(read, owner, position, token_id)) is None:
+            if not is_known[row] or (kept := self._window(read, owner, position, token_id)) is None:
                 continue
             at.append((kept.slot, len(kept.token_ids) - 1, row))
             kept.token_ids.append(next_id)

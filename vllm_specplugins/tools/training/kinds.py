@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_specplugins.proposers.heads.distillation import Guess, Guesser, States, jump_guesser
+from vllm_specplugins.proposers.heads.distillation import Guess, Guesser, States, exit_guesser, jump_guesser
 from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
@@ -38,7 +38,7 @@ class ExitHeadSettings(Settings):
         return initial_head(base, self.exit_layer)
 
     def guesser(self, base: BaseModel, part: ExitHead) -> Guesser:
-        return exit_guesser(part)
+        return exit_guesser(base, part)
 
     def serving(self, folder: Path) -> dict[str, Any]:
         return {"method": "early_exit", "exit_layer": self.exit_layer, "exit_head": str(folder.resolve())}
@@ -51,17 +51,6 @@ def initial_head(base: BaseModel, exit_layer: int) -> ExitHead:
         exit_layer=exit_layer, hidden_size=base.hidden_size, vocab_size=len(weight), rms_norm_eps=base.norm_eps
     )
     return ExitHead(config, {"norm.weight": base.norm_weight.clone(), "head.weight": weight})
-
-
-def exit_guesser(head: ExitHead) -> Guesser:
-    """Its draft tokens are all drafted in the same way."""
-
-    def guesses(states: States, num_draft: int) -> Iterator[Guess]:
-        logits = head.logits(states[head.config.exit_layer].float())
-        for start in range(min(num_draft, len(logits))):
-            yield Guess(logits[start:], start)
-
-    return guesses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

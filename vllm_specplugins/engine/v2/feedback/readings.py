@@ -14,6 +14,7 @@ import torch
 
 from vllm_specplugins.engine.frontend.options import request_options
 from vllm_specplugins.engine.v2.feedback.report import warms_up
+from vllm_specplugins.proposers.learning.exits import ExitStates
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.target import Reading
 
@@ -58,11 +59,13 @@ class Readings:
         like: of the device, the dtype and the H of states, [any, H].
     """
 
-    def __init__(self, learner: Learner, max_num_draft: int, like: torch.Tensor):
+    def __init__(self, learner: Learner, max_num_draft: int, max_num_reqs: int, like: torch.Tensor):
         self._learner, self._width = learner, max_num_draft + 1
-        num_rows = max(1, learner.unread_bytes // (like.shape[1] * like.element_size()))
-        self._states = like.new_zeros(num_rows, like.shape[1])
+        width = like.shape[1] * (1 if learner.exits is None else 2)
+        num_rows = max(1, learner.unread_bytes // (width * like.element_size()))
+        self._states = like.new_zeros(num_rows, width)
         self._back = torch.arange(max_num_draft, -1, -1, dtype=torch.int32, device=like.device)
+        self._row_of = torch.full((max_num_reqs,), -1, device=like.device)  # of a slot, in the last batch
         self._kept: tuple[Any, int, int] = (None, 0, 0)  # of this step, as _Step has it
         self._end = self._done = 0  # rows that were taken, and of them those that may be taken again
         self._news, self._lost = deque[Any](), False  # requests that came, names of those that are gone, steps
@@ -79,19 +82,35 @@ class Readings:
         if request_ids:
             self._put(request_ids)
 
-    def keep(self, hidden_states: torch.Tensor, last_rows: torch.Tensor) -> None:
-        """Begins to keep of a step's states, [num_tokens, H], each request's K + 1 up to its last row that stays."""
-        num_rows, size = len(last_rows) * self._width, len(self._states)
+    def keep(self, input_batch: Any, hidden_states: torch.Tensor, last_rows: torch.Tensor) -> None:
+        """Begins to keep of a step's states, [num_tokens, H], each request's K + 1 up to its last row that stays, and
+        what an exit that learns read there when it drafted."""
+        rows, exits = (last_rows.unsqueeze(1) - self._back).clamp_(min=0), self._learner.exits
+        left = None if exits is None else self._exits_at(exits, input_batch, rows)
+        num_rows, size = rows.numel(), len(self._states)
         at = self._end % size
         first = self._end if at + num_rows <= size else self._end + size - at
         if not self._learner.is_on or first + num_rows - self._done > size:
             return
         at, self._end = first % size, first + num_rows
-        rows = (last_rows.unsqueeze(1) - self._back).clamp_(min=0).view(-1)
-        torch.index_select(hidden_states, 0, rows, out=self._states[at : at + num_rows])
+        kept, size = self._states[at : at + num_rows], hidden_states.shape[1]
+        torch.index_select(hidden_states, 0, rows.view(-1), out=kept[:, -size:])
+        if left is not None:
+            kept[:, :size] = left
         event = torch.cuda.Event()
         event.record()
         self._kept = event, at, self._end
+
+    def _exits_at(self, exits: ExitStates, input_batch: Any, rows: torch.Tensor) -> torch.Tensor:
+        """[R * (K + 1), H] of the step's rows [R, K + 1]; from now on the next draft's are awaited."""
+        slots, starts = (own[: len(rows)].long() for own in (input_batch.idx_mapping, input_batch.query_start_loc))
+        fed = (starts[:, None] + self._back.flip(0)[:-1]).clamp_(max=len(input_batch.input_ids) - 1)
+        told = self._row_of[slots], input_batch.input_ids[fed], input_batch.positions[starts]
+        found = exits.after(*told, rows - starts[:, None])
+        exits.forget()
+        self._row_of.fill_(-1)
+        self._row_of[slots] = torch.arange(len(rows), device=slots.device)
+        return found.flatten(0, 1)
 
     def note(self, output: Any) -> None:
         """A step is over: takes what it sampled, on its way to the host."""

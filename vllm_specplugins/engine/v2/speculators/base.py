@@ -26,7 +26,7 @@ from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.kernels.rejection import Sampling as Verified
-from vllm_specplugins.methods import drafters
+from vllm_specplugins.methods import drafters, learns
 from vllm_specplugins.proposers.learning.learner import learner_of
 from vllm_specplugins.target import Sampling, Target
 
@@ -65,7 +65,7 @@ class Speculator(DraftModelSpeculator):
         self._rejection = config.plugin_config.common.rejection
         self.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         kinds = {type(own) for row, own in drafters(config.plugin_config) if row.runs_target}
-        if kinds != {EarlyExitConfig}:
+        if kinds != {EarlyExitConfig} or learns(config.plugin_config):
             self._last_hidden_states = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=device)
         if config.draws_as_verified:
             limits = (torch.zeros(rows, dtype=torch.int32, device=device), *torch.zeros(2, rows, device=device))
@@ -100,7 +100,8 @@ class Speculator(DraftModelSpeculator):
         self.first_layers = FirstLayers(target_model, self.vllm_config.speculative_config.plugin_config)
         if (learner := learner_of(self.barrier.proposer)) is not None:
             assert self._last_hidden_states is not None
-            self.readings = Readings(learner, self.num_speculative_steps, self._last_hidden_states)
+            sizes = self.num_speculative_steps, self.max_num_reqs
+            self.readings = Readings(learner, *sizes, self._last_hidden_states)
             learner.begin(served_end(target_model, self.vllm_config.model_config), self.readings.read)
         return nn.Module()
 
@@ -157,7 +158,7 @@ class Speculator(DraftModelSpeculator):
             last_rows = self._last_rows(input_batch, num_sampled, num_rejected)
             torch.index_select(last_hidden_states, 0, last_rows, out=self._last_hidden_states[:num_reqs])
             if self.readings is not None:
-                self.readings.keep(last_hidden_states, last_rows)
+                self.readings.keep(input_batch, last_hidden_states, last_rows)
         most = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         self._draft_step(input_batch, num_sampled, num_rejected, most)
         return self.draft_tokens[:num_reqs]
