@@ -16,6 +16,8 @@ from vllm_specplugins.proposers.learning import windows
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.tools.base_model import BaseModel
 
+SLOW = ("early_exit", 3), ("medusa", 6)
+
 
 @pytest.fixture(autouse=True)
 def all_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,12 +65,15 @@ def test_examples(engine: Any, prompts: Any, method: str, tmp_path: Path) -> Non
         assert torch.equal(window.token_ids[1:], window.next_ids[:-1])
         assert tuple(window.next_ids[:4].tolist()) in said
     texts = [prompt + tokens for prompt, tokens in zip(prompts, plain, strict=True)]
-    for window in found if method == "early_exit" else ():
-        read, length = window.token_ids.tolist(), len(window.token_ids)
-        text, at = next((text, at) for text in texts for at in range(len(text)) if text[at : at + length] == read)
-        [states] = base.hidden_states([text])
-        left = states[1][at : at + length].float()
-        torch.testing.assert_close(window.states[:, :HIDDEN], left, atol=1e-3, rtol=1e-3)
+    read = [states[1].float() for states in base.hidden_states(texts)] if method == "early_exit" else []
+    for window in found if read else ():
+        own, length = window.token_ids.tolist(), len(window.token_ids)
+        assert any(
+            text[at : at + length] == own
+            and torch.allclose(window.states[:, :HIDDEN], states[at : at + length], 1e-2, 1e-2)
+            for text, states in zip(texts, read, strict=True)
+            for at in range(len(text) - length)
+        )
     before = learner.counts()["examples"]
     generate(llm, prompts[:4], [4], max_tokens=24, extra_args={"specplugins": {"learn": False}})
     learner._take_in()
@@ -95,7 +100,9 @@ def test_outputs_while_weights_change(
     assert num_steps[0] > 10 and learner.counts()["examples"] > 0
 
 
-@pytest.mark.parametrize(("method", "num_rounds"), [("jump", 3), ("early_exit", 3), ("medusa", 6)])
+@pytest.mark.parametrize(
+    ("method", "num_rounds"), [("jump", 3), *(pytest.param(*own, marks=pytest.mark.slow) for own in SLOW)]
+)
 def test_learns_in_an_engine(
     engine: Any, prompts: Any, method: str, num_rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
