@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplugins.config import ConfigError, JumpConfig, LearnConfig
+from vllm_specplugins.config import ConfigError, LearnConfig
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.methods import learns
 from vllm_specplugins.parsing import parse_config
@@ -406,10 +406,13 @@ def test_what_fails_ends_the_learning_alone(
 
 def test_configuration() -> None:
     """One sentence each. Kills: a wrong field that is passed over; false that learns."""
-    assert JumpConfig(head="x").learn is None and JumpConfig(head="x", learn=False).learn is None
-    assert JumpConfig(head="x", learn={"busy_share": 0.2}).learn == LearnConfig(busy_share=0.2)
     raw = {"method": "jump", "head": "x"}
-    assert learns(parse_config({**raw, "learn": True})) and not learns(parse_config(raw))
+    assert parse_config({**raw, "learn": {"busy_share": 0.2}}).own.learn == LearnConfig(busy_share=0.2)
+    assert not learns(parse_config({**raw, "learn": False})) and not learns(parse_config(raw))
+    for own in (raw, {"method": "medusa", "heads": "x"}, {"method": "early_exit", "exit_layer": 1}):
+        stages = [{"method": "prompt_lookup"}, {**own, "learn": True}]
+        assert learns(parse_config({**own, "learn": True}))
+        assert learns(parse_config({"method": "cascade", "num_speculative_tokens": 2, "stages": stages}))
     with pytest.raises(ConfigError, match=r"^jump: learn must be true, false or a dictionary, not 'yes'\.$"):
         parse_config({**raw, "learn": "yes"})
     with pytest.raises(ConfigError, match=r"^jump: learn: busy_share must be a number from 0.001 to 1, not 2\.$"):

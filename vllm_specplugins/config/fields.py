@@ -125,9 +125,12 @@ def _is_redis_url(value: str) -> bool:
 
 
 def check_fields(config: Any, method: str) -> None:
-    """Raises ConfigError for the first field of a dataclass whose value its metadata does not allow."""
+    """Raises ConfigError for the first field of a dataclass whose value its metadata does not allow; parses some."""
     for entry in fields(config):
         value, metadata = getattr(config, entry.name), entry.metadata
+        if "parsed" in metadata:
+            value = metadata["parsed"](method, value)
+            object.__setattr__(config, entry.name, value)
         if "fits" in metadata and not metadata["fits"](value):  # a class of the user's own may say nothing
             given = brief(value)
             gone = GONE_VALUES.get((entry.name, "a list" if isinstance(value, list) else given))

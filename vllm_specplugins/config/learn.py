@@ -36,7 +36,8 @@ class LearnConfig:
         return config
 
 
-LEARN = {  # of the field: it is as `parse` makes it
+LEARN = {  # of the field
     "allowed": "true, false or a dictionary",
     "fits": lambda value: value is None or isinstance(value, LearnConfig),
+    "parsed": LearnConfig.parse,
 }

@@ -21,7 +21,7 @@ from vllm_specplugins.config.fields import (
     optional_redis_url,
     path,
 )
-from vllm_specplugins.config.learn import LEARN, LearnConfig
+from vllm_specplugins.config.learn import LEARN
 
 MAX_NGRAM, MAX_STAGES, MAX_TREE = 16, 8, 31
 
@@ -97,12 +97,9 @@ class EarlyExitConfig:
     exit_layer: int = integer(1, 1, 10_000)
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
     exit_head: str | None = optional_path()
-    learn: Any = field(default=False, metadata=LEARN)
+    learn: Any = field(default=None, metadata=LEARN)
     look_ahead: str | None = optional_path()
     tree: int | None = optional_integer(1, MAX_TREE)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "learn", LearnConfig.parse("early_exit", self.learn))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +116,8 @@ class JumpConfig:
 
     head: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
-    learn: Any = field(default=False, metadata=LEARN)
+    learn: Any = field(default=None, metadata=LEARN)
     tree: int | None = optional_integer(1, MAX_TREE)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "learn", LearnConfig.parse("jump", self.learn))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +135,8 @@ class MedusaConfig:
 
     heads: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
-    learn: Any = field(default=False, metadata=LEARN)
+    learn: Any = field(default=None, metadata=LEARN)
     tree: int | None = optional_integer(1, MAX_TREE)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "learn", LearnConfig.parse("medusa", self.learn))
 
 
 def _names_class(value: Any) -> bool:

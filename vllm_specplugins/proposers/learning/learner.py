@@ -190,5 +190,4 @@ class Learner:
 def learner_of(proposer: Any) -> Learner | None:
     """Of the stages of a cascade, or of the proposer that is its only one, the one that learns."""
     stages = getattr(proposer, "named_stages", lambda: [("", proposer)])()
-    found = [getattr(stage, "learner", None) for _, stage in stages]
-    return next((learner for learner in found if isinstance(learner, Learner)), None)
+    return next((own for _, stage in stages if isinstance(own := getattr(stage, "learner", None), Learner)), None)
