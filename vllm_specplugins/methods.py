@@ -160,8 +160,6 @@ def learns(config: SpecConfig) -> bool:
 
 def drafts_on_device(config: SpecConfig) -> bool:
     """Whether the method, on Model Runner V2, drafts without the host, and reads tokens where they lie if it does."""
-    if any(getattr(own, "look_ahead", None) for _, own in drafters(config)):
-        return False  # its graphs are of single tokens
     first, *others = methods_of(config)
     is_cascade = first == "prompt_lookup" and len(others) == 1 and others[0] in ON_DEVICE
     return method_of(config.method).on_device or is_cascade or drafts_late(config)

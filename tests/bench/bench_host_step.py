@@ -38,6 +38,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "cascade": {"method": "cascade", "stages": [LOOKUP, EXIT]},
     "early_exit": EXIT,
     "coupled": {**EXIT, "draft_sample_method": "coupled"},
+    "look_ahead": {**EXIT, "look_ahead": "?"},
     "jump": {"method": "jump", "draft_sample_method": "greedy"},
     "learning": {"method": "jump", "draft_sample_method": "greedy", "learn": True},
     "tree": {**EXIT, "tree": 5},
@@ -58,6 +59,7 @@ BARS = [
     ("lookup and jump", "prompt_lookup", (1.05, 1.05, 1.05), (1.15, 1.15, 1.15)),
     ("early_exit", "ngram_gpu", (1.00, 1.00, 1.00), (1.20, 1.15, 1.15)),
     ("coupled", "ngram_gpu", (1.00, 1.00, 1.00), (1.30, 1.25, 1.30)),
+    ("look_ahead", "early_exit", (1.00, 1.00, 1.00), (1.10, 1.10, 1.10)),
     ("learning", "jump", (1.02, 1.02, 1.02), (1.06, 1.05, 1.05)),
     ("prompt_lookup, K = 0", "none", (1.10, 1.10, 1.06), (1.20, 1.20, 1.20)),
     ("tree, K = 0", "early_exit, K = 0, TRITON_ATTN", (1.02, 1.02, 1.02), (1.15, 1.15, 1.15)),
@@ -215,25 +217,30 @@ def _write_models(folder: Path, drafter: dict[str, Any]) -> str:
         (folder / name / "config.json").write_text(json.dumps(config))
     if method in ("draft_model", "eagle3"):
         drafter["model"] = str(folder / "drafter")
-    if method in ("jump", "medusa"):
-        drafter["head" if method == "jump" else "heads"] = _write_part(folder / "drafter", method)
+    field = "look_ahead" if "look_ahead" in drafter else {"jump": "head", "medusa": "heads"}.get(str(method))
+    if field is not None:
+        drafter[field] = _write_part(folder / "drafter", field)
     return str(folder / "target")
 
 
-def _write_part(folder: Path, method: str) -> str:
-    """A jump over all layers, or heads, of zeros."""
+def _write_part(folder: Path, field: str) -> str:
+    """A jump over all layers, heads, or embeddings for one, of zeros."""
     import torch
     from safetensors.torch import save_file
 
     from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
+    from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
 
     size, layers = int(MODEL["hidden_size"]), int(MODEL["num_hidden_layers"])  # type: ignore[call-overload]
-    if method == "jump":
+    if field == "head":
         config = JumpHeadConfig(
             early_layers=0, late_layer=layers, num_layers=layers, hidden_size=size, inner_size=16, rms_norm_eps=1e-5
         )
         shapes = JumpHead(config).state_dict()
         JumpHead(config, {name: torch.zeros(like.shape) for name, like in shapes.items()}).save(folder)
+    elif field == "look_ahead":
+        ahead = LookAheadConfig(exit_layer=1, hidden_size=size, num_embeddings=4)
+        LookAhead(ahead, {"embeddings.weight": torch.zeros(4, size)}).save(folder)
     else:
         blocks = {f"blocks.{head}.layers.0.weight": torch.zeros(size, size) for head in range(5)}
         save_file(blocks, folder / "model.safetensors")

@@ -59,7 +59,7 @@ def start(cold):
     if cold:
         result["plain"] = answer(llm, enabled=False)
         LlamaDecoderLayer.forward = layer
-        llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.adapter.first_layers._run.clear()
+        llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.adapter.first_layers._compiled.clear()
         result["eager"] = answer(llm)
     result["faults"] = llm.collective_rpc("specplugins_stats")[0]["faults"]
     result["code"] = [compilation_counter.num_aot_artifacts_saved, compilation_counter.num_aot_artifacts_loaded]

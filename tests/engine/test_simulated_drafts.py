@@ -12,7 +12,7 @@ from conftest import FEW, INTERPRETED, NUM_LAYERS, graphs, spec_metrics
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from parts import learner_of, learning, medusa, swaps_weights, write_head
+from parts import learner_of, learning, medusa, swaps_weights, with_embeddings, write_head
 from recorded import check_nothing_found_costs_one_token, on_device, replays, runner, verified
 from shortened import new_folder
 from simulated_device.device import Device
@@ -20,12 +20,14 @@ from vllm import SamplingParams
 
 ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 K, PROMPTS, NUM_TOKENS = 4, FEW, 16
-# All layers of the target: what these say is accepted, but for Medusa's.
+# All layers of the target: what these say is accepted, but for Medusa's, and of one pass the tokens after the first.
 EXIT = {"method": "early_exit", "exit_layer": NUM_LAYERS}
 JUMP = write_head(new_folder("jump"), NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0)
 MEDUSA = medusa(new_folder("medusa"), num_draft=2)
+AHEAD = with_embeddings(new_folder("ahead"), NUM_LAYERS, K)
 LOOKUPS = [PROMPT_LOOKUP, SUFFIX_LOOKUP]  # the latter with what arrives from the host
 CASCADES = [("verify", EXIT, "greedy"), ("auto", EXIT, "greedy"), ("auto", JUMP, "greedy"), ("auto", MEDUSA, "greedy")]
+CASCADES += [("auto", AHEAD, "greedy")]
 CASCADES += [("auto", stage, "probabilistic") for stage in (EXIT, JUMP, MEDUSA) if ALL]
 
 
@@ -55,7 +57,7 @@ def test_cascade(
     stats = llm.collective_rpc("specplugins_stats")[0]
     lookup, exit_stage = stats["stages"].values()
     assert stats["faults"] == {} and stats["propose_ms"] == 0
-    assert exit_stage["verified"] > 0 and (stage is MEDUSA or exit_stage["accepted"] == exit_stage["verified"])
+    assert exit_stage["verified"] > 0 and (stage in (MEDUSA, AHEAD) or exit_stage["accepted"] == exit_stage["verified"])
     assert lookup["asked"] > 0 and lookup["accepted"] + exit_stage["accepted"] == stats["accepted_tokens"]
 
 

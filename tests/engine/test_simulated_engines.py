@@ -1,5 +1,6 @@
 """vLLM's engine on the simulated device: what is replayed says what eager steps say."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, counted, graphs
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
+from parts import with_embeddings
 from recorded import drafts_pay, replays, runner
 from simulated_device.device import Device
 
@@ -71,3 +73,36 @@ def test_all_layers_asynchronously(engine: Any, device: Device, prompts: Any, ex
         _, drafted, accepted = counted(llm, lambda: generate(llm, prompts[:6], [6], **sampling))
     assert drafted >= 54 and accepted >= drafted - 6 * K
     assert replays(runner(llm).speculator._graphs) > 0
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_one_pass(engine: Any, device: Device, prompts: Any, expected: Any, tmp_path: Path, method: str) -> None:
+    """Look-ahead tokens through all layers, K of each request in a graph's one pass, with rows of padding and without:
+    the first of a draft is the target's own, so that it is accepted, of whatever it is drawn. Fails if a graph is of
+    single tokens, if a request's queries see each other's slots or what stands after them, or if its q is another's.
+    """
+    config = {**with_embeddings(tmp_path, NUM_LAYERS, K), "draft_sample_method": method}
+    llm = engine(config, **graphs((1, 4, 8, 16, 24, 32)))
+    drafts_pay(llm)
+    graph, places = runner(llm).speculator._graphs_of[K], device.ledger.places.total()
+    assert {own.num_tokens // own.num_reqs for own in graph.graphs} == {K}
+
+    def firsts() -> tuple[int, int]:
+        """Drafts, and how often their first token was accepted."""
+        found = {metric.name: metric for metric in llm.get_metrics()}
+        per_place = found["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+        return found["vllm:spec_decode_num_drafts"].value, per_place[0]
+
+    for batch_size in (1, 4, 8):
+        few, before, replayed = prompts[:batch_size], firsts(), replays(graph)
+        with device.waits_forbidden():
+            if method == "greedy":
+                assert generate(llm, few, [batch_size], max_tokens=NUM_TOKENS) == expected[:batch_size]
+            else:
+                generate(llm, few, [batch_size], max_tokens=NUM_TOKENS, temperature=1.0)
+        drafts, accepted = (after - own for after, own in zip(firsts(), before, strict=True))
+        assert drafts == accepted >= 3 * batch_size
+        assert replays(graph) >= replayed + 3
+    stats = llm.collective_rpc("specplugins_stats")[0]
+    assert stats["faults"] == {} and stats["propose_ms"] == 0, "drafting eagerly takes time"
+    assert device.ledger.places.total() == places

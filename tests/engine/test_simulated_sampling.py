@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import early_exit
 from conftest import INTERPRETED, counted, graphs, verify_by_reference
-from parts import learner_of, swaps_weights, write_head
+from parts import learner_of, swaps_weights, with_embeddings, write_head
 from recorded import replays, runner
 from small_vocabulary import VOCAB_SIZE, exact_probs, sampled, write_checkpoint
 
@@ -45,8 +45,9 @@ def expected(checkpoint: Path) -> np.ndarray:
     return exact_probs(checkpoint, top_p=1.0).reshape([VOCAB_SIZE] * 3)
 
 
-def start(engine: Any, checkpoint: Path, layer: int) -> Any:
-    config = {**early_exit(layer, K), "draft_sample_method": "probabilistic"}
+def start(engine: Any, checkpoint: Path, layer: int, ahead: Path | None = None) -> Any:
+    own = early_exit(layer, K) if ahead is None else with_embeddings(ahead, layer, K, hidden_size=64)
+    config = {**own, "draft_sample_method": "probabilistic"}
     return engine(config, model=str(checkpoint), **ARGUMENTS)
 
 
@@ -86,4 +87,13 @@ def test_distribution_while_weights_change(
     num_steps = swaps_weights(monkeypatch, scale=0.1)
     counts, accepted = rate(llm, BATCHES)
     assert num_steps[0] > 2 * len(BATCHES) and 0.05 < accepted < 0.9
+    assert chi_squared([(counts, expected, expected)]).p_value > 1e-4
+
+
+@pytest.mark.slow
+def test_one_pass(engine: Any, device: Device, checkpoint: Path, expected: np.ndarray, tmp_path: Path) -> None:
+    """The same of look-ahead tokens through all layers: each first token is accepted, each other hardly ever. Fails if
+    the q of a pass's tokens change places."""
+    counts, accepted = rate(start(engine, checkpoint, 2, tmp_path), BATCHES)
+    assert 0.5 < accepted < 0.9
     assert chi_squared([(counts, expected, expected)]).p_value > 1e-4

@@ -18,7 +18,6 @@ from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.proposers.draft_sampler import ModelProposer, Steps, token_confidence
-from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.structures.arrays import DraftArrays, either, of_stage
 from vllm_specplugins.target import Target
 
@@ -84,7 +83,7 @@ class OnDevice:
     @property
     def continues(self) -> bool:
         """Whether the exit goes on after the lookup's tokens."""
-        return self.policy == "auto" and isinstance(self.stage, EarlyExit)
+        return self.policy == "auto" and self.stage.continues_drafts
 
     def draft(
         self,

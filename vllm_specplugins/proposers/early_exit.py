@@ -23,7 +23,6 @@ from vllm_specplugins.target import Target, TargetSizes
 class EarlyExit(ModelProposer):
     """See the module: whatever it knows of a request stands in the target's KV cache."""
 
-    continues_drafts = True
     _read: ExitStates | None = None  # where it learns
     _newest: Any = None  # states that were chosen from last
 
@@ -33,6 +32,7 @@ class EarlyExit(ModelProposer):
         if config.look_ahead is not None:
             dtype = context.dtype or torch.float32
             self._ahead = LookAhead.load(config.look_ahead, context.device, dtype).embeddings.weight
+        self.continues_drafts = self._ahead is None  # one pass is of what comes after the newest token
         self._head = None
         if config.exit_head is not None:
             self._head = ExitHead.load(config.exit_head, context.device, context.dtype)

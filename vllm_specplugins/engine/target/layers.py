@@ -31,7 +31,8 @@ class FirstLayers:
     """
 
     def __init__(self, target: nn.Module, config: SpecConfig):
-        self._compiled: set[tuple[int, bool]] = set()
+        # By the last layer, and whether the norm follows; it takes tokens, not states.
+        self._compiled: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {}
         self._target: Any = target
         self._body: Any = getattr(target, "model", None)
         self._run: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}  # by first and last layer, and norm
@@ -45,7 +46,8 @@ class FirstLayers:
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] after layers [0, end_layer) and, if `normed`, the final norm."""
-        return self._cut(0, end_layer, normed)(token_ids, positions, None)
+        run = self._compiled.get((end_layer, normed)) or self._cut(0, end_layer, normed)
+        return run(token_ids, positions, None)
 
     def embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
         """What stands in front of the first layer: [num_tokens, hidden_size] of token ids [num_tokens]."""
@@ -86,10 +88,9 @@ class FirstLayers:
         exits = {(part.exit_layer, part.exit_head is None) for part in stage_configs(config, EarlyExitConfig)}
         if not exits or not compiles(self._body):
             return
-        for end_layer, normed in sorted(exits - self._compiled):
-            self._compiled.add((end_layer, normed))
+        for end_layer, normed in sorted(exits - self._compiled.keys()):
             tag = f"exit_{end_layer}" + ("" if normed else "_unnormed")
-            self._run[0, end_layer, normed] = compile_cut(self._cut_body(0, end_layer, normed), tag)
+            self._compiled[end_layer, normed] = compile_cut(self._cut_body(0, end_layer, normed), tag)
 
     def _cut_body(self, first_layer: int, end_layer: int, normed: bool) -> nn.Module:
         cut = copy.copy(self._body)

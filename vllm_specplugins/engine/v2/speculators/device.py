@@ -77,14 +77,14 @@ class DeviceSpeculator(Speculator):
         if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL:
             return
         exits = stage_configs(self.vllm_config.speculative_config.plugin_config, EarlyExitConfig)
-        # A graph's metadata is that of one token a request; which rows run adapters the host says at each launch.
-        is_plain = self.vllm_config.lora_config is None and not any(part.look_ahead for part in exits)
-        if self.runs_target and not (is_plain and self.supports_decode_metadata_update):
+        has_adapters = self.vllm_config.lora_config is not None  # which rows run them the host says at each launch
+        if self.runs_target and (has_adapters or not self.supports_decode_metadata_update):
             return
         for depth in self._depths:
             kind = SpeculatorCudaGraphManager if depth else CudaGraphManager
+            length = depth if depth and any(part.look_ahead for part in exits) else 1  # of a request, in one pass
             mode = CUDAGraphMode.FULL_DECODE_ONLY
-            self._graphs_of[depth] = kind(self.vllm_config, self.device, mode, decode_query_len=1)
+            self._graphs_of[depth] = kind(self.vllm_config, self.device, mode, decode_query_len=length)
 
     def capture(self) -> None:
         """Records one graph for each batch size and depth."""
@@ -179,7 +179,8 @@ class DeviceSpeculator(Speculator):
         self._graphs = graphs = self._graphs_of.get(self._depth)
         if graphs is None:
             return False
-        batch = graphs.dispatch(num_reqs, num_reqs, 1, 0)
+        length = graphs.decode_query_len
+        batch = graphs.dispatch(num_reqs, num_reqs * length, length, 0)
         if batch.cg_mode != CUDAGraphMode.FULL:
             return False
         for group in chain(*self.attn_groups) if self._depth else ():

@@ -75,9 +75,10 @@ class PagedForward(PagedLayers):
         return self._slots or build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
 
     def _metadata_for(self, length: int) -> dict[str, Any] | None:
-        """Attention metadata over the speculator's buffers; that of single tokens is made once, if it can be."""
+        """Attention metadata over the speculator's buffers; a graph's is there, that of single tokens is made once, if
+        it can be."""
         speculator = self._speculator
-        if length == 1 and self._metadata is not None:
+        if length * self._num_reqs == self._num_tokens and self._metadata is not None:
             speculator._update_draft_decode_metadata(self._metadata, self._num_reqs)
             return self._metadata
         assert self._seq_lens_cpu is not None
