@@ -322,5 +322,16 @@ def test_trees() -> None:
     ):
         with pytest.raises(ConfigError, match=f"^early_exit: {words}"):
             parse_config({**EXIT, **more})
+    merged = {"method": "cascade", "stages": [LOOKUP, EXIT], "tree": 15}
+    assert [stage.num_speculative_tokens for stage in parse_config(merged).stages] == [None, 6]
+    assert parse_config(merged).length == parse_config({**merged, "num_speculative_tokens": 15}).length == 15
+    for wrong in (
+        {"policy": "verify"}, {"stages": [EXIT, LOOKUP]}, {"stages": [LOOKUP]}, {"stages": [LOOKUP, EXIT, EXIT]},
+        {"stages": [LOOKUP, {**EXIT, "num_speculative_tokens": 4}]}, {"stages": [{"method": "suffix_lookup"}, EXIT]},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="stages must be prompt_lookup and one of early_exit, jump and medusa"):
+            parse_config({**merged, **wrong})
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens must be 15, the tree.s, or left out, not 31"):
+        parse_config({**merged, "num_speculative_tokens": 31})
     with pytest.raises(ConfigError, match=r"stages\[1\] must not hold tree"):
         parse_config({"method": "cascade", "stages": [LOOKUP, {**EXIT, "tree": 7}]})

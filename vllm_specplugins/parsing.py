@@ -55,10 +55,11 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
         names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name != "cascade"]
         own["stages"] = tuple(_parse_stage(index, stage, names, greedy) for index, stage in enumerate(stages))
     config = SpecConfig.parse(method, row.config, own) if row else _parse_registered(registered_methods()[method], own)
-    if "num_speculative_tokens" not in own:
-        config = with_default_length(config, (*LOOKUPS, "grammar"))
+    says_length = "num_speculative_tokens" in own
     if config.tree:
-        config = with_tree(config)
+        config = with_tree(config if says_length else config.with_length(config.tree))
+    elif not says_length:
+        config = with_default_length(config, (*LOOKUPS, "grammar"))
     option_checks(config)
     check_stages(config)
     verification = config.common.verification

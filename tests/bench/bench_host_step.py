@@ -42,6 +42,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "jump": {"method": "jump", "draft_sample_method": "greedy"},
     "learning": {"method": "jump", "draft_sample_method": "greedy", "learn": True},
     "tree": {**EXIT, "tree": 5},
+    "lookup and tree": {"method": "cascade", "stages": [LOOKUP, EXIT], "tree": 5},
     **{name: {"method": name} for name in ("draft_model", "eagle3", "mtp")},
     **{
         f"lookup and {name}": {"method": "cascade", "stages": [LOOKUP, {"method": name}]}
@@ -63,6 +64,7 @@ BARS = [
     ("learning", "jump", (1.02, 1.02, 1.02), (1.06, 1.05, 1.05)),
     ("prompt_lookup, K = 0", "none", (1.10, 1.10, 1.06), (1.20, 1.20, 1.20)),
     ("tree, K = 0", "early_exit, K = 0, TRITON_ATTN", (1.02, 1.02, 1.02), (1.15, 1.15, 1.15)),
+    ("lookup and tree, K = 0", "cascade, K = 0, TRITON_ATTN", (1.02, 1.02, 1.02), (1.15, 1.15, 1.15)),
     ("lookup and eagle3", "eagle3", (1.05, 1.05, 1.05), (1.40, 1.25, 1.25)),
 ]
 BATCHES = (1, 8, 32)
@@ -117,7 +119,7 @@ class Engine:
         config = None if method is None else {"num_speculative_tokens": num_draft, **method}
         if "gate off" in endings and config is not None:
             config["gate"] = "off"
-        attention = TREES if name == "tree" else TRITON if "TRITON_ATTN" in endings else None
+        attention = TREES if "tree" in name else TRITON if "TRITON_ATTN" in endings else None
         if attention is not None:
             from vllm.v1.attention.backends import triton_attn
 

@@ -4,9 +4,11 @@
 
 With a one-hot q an output does not depend on drafts. So the target's outputs are made once, at temperatures 0, 0.8 and
 1; our proposers draft at every place of them, with the layers of transformers in place of vLLM's; and a step's tokens
-are how far the output is a path of the draft. Outputs that repeat themselves are left out. The gate is played, too: two
-and four requests whose steps cost what traces/played.py says. It returns 1 where a tree has less than 1.2 times the
-tokens of the best chain of 4, 8 and 15, or the gate less than 0.98 of the speed of the best length.
+are how far the output is a path of the draft. Outputs that repeat themselves are left out. With a lookup's chain merged
+into it, a tree is held against the better of the tree alone and the lookup's best chain; what the lookup is worth is
+learned at each place of one output after the other. The gate is played, too: two and four requests whose steps cost
+what traces/played.py says. It returns 1 where a tree has less than 1.2 times the tokens of the best chain of 4, 8 and
+15, or the gate less than 0.98 of the speed of the best length.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
+from vllm_specplugins.kernels import acceptance
+from vllm_specplugins.kernels.acceptance.state import clear, new_state
+from vllm_specplugins.kernels.acceptance.worth import survivals
+from vllm_specplugins.kernels.history_match import NO_MATCH, Texts, history_match
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 
@@ -35,13 +42,14 @@ from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.heads.medusa_heads import num_heads
 from vllm_specplugins.proposers.jump import Jump
 from vllm_specplugins.proposers.medusa import Medusa
+from vllm_specplugins.structures.arrays import of_stage
 from vllm_specplugins.target import Sampling as Drawn
 from vllm_specplugins.target import Target
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 TEMPERATURES, CHAINS, BAR, GATE_BAR = (0.0, 0.8, 1.0), (4, 8, 15), 1.2, 0.98
-NUM_STEPS, UNTIL_KNOWN = 6000, 1000  # of a gate that is played
+NUM_STEPS, UNTIL_KNOWN, LOADS = 6000, 1000, 4  # of a gate that is played
 PROMPT, OUTPUT, NGRAM = 192, 32, 6
 NUM_TEXTS, STRIDE = 60, 128
 Accepted = list[int]  # of the draft at each place of an output
@@ -106,8 +114,25 @@ def leading(draft: list[int], output: list[int]) -> int:
     return next((at for at, pair in enumerate(zip(draft, output, strict=False)) if pair[0] != pair[1]), len(output))
 
 
-def tree(proposer: Any, target: Target, output: list[int], num_nodes: int) -> dict[str, Accepted]:
-    grown = proposer.draft_tree(target, num_nodes, torch.ones(OUTPUT, dtype=torch.bool))
+def copied(known: Any, prompt: list[int], output: list[int], most: int) -> tuple[torch.Tensor, torch.Tensor, Accepted]:
+    """What a lookup finds at each place, logarithms of its survival, and how much of it is right."""
+    text, places = torch.tensor([*prompt, *output]), torch.arange(OUTPUT)
+    lengths, limits = (len(prompt) + places).int(), torch.full((OUTPUT,), most).int()
+    texts = Texts(text.int().expand(OUTPUT, -1).contiguous(), lengths, torch.full((OUTPUT, 2), NO_MATCH).int())
+    found = history_match(texts, places, limits, most, 1, 8)
+    rated = of_stage(0, found.token_ids, found.num_draft, found.match_length)
+    drafts, slot, survival, right = (rated.num_draft, rated.stage, rated.confidence), torch.zeros(1).long(), [], []
+    for place, tokens in enumerate(found.token_ids.tolist()):
+        own = acceptance.Drafts(*(part[place : place + 1] for part in drafts))
+        survival.append(survivals(known, slot, own)[0].log().float())
+        right.append(min(leading(tokens, output[place:]), int(found.num_draft[place])))
+        acceptance.predict(known, slot, own, torch.zeros(1, most))
+        acceptance.learn(known, slot, torch.tensor([right[-1] + 1]), torch.tensor([right[-1] < OUTPUT - place]).int())
+    return found.token_ids, torch.stack(survival), right
+
+
+def tree(proposer: Any, target: Target, output: list[int], num_nodes: int, *other: torch.Tensor) -> dict[str, Accepted]:
+    grown = proposer.draft_tree(target, num_nodes, torch.ones(OUTPUT, dtype=torch.bool), other or None)
     found = []
     for place, (tokens, parents) in enumerate(zip(grown.token_ids.tolist(), grown.parents.tolist(), strict=True)):
         children = {pair: node for node, pair in enumerate(zip(parents, tokens, strict=True), 1)}
@@ -115,19 +140,20 @@ def tree(proposer: Any, target: Target, output: list[int], num_nodes: int) -> di
         while place + depth < OUTPUT and (node, output[place + depth]) in children:
             node, depth = children[node, output[place + depth]], depth + 1
         found.append(depth)
-    return {f"tree {num_nodes}": found}
+    return {f"{'merged' if other else 'tree'} {num_nodes}": found}
 
 
 def speeds(played: list[dict[int, Accepted]], machine: Any, num_reqs: int, one_pass: bool) -> tuple[float, list[float]]:
-    """Tokens a ms of so many requests behind the gate, and of each length alone: outputs one after the other.
+    """Tokens a ms of so many requests behind the gate, and of each length alone: outputs one after the other, in some
+    random orders, whose sum it is.
 
     Args:
         played: of each output, by length of a draft, what is accepted at each place.
         one_pass: whether a draft takes one, however long it is.
     """
 
-    def speed(choose: Callable[[], int], tell: Callable[..., None]) -> float:
-        rng, total_ms, num_tokens = random.Random(0), 0.0, 0
+    def speed(load: int, choose: Callable[[], int], tell: Callable[..., None]) -> float:
+        rng, total_ms, num_tokens = random.Random(load), 0.0, 0
         places = [(rng.randrange(len(played)), 0) for _ in range(num_reqs)]
         for step in range(NUM_STEPS):
             k, emitted = choose(), []
@@ -143,9 +169,12 @@ def speeds(played: list[dict[int, Accepted]], machine: Any, num_reqs: int, one_p
         return num_tokens / total_ms
 
     most = max(played[0])
-    gate = StepTimes(most, chain_length(most))
-    fixed = [speed(lambda k=k: k, lambda *_: None) for k in gate.lengths]  # type: ignore[misc]
-    return speed(lambda: gate.choose(num_reqs), gate.add), fixed
+    gates = [StepTimes(most, chain_length(most)) for _ in range(LOADS)]
+    gated = sum(speed(load, partial(gate.choose, num_reqs), gate.add) for load, gate in enumerate(gates))
+    return gated, [
+        sum(speed(load, lambda k=k: k, lambda *_: None) for load in range(LOADS))  # type: ignore[misc]
+        for k in gates[0].lengths
+    ]
 
 
 def num_steps(accepted: Accepted) -> int:
@@ -206,34 +235,51 @@ def main() -> int:
         *[float("inf")] * 2,
     )
     kinds = *(f"chain {length}" for length in CHAINS), f"tree {arguments.nodes}"
-    for column in ("T", "outputs", "drafter", *kinds, "gain"):
+    for column in ("T", "outputs", "drafter", *kinds, "gain", "lookup", "merged", "gain"):
         table.add_column(column)
     for temperature in TEMPERATURES:
         pairs = zip(prompts, outputs_of(base, prompts, temperature), strict=True)
         kept = [(prompt, output) for prompt, output in pairs if len(output) == OUTPUT and not repeats(output)]
         for name, proposer in parts.items() if kept else ():
             steps: dict[str, int] = {}
-            played = []
+            known, seen = new_state(1, 2, max(CHAINS), None), list[int]()
+            played: dict[str, list[dict[int, Accepted]]] = {name: [], f"lookup, {name}": []}
             for prompt, output in kept:
                 drafts = chains(proposer, target_of(base, prompt, output, temperature), output)
                 drafts |= tree(proposer, target_of(base, prompt, output, temperature), output, arguments.nodes)
-                for kind, accepted in drafts.items():
+                clear(known, torch.zeros(1).long())
+                *other, right = copied(known, prompt, output, max(CHAINS))
+                beside = {f"lookup {length}": [min(length, own) for own in right] for length in CHAINS}
+                beside |= tree(proposer, target_of(base, prompt, output, temperature), output, arguments.nodes, *other)
+                for kind, accepted in (drafts | beside).items():
                     steps[kind] = steps.get(kind, 0) + num_steps(accepted)
                 longest = drafts[f"chain {max(CHAINS)}"]
                 lengths = lengths_up_to(chain_length(arguments.nodes))[1:]
                 own = {length: [min(length, one) for one in longest] for length in lengths}
-                played.append({**own, arguments.nodes: drafts[f"tree {arguments.nodes}"]})
+                played[name].append({**own, arguments.nodes: drafts[f"tree {arguments.nodes}"]})
+                seen, gains = seen + longest, other[1].exp().cumsum(1)
+                for length in lengths:  # of the lookup, where that promises more than the drafter has brought so far
+                    usual = sum(min(length, one) for one in seen) / len(seen)
+                    is_copied = (gains[:, length - 1] > usual).tolist()
+                    both = zip(right, longest, is_copied, strict=True)
+                    own[length] = [min(length, its if copies else one) for its, one, copies in both]
+                played[f"lookup, {name}"].append({**own, arguments.nodes: beside[f"merged {arguments.nodes}"]})
             rates = [len(kept) * OUTPUT / count for count in steps.values()]
-            gain = rates[-1] / max(rates[:-1])
+            (*alone, grown), (*lookup, merged) = rates[:4], rates[4:]
+            gain, more = grown / max(alone), merged / max(*lookup, grown)
             worst = min(worst, gain)
-            table.add_row(f"{temperature}", str(len(kept)), name, *(f"{rate:.2f}" for rate in rates), f"{gain:.2f}x")
-            cells = []
-            for machine, num_reqs in product(MACHINES.values(), (2, 4)):
-                gated, fixed = speeds(played, machine, num_reqs, name == "medusa")
-                worst_gate = min(worst_gate, gated / max(fixed))
-                best = (0, *played[0])[fixed.index(max(fixed))]
-                cells.append(f"{gated / max(fixed):.3f} ({best})")
-            gates.add_row(f"{temperature}", name, *cells)
+            words = [f"{rate:.2f}" for rate in (*alone, grown, max(lookup), merged)]
+            table.add_row(
+                f"{temperature}", str(len(kept)), name, *words[:4], f"{gain:.2f}x", *words[4:], f"{more:.2f}x"
+            )
+            for label, texts in played.items():
+                cells = []
+                for machine, num_reqs in product(MACHINES.values(), (2, 4)):
+                    gated, fixed = speeds(texts, machine, num_reqs, name == "medusa")
+                    worst_gate = min(worst_gate, gated / max(fixed))
+                    best = (0, *texts[0])[fixed.index(max(fixed))]
+                    cells.append(f"{gated / max(fixed):.3f} ({best})")
+                gates.add_row(f"{temperature}", label, *cells)
     Console().print(table, gates)
     return int(worst < BAR or worst_gate < GATE_BAR)
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ def exit_tree(num_nodes: int = N, layer: int = NUM_LAYERS // 2, **other: Any) ->
     return {**config, "tree": num_nodes, "gate": "off", **other}
 
 
+def merged_tree(num_nodes: int = N, layer: int = NUM_LAYERS // 2, **other: Any) -> dict[str, Any]:
+    stages = [{"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": layer}]
+    return {"method": "cascade", "stages": stages, "tree": num_nodes, "gate": "off", **other}
+
+
+KINDS = pytest.mark.parametrize("kind", [exit_tree, merged_tree])
+
+
 @pytest.fixture(scope="module")
 def attention(expected: Any) -> Iterator[None]:
     """A CPU's platform has one attention, which is that of trees here; after what is expected, which is vLLM's."""
@@ -47,11 +56,11 @@ def check(llm: Any, least: int) -> None:
 
 
 @on_v2
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_exit(attention: None, engine: Any, prompts: Any, expected: Any, asynchronous: bool) -> None:
+@pytest.mark.parametrize(("kind", "asynchronous"), [(exit_tree, False), (exit_tree, True), (merged_tree, True)])
+def test_exit(attention: None, engine: Any, prompts: Any, expected: Any, kind: Any, asynchronous: bool) -> None:
     """Preemption, prefix-cache hits on blocks whose paths were moved, chunked prefill. Kills: a wrong mask, position,
     node, or place that a path is moved to."""
-    llm = engine(exit_tree(), **STRESS, async_scheduling=asynchronous)
+    llm = engine(kind(), **STRESS, async_scheduling=asynchronous)
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     check(llm, 50)
     assert generate(llm, prompts, [3, 5], max_tokens=NUM_TOKENS) == expected, "from the prefix cache"
@@ -75,7 +84,7 @@ def test_faults_are_seen(
 
         def wrong(rows: Any, parents: Any) -> None:
             put(rows, parents)
-            own, chain = trees._own(rows), (nodes - 1).clamp(min=0)
+            own, chain = trees.own(rows), (nodes - 1).clamp(min=0)
             table, value = {
                 "masks": (trees._ancestors, (2 << nodes) - 1),
                 "positions": (trees._depths, nodes),
@@ -89,10 +98,13 @@ def test_faults_are_seen(
 
 
 @on_v2
-def test_what_the_gate_does(attention: None, engine: Any, prompts: Any, expected: Any, monkeypatch: Any) -> None:
+@KINDS
+def test_what_the_gate_does(
+    attention: None, engine: Any, prompts: Any, expected: Any, kind: Any, monkeypatch: Any
+) -> None:
     """Trees, chains and nothing in turns. Kills: a chain that is verified as the tree before it, a draft that was not
-    made."""
-    llm, told = engine(exit_tree(gate="auto"), **STRESS, async_scheduling=True), []
+    made, a tree that is cut to the chain before it."""
+    llm, told, verified = engine(kind(gate="auto"), **STRESS, async_scheduling=True), [], []
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert scheduler.dynamic_sd_lookup._times.lengths == (0, 1, 2, chain_length(N), N)
 
@@ -101,10 +113,64 @@ def test_what_the_gate_does(attention: None, engine: Any, prompts: Any, expected
             told.append((N, N, 2, 2, 0, 0, 1, 3, N)[len(told) % 9])
             return told[-1]
 
+    update = scheduler.update_from_output
+
+    def noted(scheduled: Any, output: Any) -> Any:
+        verified.append((scheduled.specplugins_num_draft, *map(len, scheduled.scheduled_spec_decode_tokens.values())))
+        return update(scheduled, output)
+
     monkeypatch.setattr(scheduler, "dynamic_sd_lookup", Turns())
+    monkeypatch.setattr(scheduler, "update_from_output", noted)
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     assert spec_metrics(llm)["preemptions"] > 0
+    first = [own[1:] for before, own in pairwise(verified) if own[0] == N > before[0] > 0 and len(own) > 1]
+    assert first and all(max(own) == N for own in first)
     check(llm, 25)
+
+
+@on_v2
+def test_what_is_learned(attention: None, engine: Any, prompts: Any, monkeypatch: Any) -> None:
+    """Of a lookup's chain beside what came out, whatever stood in the tree. Kills: a chain of another step or place, or
+    one that is still learned from after a step without drafts."""
+    llm = engine(merged_tree(gate="auto"), **STRESS, async_scheduling=True, enforce_eager=True)
+    speculator = runner(llm).speculator
+    texts, kept, seen = speculator.lookups.texts.histories, {}, []
+    fates, cascaded, nobody = speculator._fates, speculator._cascaded, speculator.max_num_reqs
+
+    def told(num_rows: int) -> Any:
+        found = fates(num_rows)
+        slots, num_sampled = speculator.outcomes.rows(num_rows)
+        for row, (slot, emitted) in enumerate(zip(slots.tolist(), num_sampled.tolist(), strict=True)):
+            text = texts.token_ids[slot, : texts.lengths[slot]].tolist()
+            start, chain = kept.get(slot, (-1, []))
+            right = next((at for at in range(emitted) if chain[at : at + 1] != text[start + at :][:1]), emitted)
+            is_known = emitted > 0 and start == len(text) - emitted
+            expected = (right + 1, int(right < emitted)) if is_known else (0, 0)
+            assert (int(found[0][row]), int(found[1][row])) == expected
+            seen.append((*expected, start))
+        return found
+
+    def drafted(batch: Any, slots: Any, *rest: Any) -> Any:
+        drafts, logits, parts = cascaded(batch, slots, *rest)
+        learned = parts.learned or drafts
+        for row in (speculator.idx_mapping[: len(slots)] >= 0).nonzero()[:, 0].tolist():
+            kept[int(slots[row])] = int(texts.lengths[slots[row]]), learned.token_ids[row].tolist()
+        return drafts, logits, parts
+
+    monkeypatch.setattr(speculator, "_fates", told)
+    monkeypatch.setattr(speculator, "_cascaded", drafted)
+    scheduler, turns = llm.llm_engine.engine_core.engine_core.scheduler, count()
+
+    class Turns:
+        def __getitem__(self, num_reqs: int) -> int:
+            return (N, N, N, 0, 0, 0, N, 2)[next(turns) % 8]
+
+    monkeypatch.setattr(scheduler, "dynamic_sd_lookup", Turns())
+    generate(llm, prompts[:12], [6], max_tokens=NUM_TOKENS)
+    assert sum(right > 2 for right, *_ in seen) > 5, "chains that were right"
+    assert any(right == 0 and start > 0 for right, _, start in seen), "chains of before a step without drafts"
+    [stats] = llm.collective_rpc("specplugins_stats")
+    assert stats["stages"]["0 prompt_lookup"]["accepted"] > 0 and nobody >= 6
 
 
 @on_v2
@@ -161,12 +227,13 @@ def test_what_a_tree_cannot_keep(attention: None, engine: Any, prompts: Any, ask
 
 
 @on_v2
+@KINDS
 @pytest.mark.parametrize("temperature", [0.8, 1.0])
-def test_seeded_samples(attention: None, engine: Any, prompts: Any, temperature: float) -> None:
+def test_seeded_samples(attention: None, engine: Any, prompts: Any, kind: Any, temperature: float) -> None:
     """What a seeded request is answered is what it is answered with chains. Kills: noise of a node's index."""
     params = {"temperature": temperature, "seed": 5, "max_tokens": 16}
     chains = generate(engine(early_exit(NUM_LAYERS // 2, 2)), prompts[:4], [4], **params)
-    llm = engine(exit_tree(draft_sample_method="coupled"))
+    llm = engine(kind())
     before = spec_metrics(llm)["accepted_tokens"]
     assert generate(llm, prompts[:4], [4], **params) == chains
     assert spec_metrics(llm)["accepted_tokens"] > before

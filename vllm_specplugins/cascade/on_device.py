@@ -27,11 +27,13 @@ LOOKUP, EXIT = 0, 1  # stages
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What each stage did, [R] int each: tokens that it drafted, -1 where it was not asked; of the lookup's, how many
-    the exit would have drafted itself, where it is there to check them."""
+    the exit would have drafted itself, where it is there to check them. And the chain that is learned from, where
+    drafts are trees."""
 
     looked_up: torch.Tensor
     exited: torch.Tensor
     confirmed: torch.Tensor
+    learned: DraftArrays | None = None
 
 
 class Stages:

@@ -214,10 +214,13 @@ class CascadeConfig:
         policy: "auto": by request and step what the gate expects to gain most: one stage, or one after the other
             (without a gate the first stage that has something); "verify": each stage's tokens are checked, corrected
             and extended by the next one, which runs the target.
+        tree: as of `early_exit`, which, or `jump` or `medusa`, is then the second of two stages; what the first one,
+            `prompt_lookup`, finds is merged into it.
     """
 
     stages: tuple["StageConfig", ...] = checked(f"a list of 1 to {MAX_STAGES} dictionaries", _are_stages)
     policy: str = choice("auto", "verify")
+    tree: int | None = optional_integer(1, MAX_TREE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

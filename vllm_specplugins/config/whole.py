@@ -176,22 +176,30 @@ def with_default_length(config: SpecConfig, lookups: Collection[str]) -> SpecCon
 
 
 def with_tree(config: SpecConfig) -> SpecConfig:
-    """K is the size of a tree. Raises ConfigError for what does not go with one."""
+    """K is a tree's size, and a stage beside a lookup drafts its chain. ConfigError for what does not go with one."""
     method, common, tree = config.method, config.common, config.tree
-    if config.says_length and config.length != tree:
+    if config.length != tree:
         raise ConfigError(
             f"{method}: num_speculative_tokens must be {tree}, the tree's, or left out, not {config.length}."
         )
     if common.verification != "fused":
         raise ConfigError(f"{method}: verification must be 'fused' with tree, not {common.verification!r}.")
-    if config.own.draft_sample_method == "probabilistic":
+    if "probabilistic" in sample_methods(config):
         raise ConfigError(
             f"{method}: draft_sample_method must be 'coupled' or 'greedy' with tree, whose tokens are certain, not "
             "'probabilistic'."
         )
-    if getattr(config.own, "look_ahead", None):
+    if any(getattr(part.own, "look_ahead", None) for part in config.parts):
         raise ConfigError(f"{method}: look_ahead must be left out with tree, which was never tried with it.")
-    return replace(config, common=replace(common, num_speculative_tokens=tree), says_length=True)
+    if stages := config.stages:
+        fits = methods_of(config) in [["prompt_lookup", own] for own in ("early_exit", "jump", "medusa")]
+        if not fits or stages[1].num_speculative_tokens is not None or rule(config) == "verify":
+            raise ConfigError(
+                "cascade: stages must be prompt_lookup and one of early_exit, jump and medusa without "
+                "num_speculative_tokens, and policy 'auto', with tree."
+            )
+        config = config.with_stages((stages[0], replace(stages[1], num_speculative_tokens=chain_length(tree))))
+    return replace(config, says_length=True)
 
 
 def check_stages(config: SpecConfig) -> None:
@@ -199,7 +207,9 @@ def check_stages(config: SpecConfig) -> None:
     stages = config.stages
     for index, stage in enumerate(stages):
         if getattr(stage.own, "tree", None):
-            raise ConfigError(f"cascade: stages[{index}] must not hold tree, which a method has that is alone.")
+            raise ConfigError(
+                f"cascade: stages[{index}] must not hold tree, which the cascade has, or a method that is alone."
+            )
         num = stage.num_speculative_tokens
         if num is not None and not is_integer(num, 1, config.length):
             raise ConfigError(

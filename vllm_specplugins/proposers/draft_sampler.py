@@ -174,7 +174,7 @@ class ModelProposer(Proposer):
         """The same; `sees` is shown each step's logits [num_reqs, vocab_size], edited."""
         raise NotImplementedError
 
-    def draft_tree(self, target: Target, num_nodes: int, branches: torch.Tensor) -> Tree:
+    def draft_tree(self, target: Target, num_nodes: int, branches: torch.Tensor, other: Any = None) -> Tree:
         """A tree of each request, or its chain; see tree.py. A request whose logits are edited must have its chain."""
         length, seen = chain_length(num_nodes), []
         steps = self.draft_steps(target, length, sees=lambda step, logits: seen.append(logits))
@@ -183,4 +183,4 @@ class ModelProposer(Proposer):
         if sampling is None:  # nobody knows the noise: as if all were greedy
             nobody = torch.zeros_like(target.num_tokens)
             sampling = Sampling(nobody.float(), nobody)
-        return grow(steps.token_ids, torch.stack(seen, dim=1), positions, sampling, num_nodes, branches)
+        return grow(steps.token_ids, torch.stack(seen, dim=1), positions, sampling, num_nodes, branches, other)

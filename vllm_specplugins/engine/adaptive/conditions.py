@@ -29,7 +29,7 @@ def place(vllm_config: Any) -> None:
     elif config.drafts_late:
         is_here = is_one_stage and _may_be_late(vllm_config)
     elif config.runs_target:
-        is_here = _missing(vllm_config) is None
+        is_here = bool(config.plugin_config.tree) or _missing(vllm_config) is None
     else:
         return
     config.stays_on_host = not (is_here and vllm_config.use_v2_model_runner)

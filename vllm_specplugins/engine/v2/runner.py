@@ -86,7 +86,8 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
             barrier.late.guard = barrier.guard
         wrap(runner, "initialize_kv_cache", partial(_trimming_if_it_can, runner, speculator))
         asynchronous = runner.vllm_config.scheduler_config.async_scheduling
-        speculator.report.trims = lambda: asynchronous and runner.adaptive_verification is not None
+        is_whole = isinstance(speculator, TreeSpeculator)
+        speculator.report.trims = lambda: asynchronous and (is_whole or runner.adaptive_verification is not None)
     speculator.rejection_sampler = lambda: runner.rejection_sampler
     if isinstance(speculator, TreeSpeculator):
         speculator.trees.attach(runner)
@@ -128,7 +129,7 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
         with replaced(runner, {"speculator": None, "num_speculative_steps": 0}):
             return _noted(speculator, sample(grammar_output))
     output = _noted(speculator, sample(grammar_output))
-    if hasattr(output, "model_runner_output") and runner.adaptive_verification is None:
+    if hasattr(output, "model_runner_output"):
         setattr(output.model_runner_output, REPORT, speculator.report.num_draft())
     return output
 

@@ -30,6 +30,8 @@ class DraftTracker:
     """
 
     implementation: str | None = None  # of kernels/acceptance; the reference where a kernel failed its check
+    # Where what is learned from is not what was sent, [R] int32 each: 1 and its tokens that were right, others tried.
+    fates: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self, num_stages: int, req_states: Any, max_num_draft: int, device: torch.device):
         num_slots = req_states.max_num_reqs
@@ -92,7 +94,8 @@ class DraftTracker:
 
     def learn(self, num_rows: int) -> None:
         """What became of the last drafts; once a step, before new ones are rated."""
-        acceptance.learn(self._known, *self._told(num_rows), self.implementation)
+        slots, *told = self._told(num_rows)
+        acceptance.learn(self._known, slots, *(self.fates or told), self.implementation)
 
     def num_worth(self, drafts: DraftArrays, than: int, depth: int, continues: bool) -> torch.Tensor:
         """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage drafts until
@@ -101,11 +104,11 @@ class DraftTracker:
         kept: torch.Tensor = num_worth(self._known, slots, _rated(drafts), than, depth, self.implementation, continues)
         return kept
 
-    def gain(self, drafts: DraftArrays) -> torch.Tensor:
-        """[R]: how many tokens of each draft should be accepted."""
+    def survivals(self, drafts: DraftArrays) -> torch.Tensor:
+        """[R, K]: how likely all tokens of each draft up to each place are accepted."""
         slots = self._slots[: len(drafts.num_draft)]
         survival: torch.Tensor = survivals(self._known, slots, _rated(drafts), self.implementation)
-        return survival.sum(dim=1)
+        return survival
 
     def watch_copies(self) -> None:
         """From now on the host sees which requests copy."""
@@ -125,17 +128,19 @@ class DraftTracker:
 
         `parts`: what each stage of a cascade did.
         """
-        num_rows, known = len(max_draft), self._known
+        num_rows, known, learned = len(max_draft), self._known, drafts
         slots, sampled, rejected = self._told(num_rows)
-        verified = self.tally.add_fates(slots, sampled, rejected)
+        self.tally.add_fates(slots, sampled, rejected)
         self.tally.add_drafts(max_draft, drafts.num_draft)
         if parts is not None:
-            sent = torch.minimum(known.num_sent[slots], verified - 1)
+            learned = parts.learned or drafts
+            sampled, rejected = self.fates or (sampled, rejected)
+            sent = torch.minimum(known.num_sent[slots], sampled + rejected - 1)
             told = parts.looked_up, parts.exited
             self.tally.add_stages(sampled - 1, sent, known.sent_stage[slots], drafts, told, parts.confirmed)
-            known.num_sent[slots], known.sent_stage[slots] = drafts.num_draft.int(), drafts.stage.int()
+            known.num_sent[slots], known.sent_stage[slots] = learned.num_draft.int(), learned.stage.int()
         if rates:
-            acceptance.predict(known, slots, _rated(drafts), self.accept_probs[:num_rows], self.implementation)
+            acceptance.predict(known, slots, _rated(learned), self.accept_probs[:num_rows], self.implementation)
         if self.confidences is not None:
             for table in self.confidences[:2]:
                 table[slots] = self.accept_probs[:num_rows]

@@ -58,10 +58,14 @@ class DraftReport(_Report):
 class LateReport(_Report):
     """Of drafts that were made on the device: their lengths are on their way, and whoever asks waits.
 
-    Where drafts are trimmed on the device nobody asks, but for a grammar.
+    Where drafts are trimmed on the device, or all as long as was asked, nobody asks, but for a grammar.
     """
 
-    trims: Callable[[], bool] = staticmethod(lambda: False)  # set by runner.attach
+    trims: Callable[[], bool] = staticmethod(lambda: False)  # whether that is so; set by runner.attach
+
+    def num_draft(self) -> DraftLengths | dict[str, int]:
+        """None there: of a step later than that of a tree, they would cut it."""
+        return {} if self.trims() else self._lengths
 
     def tell(self, outcomes: Any, input_batch: Any, drafts: torch.Tensor) -> None:
         """The drafts of the step that is just being finished, [num_reqs, K] on the device."""

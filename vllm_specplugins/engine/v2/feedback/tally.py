@@ -79,13 +79,12 @@ class Tally:
         rates: list[float] = [accepted / verified for verified, accepted in pairs.tolist() if verified]
         return rates
 
-    def add_fates(self, slots: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> torch.Tensor:
-        """What became of the last drafts, [R] each; one more than the tokens that were verified of each."""
+    def add_fates(self, slots: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
+        """What became of the last drafts, [R] each."""
         verified = num_sampled + num_rejected
         self._add(0, torch.add(num_sampled, verified, alpha=self._width))
         pairs = torch.stack((verified, num_sampled), dim=1).sub_(1).clamp_(min=0) * self._once[: len(slots), None]
         self._by_slot.index_add_(0, slots, pairs)
-        return verified
 
     def add_drafts(self, wanted: torch.Tensor, num_draft: torch.Tensor) -> None:
         """New drafts, [R] each."""

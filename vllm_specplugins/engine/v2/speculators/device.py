@@ -238,7 +238,7 @@ class DeviceSpeculator(Speculator):
         offered = offers.drafts(EXIT, own)
         gains = None
         if self._rates:
-            gains = self.outcomes.gain(found), self.outcomes.gain(offered)
+            gains = tuple(self.outcomes.survivals(drafts).sum(dim=1) for drafts in (found, offered))
             self.outcomes.keep_copies(gains[0] >= offers.max_num_draft)
         told = Parts(found.num_draft, torch.where(own > 0, offered.num_draft, -1), own * 0)
         return better(found, offered, gains), told
@@ -256,7 +256,8 @@ class DeviceSpeculator(Speculator):
         held: Any = self.barrier.proposer
         exits = OnDevice(held.exit, self._policy, self._rates, self._limits.of_stages[EXIT])
         if self._policy != "verify" and self._rates:
-            self.outcomes.keep_copies(self.outcomes.gain(found) >= self._limits.of_stages[EXIT])
+            gain = self.outcomes.survivals(found).sum(dim=1)
+            self.outcomes.keep_copies(gain >= self._limits.of_stages[EXIT])
         if self._policy != "verify" and self._rates and num_steps:
             # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
             num_worth = self.outcomes.num_worth(found, EXIT, num_steps, exits.continues)

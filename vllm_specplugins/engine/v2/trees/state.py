@@ -35,12 +35,11 @@ class Trees:
         scheduler = vllm_config.scheduler_config
         self._num_slots = scheduler.max_num_seqs
         self._nodes = torch.arange(num_nodes + 1, device=device)
-        self.chain = self._nodes[:-1]  # parents, [W - 1], of nodes that follow each other
-        chain = (self._nodes - 1).clamp(min=0)[None]
+        self.chain = self._nodes[None, :-1]  # parents, [1, W - 1], of nodes that follow each other
         # The last row is nobody's: of padding.
-        self._parents = chain.repeat(self._num_slots + 1, 1)
-        self._depths, self._ancestors = (part.repeat(self._num_slots + 1, 1) for part in ancestors(chain))
-        self._path = torch.zeros_like(self._parents)
+        tables = torch.zeros(4, self._num_slots + 1, num_nodes + 1, dtype=torch.int64, device=device)
+        self._parents, self._depths, self._ancestors, self._path = tables
+        self.put(torch.arange(self._num_slots + 1, device=device), self.chain)
         self._branches = torch.zeros(self._num_slots + 1, dtype=torch.bool, device=device)
         # Of a step: what a graph of the target reads. See kernels.trees.Mask.
         self.bits = torch.full((scheduler.max_num_batched_tokens,), -1, dtype=torch.int64, device=device)
@@ -86,8 +85,7 @@ class Trees:
         branches = [own and not self._only_chains for own in branches]
         own = async_tensor_h2d(np.array([slots, branches]), self.bits.device)
         self._branches[own[0]] = own[1].bool()
-        self._parents[own[0]] = (self._nodes - 1).clamp(min=0)
-        self._depths[own[0]], self._ancestors[own[0]] = self._nodes, (2 << self._nodes) - 1
+        self.put(own[0], self.chain)
 
     def stop(self, rejection_sampler: Any) -> None:
         """From now on drafts are chains; before any is made."""
@@ -95,15 +93,16 @@ class Trees:
 
     def branches(self, rows: torch.Tensor) -> torch.Tensor:
         """Whether requests of these slots, -1 for nobody's, may have trees, [R] bool."""
-        return self._branches[self._own(rows)]
+        return self._branches[self.own(rows)]
 
     def put(self, rows: torch.Tensor, parents: torch.Tensor) -> None:
-        """New trees of these slots, -1 for nobody's: parents [R, W - 1] int64 of all nodes but the root."""
-        own, parents = self._own(rows), torch.cat((torch.zeros_like(parents[:, :1]), parents), dim=1)
+        """New trees of these slots, -1 for nobody's: parents [R or 1, W - 1] int64 of all nodes but the root."""
+        own, parents = self.own(rows), torch.nn.functional.pad(parents, (1, 0))
         self._parents[own] = parents
         self._depths[own], self._ancestors[own] = ancestors(parents)
 
-    def _own(self, rows: torch.Tensor) -> torch.Tensor:
+    def own(self, rows: torch.Tensor) -> torch.Tensor:
+        """Where tables of all slots have these, or nobody's."""
         return torch.where(rows < 0, self._num_slots, rows)
 
     def _prepare(self, prepare: Any, input_batch: Any) -> Any:
