@@ -119,7 +119,7 @@ BUILT_IN: Mapping[str, Method] = dict.fromkeys(
 )
 
 LOOKUPS = tuple(name for name, row in METHODS.items() if row.is_lookup)
-# What a cascade that drafts on the device holds beside prompt_lookup, which comes first.
+# What a cascade that drafts on the device holds beside a lookup, which comes first.
 ON_DEVICE = "early_exit", "jump", "medusa", *BUILT_IN
 
 
@@ -160,16 +160,21 @@ def learns(config: SpecConfig) -> bool:
 
 def drafts_on_device(config: SpecConfig) -> bool:
     """Whether the method, on Model Runner V2, drafts without the host, and reads tokens where they lie if it does."""
-    first, *others = methods_of(config)
-    is_cascade = first == "prompt_lookup" and len(others) == 1 and others[0] in ON_DEVICE
-    return method_of(config.method).on_device or is_cascade or drafts_late(config)
+    return method_of(config.method).on_device or _copies_or_asks(config) or drafts_late(config)
 
 
 def drafts_late(config: SpecConfig) -> bool:
-    """Whether the method, on Model Runner V2, may draft on the host without a wait, from tokens a step or two old."""
+    """Whether the method, or a lookup that stands first, may draft on the host on Model Runner V2 without a wait, from
+    tokens a step or two old."""
     if config.stages:
-        return False
+        return _copies_or_asks(config) and method_of(config.stages[0].method).is_late
     return method_of(config.method).is_late or (may_be_late(config) and not reads_likeliest(config))
+
+
+def _copies_or_asks(config: SpecConfig) -> bool:
+    """Whether a cascade holds a lookup, and what drafts on the device beside one."""
+    first, *others = methods_of(config)
+    return first in LOOKUPS and len(others) == 1 and others[0] in ON_DEVICE
 
 
 def behind_gate(config: SpecConfig) -> SpecConfig:

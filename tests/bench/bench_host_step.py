@@ -44,6 +44,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "tree": {**EXIT, "tree": 5},
     "lookup and tree": {"method": "cascade", "stages": [LOOKUP, EXIT], "tree": 5},
     **{name: {"method": name} for name in ("draft_model", "eagle3", "mtp")},
+    "store and jump": {"method": "cascade", "stages": [{"method": "suffix_lookup"}, {"method": "jump"}]},
     **{
         f"lookup and {name}": {"method": "cascade", "stages": [LOOKUP, {"method": name}]}
         for name in ("draft_model", "eagle3", "mtp", "jump", "medusa")
@@ -58,6 +59,7 @@ BARS = [
     ("suffix_lookup", "prompt_lookup", (1.05, 1.05, 1.05), (1.15, 1.15, 1.15)),
     ("cascade", "prompt_lookup", (1.05, 1.05, 1.05), (1.15, 1.15, 1.15)),
     ("lookup and jump", "prompt_lookup", (1.05, 1.05, 1.05), (1.15, 1.15, 1.15)),
+    ("store and jump", "lookup and jump", (1.05, 1.05, 1.05), (1.15, 1.15, 1.15)),
     ("early_exit", "ngram_gpu", (1.00, 1.00, 1.00), (1.20, 1.15, 1.15)),
     ("coupled", "ngram_gpu", (1.00, 1.00, 1.00), (1.30, 1.25, 1.30)),
     ("look_ahead", "early_exit", (1.00, 1.00, 1.00), (1.10, 1.10, 1.10)),

@@ -49,7 +49,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "mtp": ("gated_delta_net", cascade("auto", stages=(LOOKUP, MTP)) | {"time_budget_ms": 60_000}),
 }
 # States of some requests, 1 + K each, and their text, until one grows; states are a part of the prefix cache, too.
-TIGHT = {"num_gpu_blocks_override": 22, "enable_prefix_caching": True, "max_num_batched_tokens": 64}
+TIGHT = {"enable_prefix_caching": True, "max_num_batched_tokens": 64}
+NUM_BLOCKS = {"mtp": 20}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -99,13 +100,13 @@ def test_outputs(engine: Any, prompts: list[list[int]], plain: Any, name: str) -
     prefix cache. Fails if a state is taken after the draft's end, after its first token, or from another request."""
     kind, config = RUNS[name]
     expected = plain(kind)
-    llm = engine(config, **settings(kind), **TIGHT)
+    llm = engine(config, **settings(kind), **TIGHT, num_gpu_blocks_override=NUM_BLOCKS.get(name, 22))
     assert run(llm, prompts, expected) == expected
     if name != "gated_delta_net":  # slow
         assert run(llm, prompts, expected) == expected, "from the prefix cache"
     metrics = spec_metrics(llm)
     assert 0 < metrics["accepted_tokens"] < metrics["draft_tokens"]
-    assert metrics["preemptions"] > 0 or name == "mtp", metrics
+    assert metrics["preemptions"] > 0, metrics
     [stats] = llm.collective_rpc("specplugins_stats")
     assert stats["faults"] == {}
 

@@ -31,8 +31,8 @@ CASCADES += [("auto", AHEAD, "greedy")]
 CASCADES += [("auto", stage, "probabilistic") for stage in (EXIT, JUMP, MEDUSA) if ALL]
 
 
-def cascade(policy: str, stage: dict[str, Any], **options: Any) -> dict[str, Any]:
-    stages = [{"method": "prompt_lookup"}, {**stage, **options}]
+def cascade(policy: str, stage: dict[str, Any], first: str = "prompt_lookup", **options: Any) -> dict[str, Any]:
+    stages = [{"method": first}, {**stage, **options}]
     return {"method": "cascade", "policy": policy, "stages": stages, "num_speculative_tokens": K}
 
 
@@ -59,6 +59,25 @@ def test_cascade(
     assert stats["faults"] == {} and stats["propose_ms"] == 0
     assert exit_stage["verified"] > 0 and (stage in (MEDUSA, AHEAD) or exit_stage["accepted"] == exit_stage["verified"])
     assert lookup["asked"] > 0 and lookup["accepted"] + exit_stage["accepted"] == stats["accepted_tokens"]
+
+
+@pytest.mark.parametrize("stage", [EXIT | {"exit_layer": 1}, *([JUMP, MEDUSA] if ALL else [])])
+def test_earlier_outputs_beside(
+    engine: Any, device: Device, prompts: Any, expected: Any, stage: dict[str, Any]
+) -> None:
+    """What arrives from the host, without a wait. Fails if it is not asked, or if its drafts are of another request."""
+    llm = on_device(engine, cascade("auto", stage, "suffix_lookup", draft_sample_method="greedy"))
+    before, accepted = drafted(llm), [0]
+    for _ in range(2):
+        with device.waits_forbidden():
+            assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
+        llm.collective_rpc("specplugins_store")
+        stats = llm.collective_rpc("specplugins_stats")[0]
+        lookup, model = stats["stages"].values()
+        accepted.append(lookup["accepted"])
+    assert sum(drafted(llm).values()) > sum(before.values())
+    assert accepted[2] - accepted[1] > accepted[1] + 8, "what was said before is known"
+    assert stats["faults"] == lookup["faults"] == {} and stats["propose_ms"] == 0 and model["verified"] > 0
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])

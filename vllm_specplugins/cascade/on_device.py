@@ -48,9 +48,12 @@ class Stages:
         self.exit = second
         self._names = [f"{index} {name}" for index, name in enumerate(names)]
         self._stages, self._counters = (lookup, second), [StageCounters() for _ in names]
-        self.built_in_guard: Guard | None = None
-        if isinstance(second, BuiltIn):
-            self.built_in_guard = guard_of(second, self._names[1], self._counters[1], context)
+        self._context = context
+        self.built_in_guard = self.guard_of(EXIT) if isinstance(second, BuiltIn) else None
+
+    def guard_of(self, index: int) -> Guard:
+        """A guard of a stage, and of it alone."""
+        return guard_of(self._stages[index], self._names[index], self._counters[index], self._context)
 
     def stage_counters(self) -> dict[str, StageCounters]:
         """See Cascade.stage_counters."""

@@ -54,7 +54,8 @@ class _WithProposer:
             from vllm_specplugins.engine.v1 import runner as runner  # type: ignore[no-redef]
         with runner.while_built(self.vllm_config):
             super().init_device()  # type: ignore[misc]
-        build = getattr(getattr(self.model_runner, "speculator", None), "new_proposer", None)
+        speculator = getattr(self.model_runner, "speculator", None)
+        build = getattr(getattr(speculator, "specplugins", speculator), "new_proposer", None)
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device, build)
         runner.attach(self.model_runner, self._barrier)
         method = self.vllm_config.speculative_config.plugin_config.method
@@ -146,8 +147,8 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) 
     if on_host or not vllm_config.use_v2_model_runner:
         config = behind_gate(config)
     # A call into the target belongs to the engine's own thread and stream; a cascade puts stages in threads.
-    is_late = build is not None and speculative_config.drafts_late
-    in_thread = is_late or not (speculative_config.runs_target or config.stages or build)
+    waits = build and not speculative_config.drafts_late
+    in_thread = not (speculative_config.runs_target or config.stages or waits)
     with _process_as_it_was():
         proposer = (build or build_proposer)(config, context)
     return FaultBarrier(

@@ -21,25 +21,21 @@ def place(vllm_config: Any) -> None:
     """Leaves a cascade on the host where nothing would trim its exit's drafts: there it has a gate of its own; one with
     a drafter of vLLM's, and what drafts late, in a pipeline; and that where a synchronous scheduler waits anyway."""
     config, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    if not config.reads_history:
+    if not (config.reads_history and (config.runs_target or config.built_in or config.drafts_late)):
         return
-    is_one_stage = parallel.world_size == parallel.tensor_parallel_size
-    if config.built_in is not None:
-        is_here = is_one_stage
-    elif config.drafts_late:
-        is_here = is_one_stage and _may_be_late(vllm_config)
-    elif config.runs_target:
-        is_here = bool(config.plugin_config.tree) or _missing(vllm_config) is None
-    else:
-        return
-    config.stays_on_host = not (is_here and vllm_config.use_v2_model_runner)
+    is_here = parallel.world_size == parallel.tensor_parallel_size and vllm_config.use_v2_model_runner
+    if config.drafts_late:
+        is_here &= _may_be_late(vllm_config)
+    if config.runs_target and not config.plugin_config.tree:
+        is_here &= _missing(vllm_config) is None
+    config.stays_on_host = not is_here
 
 
 def _may_be_late(vllm_config: Any) -> bool:
     """Whether steps are scheduled ahead. Meanwhile a user's own class may draw from the process's random numbers, of
     which ranks must have the same."""
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
-    is_ours = method_of(vllm_config.speculative_config.plugin_config.method).is_late
+    is_ours = method_of(vllm_config.speculative_config.plugin_config.parts[0].method).is_late
     is_ahead: bool = scheduler.async_scheduling and scheduler.scheduler_cls is None
     return is_ahead and (is_ours or parallel.world_size == 1)
 

@@ -110,7 +110,7 @@ class PluginSpeculativeConfig(SpeculativeConfig):
     @property
     def drafts_late(self) -> bool:
         """Whether it does so with a proposer on the host that nobody waits for."""
-        return drafts_late(self.plugin_config) and not self.stays_on_host
+        return drafts_late(self.plugin_config) and self.drafts_on_device
 
     @property
     def reads_on_host(self) -> bool:

@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import model_runner
 
+from vllm_specplugins.cascade.on_device import LOOKUP, Stages
 from vllm_specplugins.engine.adaptive.conditions import or_planned
 from vllm_specplugins.engine.frontend.spec_config import without_built_in
 from vllm_specplugins.engine.frontend.trees import register
@@ -83,7 +84,8 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     if isinstance(speculator, DeviceSpeculator):
         barrier.acceptance, barrier.late = speculator.tally, speculator.lookups.late
         if barrier.late is not None:
-            barrier.late.guard = barrier.guard
+            held: Any = barrier.proposer
+            barrier.late.guard = held.guard_of(LOOKUP) if isinstance(held, Stages) else barrier.guard
         wrap(runner, "initialize_kv_cache", partial(_trimming_if_it_can, runner, speculator))
         asynchronous = runner.vllm_config.scheduler_config.async_scheduling
         is_whole = isinstance(speculator, TreeSpeculator)

@@ -68,8 +68,8 @@ class DeviceSpeculator(Speculator):
         """What the barrier shall hold."""
         if self._policy is not None:
             stages = config.own.stages
-            second: Any = build_proposer(stages[EXIT], context)
-            return Stages([stage.method for stage in stages], self.lookups.texts, second, context)
+            lookup, second = self.lookups.new_proposer(stages[LOOKUP], context), build_proposer(stages[EXIT], context)
+            return Stages([stage.method for stage in stages], lookup, second, context)
         return (self.lookups.new_proposer if self.lookups else build_proposer)(config, context)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:

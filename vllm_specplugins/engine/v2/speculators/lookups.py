@@ -8,7 +8,7 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_specplugins.cascade.on_device import LOOKUP
-from vllm_specplugins.config import PromptLookupConfig, SpecConfig, stage_configs
+from vllm_specplugins.config import PromptLookupConfig, SpecConfig, StageConfig, stage_configs
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.v2.speculators.late import LateDrafts, late_length
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
@@ -26,7 +26,7 @@ class Lookups:
     def __init__(self, vllm_config: VllmConfig, req_states: Any, device: torch.device):
         config, self.texts, self.late = vllm_config.speculative_config, None, None
         lookups = stage_configs(config.plugin_config, PromptLookupConfig)
-        row = method_of(config.plugin_config.method)
+        row = method_of(config.plugin_config.parts[0].method)
         if lookups or (row.is_lookup and row.is_late):
             own = lookups[0] if lookups else PromptLookupConfig()
             self.texts = TokenHistories(req_states, config.num_speculative_tokens, own, device)
@@ -38,8 +38,8 @@ class Lookups:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    def new_proposer(self, config: SpecConfig, context: ProposerContext) -> Any:
-        """What the barrier shall hold."""
+    def new_proposer(self, config: SpecConfig | StageConfig, context: ProposerContext) -> Any:
+        """What the barrier shall hold, or a stage."""
         if self.late is None:
             return self.texts
         proposer: Any = build_proposer(config, replace(context, max_num_draft=late_length(context.max_num_draft)))
