@@ -135,7 +135,7 @@ def test_what_is_learned(attention: None, engine: Any, prompts: Any, monkeypatch
     llm = engine(merged_tree(gate="auto"), **STRESS, async_scheduling=True, enforce_eager=True)
     speculator = runner(llm).speculator
     texts, kept, seen = speculator.lookups.texts.histories, {}, []
-    fates, cascaded, nobody = speculator._fates, speculator._cascaded, speculator.max_num_reqs
+    fates, cascaded = speculator._fates, speculator._cascaded
 
     def told(num_rows: int) -> Any:
         found = fates(num_rows)
@@ -170,7 +170,8 @@ def test_what_is_learned(attention: None, engine: Any, prompts: Any, monkeypatch
     assert sum(right > 2 for right, *_ in seen) > 5, "chains that were right"
     assert any(right == 0 and start > 0 for right, _, start in seen), "chains of before a step without drafts"
     [stats] = llm.collective_rpc("specplugins_stats")
-    assert stats["stages"]["0 prompt_lookup"]["accepted"] > 0 and nobody >= 6
+    assert stats["faults"] == {}, "of what is asserted above"
+    assert stats["stages"]["0 prompt_lookup"]["accepted"] > 0
 
 
 @on_v2
