@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -97,7 +98,7 @@ class Trees:
 
     def put(self, rows: torch.Tensor, parents: torch.Tensor) -> None:
         """New trees of these slots, -1 for nobody's: parents [R or 1, W - 1] int64 of all nodes but the root."""
-        own, parents = self.own(rows), torch.nn.functional.pad(parents, (1, 0))
+        own, parents = self.own(rows), pad(parents, (1, 0))
         self._parents[own] = parents
         self._depths[own], self._ancestors[own] = ancestors(parents)
 
