@@ -39,6 +39,9 @@ def merged_tree(num_nodes: int = N, layer: int = NUM_LAYERS // 2, **other: Any) 
 
 
 KINDS = pytest.mark.parametrize("kind", [exit_tree, merged_tree])
+DISTRIBUTIONS: list[tuple[Any, int, str | None]] = [(exit_tree, 1000, None)]
+if os.environ.get("SPECPLUGINS_SIMULATED") == "all":  # an interpreted lookup takes its time
+    DISTRIBUTIONS += [(exit_tree, 1000, "masks"), (merged_tree, 500, None), (merged_tree, 500, "masks")]
 
 
 @pytest.fixture(scope="module")
@@ -241,19 +244,19 @@ def test_seeded_samples(attention: None, engine: Any, prompts: Any, kind: Any, t
 
 
 @on_v2
-@pytest.mark.parametrize("fault", [None, *(["masks"] if os.environ.get("SPECPLUGINS_SIMULATED") == "all" else [])])
+@pytest.mark.parametrize(("kind", "num_samples", "fault"), DISTRIBUTIONS)
 def test_distribution(
-    attention: None, engine: Any, tmp_path: Path, fault: str | None, monkeypatch: pytest.MonkeyPatch
+    attention: None, engine: Any, tmp_path: Path, kind: Any, num_samples: int, fault: str | None, monkeypatch: Any
 ) -> None:
     """Samples of a tiny model, by chi-squared against what is computed exactly. Kills: a distribution that is not the
     target's, and a number of samples that a planted error slips through."""
     model = write_checkpoint(tmp_path, seed=0)
     settings = {**SETTINGS, "model": str(tmp_path), "seed": 0, "max_num_seqs": 64, "enforce_eager": True}
-    llm = engine(exit_tree(4, 1), **settings)
+    llm = engine(kind(4, 1), **settings)
     trees, put = runner(llm).speculator.trees, runner(llm).speculator.trees.put
     if fault:
         monkeypatch.setattr(trees, "put", lambda *tree: (put(*tree), trees._ancestors.copy_((2 << trees._nodes) - 1)))
-    verification = Verification(model, [cell(0.8), cell(1.0)], 1000, 0, lambda: None)
+    verification = Verification(model, [cell(0.8), cell(1.0)], num_samples, 0, lambda: None)
     judged = verification.judge(partial(draw, llm), "tree")
     verdicts = Report([Judged(NO_SPECULATION, ""), *judged], {}).verdicts[1:]
     assert WRONG in verdicts if fault else set(verdicts) == {PASSED}, judged
