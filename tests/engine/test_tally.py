@@ -58,10 +58,11 @@ def test_counts_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
         tally.begin(counts)
         sampled, rejected = (accepted + 1) * samples, (verified - accepted) * samples
         slots = torch.arange(SLOTS).where(torch.from_numpy(samples), torch.tensor(SLOTS))
-        told = tally.add_fates(slots, torch.from_numpy(sampled).int(), torch.from_numpy(rejected).int())
+        fates = torch.from_numpy(sampled).int(), torch.from_numpy(rejected).int()
+        tally.add_fates(slots, *fates)
         tally.add_drafts(max_draft, num_draft)
         sent = drafts if sent is None else sent
-        known = torch.minimum(sent.num_draft, told - 1)
+        known = torch.minimum(sent.num_draft, sum(fates) - 1)
         parts = torch.where(num_draft > 0, num_draft, -1), num_draft
         tally.add_stages(torch.from_numpy(sampled - 1), known, sent.stage, drafts, parts, num_draft * 0)
         if counts:
