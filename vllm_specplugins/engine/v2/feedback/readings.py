@@ -85,18 +85,22 @@ class Readings:
     def keep(self, input_batch: Any, hidden_states: torch.Tensor, last_rows: torch.Tensor) -> None:
         """Begins to keep of a step's states, [num_tokens, H], each request's K + 1 up to its last row that stays, and
         what an exit that learns read there when it drafted."""
-        rows, exits = (last_rows.unsqueeze(1) - self._back).clamp_(min=0), self._learner.exits
-        left = None if exits is None else self._exits_at(exits, input_batch, rows)
-        num_rows, size = rows.numel(), len(self._states)
+        num_rows, size, exits = len(last_rows) * self._width, len(self._states), self._learner.exits
         at = self._end % size
         first = self._end if at + num_rows <= size else self._end + size - at
-        if not self._learner.is_on or first + num_rows - self._done > size:
+        has_room = self._learner.is_on and first + num_rows - self._done <= size
+        if not has_room and exits is None:
+            return
+        rows = (last_rows.unsqueeze(1) - self._back).clamp_(min=0)
+        left = None if exits is None else self._exits_at(exits, input_batch, rows)
+        if not has_room:
             return
         at, self._end = first % size, first + num_rows
-        kept, size = self._states[at : at + num_rows], hidden_states.shape[1]
-        torch.index_select(hidden_states, 0, rows.view(-1), out=kept[:, -size:])
+        kept = self._states[at : at + num_rows]
         if left is not None:
-            kept[:, :size] = left
+            kept[:, : left.shape[1]] = left
+            kept = kept[:, left.shape[1] :]
+        torch.index_select(hidden_states, 0, rows.view(-1), out=kept)
         event = torch.cuda.Event()
         event.record()
         self._kept = event, at, self._end
