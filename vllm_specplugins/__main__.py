@@ -165,15 +165,16 @@ def _build_store(add: Add) -> None:
 def _bench(add: Add) -> None:
     """Measure how much faster methods serve a model here, against no speculation, with engines that take turns.
 
-    Example: python -m vllm_specplugins bench --model MODEL --methods ngram,prompt_lookup --workloads code,copy
+    Example: python -m vllm_specplugins bench --model MODEL --methods ngram,prompt_lookup --workloads edit,chat
     --batch 1,4
     """
     _model(add, "--model", required=True)
     words = "names, names with K as in ngram:31, or values of --speculative-config, as many as you like (default: "
     methods = "ngram,prompt_lookup,cascade"
     add("--methods", nargs="+", default=[methods], metavar="METHOD", help=f"{words}{methods})")
-    names = "code, copy, chat, random, and repeat, which asks the same in each round and knows what was emitted"
-    add("--workloads", type=listed(str.strip), help=f"of {names} (default: the first four, without --data)")
+    names = "edit, summary, maths, chat, retrieval, translation, extraction, agent, code, copy, random, and repeat"
+    words = f"{names}, which asks the same in each round (default: the first four, without --data)"
+    add("--workloads", type=listed(str.strip), help=words)
     add("--data", type=Path, nargs="+", default=[], help=DATA)
     add("--batch", type=listed(whole(1, 4096)), default=[1], help="requests at a time, as in 1,4 (default: 1)")
     add("--temperature", type=listed(temperature), default=[0.0], help="as in 0,0.8 (default: 0)")

@@ -184,7 +184,8 @@ REFUSED = {
     "--methods ngram:65": "--methods: K must be 1 to 64, as in ngram:5, not 'ngram:65'",
     "--methods {": "--methods must be names or JSON, not '{'",
     '--methods {"method":"prompt_lookup","max_ngram":99}': "max_ngram must be an integer from 1 to 16",
-    "--workloads prose": "--workloads must be of code, copy, chat, random, repeat, not 'prose'",
+    "--workloads prose": "--workloads must be of edit, summary, retrieval, translation, extraction, maths, chat, "
+    "agent, code, copy, random, repeat, not 'prose'",
     "--data nowhere.jsonl": "--data must be readable files, not nowhere.jsonl",
     "--data .": "--data must be readable files, not . (Is a directory)",
     "--model ./nowhere": "a folder with a config.json, not './nowhere'",

@@ -11,7 +11,7 @@ from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.figures import repeated_share
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files
-from vllm_specplugins.tools.bench.workloads import BUILT_IN, Workload, make_workload, read_workloads
+from vllm_specplugins.tools.bench.workloads import BUILT_IN, TASKS, Workload, make_workload, read_workloads
 from vllm_specplugins.tools.picker import NAMED, pick_methods
 
 
@@ -33,6 +33,16 @@ def test_built_in(name: str, tokenizer: Any) -> None:
     assert len({tuple(prompt) for prompt in made.prompts}) == 6
     assert all(16 < len(prompt) <= 256 for prompt in made.prompts)
     assert made.take(8)[6:] == made.prompts[:2]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks(name: str, tokenizer: Any) -> None:
+    """Kills: a task without prompts, a prompt that stands twice or is cut, a task that gets another one's."""
+    made = make_workload(name, tokenizer, 99, 16)
+    assert made.name == name and 8 <= len({tuple(prompt) for prompt in made.prompts}) == len(made.prompts)
+    assert all(tokenizer.decode(prompt, skip_special_tokens=True).endswith("Assistant:") for prompt in made.prompts)
+    answers_wanted = {"extraction": "JSON", "summary": "three sentences", "translation": "Translate"}
+    assert all(answers_wanted.get(name, "") in tokenizer.decode(prompt) for prompt in made.prompts)
 
 
 def test_text_is_held_out(tokenizer: Any) -> None:

@@ -16,7 +16,7 @@ from vllm_specplugins.engine.harness.serving import Machine, Traffic, Turn, serv
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
 from vllm_specplugins.tools.bench.figures import Cell, rows_of
 from vllm_specplugins.tools.bench.report import Report, tell
-from vllm_specplugins.tools.bench.workloads import BUILT_IN, Workload, make_workload, read_workloads
+from vllm_specplugins.tools.bench.workloads import DEFAULT, Workload, make_workload, read_workloads
 from vllm_specplugins.tools.picker import Config, pick_methods
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_files
@@ -94,13 +94,13 @@ def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell) -> list[
 
 
 def pick_workloads(args: argparse.Namespace) -> list[Workload]:
-    """The user's, and those built in that the user names; all of these but REPEAT without any data.
+    """The user's files, and the tasks and built-in texts that the user names: DEFAULT without either.
 
     Raises:
         ConfigError: see make_workload, read_workloads and load_tokenizer.
     """
     tokenizer, count = load_tokenizer(args.model), num_prompts(args)
-    names: Sequence[str] = args.workloads or (() if args.data else tuple(BUILT_IN)[:-1])
+    names: Sequence[str] = args.workloads or (() if args.data else DEFAULT)
     made = [make_workload(name, tokenizer, count, args.prompt_tokens) for name in names]
     return made + [found for file in args.data for found in read_workloads(file, tokenizer, count, args.prompt_tokens)]
 

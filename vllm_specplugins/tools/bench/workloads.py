@@ -1,4 +1,4 @@
-"""What the engines are asked: kinds of text that are on every machine, and the user's own."""
+"""The prompts of a benchmark: tasks of this package, text that is on every machine, and the files of the user."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -9,14 +9,12 @@ from typing import Any
 
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files, snippets
-from vllm_specplugins.tools.data import chat_prompt, rows_of, samples
+from vllm_specplugins.tools.data import rows_of, samples
 
-QUESTIONS = (
-    "What does this function do, and what can go wrong in it?",
-    "Write a docstring for this code, with its arguments and what it returns.",
-    "Explain this code to a beginner, in a few sentences.",
-    "Name three tests that this code should pass, and why.",
-)
+# Eight rows of messages for each task; a conversation of several turns is a prompt for each of its answers.
+PROMPTS = Path(__file__).with_name("prompts.jsonl")
+TASKS = "edit", "summary", "retrieval", "translation", "extraction", "maths", "chat", "agent"
+DEFAULT = "edit", "summary", "maths", "chat"
 # Spec-Bench (Xia et al. 2024) takes these categories of its questions from MT-Bench, and reports them as one task.
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
@@ -51,15 +49,17 @@ def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Wor
     """A built-in workload, the same one each time on the same Python.
 
     Args:
-        name: of BUILT_IN.
-        count: of the prompts.
-        num_tokens: of a prompt where that can be chosen, and half of what others have at most.
+        name: one of TASKS or of BUILT_IN.
+        count: number of prompts; of a task at most the eight that there are.
+        num_tokens: length of a prompt that is cut or generated; a task's prompts are whole.
 
     Raises:
         ConfigError: no such workload, or too little text on this machine.
     """
-    if name not in BUILT_IN:
-        raise ConfigError(f"--workloads must be of {', '.join(BUILT_IN)}, not {brief(name)}.")
+    if name not in BUILT_IN and name not in TASKS:
+        raise ConfigError(f"--workloads must be of {', '.join((*TASKS, *BUILT_IN))}, not {brief(name)}.")
+    if name in TASKS:
+        return next(task for task in read_workloads(PROMPTS, tokenizer, count, num_tokens) if task.name == name)
     prompts = list(islice(BUILT_IN[name](tokenizer, num_tokens, random.Random(0)), count))
     if not prompts:
         raise ConfigError(f"--workloads: there is no text for {name} with prompts of {num_tokens} tokens here.")
@@ -67,7 +67,7 @@ def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Wor
 
 
 def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> list[Workload]:
-    """The workloads of a file: one with its name, or one for each task of Spec-Bench's question file.
+    """The workloads of a file: one for each `task` of its rows and each task of Spec-Bench's questions, or one in all.
 
     Args:
         count: most prompts of a workload, the first ones of the file.
@@ -89,8 +89,10 @@ def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> l
 
 
 def _task(row: Mapping[str, Any]) -> str | None:
-    """The task of a question of Spec-Bench."""
+    """The task that a row names, or that Spec-Bench counts its category to."""
     match row:
+        case {"task": str() as task}:
+            return task
         case {"turns": _, "category": str() as category}:
             return "mt_bench" if category in MT_BENCH else category
     return None
@@ -110,13 +112,6 @@ def _copy(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[
     return (ids for ids in made if len(ids) <= 2 * num_tokens)
 
 
-def _chat(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
-    """Questions about some code."""
-    asked = (f"{rng.choice(QUESTIONS)}\n\n```python\n{text}```" for text in _texts(rng, 5, 40))
-    made = (chat_prompt(tokenizer, [{"role": "user", "content": content}]) for content in asked)
-    return (ids for ids in made if len(ids) <= 2 * num_tokens)
-
-
 def _random(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
     """Tokens that mean nothing: what a lookup finds there is chance."""
     usual = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
@@ -126,8 +121,11 @@ def _random(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[lis
 
 REPEAT = "repeat"  # the same requests in every round, as of agents that ask again
 BUILT_IN: dict[str, Callable[[Any, int, random.Random], Iterator[list[int]]]] = {
-    "code": _code, "copy": _copy, "chat": _chat, "random": _random, REPEAT: _code,
-}  # fmt: skip
+    "code": _code,
+    "copy": _copy,
+    "random": _random,
+    REPEAT: _code,
+}
 
 
 def _texts(rng: random.Random, min_lines: int, max_lines: int) -> Iterator[str]:
