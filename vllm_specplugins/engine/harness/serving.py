@@ -78,7 +78,7 @@ class Turn:
     Args:
         seconds: from the first arrival to the last token.
         answers: in the order of the prompts.
-        cpu_seconds: for which the engine's threads computed, all of them together.
+        cpu_seconds: CPU time of the engine's thread, which on a CPU runs the model, too.
         num_drafts: how often a request's step had a draft.
         num_draft_tokens: how many tokens these held.
         num_accepted_tokens: how many of them were accepted.
@@ -246,9 +246,9 @@ def _serve(llm: Any, traffic: Traffic, clock: _Clock, extra_args: Any) -> Turn:
     )
     before = _counts(llm)
     clock.wait()
-    start, cpu_start = clock.now(), time.process_time()
+    start, cpu_start = clock.now(), time.thread_time()
     answers = _answer(llm.llm_engine, traffic, params, clock)
-    seconds, cpu_seconds = clock.now() - start, time.process_time() - cpu_start
+    seconds, cpu_seconds = clock.now() - start, time.thread_time() - cpu_start
     return Turn(seconds, answers, cpu_seconds, *map(sub, _counts(llm), before))
 
 

@@ -9,12 +9,14 @@ from vllm_specplugins.tools.report import serve_with
 
 PAYS = 1.03  # a gain that is worth a configuration
 LOSES = 0.97
-WIDE = 0.3  # of a range over its median; a quiet machine stays below 0.1
 MIN_ROUNDS, MIN_REQUESTS = 3, 8  # of a workload: fewer say nothing
 
 
 def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[str, Config | None]:
-    """What to serve with, in words, and its configuration: None where that is no speculation, or not certain.
+    """The method to serve with, in words, and its configuration: None where that is no speculation, or not certain.
+
+    Rounds are pairs: all methods serve the same prompts in turns. A method is recommended where the 95 % interval of
+    its ratio to no speculation is above 1, and its median pays.
 
     Args:
         rows: of all methods.
@@ -29,11 +31,19 @@ def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[
         words += f" in the mean, {low.ratio.median:.2f}x ({low.cell}) to {high.ratio.median:.2f}x ({high.cell})"
         if low.ratio.median < LOSES:
             words += f"; where you serve such traffic ({low.cell}), go without"
-    if doubts := list(_doubts(rows, gains, best)):
+    if doubts := list(_doubts(rows)):
         return f"No advice: {'; '.join(doubts)}. The highest median has {words}.", None
-    if gains[best].median < PAYS:
+    low_end, high_end = gains[best].interval()
+    if high_end <= 1 or gains[best].median < PAYS:
         return f"Serve without speculation. The best method here is {words}.", None
-    return f"Serve with {words}.\n{serve_with(configs[best] or {})}", configs[best]
+    if low_end <= 1:
+        return (
+            f"No advice: the interval of the best method, {low_end:.2f} to {high_end:.2f} times as fast as no "
+            f"speculation, holds 1; more rounds narrow it. The highest median has {words}."
+        ), None
+    rivals = [name for name in list(gains)[1:] if name != best and gains[best].interval(gains[name])[0] <= 1]
+    equal = f" ({', '.join(rivals)} may be as fast)" if rivals else ""
+    return f"Serve with {words}{equal}.\n{serve_with(configs[best] or {})}", configs[best]
 
 
 def _mean_ratio(rows: Sequence[Row]) -> Spread:
@@ -41,22 +51,12 @@ def _mean_ratio(rows: Sequence[Row]) -> Spread:
     return Spread.of([*map(statistics.geometric_mean, zip(*(row.ratio.rounds for row in rows), strict=True))])
 
 
-def _doubts(rows: Sequence[Row], gains: Mapping[str, Spread], best: str) -> Iterator[str]:
-    """Why the figures do not say which method is the fastest."""
+def _doubts(rows: Sequence[Row]) -> Iterator[str]:
+    """Reasons why the figures say nothing."""
     if (count := len(rows[0].ratio.rounds)) < MIN_ROUNDS:
         yield f"it takes {MIN_ROUNDS} rounds, not {count}"
     if (count := min(row.num_outputs for row in rows)) < MIN_REQUESTS:
         yield f"it takes {MIN_REQUESTS} requests of each workload, not {count}"
-    if _is_busy(rows):
-        yield "the ranges are wide, something else kept the machine busy"
-    if any(row.beats_its_steps for row in rows):
-        yield "a ratio is above tokens/step, for which there is no measured reason"
-    if rivals := [f"{name} {gain}" for name, gain in gains.items() if name != best and gain.overlaps(gains[best])]:
-        yield f"the ranges overlap, so that {best} is not told from {', '.join(rivals)}"
-
-
-def _is_busy(rows: Sequence[Row]) -> bool:
-    return any(row.ratio.high - row.ratio.low > WIDE * row.ratio.median for row in rows)
 
 
 def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
@@ -66,12 +66,14 @@ def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
             yield (
                 f"{row.method} ({row.cell}) decodes {row.decoding.median:.2f}x as fast with {row.tokens_per_step:.2f} "
                 f"tokens/step: its steps took {row.step_cost} of one without speculation, as on some CPUs "
-                "(docs/figures.md). This row gives no advice."
+                "(docs/figures.md)."
             )
         if row.num_faults:
             yield f"{row.method} failed {row.num_faults} times ({row.cell}), which cost it drafts."
-    if _is_busy(rows):
-        yield "Ranges are wide: something else kept the machine busy. Repeat when it is idle."
+    if wide := [str(row.cell) for row in rows if row.ratio.is_wide]:
+        yield f"Ranges are wide ({'; '.join(dict.fromkeys(wide))}): something else kept the machine busy."
+    if timed := [str(row.cell) for row in rows if row.method == NONE and row.clock == "cpu"]:
+        yield f"Times are CPU time of the engine's thread, for wall time was noisy ({'; '.join(timed)})."
     if looping := [str(row.cell) for row in rows if row.method == NONE and row.loops]:
         yield (
             f"Loops: more than half of the output repeats itself ({'; '.join(looping)}), which flatters every lookup: "

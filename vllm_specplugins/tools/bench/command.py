@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import Progress
 
 from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError
@@ -74,7 +75,9 @@ def measure(
         "keeps": [workload.name for workload in workloads if workload.repeats],
         "short": [workload.name for workload in workloads if workload.is_short(num_prompts(args))],
     }
-    return Report([row for cell, own in turns.items() for row in rows_of(cell, own)], configs, machine, conditions)
+    on_cpu = not torch.cuda.is_available()
+    rows = [row for cell, own in turns.items() for row in rows_of(cell, own, has_cpu_clock=on_cpu)]
+    return Report(rows, configs, machine, conditions)
 
 
 def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell) -> list[Traffic]:

@@ -4,6 +4,7 @@ A ratio is of tokens per second. Decoding alone, without the time to each reques
 emits over what a step costs: `ratio = tokens per step / step cost`, where no speculation has 1 for both.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from vllm_specplugins.engine.harness.serving import Turn
 NGRAM = 8  # tokens in a row that count as a repetition
 LOOPS = 0.5  # an output that repeats more of itself than this is called a loop
 NOISE = 0.02  # of a ratio
+WIDE = 0.3  # share of the median that a range of ratios may cover before other load on the machine is suspected
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,22 @@ class Spread:
         """The spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values), tuple(values))
 
-    def overlaps(self, other: Self) -> bool:
-        """Whether the ranges do not tell the two apart."""
-        return self.low <= other.high and other.low <= self.high
+    @property
+    def is_wide(self) -> bool:
+        """Whether the rounds differ by more than they do on a quiet machine, where the range is below 0.1."""
+        return self.high - self.low > WIDE * self.median
+
+    def interval(self, other: Self | None = None) -> tuple[float, float]:
+        """95 % interval of the geometric mean of the rounds, which `other`, if given, divides round by round.
+
+        The logarithms have Student's t distribution; its quantile is the expansion of Cornish and Fisher in 1 / n.
+        """
+        divisors = other.rounds if other else (1.0,) * len(self.rounds)
+        logs = np.log(self.rounds) - np.log(divisors)
+        n = len(logs) - 1
+        t = 1.96 + 2.372 / n + 2.823 / n**2 + 2.556 / n**3 + 1.589 / n**4
+        half = t * logs.std(ddof=1) / math.sqrt(len(logs))
+        return float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
 
     def __str__(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f})"
@@ -71,6 +86,7 @@ class Row:
         num_outputs: in all rounds.
         num_different: how many of them are not those of no speculation; None where they are sampled.
         num_faults: of our proposer.
+        clock: "wall", or "cpu" where all times are CPU time of the engine's thread.
     """
 
     cell: Cell
@@ -89,6 +105,7 @@ class Row:
     num_outputs: int
     num_different: int | None
     num_faults: int
+    clock: str = "wall"
 
     @property
     def loops(self) -> bool:
@@ -101,17 +118,25 @@ class Row:
         return self.step_cost.median < 1 - NOISE
 
 
-def rows_of(cell: Cell, turns: Mapping[str, Sequence[Turn]]) -> list[Row]:
+def rows_of(cell: Cell, turns: Mapping[str, Sequence[Turn]], has_cpu_clock: bool = False) -> list[Row]:
     """The rows of a cell.
 
     Args:
-        turns: by method, no speculation first; of each, the round that warmed up and then the others.
+        turns: by method, no speculation first; each holds the turn that warmed up and then the others.
+        has_cpu_clock: the model runs in the engine's thread, on a CPU. The CPU time of that thread then replaces wall
+            time where other load on the machine makes a range of the cell wide.
     """
     plain = next(iter(turns.values()))
-    return [_row(cell, method, own[1:], plain[1:]) for method, own in turns.items()]
+    rows = [_row(cell, method, own[1:], plain[1:], "wall") for method, own in turns.items()]
+    if not has_cpu_clock or not any(row.ratio.is_wide for row in rows):
+        return rows
+    return [_row(cell, method, own[1:], plain[1:], "cpu") for method, own in turns.items()]
 
 
-def _row(cell: Cell, method: str, own: Sequence[Turn], plain: Sequence[Turn]) -> Row:
+def _row(cell: Cell, method: str, own: Sequence[Turn], plain: Sequence[Turn], clock: str) -> Row:
+    def scale(turn: Turn) -> float:
+        return turn.cpu_seconds / turn.seconds if clock == "cpu" else 1.0
+
     def against(figure: Callable[[Turn], float]) -> Spread:
         return Spread.of([figure(turn) / figure(other) for turn, other in zip(own, plain, strict=True)])
 
@@ -125,12 +150,12 @@ def _row(cell: Cell, method: str, own: Sequence[Turn], plain: Sequence[Turn]) ->
     return Row(
         cell=cell,
         method=method,
-        tokens_per_second=statistics.median(turn.tokens_per_second for turn in own),
-        ratio=against(lambda turn: turn.tokens_per_second),
-        decoding=against(lambda turn: turn.tokens_per_step / turn.step_ms),
+        tokens_per_second=statistics.median(turn.tokens_per_second / scale(turn) for turn in own),
+        ratio=against(lambda turn: turn.tokens_per_second / scale(turn)),
+        decoding=against(lambda turn: turn.tokens_per_step / turn.step_ms / scale(turn)),
         tokens_per_step=total("num_decoded") / num_steps if num_steps else 1.0,
-        step_cost=against(lambda turn: turn.step_ms),
-        step_ms=statistics.median(turn.step_ms for turn in own),
+        step_cost=against(lambda turn: turn.step_ms * scale(turn)),
+        step_ms=statistics.median(turn.step_ms * scale(turn) for turn in own),
         coverage=total("num_drafts") / max(1, num_steps),
         accepted=total("num_accepted_tokens") / num_draft_tokens if num_draft_tokens else None,
         first_ms=statistics.median(answer.first_ms for answer in answers),
@@ -139,6 +164,7 @@ def _row(cell: Cell, method: str, own: Sequence[Turn], plain: Sequence[Turn]) ->
         num_outputs=len(answers),
         num_different=None if cell.temperature else different,
         num_faults=total("num_faults"),
+        clock=clock,
     )
 
 
