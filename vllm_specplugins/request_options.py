@@ -188,13 +188,16 @@ def received(options: Options) -> Options:
     return {**options, REFERENCE: token_ids}
 
 
-def draft_limit(options: Options, num_tokens: int, max_num_draft: int, max_model_len: int) -> int:
-    """Most tokens that a request of this length gets drafted in one step; its context leaves room for one more.
+def draft_limit(options: Options, num_tokens: int, max_num_draft: int, length_limit: int) -> int:
+    """Most tokens that a request of this length gets drafted in one step; the target emits one more.
+
+    Args:
+        length_limit: most tokens that the request may have, its prompt included.
 
     >>> draft_limit({}, 100, 5, 4096), draft_limit({}, 100, 5, 104), draft_limit({"max_draft": 2}, 100, 5, 4096)
     (5, 3, 2)
     """
-    max_num_draft = max(0, min(max_num_draft, max_model_len - num_tokens - 1))
+    max_num_draft = max(0, min(max_num_draft, length_limit - num_tokens - 1))
     if not options:
         return max_num_draft
     if not options.get("enabled", True) or num_tokens > options.get("max_context", MAX_CONTEXT):

@@ -26,8 +26,16 @@ def allowed_only(*tokens: int) -> dict[str, Any]:
 def test_nothing_found_costs_one_token(engine: Any) -> None:
     """Kills: K verified tokens for a request for which nothing was found."""
     llm = engine(PROMPT_LOOKUP, **SYNCHRONOUS)
-    counts = drafted(llm, [list(range(10, 60))], max_tokens=2, **allowed_only(5))  # no token twice
+    counts = drafted(llm, [list(range(10, 60))], max_tokens=3, **allowed_only(5))  # no token twice
     assert counts["draft_tokens"] == 0
+
+
+def test_no_draft_past_max_tokens(engine: Any) -> None:
+    """A text that repeats itself. Fails if a draft goes past what the request may still emit, by one token or more."""
+    llm = engine(PROMPT_LOOKUP, **SYNCHRONOUS)
+    for max_tokens, most in ((1, 0), (2, 0), (3, 1), (4, 2 + 1)):
+        counts = drafted(llm, [[5, 6, 7, 8] * 10], max_tokens=max_tokens, **allowed_only(5))
+        assert counts["draft_tokens"] == most
 
 
 def test_found_is_verified(engine: Any) -> None:

@@ -72,7 +72,7 @@ class Steps:
         self.states.all_token_ids.gpu[slot, :num_tokens] = torch.from_numpy(prompt[:num_tokens])
         self.states.total_len.gpu[slot] = num_tokens
         new = SimpleNamespace(req_id=name, prefill_token_ids=prompt[:num_tokens].tolist(), prompt_embeds=None)
-        new.sampling_params = SimpleNamespace(extra_args=None)
+        new.sampling_params, new.prompt_len = SimpleNamespace(extra_args=None), num_tokens
         self.late.add([new])
 
     def sample(self, num: int, *names: str, arrives: bool = True) -> None:

@@ -47,6 +47,16 @@ def request_options(sampling_params: Any) -> Options:
         return {}
 
 
+def length_limit(params: Any, prompt_len: int, max_model_len: int) -> int:
+    """Most tokens that a request may have, its prompt and its output together.
+
+    Args:
+        params: what has the request's `max_tokens`. A client of the engine core, or a pooling request, may have none.
+    """
+    max_tokens = getattr(params, "max_tokens", None)
+    return max_model_len if max_tokens is None else min(max_model_len, prompt_len + max_tokens)
+
+
 class OptionsResolver:
     """Resolves the options of requests, in the process in which they come in.
 

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.config import methods_of, stage_names
-from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.engine.frontend.options import length_limit, request_options
 from vllm_specplugins.engine.grammar.forced import ForcedTokens
 from vllm_specplugins.engine.grammar.output import NEVER, tell
 from vllm_specplugins.request_options import draft_limit
@@ -57,7 +57,8 @@ class GrammarScheduler(Scheduler):
         """Puts what is forced after the draft of a request."""
         draft, options = request.spec_token_ids, request_options(request.sampling_params)
         start, constrained = self.structured_output_manager._get_constraint_bounds(request, draft)
-        room = draft_limit(options, request.num_tokens, self.num_spec_tokens, self.max_model_len) - len(draft)
+        longest = length_limit(request, request.num_prompt_tokens, self.max_model_len)
+        room = draft_limit(options, request.num_tokens, self.num_spec_tokens, longest) - len(draft)
         if max(start, constrained) > len(draft) or room <= 0 or self._name not in options.get("stages", (self._name,)):
             return
         try:

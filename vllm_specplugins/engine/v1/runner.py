@@ -21,7 +21,7 @@ from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.config import methods_of
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
-from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.engine.frontend.options import length_limit, request_options
 from vllm_specplugins.engine.grammar.output import NEVER, forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.target.end import served_end
@@ -83,6 +83,7 @@ def draft_to_the_end(runner: Any) -> None:
 class _Request:
     options: Mapping[str, Any]
     seed: int
+    length_limit: int
 
 
 class _Adapter:
@@ -151,13 +152,15 @@ class _Adapter:
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
         if request is None:
-            params = self._runner.requests[request_id].sampling_params
+            state = self._runner.requests[request_id]
+            params = state.sampling_params
             seed = getattr(params, "seed", None)
             if seed is None:
                 seed = int(self._random.integers(1 << 63))
             # torch.Generator, which vLLM seeds so, takes 64 bits with and without a sign.
             seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-            request = self._requests[request_id] = _Request(frozen(request_options(params)), seed)
+            longest = length_limit(params, state.num_prompt_tokens, self._runner.max_model_len)
+            request = self._requests[request_id] = _Request(frozen(request_options(params)), seed, longest)
         return request
 
     def seed(self, request_id: str) -> int:
@@ -222,9 +225,9 @@ class _Adapter:
         return drafts
 
     def _max_num_draft(self, rows: list[int], requests: list[_Request], num_tokens: list[int]) -> Any:
-        most, longest = self._runner.num_spec_tokens, self._runner.max_model_len
+        most = self._runner.num_spec_tokens
         limits = [
-            draft_limit(request.options, num, most, longest) if self._may_draft(row) else 0
+            draft_limit(request.options, num, most, request.length_limit) if self._may_draft(row) else 0
             for row, request, num in zip(rows, requests, num_tokens, strict=True)
         ]
         return np.array(limits, np.int32)

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.engine.adaptive.conditions import chooses_length
-from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.engine.frontend.options import length_limit, request_options
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.gate.step_times import StepTimes
 from vllm_specplugins.request_options import draft_limit
@@ -96,6 +96,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         super().__init__(*args, **kwargs)
         self._planned: dict[str, int] = {}
         self._num_tokens: dict[str, int] = {}  # of requests with a grammar, a step ago
+        self._plans_trees = self.vllm_config.speculative_config.plugin_config.tree  # which nothing trims later
         self._has_options = False  # whether any request that lives had some when it came
 
     def add_request(self, request: Any) -> None:
@@ -114,14 +115,12 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
-        if not (self._planned or self._has_options):
+        if not (self._planned or self._has_options or self._plans_trees):
             return
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[request_id]
             if request.spec_token_ids:
-                planned = self._planned.get(request_id)
-                most = self._allowed(request) if planned is None else planned
-                request.spec_token_ids = request.spec_token_ids[:most]
+                request.spec_token_ids = request.spec_token_ids[: self._allowed(request)]
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
         """Where a grammar has to see the drafts; those of the next step are planned already, and cut here: a row of a
@@ -137,6 +136,9 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
                 request.spec_token_ids = request.spec_token_ids[:_UNPROVEN]
 
     def _allowed(self, request: Any) -> int:
-        """For a request of which no draft is known yet."""
-        options = request_options(request.sampling_params)
-        return draft_limit(options, request.num_tokens, self.num_spec_tokens, self.max_model_len)
+        """Tokens to plan. The step that was just scheduled emits at least one token, which the request lacks here."""
+        longest = length_limit(request, request.num_prompt_tokens, self.max_model_len) - 1
+        planned = self._planned.get(request.request_id)
+        if planned is not None:
+            return max(0, min(planned, longest - request.num_tokens - 1))
+        return draft_limit(request_options(request.sampling_params), request.num_tokens, self.num_spec_tokens, longest)

@@ -8,7 +8,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.config import StageConfig
-from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.engine.frontend.options import length_limit, request_options
 from vllm_specplugins.request_options import MAX_CONTEXT
 
 
@@ -33,8 +33,8 @@ class DraftLimits:
         self._req_states, self._model_config, self._max_num_draft = req_states, model_config, max_num_draft
         self._stages = [stage.method for stage in stages]
         self.of_stages = [stage.num_speculative_tokens or max_num_draft for stage in stages]  # most tokens of each
-        # Tokens of a draft, of a context, and which stages are allowed.
-        shape = req_states.max_num_reqs, 2 + len(stages)
+        # Tokens of a draft, tokens before it by the options and by the end, and which stages are allowed.
+        shape = req_states.max_num_reqs, 3 + len(stages)
         self._limits = torch.zeros(shape, dtype=torch.int32, device=device)
         self._most, self._most_there = max_num_draft, torch.full((), max_num_draft, dtype=torch.int32, device=device)
 
@@ -55,7 +55,8 @@ class DraftLimits:
             own = options.get("stages", self._stages)
             slot = self._req_states.req_id_to_index[new.req_id]
             allowed = (name in own for name in self._stages)
-            rows.append((slot, num_draft, options.get("max_context", MAX_CONTEXT), *allowed))
+            longest = length_limit(new.sampling_params, new.prompt_len, self._model_config.max_model_len)
+            rows.append((slot, num_draft, options.get("max_context", MAX_CONTEXT), longest - 1, *allowed))
         values = async_tensor_h2d(np.array(rows, np.int64), self._limits.device)
         self._limits[values[:, 0]] = values[:, 1:].int()
 
@@ -66,10 +67,9 @@ class DraftLimits:
     ) -> torch.Tensor:
         """How many tokens each row wants, [num_reqs] int32: `draft_limit` of them, 0 in the middle of a prompt."""
         lengths, limits = self._req_states.total_len.gpu[slots], self._limits[slots]
-        room = self._model_config.max_model_len - 1 - lengths
-        max_draft = torch.minimum(limits[:, 0], room).minimum(self._most_there).clamp_(min=0)
+        max_draft = torch.minimum(limits[:, 0], limits[:, 2] - lengths).minimum(self._most_there).clamp_(min=0)
         return max_draft.mul_((lengths <= limits[:, 1]) & (num_sampled > 0))
 
     def of_stage(self, max_draft: torch.Tensor, slots: torch.Tensor, stage: int) -> torch.Tensor:
         """The same of a request that allows one stage, [num_reqs] int32: 0 where it does not."""
-        return max_draft * self._limits[slots, 2 + stage]
+        return max_draft * self._limits[slots, 3 + stage]

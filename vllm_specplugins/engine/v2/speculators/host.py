@@ -129,7 +129,7 @@ class HostSpeculator(Speculator):
         for row in rows:
             request = self._requests[request_ids[row]]
             token_ids[row], options[row] = request.token_ids, request.options
-            max_num_draft[row] = draft_limit(request.options, request.num_tokens, most, self._most_tokens)
+            max_num_draft[row] = draft_limit(request.options, request.num_tokens, most, request.length_limit)
         places = {row: place for place, row in enumerate(asked)}
         batch = replace(
             self._batch_of(input_batch, self._edit_of(input_batch) if self.runs_target else None),

@@ -191,7 +191,7 @@ class LateDrafts:
 
     def _limit(self, request: _Request) -> int:
         """As much as there is room for, if it gets any: how much, the device knows."""
-        longest, num_tokens = self._req_states.max_model_len, request.num_tokens
+        longest, num_tokens = request.length_limit, request.num_tokens
         return min(self._length, longest - 1 - num_tokens) * draft_limit(request.options, num_tokens, 1, longest)
 
     def _forget_all(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specplugins.draft import Int32Array
-from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.engine.frontend.options import length_limit, request_options
 from vllm_specplugins.isolation.exchange import frozen
 from vllm_specplugins.structures.arrays import view
 
@@ -15,6 +15,7 @@ class RequestHistory:
 
     def __init__(self, new: Any, max_model_len: int):
         self.request_id, self.options = new.req_id, frozen(request_options(new.sampling_params))
+        self.length_limit = length_limit(new.sampling_params, new.prompt_len, max_model_len)
         self._tokens, self.num_tokens = np.empty(max_model_len, np.int32), 0
         self._shown = view(self._tokens)
         self.extend(new.prefill_token_ids)
