@@ -15,14 +15,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 inlined: Callable[[Function], Function] = njit(inline="always")
 
 
-def compiled(signature: Any) -> Callable[[Function], Function]:
-    """Compile at import, so that no request waits for it, and keep the machine code beside the module if possible."""
+def compiled(signature: Any, nogil: bool = False) -> Callable[[Function], Function]:
+    """Compile at import, so that no request waits for it, and keep the machine code beside the module if possible.
+
+    Args:
+        nogil: whether other threads run Python meanwhile; then the callers see to it that nobody changes the arrays.
+    """
 
     def decorate(function: Function) -> Function:
         try:
-            return njit(signature, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+            return njit(signature, cache=True, error_model="numpy", nogil=nogil)(function)  # type: ignore[no-any-return]
         except RuntimeError:  # neither the package's folder nor the user's cache can be written
-            return njit(signature, error_model="numpy")(function)  # type: ignore[no-any-return]
+            return njit(signature, error_model="numpy", nogil=nogil)(function)  # type: ignore[no-any-return]
 
     return decorate
 

@@ -2,15 +2,21 @@
 
 import os
 import sys
+import time
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.counters import Counters
 from vllm_specplugins.draft import DraftBatch
+from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.parsing import parse_config
+from vllm_specplugins.proposers import suffix_lookup
 from vllm_specplugins.proposers.suffix_lookup import MAX_NEW
 from vllm_specplugins.structures import whole_file
 from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
@@ -208,6 +214,41 @@ def test_another_text_of_the_same_name():
     step(own, {"a": TEXT[:20]})
     own.forget(["a"])
     assert own.store_stats()["texts"] == 3 and own.num_bytes() == own.store.num_bytes
+
+
+def test_a_call_that_was_left_behind(monkeypatch: pytest.MonkeyPatch):
+    """Compiled code runs beside the engine's thread, and past its budget; a reset comes meanwhile, and a last output.
+    Fails if it holds the interpreter's lock, or if the ring is cleared or written to while it is being read.
+    """
+    own = proposer(store_bytes=1 << 24)
+    for number in range(200):
+        step(own, {str(number): np.random.default_rng(number).integers(0, 3, 2_000).astype(np.int32)}, {"tenant": b"x"})
+        own.forget([str(number)])
+    own.store.work()
+    states, began, compiled = [], Event(), suffix_lookup.draft_step
+
+    def slow(*arguments: Any) -> None:
+        states.append(arguments[-1][-1].copy())
+        began.set()
+        for _ in range(30):
+            compiled(*arguments)
+        states.append(arguments[-1][-1].copy())
+
+    monkeypatch.setattr(suffix_lookup, "draft_step", slow)
+    names = [f"new {number}" for number in range(100)]
+    histories = [np.resize(np.array([0, 1, 2, 1], np.int32), 2_000)] * len(names)
+    batch = DraftBatch(names, histories, np.full(len(names), K, np.int32), [{"tenant": b"x"}] * len(names))
+    guard, num_turns = Guard(own, "It", Counters(), 1.0, in_thread=True), 0
+    guard.begin_step()
+    assert guard.call(batch, lambda: own.propose(batch)) is None and began.wait(60)
+    while len(states) < 2 and num_turns < 50:
+        num_turns += 1
+        time.sleep(0)
+    assert len(states) == 1, "this thread ran, too"
+    own.reset_store()
+    assert len(states) == 2 and np.array_equal(*states), "the ring was as it had been"
+    assert own.store_stats()["texts"] == 0
+    own.close()
 
 
 def test_work_of_a_step():

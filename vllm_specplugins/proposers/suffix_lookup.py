@@ -2,7 +2,9 @@
 
 A history proposer: it reads token ids only. Oliaro et al., "SuffixDecoding" (2024). A request's output, with the end of
 its prompt, goes into the store of its tenant when the request ends, or is preempted; other tenants' outputs are never
-looked at. The store takes texts in by pieces, by work and not by the clock, so that all ranks do the same.
+looked at. The store takes texts in by pieces, by work and not by the clock, so that all ranks do the same. Its compiled
+code lets the engine's thread run, which may come with a reset while a call that the engine has left behind still reads
+the ring: a lock has that call end first. Its work is bounded, so the wait is.
 """
 
 import logging
@@ -10,6 +12,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -65,6 +68,7 @@ class SuffixLookup(Lookup):
         self._newest = np.zeros((1, 2, context.max_num_draft + 1), np.int32)  # drafts, by row: see Kept
         self._accept_probs = first_accept_probs()
         self._work = STORE_WORK
+        self._turn = RLock()  # held by who reads or changes the store
         self._saver: StoreSaver | None = None
         self._shared: SharedTexts | None = None
         if config.store_path is not None or config.shared is not None:
@@ -102,6 +106,12 @@ class SuffixLookup(Lookup):
         self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
     ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
         """The draft with the most confidence, of those from a request's own text and from earlier outputs."""
+        with self._turn:
+            return self._continued(batch, prefix, num_begun, max_draft)
+
+    def _continued(
+        self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
+    ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
         texts, lengths = places_of(batch.token_ids)
         rows = self._own.rows_of(batch)
         token_ids = np.zeros((len(rows), self._max_num_draft), np.int32)
@@ -130,10 +140,11 @@ class SuffixLookup(Lookup):
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops the texts of these requests, and has their outputs enter the store, in this order."""
-        self._own.forget(request_ids)
-        for request_id in request_ids:
-            self._finish(request_id)
-        self.store.work(STORE_WORK)
+        with self._turn:
+            self._own.forget(request_ids)
+            for request_id in request_ids:
+                self._finish(request_id)
+            self.store.work(STORE_WORK)
 
     def num_bytes(self) -> int:
         """Memory of references, of the store and of outputs."""
@@ -162,12 +173,13 @@ class SuffixLookup(Lookup):
     def reset_store(self) -> None:
         """Forgets all earlier outputs, of all tenants, in the file and on the server, too, and how often drafts were
         right. What other engines have fetched stays."""
-        self.store.clear()
-        self._accept_probs = first_accept_probs()
-        if self._saver is not None:
-            self._saver.clear()
-        if self._shared is not None:
-            self._shared.clear()
+        with self._turn:
+            self.store.clear()
+            self._accept_probs = first_accept_probs()
+            if self._saver is not None:
+                self._saver.clear()
+            if self._shared is not None:
+                self._shared.clear()
 
     def save_store(self) -> None:
         """Waits until all that entered the store is on the disk, if it has a file."""

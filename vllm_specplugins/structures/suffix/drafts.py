@@ -186,7 +186,7 @@ def _draft(
     return count, score, first
 
 
-@compiled(types.void(asked_type, kept_type, drafts_type, ring_type))
+@compiled(types.void(asked_type, kept_type, drafts_type, ring_type), nogil=True)
 def draft_step(asked: Any, kept: Any, drafts: Any, ring: Any) -> None:
     """Learns from what came, and drafts; what follows a draft that was begun is not remembered.
 

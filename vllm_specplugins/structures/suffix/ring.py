@@ -113,7 +113,7 @@ def look_up(text: Int32Array, last: int, owner: int, found: Int64Array, ring: Ri
     return NUM_LEVELS
 
 
-@compiled(types.UniTuple(types.int64, 2)(text_type, *[types.int64] * 4, ring_type))
+@compiled(types.UniTuple(types.int64, 2)(text_type, *[types.int64] * 4, ring_type), nogil=True)
 def link(text: Int32Array, start: int, begin: int, owner: int, work: int, ring: Any) -> tuple[int, int]:
     """Goes on to link a text that lies in the ring from place `begin` on, as far as so much work goes, in looks into a
     table. How many of its tokens are linked, `start` of them before, and the work that is left."""

@@ -17,7 +17,9 @@ class AsyncCopy:
     def __init__(self, request_ids: Sequence[str], values: torch.Tensor):
         self.request_ids = list(request_ids)
         self._values = values.to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event()  # of the runner's platform: vLLM's CPU worker has one that is always there
+        # The runner's platform defines this class; the events of vLLM's CPU worker have always happened. Who waits for
+        # a blocking event sleeps; else that thread would spin on a core.
+        self._arrived = torch.cuda.Event(blocking=True)
         self._arrived.record()
 
     def values(self) -> np.ndarray:

@@ -177,7 +177,7 @@ class Readings:
         if step.kept is None or not rows:
             return None
         states = self._states[torch.tensor(rows, device=self._states.device)]
-        copied = torch.cuda.Event()  # before the rows are taken again
+        copied = torch.cuda.Event(blocking=True)  # before the rows are taken again
         copied.record()
         copied.synchronize()
         gone, self._gone = self._gone, []

@@ -277,6 +277,7 @@ class DeviceSpeculator(Speculator):
     def _draft_nothing(self, num_reqs: int) -> None:
         """After a fault: tokens that are verified, and certain."""
         none = torch.zeros(num_reqs, dtype=torch.int32, device=self.device)
+        self.outcomes.fates = None  # an earlier step's, of other rows
         self.draft_tokens[:num_reqs].zero_()
         self.outcomes.accept_probs[:num_reqs].zero_()
         drafts = of_stage(0, self.draft_tokens[:num_reqs].int(), none, none.float())
