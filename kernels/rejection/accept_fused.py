@@ -87,7 +87,7 @@ def _draw_kernel(
     token_ptr,
     # same, float32: the smallest logit that it keeps
     limit_ptr,
-    # [num_reqs, width, num_groups] int32
+    # [num_rows, num_groups] int32
     groups_ptr,
     scanned,
     target,
@@ -104,12 +104,12 @@ def _draw_kernel(
         scale, row = scale_of(temperature), begin + step
         row_ptr, slot = target.logits + row * target.stride, (request * width + step).to(tl.int64)
         if temperature == 0.0:
-            maxima, totals, maximum = load_scan(scanned, slot, scale, GROUPS)
+            maxima, totals, maximum = load_scan(scanned, row, scale, GROUPS)
             token = first_of_largest(row_ptr, maxima, target.vocab_size)
             limit = float("-inf")
         else:
             maxima, totals, maximum, total, limit = load_kept(
-                scanned, slot, row_ptr, groups_ptr, parameters, given, state, scale, target.vocab_size, GROUPS
+                scanned, row, row_ptr, groups_ptr, parameters, given, state, scale, target.vocab_size, GROUPS
             )
             if layout.logits_indices is not None:
                 position = tl.load(layout.positions + tl.load(layout.logits_indices + row)) + 1
@@ -153,8 +153,8 @@ def write_accepted(
     begin, num_rows, state, temperature = load_request(layout, parameters, request)
     last = 0
     if num_rows > 0:
-        scale, slot = scale_of(temperature), request * (2 * width - 1) + num_accepted
-        maxima, totals, _maximum = load_scan(scanned, slot, scale, GROUPS)
+        scale = scale_of(temperature)
+        maxima, totals, _maximum = load_scan(scanned, begin + num_accepted, scale, GROUPS)
         if temperature == 0.0:
             row_ptr = target.logits + (begin + num_accepted) * target.stride
             last = first_of_largest(row_ptr, maxima, target.vocab_size)
@@ -200,12 +200,12 @@ def _num_accepted(weighed, layout, parameters, request, width, WIDTH: tl.constex
     return tl.min(tl.where(accepted & is_draft, WIDTH, steps), axis=0)
 
 
-@triton.jit(do_not_specialize=["given"])
+@triton.jit(do_not_specialize=["given", "num_logits"])
 def _weigh_kernel(
     # Result, or None: only weigh
     result,
     weighed,
-    # [num_reqs, 2 * width - 1, num_groups] int32 to truncate with
+    # [num_rows, num_groups] int32 to truncate with
     groups_ptr,
     scanned,
     target,
@@ -213,6 +213,7 @@ def _weigh_kernel(
     layout,
     parameters,
     given,
+    num_logits,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -220,17 +221,17 @@ def _weigh_kernel(
     step, request, width = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     begin, num_rows, state, temperature = load_request(layout, parameters, request)
     scale = scale_of(temperature)
-    place, slot = request * width + step, (request * (2 * width - 1) + step).to(tl.int64)
+    place, row = request * width + step, begin + step
     if step < num_rows:
-        row_ptr = target.logits + (begin + step) * target.stride
+        row_ptr = target.logits + row * target.stride
         draft = tl.load(layout.draft_token_ids + begin + step + 1, mask=step < num_rows - 1, other=-1)
         ratio = 0.0
         if temperature == 0.0:
-            maxima, _totals, _maximum = load_scan(scanned, slot, scale, GROUPS)
+            maxima, _totals, _maximum = load_scan(scanned, row, scale, GROUPS)
             ratio = tl.where(draft == first_of_largest(row_ptr, maxima, target.vocab_size), 1.0, 0.0)
         else:
             maxima, _totals, maximum, total, limit = load_kept(
-                scanned, slot, row_ptr, groups_ptr, parameters, given, state, scale, target.vocab_size, GROUPS
+                scanned, row, row_ptr, groups_ptr, parameters, given, state, scale, target.vocab_size, GROUPS
             )
             tl.store(weighed.total + place, total)
             tl.store(weighed.maximum + place, maximum)
@@ -238,9 +239,8 @@ def _weigh_kernel(
             if step < num_rows - 1:
                 p = row_ptr, target.vocab_size, limit, maximum, total
                 draft_row_ptr = drafts.logits + state * drafts.state_stride + step * drafts.step_stride
-                ratio = _draft_ratio(
-                    weighed, place, scanned, slot + width, p, drafts, draft_row_ptr, draft, scale, GROUPS
-                )
+                slot = num_logits + row
+                ratio = _draft_ratio(weighed, place, scanned, slot, p, drafts, draft_row_ptr, draft, scale, GROUPS)
         tl.store(weighed.ratio + place, ratio)
     if result is not None and is_last(scanned.arrivals + request, step, num_rows):
         num_accepted = _num_accepted(weighed, layout, parameters, request, width, WIDTH)
@@ -254,12 +254,12 @@ def draw(
     result: Result, scanned: Scan, target: Target, layout: Layout, parameters: Parameters, given: int
 ) -> torch.Tensor:
     """One-hot q, in one launch; the smallest logit that each row keeps, [num_reqs, width]."""
-    num_reqs, width, num_groups = scanned.maximum.shape
+    num_reqs, width = result.sampled.shape
     groups = torch.empty_like(scanned.maximum, dtype=torch.int32)
     token, limit = (torch.empty_like(result.sampled, dtype=dtype) for dtype in (torch.int32, torch.float32))
     _draw_kernel[(width, num_reqs)](
         result, token, limit, groups, scanned, target, layout, parameters, given, WIDTH=padded_width(width),
-        GROUPS=triton.next_power_of_2(num_groups), num_warps=8,
+        GROUPS=triton.next_power_of_2(scanned.num_groups), num_warps=8,
     )  # fmt: skip
     return limit
 
@@ -276,11 +276,11 @@ def weigh(
     width: int,
 ) -> Weighed:
     """One launch for the batch."""
-    num_reqs, _, num_groups = scanned.maximum.shape
+    num_reqs = len(layout.idx_mapping)
     weighed = Weighed(*(scanned.maximum.new_empty(num_reqs, width) for _ in Weighed._fields))
     groups = torch.empty_like(scanned.maximum, dtype=torch.int32)
     _weigh_kernel[(width, num_reqs)](
-        result, weighed, groups, scanned, target, drafts, layout, parameters, given, WIDTH=padded_width(width),
-        GROUPS=triton.next_power_of_2(num_groups), num_warps=8,
+        result, weighed, groups, scanned, target, drafts, layout, parameters, given, len(target.logits),
+        WIDTH=padded_width(width), GROUPS=triton.next_power_of_2(scanned.num_groups), num_warps=8,
     )  # fmt: skip
     return weighed

@@ -30,10 +30,10 @@ def rejection_sample(
     result = Result(sampled, num_sampled, None if layout.logits_indices is None else torch.empty_like(num_sampled))
     target, (parameters, given) = target_of(target_logits), parameters_of(sampling, layout)
     if draft_logits is None or max_num_draft == 0:
-        scanned = scan(target, None, layout, parameters, width)
+        scanned = scan(target, None, layout, parameters)
         return *result, draw(result, scanned, target, layout, parameters, given)
     drafts = Drafts(draft_logits, draft_logits.stride(0), draft_logits.stride(1), draft_logits.shape[-1])
-    scanned = scan(target, drafts, layout, parameters, width)
+    scanned = scan(target, drafts, layout, parameters)
     weighed = weigh(None if block else result, scanned, target, drafts, layout, parameters, given, width)
     if block:
         keep(result, weighed, scanned, target, drafts, layout, parameters)

@@ -18,13 +18,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Scan(NamedTuple):
-    """What a scan leaves of the rows of each request: `width` of the target, then width - 1 of its draft, if any."""
+    """What a scan leaves of the target's rows; where q is dense, after all of them of the drafts' that these verify."""
 
-    # [num_reqs, num_rows, num_groups] float32: largest logit of the group; of a draft's with NaN or +inf, +inf
+    # [num_rows, num_groups] float32: largest logit of the group; of a draft's with NaN or +inf, +inf
     maximum: torch.Tensor
     # same: sum of the group's weights, the largest one's being 1
     total: torch.Tensor
-    # [num_reqs] int32, all 0: for the programs of the next launch to count themselves
+    # [num_reqs] int32, 0 of those that have rows: for the programs of the next launch to count themselves
     arrivals: torch.Tensor
     num_groups: int
 
@@ -57,7 +57,18 @@ def scale_of(temperature):
     return LOG2_E / tl.where(temperature == 0.0, 1.0, temperature)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit
+def _request_of(cu_num_logits_ptr, row, num_reqs):
+    """The last request that begins at or before a row: the row is of that one, unless it is of none."""
+    low, high = 0, num_reqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_after = tl.load(cu_num_logits_ptr + middle) <= row
+        low, high = tl.where(is_after, middle, low), tl.where(is_after, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_logits", "num_tiles"])
 def _scan_kernel(
     scanned,
     target,
@@ -65,29 +76,34 @@ def _scan_kernel(
     drafts,
     layout,
     parameters,
-    width,
+    num_reqs,
+    num_logits,
+    num_tiles,
 ):
     """One tile of a row."""
-    tile, place, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if (tile == 0) & (place == 0):
-        tl.store(scanned.arrivals + request, 0)
-    begin, num_rows, state, temperature = load_request(layout, parameters, request)
-    is_draft = place >= width
-    # A draft's first row stands beside the request's first, and there is one less.
-    step = tl.where(is_draft, place - width, place)
-    if step + is_draft.to(tl.int32) >= num_rows:
-        return
+    place, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    row, is_draft = place, False
+    if drafts is not None:
+        row, is_draft = place % num_logits, place >= num_logits
     groups = tile * _TILE_GROUPS + tl.arange(0, _TILE_GROUPS)
     offsets = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    # On their way while the request is looked for.
+    mask = (offsets < target.vocab_size) & (not is_draft)
+    logits = load_logits(target.logits + row.to(tl.int64) * target.stride, offsets, mask)
+    request = _request_of(layout.cu_num_logits, row, num_reqs)
+    begin, num_rows, state, temperature = load_request(layout, parameters, request)
+    step = (row - begin).to(tl.int32)
+    if step + is_draft >= num_rows:
+        return
+    if (tile == 0) & (step == 0):
+        tl.store(scanned.arrivals + request, 0)
     if drafts is not None and is_draft:
         row_ptr = drafts.logits + state * drafts.state_stride + step * drafts.step_stride
         logits = tl.load(row_ptr + offsets, mask=offsets < drafts.vocab_size, other=float("-inf")).to(tl.float32)
         logits = tl.where(logits != logits, float("inf"), logits)
-    else:
-        logits = load_logits(target.logits + (begin + step) * target.stride, offsets, offsets < target.vocab_size)
     maximum = tl.max(logits, axis=1)
     total = tl.sum(tl.exp2((logits - finite_maximum(maximum)[:, None]) * scale_of(temperature)), axis=1)
-    slots = (request * tl.num_programs(1) + place).to(tl.int64) * scanned.num_groups + groups
+    slots = place.to(tl.int64) * scanned.num_groups + groups
     tl.store(scanned.maximum + slots, maximum, mask=groups < scanned.num_groups)
     tl.store(scanned.total + slots, total, mask=groups < scanned.num_groups)
 
@@ -103,14 +119,14 @@ def load_scan(scanned, slot, scale, GROUPS: tl.constexpr):
     return maxima, totals * tl.exp2((maxima - maximum) * scale), maximum
 
 
-def scan(target: Target, drafts: Drafts | None, layout: Layout, parameters: Parameters, width: int) -> Scan:
-    """Scans all rows in one launch."""
-    num_reqs, device = len(layout.idx_mapping), target.logits.device
-    num_rows = width if drafts is None else 2 * width - 1
-    shape = num_reqs, num_rows, triton.cdiv(target.vocab_size, GROUP_SIZE)
+def scan(target: Target, drafts: Drafts | None, layout: Layout, parameters: Parameters) -> Scan:
+    """Scans all rows that there are in one launch."""
+    num_reqs, num_logits, device = len(layout.idx_mapping), len(target.logits), target.logits.device
+    shape = num_logits * (1 if drafts is None else 2), triton.cdiv(target.vocab_size, GROUP_SIZE)
     maximum, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-    scanned = Scan(maximum, total, torch.empty(num_reqs, dtype=torch.int32, device=device), shape[2])
-    _scan_kernel[(triton.cdiv(target.vocab_size, TILE_SIZE), num_rows, num_reqs)](
-        scanned, target, drafts, Layout(*layout[:4]), parameters, width, num_warps=8
+    scanned = Scan(maximum, total, torch.empty(num_reqs, dtype=torch.int32, device=device), shape[1])
+    num_tiles = triton.cdiv(target.vocab_size, TILE_SIZE)
+    _scan_kernel[(num_tiles * shape[0],)](
+        scanned, target, drafts, Layout(*layout[:4]), parameters, num_reqs, num_logits, num_tiles, num_warps=8
     )
     return scanned

@@ -24,6 +24,9 @@ KINDS = {
 }
 
 
+ROWS = "target_logits", "draft_token_ids", "positions"
+
+
 def assert_same(kind: str, batch: Batch, num_near_ties: int = 0) -> None:
     """Request by request; a near tie (arrivals closer than float32 can tell) may go either way."""
     operation = KINDS[kind][0]
@@ -103,7 +106,7 @@ def test_flat_rows(dtype: torch.dtype, truncation: str) -> None:
     layout, target, own = layout_of(*moved[1:5]), target_of(moved.target_logits), moved.draft_logits
     drafts = Drafts(own, own.stride(0), own.stride(1), own.shape[-1])
     parameters, given = parameters_of(moved.sampling, layout)
-    scanned = scan(target, drafts, layout, parameters, 2)
+    scanned = scan(target, drafts, layout, parameters)
     weighed = weigh(None, scanned, target, drafts, layout, parameters, given, 2)
     limit, total = weighed.limit.flatten().cpu(), weighed.total.flatten().cpu()
     rows = batch.sampling.at(batch.idx_mapping.long().repeat_interleave(2))
@@ -154,6 +157,28 @@ def test_programs_in_any_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     for truncation in ("whole", "top_p"):
         parameters = of_states(truncation, 6) | {"temperature": torch.ones(6)}
         assert_same(kind, make_batch([2, 0, 1], 9001, dense=KINDS[kind][1], **parameters))
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_of_the_scan(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are tiles of rows, though K is 31. Fails if some are launched for drafts that no step verifies,
+    or if a row is taken for another request's, or one is that no request has."""
+    from vllm_specplugins.kernels.rejection import scan_fused
+
+    kernel, grids = scan_fused._scan_kernel, []
+    launcher = type("", (), {"__getitem__": lambda _, grid: grids.append(grid) or kernel[grid]})()
+    monkeypatch.setattr(scan_fused, "_scan_kernel", launcher)
+    batch = make_batch([1, -1, 0, 3, -1], 9001, dense=KINDS[kind][1])
+    batch = batch._replace(max_num_draft=31)
+    if batch.draft_logits is not None:
+        batch = batch._replace(draft_logits=torch.nn.functional.pad(batch.draft_logits, (0, 0, 0, 28), value=torch.nan))
+    own = {name: torch.cat((getattr(batch, name), getattr(batch, name)[:2])) for name in ROWS}
+    whole, operation = batch._replace(**own), KINDS[kind][0]
+    ours = operation(*to_device(whole, DEVICE), implementation="fused")
+    for mine, theirs in zip(ours, operation(*batch, implementation="reference"), strict=True):
+        assert torch.equal(mine.cpu(), theirs.to(mine.dtype))
+    assert grids == [(2 * 9 * (2 if KINDS[kind][1] else 1),)]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")
