@@ -22,7 +22,7 @@ from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.codec import TextCodec
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.remote import server
-from vllm_specplugins.proposers.remote.proposer import Remote
+from vllm_specplugins.proposers.remote.proposer import MOST_ASKED, Remote
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -53,13 +53,26 @@ class Drafter:
         self.questions: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.answer: Callable[[dict[str, Any]], Answer] = lambda question: (200, {}, known(question))
+        self.models: bytes = b"none"  # what the list of models is answered with
+        self.vocab_size = 1 << 30
+        self.num_looks = 0  # questions about single token ids
         self.may_answer = threading.Event()
         self.may_answer.set()
         drafter = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(drafter.models)
+
             def do_POST(self) -> None:
                 question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if "stream" not in question:
+                    drafter.num_looks += 1
+                    self.send_response(200 if question["prompt"][0] < drafter.vocab_size else 400)
+                    self.end_headers()
+                    return
                 drafter.questions.append({**question, "path": self.path})
                 drafter.headers.append(dict(self.headers))
                 drafter.may_answer.wait(60)
@@ -79,7 +92,7 @@ class Drafter:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
 
     def close(self) -> None:
@@ -251,17 +264,13 @@ def endless() -> Iterator[bytes]:
         (200, {}, [b"{}"]),
         (200, {}, [b"data: " + b"[" * 100_000 + b"\n"]),
         (200, {}, [event(token_ids=None)]),
-        (200, {}, [event(token_ids=[VOCAB_SIZE])]),
-        (200, {}, [event(token_ids=[-1])]),
-        (200, {}, [event(token_ids=[True, 1.0, "1"])]),
-        (200, {}, [event(token_ids=[1] * 1000)]),
         (200, {}, [event(text=None)]),
         (200, {}, [event(text="\ud800")]),
-        (200, {}, [event(text="x" * 100_000)]),
         (200, {}, [b'data: {"choices": [{"text": "\xff"}]}\n']),
         (200, {"Content-Length": "100"}, [b"x"]),
         (200, {"Content-Encoding": "gzip"}, [b"x" * 1000]),
         (200, {}, (b" " * 1_000_000 for _ in range(100))),
+        (200, {}, [event(token_ids=[])] * 2000),
         (200, {}, endless()),
         (307, {"Location": "/elsewhere"}, []),
     ],
@@ -292,6 +301,131 @@ def test_hostile(
     drafter.answer, drafter.now = good, server.FIRST_PAUSE_S
     wait_for(lambda: drafted(own, history[: next(lengths)]) or time.sleep(0.05))
     assert caplog.text.count("answers again") == 1
+
+
+REFUSALS = [
+    (400, {}, [b"{}"]),
+    (413, {}, []),
+    (422, {}, [b"x" * 100_000]),
+    (200, {}, [event(token_ids=[VOCAB_SIZE])]),
+    (200, {}, [event(token_ids=[-1])]),
+    (200, {}, [event(token_ids=[True, 1.0, "1"])]),
+    (200, {}, [event(token_ids=[1] * 1000)]),
+]
+
+
+@pytest.mark.parametrize("answer", REFUSALS, ids=lambda answer: f"{answer[0]}")
+def test_a_question_that_is_refused(
+    drafter: Drafter, make: Callable[..., Remote], answer: Answer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One request's question that the server does not take, or answers with other tokens than the target has, sets that
+    request aside, whatever its history becomes; others are drafted for at once; one line says so.
+
+    Fails if a refusal pauses the server, if the request asks again, or if each one writes a line.
+    """
+    own, known_answer = make(), drafter.answer
+    drafter.answer = lambda question: answer if question["prompt"][0] == 7 else known_answer(question)
+    for number in range(3):
+        odd = np.append(np.int32([7] * 20), TEXT[20:40])
+        wait_for(lambda: drafted(own, odd, f"odd {number}") == [] and own.exchange_stats()["failed"] > number)  # noqa: B023
+        for length in (41, 42, 30, 31):
+            assert drafted(own, np.resize(odd, length), f"odd {number}") == []
+        assert until(own, TEXT[: 20 + number]) == TEXT[20 + number : 25 + number].tolist()
+    assert [question["prompt"][0] for question in drafter.questions].count(7) == 3
+    assert caplog.text.count("refuses questions") == 1 and "no drafts from" not in caplog.text
+
+
+def test_more_text_than_asked_for(drafter: Drafter, make: Callable[..., Remote]) -> None:
+    """Text without end sets its request aside, too. Fails if it pauses the server: a client chooses a text that the
+    drafter goes on with in its longest tokens."""
+    own = make(tokenizer="other")
+    drafter.answer = lambda question: (200, {}, [event(text="x" * 100_000)])
+    wait_for(lambda: drafted(own, of_text(CODE)[:40], "odd") == [] and own.exchange_stats()["failed"] == 1)
+    drafter.answer = knows_text(CODE, 3)
+    assert until(own, of_text(CODE)[:30])
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        {"data": [{"id": "else", "max_model_len": 9}, {"id": "m", "max_model_len": 64}]},
+        {"data": [{"id": "m", "max_model_len": 64.9}]},
+    ],
+)
+def test_questions_fit_the_drafter(drafter: Drafter, make: Callable[..., Remote], models: dict[str, Any]) -> None:
+    """A question and its answer have room in the drafter's context, and it holds the newest tokens from the last one on
+    that the drafter does not know; both limits are asked for once, and histories that exceed them get drafts.
+
+    Fails if a question is cut by the target's limits, is cut at its end, or if each request asks for the limits.
+    """
+    drafter.models, drafter.vocab_size, own = json.dumps(models).encode(), 990, make()
+    known_answer = drafter.answer
+
+    def answer(question: dict[str, Any]) -> Answer:
+        prompt = question["prompt"]
+        if len(prompt) + question["max_tokens"] > 64 or max(prompt) >= 990 or not prompt:
+            return 400, {}, []
+        [start] = [place for place in range(len(TEXT)) if TEXT[place : place + len(prompt)].tolist() == prompt][:1]
+        return known_answer({**question, "prompt": TEXT[: start + len(prompt)].tolist()})
+
+    drafter.answer = answer
+    assert until(own, TEXT[:200]) == TEXT[200:205].tolist()
+    num_looks = drafter.num_looks
+    unknown = np.append(np.int32([1, 2, 990, 999]), TEXT[100:120])
+    wait_for(lambda: drafted(own, unknown, "b") == TEXT[120:125].tolist())
+    assert drafted(own, unknown[:4], "c") == []
+    wait_for(lambda: drafted(own, unknown[:4], "c") == [] and own._requests["c"].answer is None)
+    assert len({len(question["prompt"]) for question in drafter.questions}) > 1
+    assert drafter.num_looks == num_looks > 1 and own.exchange_stats()["failed"] == 0
+
+
+def test_many_requests_at_once(drafter: Drafter, make: Callable[..., Remote]) -> None:
+    """A step asks a bounded number of questions, and later steps the others. Fails if a step asks for all of its
+    requests, which takes half a second for 2000, or if the same requests ask each time."""
+    own, texts = make(), {str(number): TEXT[: 20 + number] for number in range(2 * MOST_ASKED + 10)}
+    drafter.answer = lambda question: (400, {}, [])
+    for most in (MOST_ASKED, 2 * MOST_ASKED, len(texts)):
+        step(own, texts)
+        assert own.exchange_stats()["asked"] == most
+
+
+def test_a_text_fits_the_drafter(drafter: Drafter, make: Callable[..., Remote]) -> None:
+    """So does a text, if each of its bytes were a token. Fails if it is cut by the target's tokens."""
+    drafter.models, own = json.dumps({"data": [{"id": "m", "max_model_len": 100}]}).encode(), make(tokenizer="other")
+    drafter.answer = lambda question: (200, {}, [event(text=" =")])
+    wait_for(lambda: drafted(own, of_text(CODE)))
+    sizes = [len(question["prompt"].encode()) + question["max_tokens"] for question in drafter.questions]
+    assert max(sizes) < 100 and drafter.num_looks == 0
+    assert drafter.questions[0]["prompt"] in CODE.decode()
+
+
+@pytest.mark.parametrize("models", [b"[" * 100_000, b"{}", b'{"data": [{"id": "m", "max_model_len": Infinity}]}', b"x" * 10])
+def test_hostile_limits(drafter: Drafter, make: Callable[..., Remote], models: bytes) -> None:
+    """What is no list of models is no limit. Fails if it ends the questions."""
+    drafter.models, drafter.vocab_size, own = models, 0, make()
+    wait_for(lambda: drafted(own, TEXT[:20]) or own._requests["a"].answer is None)
+    assert own.exchange_stats()["failed"] == 0
+
+
+def test_empty_lines_cost_little(drafter: Drafter, make: Callable[..., Remote]) -> None:
+    """A megabyte of them. Fails if each costs a turn of the event loop: 1.8 s of the engine's processor time."""
+    own = make()
+    drafter.answer = lambda question: (200, {}, [b"\n" * 1_000_000])
+    drafted(own, TEXT[:20])
+    thread = own._server._thread.native_id
+    wait_for(lambda: drafted(own, TEXT[:21]) == [] and own.exchange_stats()["failed"] == 1)
+    fields = Path(f"/proc/self/task/{thread}/stat").read_text().rsplit(")")[1].split()
+    assert int(fields[11]) + int(fields[12]) < 40, "hundredths of a second"
+
+
+def test_a_count_after_the_text(drafter: Drafter, make: Callable[..., Remote]) -> None:
+    """A server that ends each answer with what was used, without a choice, drafts. Fails if that counts as nonsense."""
+    own, known_answer = make(), drafter.answer
+    usage = b'data: {"choices": [], "usage": {"total_tokens": 5}}\n\n'
+    drafter.answer = lambda question: (200, {}, [*known_answer(question)[2], usage])
+    assert until(own, TEXT[:20]) == TEXT[20:25].tolist()
+    wait_for(lambda: drafted(own, TEXT[:21]) and own.exchange_stats()["answered"])
+    assert own.exchange_stats()["failed"] == 0
 
 
 def test_server_away(drafter: Drafter, make: Callable[..., Remote], caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,17 @@ Guess = Any  # tuple[int, ...] or bytes: has a length, slices, sums
 TOKEN_BYTES, MOST_TOKEN_BYTES = 4, 64  # of text, on average and at most
 
 
+class Refused(ValueError):
+    """The server does not answer this question as asked; it may answer those of other requests."""
+
+
+def newest(tokens: Guess, most: int) -> Guess:
+    """The newest of them, more than a half of `most` where there are as many, from the same place on for many steps,
+    for the server's prefix cache."""
+    half = max(1, most // 2)
+    return tokens[max(0, len(tokens) // half - 1) * half :]
+
+
 class Form(Protocol):
     """One of the two."""
 
@@ -25,11 +36,12 @@ class Form(Protocol):
     def unfinished(self, token_ids: Int32Array) -> Guess:
         """What of the history's end no question can hold: an answer begins with it."""
 
-    def prompt(self, guess: Guess) -> list[int] | str:
-        """For a question."""
+    def prompt(self, guess: Guess, max_tokens: int, vocab_size: int) -> list[int] | str:
+        """For a question to a drafter that takes at most so many tokens, with ids in [0, vocab_size)."""
 
     def read(self, choice: Mapping[str, Any], most: int) -> Guess:
-        """A piece of an answer that has at most so many tokens; ValueError, or whatever else, where it is none."""
+        """A piece of an answer that has at most so many tokens; Refused where it has more, or others than the target;
+        whatever else where it is none."""
 
     def num_tokens(self, guess: Guess) -> int:
         """About how many they are."""
@@ -53,13 +65,15 @@ class TokenIds:
     def unfinished(self, token_ids: Int32Array) -> Guess:
         return ()
 
-    def prompt(self, guess: Guess) -> list[int] | str:
-        return list(guess)
+    def prompt(self, guess: Guess, max_tokens: int, vocab_size: int) -> list[int] | str:
+        places = range(len(guess), 0, -1)
+        begin = next((place for place in places if guess[place - 1] >= vocab_size), 0)
+        return list(newest(guess[begin:], max_tokens))
 
     def read(self, choice: Mapping[str, Any], most: int) -> Guess:
         tokens = choice["token_ids"]
         if len(tokens) > most or not all(type(token) is int and 0 <= token < self._vocab_size for token in tokens):
-            raise ValueError("more tokens than asked for, or outside of the vocabulary")
+            raise Refused("more tokens than asked for, or outside of the vocabulary")
         return tuple(tokens)
 
     def num_tokens(self, guess: Guess) -> int:
@@ -84,13 +98,13 @@ class Text:
         begin = next((place for place in range(len(text) - 1, -1, -1) if text[place] & 0xC0 != 0x80), len(text))
         return b"" if text[begin:].decode(errors="ignore") else text[begin:]
 
-    def prompt(self, guess: Guess) -> list[int] | str:
-        return str(guess, errors="ignore")
+    def prompt(self, guess: Guess, max_tokens: int, vocab_size: int) -> list[int] | str:
+        return str(newest(guess, max_tokens), errors="ignore")  # a token has a byte or more
 
     def read(self, choice: Mapping[str, Any], most: int) -> Guess:
         text: bytes = choice["text"].encode()
         if len(text) > MOST_TOKEN_BYTES * most:
-            raise ValueError("more text than asked for")
+            raise Refused("more text than asked for")
         return text
 
     def num_tokens(self, guess: Guess) -> int:

@@ -13,10 +13,11 @@ import numpy as np
 
 from vllm_specplugins.config import ConfigError, RemoteConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
-from vllm_specplugins.proposers.remote.forms import Form, Guess, Text, TokenIds
+from vllm_specplugins.proposers.remote.forms import Form, Guess, Refused, Text, TokenIds, newest
 from vllm_specplugins.proposers.remote.server import Server
 
 MOST_AHEAD = 256  # tokens
+MOST_ASKED = 64  # new questions in one step, of which each takes a quarter of a millisecond
 FORGETTING = 0.95  # of how far ahead to ask, by each answer
 
 
@@ -30,6 +31,7 @@ class _Request:
     came: deque[Guess] = field(default_factory=deque)  # of the answer under way
     asked_at: int = -1  # length of the history when it was last asked about
     answer: "Future[None] | None" = None
+    is_refused: bool = False  # the server does not take its questions
 
     def fits(self) -> bool:
         """Whether history and guess are the same as far as both go, which is then taken off."""
@@ -48,11 +50,13 @@ class Remote:
         self._num_ahead, self._max_prompt_tokens = float(self._least_ahead), config.max_prompt_tokens
         self._requests: dict[str, _Request] = {}
         self._form = _form(config, context)
-        self._server = Server(config, self._form)
+        self._server = Server(config, self._form, context.vocab_size)
+        self._room = 0  # for questions, in this step
         self._counts = dict.fromkeys(("asked", "answered", "dropped", "failed"), 0)
 
     def propose(self, batch: DraftBatch) -> Draft:
         """What is left of each request's guess."""
+        self._room = MOST_ASKED
         drafts = [self._draft(*each) for each in zip(batch.request_ids, batch.token_ids, batch.max_num_draft)]  # noqa: B905
         num_draft = np.array([len(draft) for draft in drafts], np.int32)
         token_ids = np.zeros((len(drafts), max(num_draft, default=0)), np.int32)
@@ -82,8 +86,10 @@ class Remote:
         if request is None or not self._goes_on(request, text):
             if request is not None:
                 self._drop(request)
-            request = self._requests[request_id] = _Request(len(text), self._form.none, self._form.none)
-        if request.answer is None:
+            is_refused = request is not None and request.is_refused
+            request = _Request(len(text), self._form.none, self._form.none, is_refused=is_refused)
+            self._requests[request_id] = request
+        if request.answer is None and not request.is_refused:
             self._ask(request, text)
         return [] if request.behind or not limit else self._form.draft(request.ahead, limit)
 
@@ -101,8 +107,9 @@ class Remote:
         return request.fits()
 
     def _end(self, request: _Request) -> None:
-        failed = request.answer is not None and request.answer.exception() is not None
-        request.answer = None
+        error = None if request.answer is None else request.answer.exception()
+        request.answer, failed = None, error is not None
+        request.is_refused = isinstance(error, Refused)
         if not failed:
             num_meanwhile = request.length - request.asked_at
             wanted = max(self._least_ahead, FORGETTING * self._num_ahead, 2 * num_meanwhile + self._least_ahead)
@@ -113,18 +120,15 @@ class Remote:
         """Asks what follows the guess, unless enough is known of it, or nothing is new since it was asked."""
         num_known = self._form.num_tokens(request.ahead)
         num_tokens = min(int(self._num_ahead), self._max_model_len - len(text) - num_known)
-        if num_known >= self._num_ahead or num_tokens <= 0 or request.asked_at == len(text):
+        is_enough = num_known >= self._num_ahead or num_tokens <= 0
+        if is_enough or request.asked_at == len(text) or self._room == 0:
             return
-        request.asked_at = len(text)
+        request.asked_at, self._room = len(text), self._room - 1
         request.behind = self._form.none if request.ahead else self._form.unfinished(text)
         request.came = deque()
-        request.answer = self._server.ask(self._newest(text), request.ahead, num_tokens, request.came)
+        asked = newest(text, self._max_prompt_tokens).copy()
+        request.answer = self._server.ask(asked, request.ahead, num_tokens, request.came)
         self._counts["asked"] += request.answer is not None
-
-    def _newest(self, text: Int32Array) -> Int32Array:
-        """The newest tokens of a history, from the same place on for many steps, for the server's prefix cache."""
-        half = self._max_prompt_tokens // 2
-        return text[max(0, len(text) // half - 1) * half :].copy()
 
     def _drop(self, request: _Request) -> None:
         if request.answer is not None:
