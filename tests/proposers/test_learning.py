@@ -1,5 +1,6 @@
 """Parts that learn while they serve: what is kept, how much time that takes, which weights serve, and what is saved."""
 
+import dataclasses
 import os
 import resource
 import signal
@@ -72,6 +73,18 @@ def test_windows_hold_what_was_read() -> None:
         assert torch.equal(window.next_ids, window.token_ids + 1)
         assert torch.equal(window.states[:, 0].long(), window.token_ids)
     assert kept.num_tokens == 90 + 30 + 7
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e38])
+def test_states_that_nobody_can_train_on(value: float) -> None:
+    """A state with one such number ends its window. Fails if a number that makes the weights NaN gets into a window."""
+    kept, read = windows(shortest=1), reading({"r1": list(range(9))})
+    states = read.states.clone()
+    states[4, 7] = value
+    kept.add(dataclasses.replace(read, states=states))
+    kept.add(reading({}, gone=["r1"]))
+    found = [own for side in sampled(kept).values() for own in side]
+    assert sorted(len(own.states) for own in found) == [4, 4] and all(own.states.isfinite().all() for own in found)
 
 
 def test_a_request_that_does_not_want_it_leaves_nothing() -> None:
@@ -371,6 +384,36 @@ def test_killed_while_it_saves(make: Callable[..., Learner], tmp_path: Path, max
     process.join(60)
     assert process.exitcode in (-signal.SIGXFSZ, -signal.SIGKILL)
     assert all(map(torch.equal, make(path=str(tmp_path / "learned"))._part.parameters(), first.parameters()))
+
+
+def test_two_that_save_to_one_folder(
+    make: Callable[..., Learner], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one saves, the second one says so and saves when the first has ended; links and files of others that lie
+    there stay as they are, and what a killed process left there goes.
+
+    Fails if both save, if names that somebody can guess are written to or moved, or if the lock outlives its holder.
+    """
+    monkeypatch.setattr(learner_module.logger, "propagate", True)
+    folder, precious = tmp_path / "learned", tmp_path / "precious"
+    for path in (folder, precious, folder / ".files.killed.partial", folder / "mine"):
+        path.mkdir()
+    (precious / "file").write_text("mine")
+    for name in (".partial", ".files.link.partial"):
+        (folder / name).symlink_to(precious)
+    first, second = make(path=str(folder)), make(path=str(folder))
+    part = promote(first, 0.5)
+    first._save()
+    promote(second, 0.6)
+    for _ in range(2):
+        second._save()
+    assert all(map(torch.equal, make(path=str(folder))._part.parameters(), part.parameters()))
+    assert caplog.text.count("another process writes to it") == 1
+    first.close()
+    second._save()
+    assert not torch.equal(make(path=str(folder))._part.mix.weight, part.mix.weight)
+    names = {".partial", ".files.link.partial", "mine", "README.md", JumpHead.file, "config.json"}
+    assert {path.name for path in folder.iterdir()} == names and (precious / "file").read_text() == "mine"
 
 
 def test_a_folder_that_cannot_be_used(

@@ -1,6 +1,7 @@
 """Files of ours: read without waiting for whoever may write, and written whole or not at all, for their owner alone."""
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+BEGUN, PARTIAL = ".files.", ".partial"  # how names of what is being saved begin and end
 LONGEST_PREFIX = 60  # characters of a file's name that the name of its successor begins with
 
 
@@ -52,7 +54,7 @@ def write_whole(path: Path, data: bytes) -> int:
     OSError where that fails; the old file is then there.
     """
     path = Path(os.path.realpath(path))
-    descriptor, partial = tempfile.mkstemp(".partial", prefix_of(path), path.parent)
+    descriptor, partial = tempfile.mkstemp(PARTIAL, prefix_of(path), path.parent)
     try:
         write_all(descriptor, data)
         os.fsync(descriptor)
@@ -65,19 +67,60 @@ def write_whole(path: Path, data: bytes) -> int:
     return descriptor
 
 
-def replace_files(folder: Path, save: Callable[[Path], object]) -> None:
-    """Has `save` write files into a folder, all or none: they are written beside, and moved there when they are whole.
+class SavedFolder:
+    """A folder that files are saved to: by one process at a time, from its first save until it closes this, or ends."""
 
-    OSError, or what `save` raises, where that fails.
+    def __init__(self, path: Path):
+        self.path, self._descriptor = path, -1
+
+    def replace(self, save: Callable[[Path], object]) -> None:
+        """Has `save` write files into the folder, all or none: they are written beside, under a name of this call's
+        alone, and moved there when they are whole. What a process that was killed has left there goes.
+
+        OSError, or what `save` raises, where that fails, or another process saves to the folder.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._hold()
+        for left in self.path.glob(f"{BEGUN}*{PARTIAL}"):
+            shutil.rmtree(left, ignore_errors=True)  # which follows no link
+        partial = Path(tempfile.mkdtemp(PARTIAL, BEGUN, self.path))
+        try:
+            save(partial)
+            for file in sorted(partial.iterdir()):
+                os.replace(file, self.path / file.name)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def close(self) -> None:
+        """Lets other processes save there."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _hold(self) -> None:
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
+                return
+        self.close()
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            hold(self._descriptor)
+        except OSError:
+            self.close()
+            raise
+
+
+def hold(descriptor: int) -> None:
+    """Has this process alone hold an open file or folder until it is closed, if the file system knows such a thing.
+
+    BlockingIOError where another process holds it.
     """
-    partial = folder / ".partial"
-    partial.mkdir(parents=True, exist_ok=True)
     try:
-        save(partial)
-        for file in sorted(partial.iterdir()):
-            os.replace(file, folder / file.name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError(errno.EAGAIN, "another process writes to it") from None
+    except OSError:
+        pass
 
 
 def prefix_of(path: Path) -> str:

@@ -1,11 +1,12 @@
 """Folders that tools write to, and which of many they pick. Knows nothing of models."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, brief
-from vllm_specplugins.structures.whole_file import replace_files
+from vllm_specplugins.structures.whole_file import SavedFolder
 from vllm_specplugins.tools.report import writing
 
 
@@ -34,14 +35,15 @@ def other_run(name: str, stored: Any, value: Any, folder: Path) -> ConfigError:
 
 
 def save_whole(folder: Path, save: Callable[[Path], object]) -> None:
-    """See structures/whole_file.py: replace_files.
+    """See structures/whole_file.py: SavedFolder.
 
     Raises:
         ConfigError: the folder cannot be written, or the disk is full.
     """
     make_folder(folder)
     try:
-        replace_files(folder, save)
+        with closing(SavedFolder(folder)) as saved:
+            saved.replace(save)
     except (OSError, RuntimeError) as error:  # of torch where it cannot write on
         cause = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ConfigError(f"--out must be a folder on a disk with room, not {folder} ({cause}).") from error

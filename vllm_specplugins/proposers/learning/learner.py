@@ -22,7 +22,7 @@ from vllm_specplugins.proposers.learning.pace import Pace, Stopped
 from vllm_specplugins.proposers.learning.served import ServedEnd
 from vllm_specplugins.proposers.learning.trainer import Part, Trainer, copied
 from vllm_specplugins.proposers.learning.windows import Windows
-from vllm_specplugins.structures.whole_file import replace_files
+from vllm_specplugins.structures.whole_file import SavedFolder
 from vllm_specplugins.target import Reading
 
 logger = logging.getLogger("vllm.specplugins")
@@ -67,9 +67,10 @@ class Learner:
         self._num_draft = min(context.max_num_draft, MOST_DRAFT)
         with torch.inference_mode(False):
             self._loaded = copied(part)
-        self._path = None if config.path is None else Path(f"{config.path}{context.file_suffix or ''}")
-        if self._path is not None:
-            self._go_on(self._path)
+        path = None if config.path is None else Path(f"{config.path}{context.file_suffix or ''}")
+        self._folder = None if path is None else SavedFolder(path)
+        if path is not None:
+            self._go_on(path)
         self.unread_bytes = config.memory_bytes // 4  # for what the engine has not handed over yet
         size, shortest = hidden_size, self._num_draft + 2
         if exits is not None:  # which does not read the last token of a whole draft
@@ -120,6 +121,8 @@ class Learner:
         if self._thread.is_alive():
             self._thread.join(GRACE_S)
         self._save()
+        if self._folder is not None:
+            self._folder.close()
 
     @property
     def num_bytes(self) -> int:
@@ -169,7 +172,7 @@ class Learner:
     def _save(self) -> None:
         """Writes the serving weights and their card, all or none, if they are new."""
         self._saved_at = monotonic()
-        if self._path is None or self._is_saved or self.trainer is None:
+        if self._folder is None or self._is_saved or self.trainer is None:
             return
         serving = self.trainer.serving
         card = CARD.format(source=self._source, field=serving.field, **self.counts(), **self.lengths())
@@ -179,11 +182,12 @@ class Learner:
             (folder / "README.md").write_text(card)
 
         try:
-            replace_files(self._path, write)
+            self._folder.replace(write)
             self._is_saved, self._complained = True, False
         except (OSError, RuntimeError) as error:
             if not self._complained:
-                logger.warning("learn: %s cannot be written (%s); it is tried again.", self._path, error_text(error))
+                what = "learn: %s cannot be written (%s); it is tried again."
+                logger.warning(what, self._folder.path, error_text(error))
             self._complained = True
 
 

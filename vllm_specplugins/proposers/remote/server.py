@@ -155,7 +155,7 @@ class Server:
 
 
 def _check(status: int) -> None:
-    """Raises Refused for an answer that is about this question, and ValueError for one that every question would get."""
+    """Raises Refused where the answer is about this question, and ValueError where every question would get it."""
     if status != 200:
         kind = Refused if 400 <= status < 500 and status not in FOR_ALL else ValueError
         raise kind(f"status {status}")

@@ -7,7 +7,6 @@ the file is read. Where it has grown too long it is written anew, beside, and mo
 texts.
 """
 
-import fcntl
 import glob
 import hashlib
 import os
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specplugins.structures.whole_file import (
+    hold,
     open_regular,
     prefix_of,
     read_all,
@@ -201,11 +201,9 @@ class StoreFile:
 
     def _lock(self, descriptor: int) -> None:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hold(descriptor)
         except BlockingIOError:
             raise StoreFileError(f"the store {self.path} is another engine's, which saves to it") from None
-        except OSError:  # a file system without locks
-            return
         self._check_place(descriptor)
 
     def _check_place(self, descriptor: int) -> None:
