@@ -399,7 +399,9 @@ def test_a_text_fits_the_drafter(drafter: Drafter, make: Callable[..., Remote]) 
     assert drafter.questions[0]["prompt"] in CODE.decode()
 
 
-@pytest.mark.parametrize("models", [b"[" * 100_000, b"{}", b'{"data": [{"id": "m", "max_model_len": Infinity}]}', b"x" * 10])
+@pytest.mark.parametrize(
+    "models", [b"[" * 100_000, b"{}", b'{"data": [{"id": "m", "max_model_len": Infinity}]}', b"x" * 10]
+)
 def test_hostile_limits(drafter: Drafter, make: Callable[..., Remote], models: bytes) -> None:
     """What is no list of models is no limit. Fails if it ends the questions."""
     drafter.models, drafter.vocab_size, own = models, 0, make()
