@@ -389,8 +389,8 @@ def test_killed_while_it_saves(make: Callable[..., Learner], tmp_path: Path, max
 def test_two_that_save_to_one_folder(
     make: Callable[..., Learner], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one saves, the second one says so and saves when the first has ended; links and files of others that lie
-    there stay as they are, and what a killed process left there goes.
+    """The first one saves, the second one says so and saves when the first has ended; links and files of others that
+    lie there stay as they are, and what a killed process left there goes.
 
     Fails if both save, if names that somebody can guess are written to or moved, or if the lock outlives its holder.
     """
