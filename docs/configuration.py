@@ -21,7 +21,8 @@ before the engine starts, in one sentence.
 REQUESTS = """## Options of one request
 
 In Python `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP as JSON text: `"vllm_xargs": {"specplugins":
-"{\\"enabled\\": false}"}`. A bad one answers 400 in one sentence (streamed: an error event after a 200).
+"{\\"enabled\\": false}"}`. A bad one answers 400 in one sentence (streamed: an error event after a 200;
+[other front ends](operating.md#other-front-ends) leave it out).
 
 | option | allowed | meaning |
 |---|---|---|
@@ -43,6 +44,7 @@ ENVIRONMENT = """## Environment variables
 
 | variable | meaning |
 |---|---|
+| `VLLM_SPECPLUGINS_METRICS_PORT` | the port on which the engine shows our metrics, [where the front end cannot](operating.md#other-front-ends) |
 | `VLLM_SPECPLUGINS_DISABLE=1` | the plugin does nothing; a method of ours is then refused |
 | `VLLM_SPECPLUGINS_SELF_CHECK` | `1` (default): on a device that is not a CPU [kernels are checked](compatibility.md#kernels-on-a-new-device); `0`: not; `only`: check, print, stop |
 """

@@ -176,7 +176,7 @@ def test_stages_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = [{"method": "early_exit", "exit_layer": layer} for layer in range(1, 9)]
     assert len(parse_config({"method": "cascade", "stages": stages}).own.stages) == 8 and len(read) == 1
     for number in (9, 100_000):
-        with pytest.raises(ConfigError, match="stages must be a list of 1 to 8 dictionaries, not"):
+        with pytest.raises(ConfigError, match="stages must be a list of 1 to 8 dictionaries or names, not"):
             parse_config({"method": "cascade", "stages": stages[:1] * number})
 
 

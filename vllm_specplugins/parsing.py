@@ -96,9 +96,11 @@ def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecCon
 
 
 def _parse_stage(index: int, raw: Any, names: Sequence[str], greedy: bool) -> StageConfig:
+    if isinstance(raw, str) and raw in names:
+        raw = {"method": raw}
     if not isinstance(raw, dict) or raw.get("method") not in names:
         found = raw.get("method") if isinstance(raw, dict) else raw
-        allowed = f"a dictionary whose method is one of {', '.join(names)}"
+        allowed = f"a dictionary whose method is one of {', '.join(names)}, or its name"
         raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {brief(found)}{did_you_mean(found, names)}")
     method, own = raw["method"], {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
     for entry in fields(CommonConfig):

@@ -59,7 +59,8 @@ def report_of(carrier: Any) -> dict[str, Any]:
 
 
 def test_what_is_in_a_report() -> None:
-    """Two steps by hand. Kills: totals where what was added belongs; a position off by one; a request's rate lost."""
+    """Steps by hand. Kills: totals where what was added belongs; a position off by one; a request's rate lost. Fails if
+    a step counts in the times of drafting in which no request wanted a draft."""
     barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=60_000)
     reporter = Reporter(barrier, "custom")
     step(barrier, ["a", "b", "c"], [3, 3, 0], [0, 0, 0], [0, 0, 0])
@@ -83,6 +84,9 @@ def test_what_is_in_a_report() -> None:
     }  # fmt: skip
     assert second["request_acceptance_rate"] == [0.5]
     assert len(first["step_draft_seconds"]) == 1 and 0 < second["step_draft_seconds"][0] < 1
+    step(barrier, ["a"], [0], [0], [0])
+    third = report_of(reporter.attach(output(), is_last=True))
+    assert third["draft_lengths\t0"] == 1 and not any("seconds" in series for series in third)
 
 
 def test_when_a_report_is_due() -> None:
@@ -105,6 +109,17 @@ def test_when_a_report_is_due() -> None:
     shared = output()
     assert report_of(reporter.attach(shared, is_last=True))[f"accepted_tokens\t{STAGE}"] == 2
     assert shared.ec_connector_output is None
+
+
+def test_a_report_that_is_shown_here() -> None:
+    """Fails if a report goes to vLLM's front end, too, where the worker shows it."""
+    shown: list[Any] = []
+    barrier = FaultBarrier(Two(), vocab_size=10, max_num_draft=3, time_budget_ms=60_000)
+    reporter = Reporter(barrier, "custom", show=shown.append)
+    step(barrier, ["a"], [3], [0], [0])
+    same = output()
+    assert reporter.attach(same) is same and same.ec_connector_output is None
+    assert shown[0][f"drafted_tokens\t{STAGE}"] == 2
 
 
 def test_a_report_that_fails() -> None:

@@ -49,6 +49,7 @@ def test_ready() -> None:
     found: dict[str, list[str]] = {}
     for finding in report["findings"]:
         found.setdefault(finding["name"], []).append(finding["value"])
+    assert found["draft"] == ["at most 3 tokens (num_speculative_tokens)"]
     facts = "python", "torch", "vllm", "vllm-specplugins", "device", "seams", "patches that stay", "kernels"
     assert {*facts} <= found.keys()
     assert found["runner"][0][:2] in ("V1", "V2") and found["scheduling"][0] in ("synchronous", "asynchronous")
@@ -62,15 +63,38 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a method": ({"method": "prompt_lokup"}, f"method must be {', '.join(METHODS)}"),
     "a misspelt method": ({"method": "promptlookup"}, "not 'promptlookup'; did you mean 'prompt_lookup'?"),
     "a method of both": ({"method": "medusa", "heads": "h", "headz": 1}, "medusa: 'headz' is not a field"),
+    "heads misspelt": ({"method": "medusa", "headz": "h"}, "medusa: 'headz' is not a field"),
+    "no heads": ({"method": "medusa"}, "medusa: heads is missing"),
+    "a field of vLLM's misspelt": ({"method": "ngram", "prompt_lookup_maxx": 5}, "did you mean 'prompt_lookup_max'?"),
+    "a stage by a wrong name": ({"method": "cascade", "stages": ["prompt_lokup"]}, "did you mean 'prompt_lookup'?"),
+    "a stage that needs more": ({"method": "cascade", "stages": ["prompt_lookup", "medusa"]}, "heads is missing"),
     "no method": ({}, "method must be named"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_without_a_model(name: str) -> None:
+    """Fails if what is not served is called ready: misspelt fields and missing ones, of vLLM's own methods, too."""
     raw, words = REFUSED[name]
     [sentence] = [finding.value for finding in diagnose(raw, None) if finding.state == PROBLEM]
     assert words in sentence
+
+
+def test_advice() -> None:
+    """Fails if an exit that nobody trained is recommended without a word, alone or as a stage by its name; if a head, a
+    method of vLLM's or another stage is warned of."""
+    head = {"method": "early_exit", "exit_head": str(DEMO_MODEL)}
+    for raw, warned in (
+        ({"method": "early_exit", "exit_layer": 2}, True),
+        ({"method": "cascade", "stages": ["prompt_lookup", "early_exit"]}, True),
+        (head, False),
+        ({"method": "cascade", "stages": ["prompt_lookup", head]}, False),
+        ({"method": "ngram", "prompt_lookup_max": 5}, False),
+        ({"method": "medusa", "model": "a"}, False),
+    ):
+        findings = [found for found in diagnose(raw, None) if found.name in ("configuration", "early_exit")]
+        assert all(found.state != PROBLEM for found in findings), findings
+        assert any("calibrate" in found.value for found in findings) == warned
 
 
 def test_refused_with_a_model() -> None:
@@ -80,7 +104,7 @@ def test_refused_with_a_model() -> None:
     status, report, error = doctor(*arguments, VLLM_SPECPLUGINS_DISABLE="1")
     assert (status, error, report["served"]) == (1, "", False)
     assert problems(report)[0] == "VLLM_SPECPLUGINS_DISABLE switches it off"
-    assert json.loads(report["ready"])["method"] == "prompt_lookup", "a ready value is one that is allowed"
+    assert json.loads(report["ready"]) == {"method": "prompt_lookup"}, "a ready value is one that is allowed"
 
 
 @pytest.mark.parametrize(

@@ -209,8 +209,8 @@ class CascadeConfig:
     """`cascade`: a proposer that holds proposers.
 
     Args:
-        stages: the configurations of proposers, cheapest first. A stage may have a num_speculative_tokens of its own,
-            at most the cascade's.
+        stages: the configurations of proposers, or their methods' names, cheapest first. A stage may have a
+            num_speculative_tokens of its own, at most the cascade's.
         policy: "auto": by request and step what the gate expects to gain most: one stage, or one after the other
             (without a gate the first stage that has something); "verify": each stage's tokens are checked, corrected
             and extended by the next one, which runs the target.
@@ -218,7 +218,7 @@ class CascadeConfig:
             `prompt_lookup`, finds is merged into it.
     """
 
-    stages: tuple["StageConfig", ...] = checked(f"a list of 1 to {MAX_STAGES} dictionaries", _are_stages)
+    stages: tuple["StageConfig", ...] = checked(f"a list of 1 to {MAX_STAGES} dictionaries or names", _are_stages)
     policy: str = choice("auto", "verify")
     tree: int | None = optional_integer(1, MAX_TREE)
 

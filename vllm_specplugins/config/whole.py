@@ -22,8 +22,8 @@ class CommonConfig:
             that begin with one: 31 (5 on a hybrid target, or where a stage is "probabilistic"); of `medusa` its heads.
         time_budget_ms: longest that a proposer on the host, or a stage, may take for a step, or else it loses its
             drafts.
-        verification: "fused" verifies and samples with kernels/rejection: exact for every sampling parameter, and a
-            seeded request's output depends on neither drafts nor batch; "vllm" leaves both to vLLM.
+        verification: "fused" verifies and samples with kernels/rejection: exact for every sampling parameter, with
+            noise that depends on neither drafts nor batch; "vllm" leaves both to vLLM.
         gate: "auto" chooses by request and step how many tokens are drafted, down to none; "off" drafts all.
         rejection: "token" accepts draft tokens one by one; "block" decides on a whole draft, which keeps more of
             sampled ones (draft_sample_method "probabilistic").

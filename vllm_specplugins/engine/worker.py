@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplugins.draft import Codec, ProposerContext
+from vllm_specplugins.engine.metrics.export import port_of, shown_on
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import behind_gate, build_proposer
@@ -59,8 +60,10 @@ class _WithProposer:
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device, build)
         runner.attach(self.model_runner, self._barrier)
         method = self.vllm_config.speculative_config.plugin_config.method
-        self._reporter = Reporter(self._barrier, method)
-        self._reports = self.vllm_config.ec_transfer_config is None  # see metrics/report.py
+        port = port_of(self.vllm_config) if gives_output() else None
+        show = None if port is None else shown_on(port, self.vllm_config)
+        self._reporter = Reporter(self._barrier, method, show=show)
+        self._reports = bool(show) or self.vllm_config.ec_transfer_config is None  # see metrics/report.py
 
     def compile_or_warm_up_model(self) -> Any:
         tell_states(self.vllm_config, self.model_runner.kv_cache_config, self._reporter.method)
@@ -139,6 +142,14 @@ class _WithProposer:
         return stats
 
 
+def gives_output() -> bool:
+    """Whether this rank gives vLLM a step's output; it drafts for the others, and saves."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    stages = get_pp_group()
+    return bool(get_tp_group().rank_in_group == 0 and stages.rank_in_group + 1 == stages.world_size)
+
+
 def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) -> FaultBarrier:
     """The configured proposer, or what a speculator that drafts on the device makes of it, behind its fault barrier."""
     speculative_config = vllm_config.speculative_config
@@ -177,14 +188,12 @@ def _process_as_it_was() -> Iterator[None]:
 
 def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
     """What a proposer may know of this engine."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.distributed.parallel_state import get_tp_group
     from vllm.tokenizers import cached_tokenizer_from_config
 
     speculative_config, model_config = vllm_config.speculative_config, vllm_config.model_config
-    common, group, pp_group = speculative_config.plugin_config.common, get_tp_group(), get_pp_group()
+    common, group = speculative_config.plugin_config.common, get_tp_group()
     index = vllm_config.parallel_config.data_parallel_index
-    # The rank that drafts for the others saves.
-    saves = group.rank_in_group == 0 and pp_group.rank_in_group + 1 == pp_group.world_size
 
     def tokenize(text: str) -> list[int]:
         ids: list[int] = cached_tokenizer_from_config(model_config).encode(text, add_special_tokens=False)
@@ -206,7 +215,7 @@ def context_of(vllm_config: "VllmConfig", device: Any) -> ProposerContext:
         dtype=model_config.dtype,
         time_budget_ms=common.time_budget_ms,
         num_ranks=group.world_size,
-        file_suffix=(f".dp{index}" if index else "") if saves else None,
+        file_suffix=(f".dp{index}" if index else "") if gives_output() else None,
     )
     if not (speculative_config.runs_target and group.world_size > 1):
         return context

@@ -19,7 +19,7 @@ from vllm_specplugins.engine.frontend.option_checks import OptionChecks
 from vllm_specplugins.engine.frontend.prediction import Predicted, take_predictions, text_of
 from vllm_specplugins.engine.frontend.priority_executor import PriorityExecutor, Work, pieces
 from vllm_specplugins.engine.hooks import wrap
-from vllm_specplugins.methods import drafters, has_tenants
+from vllm_specplugins.methods import drafters
 from vllm_specplugins.options_text import Text
 from vllm_specplugins.request_options import (
     REFERENCE,
@@ -31,19 +31,26 @@ from vllm_specplugins.request_options import (
     resolved,
     understood,
 )
-from vllm_specplugins.structures.suffix.store_file import tenant_of
 
 
 class Resolved(dict[str, Any]):
     """Options that have been through an `OptionsResolver`."""
 
 
+def sealed(core_request: Any) -> Any:
+    """The same request for the engine, with options that it recognises as checked; see entrances.py."""
+    params = core_request.sampling_params
+    if isinstance(options := (getattr(params, "extra_args", None) or {}).get("specplugins"), Resolved):
+        params.extra_args = {**params.extra_args, "specplugins": Resolved({**options, TENANT: b""})}
+    return core_request
+
+
 def request_options(sampling_params: Any) -> Options:
-    """The options of a request, which the front end has resolved; empty where it has none, or came past it."""
+    """The options of a request, which the front end or the engine has resolved; empty where it has none."""
     options = (getattr(sampling_params, "extra_args", None) or {}).get("specplugins")
     try:
         return received(options) if isinstance(options, Mapping) else {}
-    except (TypeError, ValueError):  # nothing of a request that came past the front end may stop the engine
+    except (TypeError, ValueError):  # whatever a request holds, it may not stop the engine
         return {}
 
 
@@ -69,7 +76,6 @@ class OptionsResolver:
         self._limits = Limits(config, model_config.get_vocab_size(), model_config.max_model_len)
         rows = [row for row, _ in drafters(config)]
         self._wants_reference = any(row.is_lookup for row in rows) or self._limits.passes_own
-        self._has_tenants = has_tenants(config)
         self._checks = OptionChecks(option_checks(config), config.common.time_budget_ms)
         self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
         self._executor: PriorityExecutor | None = None
@@ -111,15 +117,6 @@ class OptionsResolver:
         mine = copy.copy(params)  # the caller may use them for other requests
         mine.extra_args = {**params.extra_args, "specplugins": Resolved(found)}
         return mine
-
-    def name_tenant(self, core_request: Any) -> Any:
-        """The same request for the engine, which does not tell its workers the `cache_salt`: its options do."""
-        params, salt = core_request.sampling_params, core_request.cache_salt
-        if self._has_tenants and params is not None and salt:
-            extra = params.extra_args or {}
-            options = extra.get("specplugins") or {}
-            params.extra_args = {**extra, "specplugins": Resolved({**options, TENANT: tenant_of(salt)})}
-        return core_request
 
     def _read(self, raw: Any) -> Options:
         predicted: Options = {}
@@ -183,7 +180,7 @@ def _with_resolved(original: Any, self: Any, request_id: str, prompt: Any, param
     resolver = getattr(self, "specplugins", None)
     if resolver is None:
         return original(self, request_id, prompt, params, *args, **kw)
-    return resolver.name_tenant(original(self, request_id, prompt, resolver.resolved(params), *args, **kw))
+    return sealed(original(self, request_id, prompt, resolver.resolved(params), *args, **kw))
 
 
 async def _with_resolved_beside(

@@ -112,7 +112,7 @@ def _refuse_ours(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _with_method(config: SpecConfig, original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's configuration with our method in it, our worker and, where scheduling is asynchronous, our scheduler."""
-    from vllm_specplugins.engine.frontend import scheduling, spec_config, trees
+    from vllm_specplugins.engine.frontend import entrances, scheduling, spec_config, trees
 
     scheduling.give_time(config)
     asked = engine_args.async_scheduling
@@ -124,6 +124,7 @@ def _with_method(config: SpecConfig, original: Any, engine_args: Any, *args: Any
     ):
         vllm_config = original(engine_args, *args, **kwargs)
     spec_config.take_over(vllm_config, asked)
+    entrances.check_front_end(vllm_config)
     if vllm_config.use_v2_model_runner:
         from vllm_specplugins.engine.self_check import stop_if_only
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pydantic import SkipValidation, ValidationError
+from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_dataclass
@@ -25,6 +26,7 @@ from vllm_specplugins.config import (
 from vllm_specplugins.custom import reads_likeliest
 from vllm_specplugins.engine.adaptive import conditions
 from vllm_specplugins.engine.frontend import scheduling
+from vllm_specplugins.engine.frontend.entrances import check_arrivals
 from vllm_specplugins.engine.frontend.kernel_overrides import look_into_plain_modules_alone
 from vllm_specplugins.engine.frontend.method_names import name_in_vllm
 from vllm_specplugins.engine.frontend.options import check_requests
@@ -38,6 +40,7 @@ logger = logging.getLogger("vllm.specplugins")
 
 # Every process that receives a configuration of ours imports this module, the front ends' among them.
 check_requests()
+check_arrivals()
 export_metrics()
 look_into_plain_modules_alone()
 
@@ -237,6 +240,8 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
             f"{method}: model must have attention in every layer on a CPU, not be a hybrid or state-space model, whose "
             "state vLLM does not wind back there when a draft is rejected."
         )
+    if current_platform.is_cpu() and envs.VLLM_BATCH_INVARIANT:
+        raise ConfigError(f"{method}: VLLM_BATCH_INVARIANT must be 0 on a CPU, where vLLM cannot do it, not 1.")
     check_states(vllm_config, method)
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and not vllm_config.use_v2_model_runner:

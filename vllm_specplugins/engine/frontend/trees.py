@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -48,6 +49,7 @@ def check_trees(vllm_config: VllmConfig) -> None:
         "LoRA": vllm_config.lora_config is not None,
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "return_sampling_mask": model.return_sampling_mask,
+        "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,  # a node's keys are summed in another order than a chain's
         "watermarks": vllm_config.watermark_config is not None,
         "several ranks or engines": parallel.world_size * parallel.data_parallel_size > 1,
     }

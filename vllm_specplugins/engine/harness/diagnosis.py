@@ -3,14 +3,15 @@
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from textwrap import shorten
 from types import SimpleNamespace
 from typing import Any
 
 from vllm_specplugins import __version__
-from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config import ConfigError, EarlyExitConfig
+from vllm_specplugins.config.fields import check_names
 from vllm_specplugins.custom import registrations
 from vllm_specplugins.engine.frontend.method_names import vllm_methods
 from vllm_specplugins.engine.frontend.plugin import install, requested
@@ -20,7 +21,12 @@ from vllm_specplugins.methods import BUILT_IN, METHODS
 from vllm_specplugins.parsing import parse_config
 
 OK, ADVICE, PROBLEM = "ok", "advice", "problem"
-READY = {"method": "prompt_lookup", "num_speculative_tokens": 5}
+READY = {"method": "prompt_lookup"}
+
+UNTRAINED = (
+    "expect little of a model that was not trained to exit early: `calibrate` measures which exit_layer pays, if any, "
+    "and `train-exit-head` trains an exit_head"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +52,9 @@ def diagnose(raw: Mapping[str, Any] | None, model: str | None) -> list[Finding]:
         model: folder or name of a checkpoint; None: what depends on one is not looked at.
     """
     asked = dict(READY if raw is None else raw)
-    checked = _configuration(asked, model)
-    findings = [*_versions(), *_plugin(), *_registered(), _device(), _memory(), *_seams(), checked]
-    if checked.state != PROBLEM:
+    checked = list(_configuration(asked, model))
+    findings = [*_versions(), *_plugin(), *_registered(), _device(), _memory(), *_seams(), *checked]
+    if checked[0].state != PROBLEM:
         findings += _runner(asked, model)
     return [*findings, _kernels()]
 
@@ -139,20 +145,28 @@ def _seams() -> Iterator[Finding]:
     yield Finding("patches that stay", ", ".join(patches))
 
 
-def _configuration(asked: Mapping[str, Any], model: str | None) -> Finding:
-    """Whether the plugin would take the configuration; a method of vLLM's own is none of its business."""
+def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
+    """Whether the plugin would take the configuration, and what to expect of it; of vLLM's own methods, whether vLLM
+    knows the fields."""
+    from vllm.config.speculative import SpeculativeConfig
+
     name, arguments = asked.get("method"), {"spec_method": None, "spec_model": None, "spec_tokens": None}
     try:
         if name is None:
             raise ConfigError("speculative_config: method must be named.")
         raw = requested(SimpleNamespace(speculative_config=asked, **arguments))
-        if raw is None:
-            return Finding("configuration", f"{name} is a method of vLLM's own, which serves it without us", ADVICE)
-        parse_config(raw)
+        if raw is None and (name not in METHODS or "model" in asked):
+            check_names(asked, [entry.name for entry in fields(SpeculativeConfig)], str(name))
+            yield Finding("configuration", f"{name} is a method of vLLM's own, which serves it without us", ADVICE)
+            return
+        config = parse_config(asked if raw is None else raw)
     except ConfigError as error:
-        return Finding("configuration", str(error), PROBLEM)
+        yield Finding("configuration", str(error), PROBLEM)
+        return
     without = "" if model else "; with --model it is held against the model, too"
-    return Finding("configuration", f"{name}: every field is allowed{without}")
+    yield Finding("configuration", f"{name}: every field is allowed{without}")
+    if any(isinstance(part.own, EarlyExitConfig) and part.own.exit_head is None for part in config.parts):
+        yield Finding("early_exit", UNTRAINED, ADVICE)
 
 
 def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
@@ -177,6 +191,7 @@ def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
         yield Finding("model", shorten(str(error), 400, placeholder=" ...") or type(error).__name__, PROBLEM)
         return
     yield Finding("model", f"{model}: {config.model_config.architecture}, which {asked['method']} can draft for")
+    yield Finding("draft", f"at most {config.num_speculative_tokens} tokens (num_speculative_tokens)")
     if runner == "V2" and not config.use_v2_model_runner:
         runner = "V1"
         why = f"V2 does not support {', '.join(config._get_v2_model_runner_unsupported_features())}"

@@ -1,23 +1,29 @@
-"""In the front end: reports of the workers, shown on vLLM's own /metrics and in `LLM.get_metrics()`.
+"""In the front end: reports of the workers, shown on vLLM's own /metrics and in `LLM.get_metrics()`. Or in a worker, on
+a port of its process, where the front end is not ours to extend.
 
 The metrics are made of the classes that vLLM's own are made of (prometheus_client's, or Ray's), and counters only grow:
 so they are safe in several API servers, each of which gets the reports of some steps.
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
+from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.metrics.names import HEALTH, LABELS, PREFIX, REPORT, SEPARATOR, TABLE, Metric, key
 
 logger = logging.getLogger("vllm.specplugins")
 
 _OF_SOME = ("store_bytes", "stored_outputs", "stored_tokens")  # stages
+_PORT = "VLLM_SPECPLUGINS_METRICS_PORT"
 _VERBS = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 
 
@@ -26,10 +32,10 @@ class Exporter:
 
     Args:
         vllm_config: names the method.
-        theirs: vLLM's logger, with its classes of metrics and its labels.
+        theirs: vLLM's logger, or something with its classes of metrics and its labels.
     """
 
-    def __init__(self, vllm_config: VllmConfig, theirs: PrometheusStatLogger):
+    def __init__(self, vllm_config: VllmConfig, theirs: Any):
         config = vllm_config.speculative_config.plugin_config
         self._metrics = {metric.name: (_made(metric, theirs), _VERBS[metric.kind]) for metric in TABLE}
         self._labels = {index: [*values, config.method] for index, values in theirs.per_engine_labelvalues.items()}
@@ -60,7 +66,33 @@ class Exporter:
         return self._series[engine, series]
 
 
-def _made(metric: Metric, theirs: PrometheusStatLogger) -> Any:
+def port_of(vllm_config: VllmConfig) -> int | None:
+    """The port of an engine's process that shows our metrics: of the first engine what the environment names, of others
+    the next ones; None: reports go to vLLM's front end. ConfigError: it is no port."""
+    text, engine = os.environ.get(_PORT, ""), vllm_config.parallel_config.data_parallel_index
+    if not text:
+        return None
+    if not text.isdecimal() or not 0 < int(text[:6]) + engine < 1 << 16:
+        raise ConfigError(f"{_PORT} must be an integer from 1 to 65535, not {brief(text)}.")
+    return int(text) + engine
+
+
+def shown_on(port: int, vllm_config: VllmConfig) -> Callable[[Mapping[str, Any]], None]:
+    """Serves our metrics on a port of this process, for Prometheus; the result takes a worker's reports."""
+    registry, engine = CollectorRegistry(), vllm_config.parallel_config.data_parallel_index
+    kinds = {"_counter_cls": Counter, "_gauge_cls": Gauge, "_histogram_cls": Histogram}
+    made = {name: partial(kind, registry=registry) for name, kind in kinds.items()}
+    labels = {engine: [vllm_config.model_config.served_model_name, str(engine)]}
+    exporter = Exporter(vllm_config, SimpleNamespace(**made, per_engine_labelvalues=labels))
+    try:
+        start_http_server(port, registry=registry)
+        logger.info("Our metrics are on http://0.0.0.0:%d/metrics.", port)
+    except OSError as error:
+        logger.error("Our metrics are not shown: port %d cannot be listened on (%s).", port, error)
+    return partial(exporter.record, engine=engine)
+
+
+def _made(metric: Metric, theirs: Any) -> Any:
     kinds: dict[str, Any] = {
         "counter": theirs._counter_cls,
         "gauge": partial(theirs._gauge_cls, multiprocess_mode="mostrecent"),

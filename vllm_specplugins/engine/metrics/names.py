@@ -66,8 +66,8 @@ TABLE: tuple[Metric, ...] = (
     Metric("counter", "exchanges", _EXCHANGED, labels=("stage", "what")),
     Metric("counter", "learned", _LEARNED, labels=("stage", "what")),
     Metric("gauge", "learned_length", _LENGTH, labels=("stage", "weights")),
-    Metric("histogram", "draft_seconds", "Host time that a stage took for a step."),
-    Metric("histogram", "step_draft_seconds", "Host time of all drafting of a step.", labels=()),
+    Metric("histogram", "draft_seconds", "Host time that a stage took for a step in which a request wanted drafts."),
+    Metric("histogram", "step_draft_seconds", "Host time of all drafting of such a step.", labels=()),
     Metric("histogram", "request_acceptance_rate", "Accepted / verified tokens of finished requests.", "", (), _RATES),
 )
 REPORT = "specplugins"  # what a report is called in the dictionary that vLLM carries

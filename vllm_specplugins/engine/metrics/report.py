@@ -41,17 +41,24 @@ def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
 
 
 class Reporter:
-    """Reports of one worker, whose barrier holds the counters."""
+    """Reports of one worker, whose barrier holds the counters; `show` takes them where vLLM does not carry them."""
 
-    def __init__(self, barrier: FaultBarrier, method: str, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        barrier: FaultBarrier,
+        method: str,
+        clock: Callable[[], float] = time.perf_counter,
+        show: Callable[[Mapping[str, Any]], None] | None = None,
+    ):
         self._barrier = barrier
+        self._show = show
         self.method = method
         self._clock = clock
         self._not_before = 0.0
         self._has_failed = False
         self._sent: dict[str, float] = {}
         self._shown: dict[str, float] = {}  # gauges
-        self._ms: dict[str, float] = {}  # of drafting, by series, up to the last step
+        self._taken: dict[str, tuple[float, int]] = {}  # ms of drafting and drafts wanted, up to the last step
         self._observed = defaultdict[str, list[float]](list)  # of histograms, since the last report
 
     def forget(self, request_ids: Sequence[str]) -> None:
@@ -82,13 +89,17 @@ class Reporter:
     def _attached(self, output: Any, is_last: bool) -> Any:
         start = self._clock()
         is_due = is_last or start >= self._not_before
-        if not is_due and self._barrier.counters.propose_ms == self._ms.get(_STEP, 0.0):  # nothing ran on the host
+        last_ms, _ = self._taken.get(_STEP, (0.0, 0))
+        if not is_due and self._barrier.counters.propose_ms == last_ms:  # nothing ran on the host
             return output
         counters = self._barrier.totals()
         self._time_step(counters)
         if not is_due:
             return output
-        if report := self._report(counters):
+        report = self._report(counters)
+        if report and self._show:
+            self._show(report)
+        elif report:
             if is_last:
                 output = copy.copy(output)
             carrier = getattr(output, "model_runner_output", output)
@@ -105,13 +116,16 @@ class Reporter:
             self._observed[series].append(value)
 
     def _time_step(self, counters: Counters) -> None:
-        """How long this step's drafting took, by stage and altogether."""
+        """How long this step's drafting took, by stage and altogether, where a request wanted drafts."""
         counters.whole.ms = counters.propose_ms
-        ms_of = {key("draft_seconds", stage): own.ms for stage, own in self._stages(counters).items()}
-        for series, ms in {**ms_of, _STEP: counters.propose_ms}.items():
-            if ms > self._ms.get(series, 0.0):
-                self._observe(series, (ms - self._ms.get(series, 0.0)) / 1000)
-                self._ms[series] = ms
+        stages = self._stages(counters)
+        taken = {key("draft_seconds", stage): (own.ms, own.asked) for stage, own in stages.items()}
+        taken[_STEP] = counters.propose_ms, sum(own.asked for own in stages.values())
+        for series, (ms, asked) in taken.items():
+            last_ms, last_asked = self._taken.get(series, (0.0, 0))
+            if ms > last_ms and asked > last_asked:
+                self._observe(series, (ms - last_ms) / 1000)
+        self._taken = taken
 
     def _report(self, counters: Counters) -> dict[str, Any]:
         """Counters as what was added to them, gauges as they are, histograms as lists of what they shall observe."""

@@ -1,0 +1,164 @@
+"""Requests in the engine that bypassed our front end, as those of vLLM's front end in Rust and of clients of the core.
+No engine runs here; test_suffix_lookup.py sends such requests to one."""
+
+import json
+import logging
+import socket
+import urllib.request
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from bad_options import known
+from conftest import RUNNER
+from test_intake import TEXT, Configured, Sizes
+from vllm import PoolingParams, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.engine.frontend.entrances import _with_checked_options, check_front_end
+from vllm_specplugins.engine.frontend.options import OptionsResolver, request_options, sealed
+from vllm_specplugins.engine.metrics.export import port_of, shown_on
+from vllm_specplugins.engine.metrics.names import key
+from vllm_specplugins.structures.suffix.store_file import tenant_of
+
+pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
+CHECKED: list[Mapping[str, Any]] = []
+
+
+class Counts:
+    """A custom proposer that notes which options it is asked about."""
+
+    @staticmethod
+    def check_options(options: Mapping[str, Any]) -> None:
+        CHECKED.append(options)
+        if "crash" in options:
+            raise SystemExit("no")
+
+
+def core(**config: Any) -> Any:
+    """What the hook reads of an engine."""
+    sizes = Sizes()
+    sizes.served_model_name = "demo"  # type: ignore[attr-defined]
+    parallel = SimpleNamespace(data_parallel_index=0, _api_process_rank=-1)
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            speculative_config=Configured(**config), model_config=sizes, parallel_config=parallel
+        )
+    )
+
+
+def request(options: Any = None, salt: str | None = None) -> EngineCoreRequest:
+    extra = {"other": 1} if options is None else {"specplugins": options, "other": 1}
+    return EngineCoreRequest("a", [1, 2], None, SamplingParams(extra_args=extra), None, 0.0, None, salt, None)
+
+
+def arrived(core: Any, core_request: EngineCoreRequest) -> Mapping[str, Any]:
+    """The options of a request that went through vLLM's messages, as the worker reads them."""
+    received = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(core_request))
+    taken = _with_checked_options(lambda self, request: request, core, received)
+    assert taken is received and taken.sampling_params.extra_args["other"] == 1
+    return request_options(taken.sampling_params)
+
+
+def test_options_are_checked(caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if the engine ignores options, believes them unchecked, or lets a bad one cost more than the options; if a
+    reference as text costs the other options; or if every bad request logs a line."""
+    engine = core(method="prompt_lookup")
+    with caplog.at_level(logging.WARNING, "vllm.specplugins"):
+        found = arrived(engine, request('{"max_draft": 2, "reference": [5, 6]}'))
+        assert found["max_draft"] == 2 and found["reference"].tolist() == [5, 6] and not caplog.records
+        for raw in (json.dumps({"max_draft": 1, "reference": TEXT}), {"max_draft": 1, "reference": TEXT}):
+            assert arrived(engine, request(raw)) == {"max_draft": 1, "tenant": b""}
+        for bad in ("{", '{"max_draft": -1}', {"reference": [9999]}, {"tenant": "b"}, [1], 7, {"reference": b"abcd"}):
+            assert arrived(engine, request(bad)) == {}, bad
+    sentences = [record.getMessage() for record in caplog.records]
+    assert len(sentences) == 2 and "must be token ids there" in sentences[0]
+    assert "specplugins must be a dictionary or its JSON text, not '{'." in sentences[1]
+    for nothing in (None, False):
+        assert arrived(engine, request(nothing)) == {}
+    plain = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=None))
+    foreign = request("{")
+    assert _with_checked_options(lambda self, request: request, plain, foreign) is foreign
+    assert foreign.sampling_params.extra_args["specplugins"] == "{"
+    pooled = EngineCoreRequest("a", [1], None, None, PoolingParams(), 0.0, None, None, None)
+    assert _with_checked_options(lambda self, request: request, engine, pooled) is pooled
+
+
+def test_hostile_options() -> None:
+    """Fails if an option that the front end refuses raises in the engine, or travels on to workers."""
+    engine = core(method="prompt_lookup")
+    for hostile in known():
+        if hostile.refused:
+            assert arrived(engine, request(hostile.options)).keys() <= {"tenant", "max_draft"}
+
+
+def test_front_end_and_engine_check_once() -> None:
+    """Fails if the engine asks a proposer again about options that the front end has checked, loses their reference, or
+    does not ask about others; and if a request's copies (n = 2), which may share parameters, lose them."""
+    engine = core(method="custom", proposer="test_entrances:Counts")
+    front = OptionsResolver(engine.vllm_config.speculative_config, engine.vllm_config.model_config, None)
+    checked = __import__("test_entrances").CHECKED  # pytest has this file by another name
+    checked.clear()
+    resolved = sealed(request())
+    assert "specplugins" not in resolved.sampling_params.extra_args
+    resolved.sampling_params = front.resolved(request({"depth": 3, "reference": [7, 8]}).sampling_params)
+    resolved = sealed(resolved)
+    for _ in range(2):
+        found = request_options(_with_checked_options(lambda self, own: own, engine, resolved).sampling_params)
+        assert found["depth"] == 3 and found["reference"].tolist() == [7, 8] and len(checked) == 1
+    assert arrived(engine, resolved)["reference"].tolist() == [7, 8] and len(checked) == 1
+    assert arrived(engine, request({"depth": 4}))["depth"] == 4 and len(checked) == 2
+    assert arrived(engine, request({"crash": 4})) == {} and len(checked) == 3
+
+
+def test_tenants() -> None:
+    """Fails if a salt does not name the tenant, whichever entrance a request took, or a client names one; a method that
+    remembers nothing has none."""
+    engine = core(method="suffix_lookup")
+    assert arrived(engine, request(salt="a")) == {"tenant": tenant_of("a")} != {"tenant": tenant_of("b")}
+    assert arrived(engine, request({"learn": False}, "b")) == {"learn": False, "tenant": tenant_of("b")}
+    assert arrived(engine, request({"tenant": "b"}, "a")) == {"tenant": tenant_of("a")}
+    forged = {"tenant": tenant_of("b"), "learn": False}
+    assert arrived(engine, request(forged, "a"))["tenant"] == tenant_of("a")
+    assert arrived(engine, request()) == {}
+    assert arrived(core(method="prompt_lookup"), request(salt="a")) == {}
+
+
+def test_metrics_without_a_front_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if a port shows no report, or a second engine ends because the port is taken."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    vllm_config = core(method="prompt_lookup").vllm_config
+    assert port_of(vllm_config) is None
+    monkeypatch.setenv("VLLM_SPECPLUGINS_METRICS_PORT", str(port))
+    assert port_of(vllm_config) == port
+    show = shown_on(port, vllm_config)
+    for _ in range(2):
+        show({key("accepted_tokens", "0 prompt_lookup"): 3})
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    labels = 'engine="0",method="prompt_lookup",model_name="demo",stage="0 prompt_lookup"'
+    assert f"vllm:specplugins_accepted_tokens_total{{{labels}}} 6.0" in text
+    shown_on(port, vllm_config)({key("accepted_tokens", "0 prompt_lookup"): 3})
+    assert f"port {port} cannot be listened on" in caplog.text
+    for bad in ("http", "0", "70000", "9" * 5000):
+        monkeypatch.setenv("VLLM_SPECPLUGINS_METRICS_PORT", bad)
+        with pytest.raises(ConfigError, match="VLLM_SPECPLUGINS_METRICS_PORT must be an integer from 1 to 65535"):
+            check_front_end(vllm_config)
+
+
+def test_the_front_end_in_rust_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if a server that vLLM starts in Rust does not say what it lacks, or an `LLM` says so."""
+    vllm_config = core(method="prompt_lookup").vllm_config
+    check_front_end(vllm_config)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    vllm_config.parallel_config._api_process_rank = 0
+    check_front_end(vllm_config)
+    assert not caplog.records
+    vllm_config.parallel_config._api_process_rank = -1
+    check_front_end(vllm_config)
+    [record] = caplog.records
+    assert "VLLM_USE_RUST_FRONTEND is set" in record.getMessage()

@@ -1,0 +1,97 @@
+"""In the engine: options and tenants of requests, whichever entrance they took.
+
+Our front end runs in vLLM's Python API server and in `LLM`. vLLM's front end in Rust and clients of the engine core
+bypass it. What it resolved carries a tenant in bytes, which JSON cannot hold; other options are checked here, once. An
+option that is refused here costs its request all of its options, and nothing else. The engine alone names tenants.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.core import EngineCore
+
+from vllm_specplugins.engine.frontend.options import OptionsResolver, Resolved
+from vllm_specplugins.engine.hooks import wrap
+from vllm_specplugins.engine.metrics.export import port_of
+from vllm_specplugins.methods import has_tenants
+from vllm_specplugins.options_text import Text
+from vllm_specplugins.request_options import REFERENCE, TENANT, Options, read_options
+from vllm_specplugins.structures.suffix.store_file import tenant_of
+
+logger = logging.getLogger("vllm.specplugins")
+RUST = (
+    "VLLM_USE_RUST_FRONTEND is set: a request's options are checked in the engine, where a bad one costs the options "
+    "instead of answering 400; `prediction` and a reference that is a text are ignored; our metrics are not on the "
+    "server's /metrics but on a port of the engine's own, if VLLM_SPECPLUGINS_METRICS_PORT names one."
+)
+
+
+class EngineOptions(OptionsResolver):
+    """Resolves options that bypassed the front end. The engine has no tokenizer for them."""
+
+    def __init__(self, vllm_config: Any):
+        super().__init__(vllm_config.speculative_config, vllm_config.model_config, None)
+        self._logged = set[str]()
+
+    def options_of(self, params: Any) -> Options:
+        """A request's options, checked; none where one of them is refused, which the log says once."""
+        try:
+            options: Options = self.resolved(params).extra_args["specplugins"]
+            return options
+        except VLLMValidationError as error:
+            self._log_once("options", f"Options that bypassed vLLM's Python front end are left out: {error}")
+        except Exception:
+            logger.exception("Options that bypassed vLLM's Python front end are left out.")
+        return {}
+
+    def _read(self, raw: Any) -> Options:
+        options = dict(read_options(raw, self._limits.max_model_len))
+        if isinstance(options.get(REFERENCE), str | Text):
+            del options[REFERENCE]
+            self._log_once(
+                REFERENCE, "A reference that bypassed vLLM's Python front end is left out: it must be token ids there."
+            )
+        return super()._read(options)
+
+    def _log_once(self, kind: str, sentence: str) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.warning("%s Later ones are not logged.", sentence)
+
+
+def check_front_end(vllm_config: VllmConfig) -> None:
+    """Logs what does not work with vLLM's front end in Rust. ConfigError: the port of our metrics is none."""
+    port_of(vllm_config)
+    if envs.VLLM_USE_RUST_FRONTEND and vllm_config.parallel_config._api_process_rank == -1:  # `vllm serve` starts it
+        logger.warning(RUST)
+
+
+def check_arrivals() -> None:
+    """Has vLLM's engine check the options of every request that it is sent; once per process."""
+    wrap(EngineCore, "preprocess_add_request", _with_checked_options)
+
+
+def _with_checked_options(original: Any, self: Any, core_request: Any) -> Any:
+    config, params = getattr(self.vllm_config.speculative_config, "plugin_config", None), core_request.sampling_params
+    if config is None or params is None:
+        return original(self, core_request)
+    extra, salt = params.extra_args or {}, core_request.cache_salt
+    options = extra.get("specplugins")
+    if options is not None and options is not False and not _came_through_front_end(options):
+        if not hasattr(self, "specplugins"):
+            self.specplugins = EngineOptions(self.vllm_config)
+        options = self.specplugins.options_of(params)
+    tenant = tenant_of(salt) if salt and has_tenants(config) else b""
+    if options or tenant:
+        params.extra_args = {**extra, "specplugins": Resolved({**(options or {}), TENANT: tenant})}
+    elif "specplugins" in extra:
+        params.extra_args = {name: extra[name] for name in extra if name != "specplugins"}
+    return original(self, core_request)
+
+
+def _came_through_front_end(options: Any) -> bool:
+    return isinstance(options, Mapping) and isinstance(options.get(TENANT), bytes)
