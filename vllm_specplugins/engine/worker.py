@@ -146,8 +146,8 @@ def gives_output() -> bool:
     """Whether this rank gives vLLM a step's output; it drafts for the others, and saves."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    stages = get_pp_group()
-    return bool(get_tp_group().rank_in_group == 0 and stages.rank_in_group + 1 == stages.world_size)
+    pp_group = get_pp_group()
+    return bool(get_tp_group().rank_in_group == 0 and pp_group.rank_in_group + 1 == pp_group.world_size)
 
 
 def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) -> FaultBarrier:

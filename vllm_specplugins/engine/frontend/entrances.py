@@ -40,8 +40,8 @@ class EngineOptions(OptionsResolver):
     def options_of(self, params: Any) -> Options:
         """A request's options, checked; none where one of them is refused, which the log says once."""
         try:
-            options: Options = self.resolved(params).extra_args["specplugins"]
-            return options
+            mine = self.resolved(params)
+            return dict(mine.extra_args["specplugins"])
         except VLLMValidationError as error:
             self._log_once("options", f"Options that bypassed vLLM's Python front end are left out: {error}")
         except Exception:
