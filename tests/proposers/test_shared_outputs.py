@@ -202,6 +202,56 @@ def test_bounds(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
         own.close()
 
 
+@pytest.mark.parametrize("place", [f"{2**64 - 1}-{2**64 - 1}", f"{2**44}-0"])
+def test_an_entry_of_the_future(server: ValkeyServer, replica: Callable[..., SuffixLookup], place: str) -> None:
+    """An entry with the highest id, or one of the year 2527, costs what the server holds; what is published after it
+    other engines fetch without a restart, also one that has read from a server whose clock is ahead.
+
+    Fails if an engine waits for entries after that one, or if nothing can be added after it.
+    """
+    first, second = replica(), replica()
+    serve(first, "a", TEXT, 20)
+    fetched(second, 1)
+    connection = redis.Redis.from_url(server.connection_url)
+    [key] = connection.keys()
+    connection.xadd(key, {FIELD: record(StoredText(False, b"", TEXT[:9])), ORIGIN: b"them"}, id=place)
+    wait_for(lambda: not connection.exists(key))
+    assert second._shared is not None
+    second._shared._fetched_to = place.encode()
+    serve(first, "b", TEXT[::-1].copy(), 20)
+    fetched(second, 2)
+    assert int(connection.xinfo_stream(key)["last-generated-id"].split(b"-")[0]) < 2**44
+
+
+def test_bounds_in_bytes(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large texts that wait for a server that is away, or for an engine that takes none, and the server while they are
+    published: all stay below the same bound. Fails if texts are counted, or if the server is cut once for all of them.
+    """
+    most = 100_000  # tokens
+    writer = SharedTexts(server.connection_url, b"mark", 1000, most, 100)
+    reader = SharedTexts(server.connection_url, b"mark", 1000, most, 100)
+    sizes, publish = [], writer._server.xadd
+
+    def published(key: str, fields: dict[bytes, bytes]) -> None:
+        publish(key, fields)
+        sizes.append(writer._server.memory_usage(key, samples=0))
+
+    monkeypatch.setattr(writer._server, "xadd", published)
+    for _ in range(200):
+        writer.add(StoredText(False, b"", np.ones(5000, np.int32)))
+    for _ in range(3):
+        assert reader._attempt()
+        writer._publish()
+        for _ in range(20):
+            writer.add(StoredText(False, b"", np.ones(5000, np.int32)))
+    assert len(sizes) > 200 and max(sizes) < 1.5 * PLACE_BYTES * most
+    assert sum(len(text.tokens) for text in reader._waiting) < 2.5 * most
+    monkeypatch.setattr(writer, "_publish", lambda: 1 / 0)
+    for _ in range(100):
+        writer.add(StoredText(False, b"", np.ones(5000, np.int32)))
+    assert not writer._attempt() and 0.9 * 4 * most < sum(map(len, writer._unsent)) <= 4 * most
+
+
 def test_password(server: ValkeyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A password comes with the address, or in an environment variable, and no line has it, right or wrong.
 

@@ -13,7 +13,13 @@ from threading import Event, Thread
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_specplugins.structures.suffix.store_file import StoredText, record, record_at
+from vllm_specplugins.structures.suffix.store_file import (
+    TOKEN_BYTES,
+    StoredText,
+    drop_oldest,
+    record,
+    record_at,
+)
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -21,6 +27,8 @@ TEXT, ORIGIN = b"text", b"origin"  # fields of an entry: a record as it stands i
 PLACE_BYTES = 8  # of the server's memory for each token of the store, at most
 MOST_UNSENT = 10_000  # texts that wait for a server that is away; then the oldest are given up
 MOST_WAITING = 1_000  # fetched ones that wait for the engine; then no more are fetched
+PARTS = 4  # of the server's memory, which is looked at after each one that is published
+LONGEST_LEAD_MS = 60_000  # of an entry before the server's clock
 MOST_FETCHED = 32  # in one answer
 MOST_TRIES = 10  # to read while others publish
 WAIT_S = 0.2  # between looks for others' texts
@@ -107,32 +115,46 @@ class SharedTexts:
     def _attempt(self) -> bool:
         """Publishes and fetches; False where that fails, which is said once."""
         try:
-            self._publish()
-            while len(self._waiting) < MOST_WAITING and self._fetch() == MOST_FETCHED:
+            self._clear()
+            while self._has_room() and self._fetch() == MOST_FETCHED:
                 self._publish()
+            self._publish()
         except Exception as error:  # of the network, of the server, or of what the address asks of redis-py
             self.counts["failed"] += 1
             if self._pause_s == 0:
                 what = "%s cannot be reached (%s); earlier outputs are not shared until that changes."
                 logger.warning("suffix_lookup: " + what, self._place, type(error).__name__)
             self._pause_s = min(2 * self._pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
+            drop_oldest(self._unsent, TOKEN_BYTES * self._max_tokens)
             return False
         if self._pause_s:
             logger.info("suffix_lookup: %s is reached again.", self._place)
         self._pause_s = 0.0
         return True
 
-    def _publish(self) -> None:
+    def _has_room(self) -> bool:
+        """Whether less waits for the engine than its store has room for."""
+        num_tokens = sum(len(text.tokens) for text in tuple(self._waiting))
+        return len(self._waiting) < MOST_WAITING and num_tokens < self._max_tokens
+
+    def _clear(self) -> None:
         if self._is_cleared:
             self._server.delete(self._key)
             self._unsent.clear()
             self._is_cleared = False
+
+    def _publish(self) -> None:
+        self._clear()
         if not self._unsent:
             return
+        num_bytes = 0
         while self._unsent:
             self._server.xadd(self._key, {TEXT: self._unsent[0], ORIGIN: self._origin})
-            self._unsent.popleft()
+            num_bytes += len(self._unsent.popleft())
             self.counts["published"] += 1
+            if num_bytes > PLACE_BYTES * self._max_tokens // PARTS:
+                num_bytes = 0
+                self._cut()
         self._server.xtrim(self._key, minid=int((time.time() - self._keep_s) * 1000))
         self._server.expire(self._key, self._keep_s)
         self._cut()
@@ -147,9 +169,17 @@ class SharedTexts:
         return bool(num_bytes > most)
 
     def _fetch(self) -> int:
-        """How many texts of others came."""
+        """How many texts came. A stream with an entry of the future is dropped: it would never expire, and perhaps nothing
+        can be added after it."""
+        latest = 1000 * self._server.time()[0] + LONGEST_LEAD_MS
+        if _milliseconds(self._fetched_to) > latest:  # of a server before this one
+            self._fetched_to = b"0"
         found = self._read()
         for place, fields in found[0][1] if found else ():
+            if _milliseconds(place) > latest:
+                self.counts["ignored"] += 1
+                self._server.delete(self._key)
+                return 0
             self._fetched_to = place
             if fields.get(ORIGIN) != self._origin:
                 self._enter(fields.get(TEXT, b""))
@@ -176,3 +206,8 @@ class SharedTexts:
         else:
             self.counts["fetched"] += 1
             self._waiting.append(text[0])
+
+
+def _milliseconds(place: bytes) -> int:
+    """When an entry with this id was added, since 1970."""
+    return int(place.split(b"-")[0])

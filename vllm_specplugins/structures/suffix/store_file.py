@@ -11,6 +11,7 @@ import glob
 import hashlib
 import os
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +34,7 @@ Int32Array = npt.NDArray[np.int32]
 MAGIC, VERSION = b"specstor", 2
 HEADER = struct.Struct("<8sI16s")
 RECORD = struct.Struct("<BBI")  # whether the tenant is in use, length of the tenant's name, number of tokens
-DIGEST_BYTES = 8
+DIGEST_BYTES, TOKEN_BYTES = 8, 4
 # What tokenizers disagree about: cases, spaces, digits, punctuation, code, accents, other scripts, emoji.
 PROBE = (
     "The quick brown fox jumps over 12345 lazy dogs, doesn't it?\n\n\tdef __init__(self, *args):\r\n        "
@@ -91,6 +92,13 @@ def record_at(data: bytes, start: int, vocab_size: int) -> tuple[StoredText, int
     if num_tokens and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         return None
     return StoredText(bool(in_use), data[begin - num_name : begin], tokens), end + DIGEST_BYTES
+
+
+def drop_oldest(records: deque[bytes], max_bytes: int) -> None:
+    """Gives up the oldest records where all of them have more bytes."""
+    num_bytes = sum(map(len, records))
+    while num_bytes > max_bytes:
+        num_bytes -= len(records.popleft())
 
 
 class StoreFile:

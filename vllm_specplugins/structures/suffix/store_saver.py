@@ -14,7 +14,15 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-from vllm_specplugins.structures.suffix.store_file import DamagedError, StoredText, StoreFile, StoreFileError, record
+from vllm_specplugins.structures.suffix.store_file import (
+    TOKEN_BYTES,
+    DamagedError,
+    StoredText,
+    StoreFile,
+    StoreFileError,
+    drop_oldest,
+    record,
+)
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -102,6 +110,7 @@ class StoreSaver:
         if self._pause_s == 0 or self._due_at is None:
             self._attempt(self._write)
             self._due_at = self._due_at or time.monotonic() + self._sync_every_s
+        drop_oldest(self._unsaved, TOKEN_BYTES * self._max_tokens)
 
     def _sync(self) -> None:
         self._due_at = None
@@ -120,7 +129,7 @@ class StoreSaver:
             self._is_useless = False
         self._file.append(self._unsaved)
         self._unsaved.clear()
-        self._file.shorten(4 * self._max_tokens)
+        self._file.shorten(TOKEN_BYTES * self._max_tokens)
         self.num_saves += 1
         return True
 
