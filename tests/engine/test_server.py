@@ -181,6 +181,13 @@ def test_prediction(client: openai.OpenAI) -> None:
     assert min(accepted[1:4]) > 1.2 * max(accepted[0], accepted[4])
     with pytest.raises(openai.BadRequestError, match="prediction must be"):
         chat("x", 5)
+    for kind in ({"type": "x"}, {}, {"type": None}):
+        with pytest.raises(openai.BadRequestError, match="prediction must be"):
+            client.chat.completions.create(
+                model="demo",
+                messages=[{"role": "user", "content": "x"}],
+                extra_body={"prediction": {**kind, "content": "x"}},
+            )
 
 
 def settled_metrics(client: openai.OpenAI) -> dict[str, dict[tuple[str, ...], float]]:

@@ -37,7 +37,8 @@ def text_of(prediction: Any, limits: Limits) -> str:
     Raises:
         ConfigError: it is something else, or longer than a reference may be.
     """
-    content = prediction.get("content") if isinstance(prediction, dict) else None
+    is_content = isinstance(prediction, dict) and prediction.get("type") == "content"
+    content = prediction.get("content") if is_content else None
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(map(_is_text, parts)):
         allowed = "{'type': 'content', 'content': a text or a list of text parts}"

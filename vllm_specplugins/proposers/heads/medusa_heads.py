@@ -20,9 +20,9 @@ from vllm_specplugins.config import ConfigError, error_text
 FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
 # Of both formats, and what a tensor is called here: HEAD.LAYER.weight, HEAD.LAYER.bias or HEAD.head.
 _NAMES = {
-    r"(?:medusa_heads\.)?(\d+)\.(\d+)\.linear\.(weight|bias)": r"\1.\2.\3",
-    r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)": r"\1.\2.\3",
-    r"(?:medusa_heads\.)?(\d+)\.\d+\.weight|lm_heads\.(\d+)\.weight": r"\1\2.head",
+    r"(?:medusa_heads\.)?(\d{1,3})\.(\d{1,3})\.linear\.(weight|bias)": r"\1.\2.\3",
+    r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)": r"\1.\2.\3",
+    r"(?:medusa_heads\.)?(\d{1,3})\.\d{1,3}\.weight|lm_heads\.(\d{1,3})\.weight": r"\1\2.head",
     r"lm_head\.weight": "0.head",
     r"token_map": "token_map",
 }
@@ -189,8 +189,11 @@ def _read(folder: str | Path) -> Tensors:
 def _checked(folder: str | Path, tensors: Tensors, name: str, num_dims: int) -> torch.Tensor:
     if (tensor := tensors.get(name)) is None:
         _refuse(folder, f"a folder with the {name} of its heads", "one without it")
-    if tensor.ndim != num_dims or not tensor.numel() or tensor.is_complex():
+    if tensor.ndim != num_dims or not tensor.numel():
         _refuse(folder, f"heads with {name} of {num_dims} dimensions", str(list(tensor.shape)))
+    if tensor.is_floating_point() == (name == "token_map") or tensor.is_complex():
+        kind = "integers" if name == "token_map" else "floating-point numbers"
+        _refuse(folder, f"heads with {kind} in {name}", str(tensor.dtype))
     if not tensor.float().isfinite().all():
         _refuse(folder, f"heads with finite numbers in {name}", "some with NaN or infinity")
     return tensor

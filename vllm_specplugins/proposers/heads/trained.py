@@ -104,9 +104,12 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
         if not isinstance(raw, dict) or not set(names) <= raw.keys():
             cls.refuse(folder, f"{whose} {CONFIG_FILE} holds {', '.join(names)}", "one of something else")
         for name, kind in names.items():
-            kinds = (int, float) if kind is float else int
-            if not isinstance(raw[name], kinds) or isinstance(raw[name], bool) or not 0 <= raw[name] < 2**31:
-                cls.refuse(folder, f"{whose} {name} in {CONFIG_FILE} is a number from 0 on", brief(raw[name]))
+            if kind is float:
+                allowed, fits = "a number above 0, at most 1", type(raw[name]) in (int, float) and 0 < raw[name] <= 1
+            else:
+                allowed, fits = "a number from 0 on", type(raw[name]) is int and 0 <= raw[name] < 2**31
+            if not fits:
+                cls.refuse(folder, f"{whose} {name} in {CONFIG_FILE} is {allowed}", brief(raw[name]))
         return cls.Config(**{name: raw[name] for name in names})
 
     @classmethod

@@ -169,8 +169,8 @@ class SharedTexts:
         return bool(num_bytes > most)
 
     def _fetch(self) -> int:
-        """How many texts came. A stream with an entry of the future is dropped: it would never expire, and perhaps nothing
-        can be added after it."""
+        """How many texts came. A stream with an entry of the future is dropped: it would never expire, and perhaps
+        nothing can be added after it."""
         latest = 1000 * self._server.time()[0] + LONGEST_LEAD_MS
         if _milliseconds(self._fetched_to) > latest:  # of a server before this one
             self._fetched_to = b"0"
