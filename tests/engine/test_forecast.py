@@ -80,21 +80,21 @@ def test_as_vllm_chooses() -> None:
             assert budget._budget == theirs._batch_budget[2]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_what_costs_nothing_is_not_trimmed(whole: bool) -> None:
+@pytest.mark.parametrize("each", [[K, K], [K, 1], [K - 1, K, K - 2]])
+def test_what_costs_nothing_is_not_trimmed(each: list[int]) -> None:
     """Nothing is launched then, and the layout is that of all drafts. Fails if a token is trimmed that costs nothing,
-    or if a row begins elsewhere."""
+    or if a row begins elsewhere, as where drafts that are as long as the first on average count as equally long."""
     own = manager(verify_ms=np.full(200, 5.0))
     budget = Budget(own, confidences())
     budget._share = None  # type: ignore[assignment]
     own._confidence_probs.zero_()
-    lengths = np.array([K, K] if whole else [K, 1])
-    names, num_tokens = ["4", "7"], 1 + lengths
+    lengths = np.array(each)
+    names, num_tokens = ["4", "7", "1"][: len(each)], 1 + lengths
     drafts = {name: [0] * int(length) for name, length in zip(names, lengths, strict=True)}
     assert own.get_num_tokens({n: 1 + len(d) for n, d in drafts.items()}, drafts) == num_tokens.sum()
     starts = np.concatenate(([0], num_tokens.cumsum())).astype(np.int32)
     assert own.compact_batch(lengths, num_tokens, starts)[0] is num_tokens
-    found, _, admitted = own.reallocate_drafts(names, torch.tensor([4, 7]))[:3]
+    found, _, admitted = own.reallocate_drafts(names, torch.tensor(list(map(int, names))))[:3]
     assert found.tolist() == starts.tolist() and admitted == lengths.sum()
 
 

@@ -127,7 +127,8 @@ class Budget:
         num_drafts = np.array([len(drafts.get(request_id, ())) for request_id in num_tokens])
         most = int(num_drafts.sum())
         num_fixed, (draft_ms, verify_ms) = total - most, self._manager.cost_tables
-        self._uniform = int(num_drafts[0]) if total == num_reqs * (1 + num_drafts[0]) == num_reqs + most else -1
+        is_uniform = total == num_reqs + most and (num_drafts == num_drafts[0]).all()
+        self._uniform = int(num_drafts[0]) if is_uniform else -1
         room = max(0, self._manager._max_total_logits - num_reqs * self._manager.num_bonus_tokens)
         own_ms = float(draft_ms[num_reqs])
         if most > room or own_ms + verify_ms[total] > FREE * (own_ms + verify_ms[num_fixed]):
