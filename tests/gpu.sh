@@ -1,63 +1,112 @@
 #!/usr/bin/env bash
 # What a GPU is wanted for, in the order of what would be missed most: a Markdown report, written as it goes.
-#   bash tests/gpu.sh [MINUTES [REPORT]]     25 minutes, gpu-report.md; what programs log goes beside it
-# One engine at a time, each part with a limit of its own; what no time is left for is listed as not run. Send the
-# report: docs/figures.md lists what nobody has run yet. SKIP_INSTALL=1 takes the `python` that is there; MODEL is
-# served in place of the demo model, widened to 3.6 B parameters.
-set -uo pipefail
+#   bash tests/gpu.sh [MINUTES [REPORT]]     40 minutes, gpu-report.md; what programs log goes beside it
+#   bash tests/gpu.sh --dry-run REPORT       no GPU: the same parts, of programs that fail, hang or print nothing
+# One engine at a time, each part with a limit of its own. No part that fails or hangs ends another one; what no time is
+# left for is listed as not run, and a table at the end says what became of each part, however the script ends. Send the
+# report: docs/figures.md lists what nobody has run yet. SKIP_INSTALL=1 takes the `python3` that is there; MODEL is
+# measured in place of the demo model, widened to 3.6 B parameters.
+set +e -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python=python3
-if [[ -z ${SKIP_INSTALL:-} ]]; then
-    source examples/environment.sh
-    python=$venv/bin/python
+dry_run= python=python3 patience=20
+if [[ ${1:-} == --dry-run ]]; then
+    dry_run=1 python=tests/gpu/dry_run.sh patience=1
+    shift
+    set -- 1 "${1:?the report is missing}"
 fi
+report=${2:-gpu-report.md} ends=$((SECONDS + 60 * ${1:-40}))
+title= command= began=0 program= output=
 export SPECPLUGINS_RUNNER=v2 VLLM_USE_V2_MODEL_RUNNER=1 VLLM_NO_USAGE_STATS=1
-report=${2:-gpu-report.md} ends=$((SECONDS + 60 * ${1:-25}))
+outcomes=()
 
 say() { printf '%s\n' "$@" | tee -a "$report"; }
 
-# A Python program of at most four minutes; of pytest's lines those that tell.
-run() {
-    local left=$((ends - SECONDS)) telling=.
-    ((left > 30)) || { say "Not run, no time was left."; return; }
-    [[ $* != *pytest* ]] || telling='^(FAILED|ERROR)|\b(passed|failed|skipped)\b.* in '
-    timeout --kill-after=10 $((left < 240 ? left : 240)) "$python" "$@" 2>>"$report.log" | grep -E "$telling" | cut -c1-240 |
-        tee -a "$report"
-    local status=${PIPESTATUS[0]}
-    ((status == 0)) || say "exit status $status$([[ $status != 124 ]] || echo ' (out of time)')"
+# end_part WORDS: writes down what the part's program printed, of pytest's lines those that tell, and what became of it.
+end_part() {
+    local became=$1 telling=.
+    [[ $command != "-m pytest "* ]] || telling='^(FAILED|ERROR|SKIPPED|PASSED)|\b(passed|failed|skipped|deselected)\b.* in '
+    grep -E "$telling" "$output" | cut -c1-400 | tee -a "$report"
+    ((PIPESTATUS[0] == 0)) || became+=", and printed nothing"
+    say '```' "$became"
+    outcomes+=("| $title | $became | $((SECONDS - began)) |")
+    title=
 }
 
+# part TITLE SECONDS COMMAND...: a Python program with a limit, which is interrupted, so that it still says what it
+# knows, and killed later.
 part() {
-    say "" "## $1" "" "\`python ${*:2}\`" "" '```'
-    run "${@:2}"
-    say '```'
+    local limit=$2 left=$((ends - SECONDS)) became=done status
+    title=$1 command=${*:3} began=$SECONDS
+    say "" "## $title" "" "\`python $command\`" "" '```'
+    : >"$output"
+    if ((left < (dry_run ? 1 : 30))); then
+        end_part "not run, no time was left"
+        return
+    fi
+    ((limit < left)) || limit=$left
+    [[ -z $dry_run ]] || limit=2
+    # Programs of the background ignore interrupts; this script waits, so that it hears when it shall end.
+    timeout --signal=INT --kill-after="$patience" "$limit" env --default-signal=INT "$python" "${@:3}" \
+        2>>"$report.log" </dev/null >"$output" &
+    program=$!
+    wait "$program"
+    status=$?
+    ((status == 0)) || became="exit status $status"
+    [[ $status != 124 && $status != 137 ]] || became="out of time after $limit s"
+    end_part "$became"
+}
+
+# Whatever ends the script, the summary is there.
+summary() {
+    [[ -z $title ]] || end_part "the script was ended"
+    say "" "## Summary" "" "| part | what became of it | s |" "|---|---|---|" "${outcomes[@]}" \
+        "" "$((SECONDS / 60)) minutes in all."
+    rm -f "$output"
 }
 
 : >"$report"
-say "# On a GPU" "" "* $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader || echo none)" \
-    "* $(nproc) CPU cores, $("$python" -V), commit $(git rev-parse --short HEAD)" \
-    "* $("$python" -m pip list --format=freeze | grep -E '^(vllm|torch|triton)==' | xargs)"
-model=${MODEL:-gpu-report-model}
-[[ -d $model ]] || run examples/demo/widen.py examples/demo/model "$model" --hidden-factor 16 --intermediate 14336 \
-    --depth-factor 2 --device cuda --unchecked
+output=$(mktemp)
+trap summary EXIT
+trap 'kill "$program" 2>/dev/null; exit 130' INT TERM HUP
+say "# On a GPU" "" "* $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null || echo none)" \
+    "* $(nproc) CPU cores, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+if [[ -z ${SKIP_INSTALL:-}$dry_run ]]; then
+    if bash examples/environment.sh 2>>"$report.log"; then
+        python=.venv/bin/python
+    else
+        say "* Nothing could be installed; the python3 that is there goes on."
+    fi
+fi
+say "* $("$python" -V 2>&1), $("$python" -m pip list --format=freeze 2>/dev/null | grep -E '^(vllm|torch|triton)==' | xargs)"
 
-pytest=(-m pytest -q -p no:cacheprovider)
-part Self-check -m vllm_specplugins doctor
-part Identity "${pytest[@]}" -m gpu tests/engine/test_gpu.py -k identity
-say "" "## Steps" "" "\`tests/gpu/steps.py\`, temperature 0, decoding alone. A cell: speed-up over no speculation; tokens a" \
-    "step; ms a step of the engine's thread, and by the wall clock: medians over rounds." ""
+pytest=(-m pytest -q -rA -p no:cacheprovider)
+lookup='{"method": "prompt_lookup"}'
 exit='{"method": "early_exit", "exit_layer": 2, "num_speculative_tokens": 4}'
+cascade="{\"method\": \"cascade\", \"stages\": [$lookup, $exit]}"
 ngram='{"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 8, "num_speculative_tokens"'
-for config in null '{"method": "prompt_lookup"}' "$ngram: 5}" "$ngram: 15}" "$ngram: 31}" \
-    "{\"method\": \"cascade\", \"stages\": [{\"method\": \"prompt_lookup\"}, $exit]}" "$exit"; do
-    run tests/gpu/steps.py "$config" --model "$model" --plain "$report.json"
+
+# default_start SHAPE CONFIG: a start with vLLM's defaults, of dummy weights.
+default_start() {
+    part "Default start: $1, $2" 240 tests/gpu/start.py "$2" --shape "$1" --folder "$report.models" \
+        --plain "$report.$1.json"
+}
+for config in null "$lookup" "$ngram: 31}"; do default_start qwen3-8b "$config"; done
+
+part "Graph smoke" 480 "${pytest[@]}" tests/engine/test_graph_smoke.py
+
+model=${MODEL:-gpu-report-model}
+[[ -d $model ]] || part "Model to measure" 240 examples/demo/widen.py examples/demo/model "$model" --hidden-factor 16 \
+    --intermediate 14336 --depth-factor 2 --device cuda --unchecked
+for config in null "$lookup" "$ngram: 5}" "$ngram: 31}" "$cascade" "$exit"; do
+    part "Steps: $config" 240 tests/gpu/steps.py "$config" --model "$model" --plain "$report.json"
 done
-part "Kernels: lookup" tests/bench/bench_history_match.py
-part "Kernels: tests" "${pytest[@]}" tests/kernels
-part "Sampled distribution" "${pytest[@]}" -m gpu tests/engine/test_gpu.py -k "not identity"
-# Of docs/figures.md, "On a GPU": what never ran on one.
-for name in medusa early_exit built_in exit_sampling jump adapters; do
-    part "Never run: $name" "${pytest[@]}" "tests/engine/test_$name.py"
-done
-part "Kernels: verification" tests/bench/bench_rejection.py --requests 1 8 64 --drafts 4 --repeats 20
-say "" "$((SECONDS / 60)) minutes in all."
+if [[ -e tests/gpu/forced_trace.py ]]; then
+    part "Forced trace" 300 tests/gpu/forced_trace.py --model "$model"
+fi
+part "Identity" 360 "${pytest[@]}" -m gpu tests/engine/test_gpu.py -k identity
+part "Sampled distribution" 360 "${pytest[@]}" -m gpu tests/engine/test_gpu.py -k "not identity"
+part "Kernels: verification at K = 31" 120 tests/bench/bench_rejection.py --requests 1 8 64 --drafts 31 --repeats 20
+part "Kernels: lookup" 90 tests/bench/bench_history_match.py
+part "Kernels: self-check" 90 -m vllm_specplugins doctor
+for config in null "$lookup"; do default_start llama-3.1-8b "$config"; done
+part "Kernels: tests" 400 "${pytest[@]}" tests/kernels

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# In place of Python in a dry run of tests/gpu.sh: a program prints a line, fails, hangs, prints nothing, or does not
+# even end when it is interrupted.
+case "$*" in
+*start.py*null*) echo "120 s, 1000 KV blocks" ;;
+*start.py*ngram*) exit 3 ;;
+*start.py*) echo "the first line"; sleep 60 ;;
+*graph_smoke*) trap '' INT; echo "FAILED test_smoke[jump]"; for _ in {1..60}; do sleep 1; done ;;
+*steps.py*null*) ;;
+*steps.py*) echo "a traceback" >&2; exit 1 ;;
+*identity*) echo "23 passed, 1 failed in 99 s"; exit 1 ;;
+*-V*) echo "Python 0, of a dry run" ;;
+*) echo "done" ;;
+esac

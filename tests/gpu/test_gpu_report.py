@@ -1,0 +1,115 @@
+"""tests/gpu.sh without a GPU: whatever its programs do, the report has every part, and a summary."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = 19
+DRY_RUN = ["bash", str(ROOT / "tests" / "gpu.sh"), "--dry-run"]
+
+
+def outcomes(report: str) -> dict[str, str]:
+    """What the summary says became of each part."""
+    rows = re.findall(r"^\| (.+) \| (.+) \| \d+ \|$", report.partition("## Summary")[2], re.MULTILINE)
+    return dict(rows)
+
+
+def test_every_part_is_there(tmp_path: Path) -> None:
+    """In a background, where interrupts are ignored. Fails if a part that fails, hangs, ignores its interrupt or prints
+    nothing ends the script or another part (`set -e`, no `--kill-after`), or if what it had printed is lost."""
+    file = tmp_path / "report.md"
+    ignoring = ["bash", "-c", 'trap "" INT; exec "$@"', "-"]
+    done = subprocess.run([*ignoring, *DRY_RUN, str(file)], capture_output=True, timeout=60, check=False)
+    report = file.read_text()
+    found, titles = outcomes(report), re.findall(r"^## (.+)$", report, re.MULTILINE)
+    assert done.returncode == 0 and [*found] == titles[:-1] and len(found) == PARTS
+    assert found["Default start: qwen3-8b, null"] == "done"
+    assert found['Default start: qwen3-8b, {"method": "prompt_lookup"}'] == "out of time after 2 s"
+    assert found["Graph smoke"] == "out of time after 2 s" and "FAILED test_smoke[jump]" in report
+    assert found["Steps: null"] == "done, and printed nothing"
+    assert found['Steps: {"method": "prompt_lookup"}'] == "exit status 1, and printed nothing"
+    assert found["Identity"] == "exit status 1" and "23 passed, 1 failed in 99 s" in report
+    assert "a traceback" in file.with_name("report.md.log").read_text()
+
+
+def test_a_script_that_is_ended(tmp_path: Path) -> None:
+    """Within a program that hangs. Fails if the script waits for it, or if its report has no summary."""
+    file = tmp_path / "report.md"
+    script = subprocess.Popen([*DRY_RUN, str(file)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for _ in range(200):
+        if file.exists() and file.read_text().count("## ") == 2:
+            break
+        time.sleep(0.05)
+    time.sleep(0.5)  # for a line of the second program
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(20) == 130
+    assert [*outcomes(file.read_text()).values()] == ["done", "the script was ended"]
+    assert "the first line" in file.read_text()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    import steps
+
+    yield steps
+    for name in ("steps", "arm"):
+        sys.modules.pop(name, None)
+
+
+class Engine:
+    """Emits a token of each request in each step, of the last one two."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, list[int]] = {}  # by name: tokens so far, and in all
+        self.most_at_once = 0
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        self.requests[name] = [0, params.max_tokens]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[Any]:
+        outputs, self.most_at_once = [], max(self.most_at_once, len(self.requests))
+        for index, (name, own) in enumerate(list(self.requests.items()), 1):
+            own[0] = min(own[1], own[0] + 1 + (index == len(self.requests)))
+            ids, finished = [0] * own[0], own[0] == own[1]
+            outputs.append(
+                SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=ids)], finished=finished)
+            )
+            if finished:
+                del self.requests[name]
+        return outputs
+
+
+@pytest.mark.parametrize(("text", "num_prompts"), [("copy,3", 3), ("copy,3,churn", 9)])
+def test_steps_that_count(steps: Any, text: str, num_prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if fewer requests decode in a step that counts, if under churn none comes when one ends, or if a gap
+    between outputs is that of two steps."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    cell, engine, times = steps.Cell.parse(text), Engine(), steps.Steps()
+    calls, emit = [], steps.emitted
+
+    def watched(*args: Any) -> Any:
+        for new in emit(*args):
+            calls.append(new)
+            times.host_ms.append(1.0)
+            times.wall_ms.append(2.0)
+            yield new
+
+    steps.emitted = watched
+    its = steps.measured(SimpleNamespace(llm_engine=engine), times, cell, [[1, 2]] * num_prompts, 60, "round")
+    begin, end = steps.window(calls, cell)
+    assert engine.most_at_once == 3 and all(len(new) == 3 for new in calls[begin:end]) and end - begin > 20
+    assert its["gap_ms"] == its["gap_p99_ms"] == its["wall_ms"] == 2.0 and 1.0 < its["tokens_a_step"] <= 4 / 3
+    assert {number for new in calls for number in new} == set(range(num_prompts))
