@@ -56,7 +56,7 @@ IN_ENGINE_MAY_IMPORT = {
     "self_check": set(),
     "vllm_api": set(),
     "metrics": {"hooks"},
-    "adaptive": set(),
+    "adaptive": {"verify"},
     "verify": set(),
     "target": {"excepthook"},
     "frontend": {"adaptive", "excepthook", "hooks", "metrics", "self_check", "target", "vllm_api"},
@@ -69,10 +69,11 @@ IN_ENGINE_MAY_IMPORT = {
 IN_V2_MAY_IMPORT = {
     "adapters": set(),
     "feedback": set(),
+    "memory": set(),
     "trees": set(),
     "verification": set(),
     "speculators": {"feedback", "trees", "verification"},
-    "runner": {"adapters", "feedback", "speculators", "verification"},
+    "runner": {"adapters", "feedback", "memory", "speculators", "verification"},
     "scheduler": {"feedback"},
     "__init__": set(),
 }

@@ -107,3 +107,22 @@ def test_a_new_request() -> None:
     own.add_request(3)
     assert known.host[3].tolist() == known.newest[3].tolist() == [1.0] * K and not known.host[4].any()
     assert not budget._found[3].any() and not budget._had_nothing[3] and own._pending_resets == []
+
+
+def test_what_is_edited_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of edited logits a step holds a copy, of so many rows. Fails if a step with edits verifies more, if one without
+    verifies as few, or if one that is smaller asks."""
+    monkeypatch.setattr("vllm_specplugins.engine.adaptive.budget.EDITED_ROWS", 20)
+    own, asked, edits = manager(verify_ms=np.full(200, 5.0)), [], True
+
+    def edits_any(slots: Any) -> bool:
+        asked.append(slots.tolist())
+        return edits
+
+    Budget(own, confidences(), None, edits_any)
+    for num_reqs, verified in ((12, 20), (5, 20), (12, 48)):
+        names = [str(slot) for slot in range(num_reqs)]
+        drafts = {name: [0] * K for name in names}
+        assert own.get_num_tokens(dict.fromkeys(names, 1 + K), drafts) == verified
+        edits = False
+    assert asked == [[*range(12)]] * 2

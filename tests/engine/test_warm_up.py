@@ -85,6 +85,7 @@ def make_server(kind: str, dtype: torch.dtype, vocab_size: int, num_draft: int) 
         device=device,
         max_num_reqs=MAX_NUM_REQS,
         max_num_tokens=1024,
+        vocab_size=vocab_size,
         model_config=SimpleNamespace(get_hidden_size=lambda: 8, dtype=dtype),
         model=SimpleNamespace(compute_logits=lambda hidden_states: head[: len(hidden_states)]),
         sampler=sampler,
@@ -93,6 +94,7 @@ def make_server(kind: str, dtype: torch.dtype, vocab_size: int, num_draft: int) 
     )
     samples = kind != "one-hot"
     speculator = SimpleNamespace(
+        enable_adaptive_verification=False,
         draft_logits=torch.empty(MAX_NUM_REQS, num_draft, vocab_size, dtype=dtype) if samples else None,
         barrier=SimpleNamespace(counters=SimpleNamespace(switched_off=False)),
     )

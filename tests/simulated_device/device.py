@@ -11,6 +11,7 @@ from simulated_device.interpreter import patch_interpreter, patch_launches
 from simulated_device.ledger import Ledger
 from simulated_device.patches import Patches
 from simulated_device.streams import TORCH_CUDA, Event, Stream, synchronize
+from simulated_device.tape import memory_info
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def simulated_device(is_cuda: bool = False, warm_up: bool = False) -> Iterator[D
         for name, value in TORCH_CUDA.items():
             patches.set(torch.cuda, name, value)
         patches.set(torch.accelerator, "synchronize", synchronize)
+        patches.set(torch.accelerator, "get_memory_info", memory_info)
         patches.set(gpu_sync_debug, "_SYNC_CHECK_MODE", "error")  # gpu_sync_allowed() then says where waits are meant
         patches.set(Stream, "waited", staticmethod(lambda: guard.wait("synchronize")))
         patches.set(Event, "waited", staticmethod(lambda event: guard.wait_for(event)))

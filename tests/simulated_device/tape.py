@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,11 +23,19 @@ from simulated_device import operations
 from simulated_device.operations import address, poison, tensors
 
 Tensor = torch.Tensor
+GRAPH_BYTES = 3 << 20  # that each graph takes of the device's memory
+alive: "WeakSet[TapeGraph]" = WeakSet()  # all graphs that have been captured
 _open = threading.local()  # .graph: the graph whose capture is open in this thread
 
 
 class CaptureError(RuntimeError):
     """Something that a CUDA graph cannot hold."""
+
+
+def memory_info(device: Any = None) -> tuple[int, int]:
+    """Free and total bytes, of which only graphs take any."""
+    total = 1 << 40
+    return total - GRAPH_BYTES * len(alive), total
 
 
 def capturing() -> bool:
@@ -64,6 +73,7 @@ class TapeGraph:
                 poison(made)
         self._before.clear()
         self.ready = True
+        alive.add(self)
 
     def replay(self) -> None:
         if capturing():

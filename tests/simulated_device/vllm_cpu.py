@@ -2,11 +2,12 @@
 
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
 from simulated_device import tape
-from simulated_device.guard import Guard
+from simulated_device.guard import DeviceError, Guard
 from simulated_device.patches import Patches
 from simulated_device.streams import streams
 
@@ -168,6 +169,15 @@ def patch_worker(patches: Patches, guard: Guard, warm_up: bool) -> None:
 
         return guarded
 
+    def profiled(measure: Any) -> Any:
+        def determine_available_memory(self: Any) -> Any:
+            if self.vllm_config.additional_config.get("profiles"):
+                with guard.active():
+                    _profile(self)
+            return measure(self)
+
+        return determine_available_memory
+
     warm = CPUWorker.compile_or_warm_up_model
 
     def init_device_and_workspace(self: Any) -> None:
@@ -181,12 +191,35 @@ def patch_worker(patches: Patches, guard: Guard, warm_up: bool) -> None:
             if warm_up:
                 warmup_kernels(self.model_runner, *(partial(methods[name], self) for name in _STEPS))
             if self.model_runner.needs_cudagraph_capture():
-                self.model_runner.capture_model()
+                taken = self.model_runner.capture_model()
+                if taken != (estimate := getattr(self, "cudagraph_memory_estimate", taken)):
+                    raise DeviceError(f"graphs take {taken} bytes, and the profile's estimate is {estimate}")
         return times
 
     for name, method in methods.items():
         patches.set(CPUWorker, name, (serving if name in _STEPS else starting)(method))
+    patches.set(CPUWorker, "determine_available_memory", profiled(CPUWorker.determine_available_memory))
     patches.set(_WithProposer, "init_device", starting(_WithProposer.init_device))
     patches.set(CPUWorker, "compile_or_warm_up_model", compile_or_warm_up_model)
     init_device = CPUWorker.init_device
     patches.set(CPUWorker, "init_device", init_device_and_workspace)
+
+
+def _profile(worker: Any) -> None:
+    """A default start's, as the GPU's worker does it where no size of the KV cache is given; nothing may outlive it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    caches, before, tear_down = list[Any](), len(tape.alive), cudagraph_utils._teardown_profiling_state
+
+    def watched(runner: Any) -> None:
+        caches.extend(map(ref, runner.kv_caches))
+        tear_down(runner)
+
+    with set_current_vllm_config(worker.vllm_config), Patches() as patches:
+        patches.set(cudagraph_utils, "_teardown_profiling_state", watched)
+        worker.model_runner.profile_run()
+        worker.cudagraph_memory_estimate = worker.model_runner.profile_cudagraph_memory()
+    has_caches, has_graphs = any(cache() is not None for cache in caches), len(tape.alive) > before
+    if has_caches or has_graphs or not caches:
+        raise DeviceError(f"after vLLM's profile, of {len(caches)} caches: {has_caches=}, {has_graphs=}")

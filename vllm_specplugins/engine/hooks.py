@@ -19,7 +19,7 @@ def both(first: Any, second: Any) -> Any:
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Has `around` called in place of a method of vLLM's, which is its first argument; once per process."""
     original = getattr(owner, name)
-    if getattr(original, "around", None) is around:
+    if getattr(original, "around", None) == around:  # bound methods are equal, never the same
         return
 
     @functools.wraps(original)

@@ -18,6 +18,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "token": rejection_sample,
     "block": partial(rejection_sample, block=True),
 }
+EDITED_ROWS = 512  # that a step with drafts edits at once, in a float32 copy
 _STEP, _DRAFTS = 0x9E3779B97F4A7C15 - (1 << 64), 0x3C6EF372FE94F82B
 
 

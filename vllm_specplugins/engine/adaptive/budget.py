@@ -7,7 +7,7 @@ costs what one without any does, all are verified, and nothing is launched. S: s
 draft.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import buffer_utils
 
+from vllm_specplugins.engine.verify import EDITED_ROWS
 from vllm_specplugins.kernels.budget import Layout, share_budget
 from vllm_specplugins.kernels.compiled import compiled
 
@@ -90,9 +91,17 @@ class Budget:
     Args:
         confidences: None: vLLM's.
         implementation: of kernels/budget.
+        edits_any: whether one of some slots, [R], asks for edits of its logits, of which a step holds a copy.
     """
 
-    def __init__(self, manager: Any, confidences: Confidences | None, implementation: str | None = None):
+    def __init__(
+        self,
+        manager: Any,
+        confidences: Confidences | None,
+        implementation: str | None = None,
+        edits_any: Callable[[np.ndarray], bool] = lambda slots: False,
+    ):
+        self._edits_any = edits_any
         self._manager, self._confidences, self._implementation = manager, confidences, implementation
         self._req_states, num_slots = manager.req_states, manager.req_states.max_num_reqs
         max_num_draft = manager.num_speculative_steps
@@ -129,7 +138,10 @@ class Budget:
         num_fixed, (draft_ms, verify_ms) = total - most, self._manager.cost_tables
         is_uniform = total == num_reqs + most and (num_drafts == num_drafts[0]).all()
         self._uniform = int(num_drafts[0]) if is_uniform else -1
-        room = max(0, self._manager._max_total_logits - num_reqs * self._manager.num_bonus_tokens)
+        most_rows = self._manager._max_total_logits
+        if most + num_reqs > EDITED_ROWS and self._edits_any(self._slots(num_tokens)):
+            most_rows = min(most_rows, EDITED_ROWS)
+        room = max(0, most_rows - num_reqs * self._manager.num_bonus_tokens)
         own_ms = float(draft_ms[num_reqs])
         if most > room or own_ms + verify_ms[total] > FREE * (own_ms + verify_ms[num_fixed]):
             most = self._chosen(num_tokens, num_drafts, num_fixed, own_ms, verify_ms, min(most, room))
@@ -140,8 +152,7 @@ class Budget:
     def _chosen(
         self, num_tokens: Mapping[str, int], num_drafts: Any, num_fixed: int, draft_ms: float, verify_ms: Any, most: int
     ) -> int:
-        index, num_sampling = self._req_states.req_id_to_index, len(num_tokens)
-        slots = np.fromiter(map(index.__getitem__, num_tokens), np.int64, num_sampling)
+        slots, num_sampling = self._slots(num_tokens), len(num_tokens)
         if self._uniform < 0:
             others = np.fromiter(num_tokens.values(), np.int64, num_sampling) - num_drafts
             ends = self._req_states.num_computed_tokens_np[slots] + others
@@ -152,6 +163,10 @@ class Budget:
             known = self._confidences.host
         records = known, self._found, self._had_nothing
         return int(best_budget(*records, slots, num_drafts, num_fixed, num_sampling, draft_ms, verify_ms, most))
+
+    def _slots(self, request_ids: Mapping[str, int]) -> Any:
+        """[R] int64, in their order."""
+        return np.fromiter(map(self._req_states.req_id_to_index.__getitem__, request_ids), np.int64, len(request_ids))
 
     def compact_batch(self, num_drafts: Any, num_tokens: Any, cu_num_logits: Any) -> Any:
         self._counts = num_drafts, num_tokens, cu_num_logits

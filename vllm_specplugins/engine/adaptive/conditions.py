@@ -92,7 +92,8 @@ def or_planned(create: Callable[..., Any], runner: Any, speculator: Any) -> Call
             if (manager := create(**arguments)) is not None:
                 record = manager.record_confidences  # the runner may hand over those of a drafter of vLLM's
                 manager.record_confidences = lambda _, batch: record(speculator.draft_token_confidence_probs, batch)
-                Budget(manager, speculator.outcomes.confidences, speculator.budget_implementation)
+                edits_any = getattr(getattr(runner.rejection_sampler, "editor", None), "edits_any", lambda slots: False)
+                Budget(manager, speculator.outcomes.confidences, speculator.budget_implementation, edits_any)
                 return manager
         except ValueError as error:
             names = sorted({group.backend.get_name() for groups in arguments["attn_groups"] for group in groups})

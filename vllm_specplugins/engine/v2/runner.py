@@ -20,6 +20,7 @@ from vllm_specplugins.engine.frontend.spec_config import without_built_in
 from vllm_specplugins.engine.frontend.trees import register
 from vllm_specplugins.engine.grammar.output import forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
+from vllm_specplugins.engine.v2 import memory
 from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.engine.v2.speculators.base import Speculator
@@ -87,6 +88,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
             held: Any = barrier.proposer
             barrier.late.guard = held.guard_of(LOOKUP) if isinstance(held, Stages) else barrier.guard
         wrap(runner, "initialize_kv_cache", partial(_trimming_if_it_can, runner, speculator))
+        memory.attach(runner, speculator)
         asynchronous = runner.vllm_config.scheduler_config.async_scheduling
         is_whole = isinstance(speculator, TreeSpeculator)
         speculator.report.trims = lambda: asynchronous and (is_whole or runner.adaptive_verification is not None)
@@ -104,6 +106,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     if runner.speculative_config.plugin_config.common.verification == "fused":
         verify.attach(runner)
     runner.profile_run = both(lambda *_, **__: prepare(runner, speculator), runner.profile_run)
+    runner.profile_run = both(lambda *_, **__: memory.tell_buffers(runner, speculator), runner.profile_run)
 
 
 def put_forced(runner: Any, scheduler_output: Any) -> None:

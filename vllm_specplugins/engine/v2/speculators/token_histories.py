@@ -43,6 +43,11 @@ class TokenHistories:
         starts, sizes = (torch.zeros(num_slots, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
         self._all = References(self._pool, starts, sizes)
 
+    @property
+    def references(self) -> torch.Tensor:
+        """What holds all references, [num_tokens] int32."""
+        return self._pool
+
     def num_bytes(self) -> int:
         """Memory of all references."""
         return 4 * (len(self._pool) - self._spans.num_free)

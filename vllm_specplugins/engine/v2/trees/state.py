@@ -58,8 +58,7 @@ class Trees:
         runner.initialize_kv_cache = both(runner.initialize_kv_cache, lambda *_, **__: self._find_layers())
 
     def _find_layers(self) -> None:
-        if not self._caches:  # or else it has been called before
-            wrap(self._runner.model_state, "postprocess_state", self._move)
+        wrap(self._runner.model_state, "postprocess_state", self._move)
         context = self._runner.vllm_config.compilation_config.static_forward_context
         groups = self._runner.kv_cache_config.kv_cache_groups
         layers = [context[name] for group in groups for name in group.layer_names]
@@ -73,6 +72,10 @@ class Trees:
         pointers = [cache.data_ptr() for cache in self._caches]
         self._pointers = torch.tensor(pointers, dtype=torch.uint64, device=self.bits.device)
         self._warm_up()
+
+    def release(self) -> None:
+        """Drops the KV cache of vLLM's profile."""
+        self._caches = []
 
     def _warm_up(self) -> None:
         """Kernels that no graph launches are compiled before they serve; of no node, so that nothing moves."""

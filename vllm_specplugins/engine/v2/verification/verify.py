@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _
 from vllm_specplugins.draft import ArgmaxTokens
 from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.engine.v2.verification.edits import LogitsEditor
-from vllm_specplugins.engine.verify import OPERATIONS, ArgmaxLog
+from vllm_specplugins.engine.verify import EDITED_ROWS, OPERATIONS, ArgmaxLog
 from vllm_specplugins.kernels.rejection import Layout, Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection.step import sample_step
 
@@ -206,6 +206,14 @@ class FusedRejectionSampler(RejectionSampler):
         if self.trees is not None:
             operation = partial(self.trees.verify, expanded_idx_mapping, expanded_local_pos)
         return self._run(operation, logits, layout, batch, self.num_speculative_steps, draft_logits)
+
+    def _verify_in_chunks(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's signature."""
+        if self.enable_adaptive_verification or not self.editor.edits_any(input_batch.idx_mapping_np):
+            return super()._verify_in_chunks(logits, input_batch, *args, **kwargs)
+        draft_logits, draft_sampled, pos, most, *rest = args
+        most = min(most, EDITED_ROWS)
+        return super()._verify_in_chunks(logits, input_batch, draft_logits, draft_sampled, pos, most, *rest, **kwargs)
 
     def _get_logprobs_tensors(
         self,

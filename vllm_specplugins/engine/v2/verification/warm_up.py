@@ -2,16 +2,18 @@
 
 Triton compiles a kernel when it first meets types and constants, which would otherwise be in the middle of serving. On
 dummy logits that the model's own head makes, as many as a step may have: so what verification allocates is in vLLM's
-memory profile. N: requests, K: num_speculative_tokens.
+memory profile. Where drafts are trimmed, a step has at most the rows that vLLM verifies at once. N: requests, K:
+num_speculative_tokens.
 """
 
+import itertools
 from typing import Any
 
 import torch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_specplugins.engine.v2.verification.verify import FusedRejectionSampler
-from vllm_specplugins.engine.verify import edit_drafted
+from vllm_specplugins.engine.verify import EDITED_ROWS, edit_drafted
 from vllm_specplugins.kernels.rejection import Layout, Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import adjust
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
@@ -23,8 +25,10 @@ def warm_up(runner: Any, speculator: Any) -> None:
     """Launches all that the runner's batches may."""
     num_draft, device = runner.num_speculative_steps, runner.device
     num_reqs = min(runner.max_num_reqs, max(1, runner.max_num_tokens // (num_draft + 1)))
-    config = runner.model_config
-    hidden_states = torch.zeros(num_reqs * (num_draft + 1), config.get_hidden_size(), dtype=config.dtype, device=device)
+    config, num_rows = runner.model_config, num_reqs * (num_draft + 1)
+    if speculator.enable_adaptive_verification:
+        num_rows = min(num_rows, max(num_reqs, get_max_chunk_logits(runner.vocab_size)))
+    hidden_states = torch.zeros(num_rows, config.get_hidden_size(), dtype=config.dtype, device=device)
     logits = runner.model.compute_logits(hidden_states)
     first, states = torch.zeros(num_reqs, dtype=torch.int64, device=device), runner.sampler.sampling_states
     limits = (getattr(states, name).gpu for name in ("temperature", "seeds", "top_k", "top_p", "min_p"))
@@ -50,13 +54,15 @@ def _verify(
 ) -> None:
     """Steps with and without drafts, of edited logits and of the model's own."""
     num_reqs = max(1, min(num_reqs, get_max_chunk_logits(logits.shape[-1]) // (num_draft + 1)))  # vLLM splits others
-    for num_tokens in (0, num_draft):
-        rows = logits[: num_reqs * (num_tokens + 1)]
+    for num_tokens, is_edited in itertools.product((0, num_draft), (True, False)):
+        width = num_tokens + 1
+        num_own = min(num_reqs, max(1, EDITED_ROWS // width)) if is_edited else num_reqs
+        rows = logits[: num_own * width]
         places = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-        bounds = torch.arange(0, len(rows) + 1, num_tokens + 1, dtype=torch.int32, device=logits.device)
-        layout = bounds, places.int(), places, torch.arange(num_reqs, device=logits.device)  # of V2's types
+        bounds = torch.arange(0, len(rows) + 1, width, dtype=torch.int32, device=logits.device)
+        layout = bounds, places.int(), places, torch.arange(num_own, device=logits.device)  # of V2's types
         operation, q = (sampler.operation, draft_logits) if num_tokens else (rejection_sample, None)
-        for chosen in (adjust(rows, *layout, sampler.editor.edits(), num_tokens), rows):
-            operation(chosen, *layout, sampling, num_tokens, q)
+        chosen = adjust(rows, *layout, sampler.editor.edits(), num_tokens) if is_edited else rows
+        operation(chosen, *layout, sampling, num_tokens, q)
         step = Layout(*layout, places, bounds[:-1], sampler.sampler.req_states.prefill_len.gpu)
         sample_step(rows, step, sampling, num_tokens)

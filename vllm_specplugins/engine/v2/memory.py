@@ -1,0 +1,83 @@
+"""Model Runner V2: the memory that drafting takes beside the target. vLLM's start estimates what CUDA graphs will take
+before it makes the KV cache, and one line of the log names the large buffers."""
+
+import gc
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+
+from vllm_specplugins.engine.hooks import replaced, wrap
+
+logger = logging.getLogger("vllm.specplugins")
+_NUM_SAMPLES = 2  # graphs of each depth, the largest: vLLM's estimate of its own goes by as many
+_LEAST_BYTES = 1 << 20  # of a graph, as in that estimate
+
+
+class FewGraphs(dict[int, Any]):
+    """A speculator's graph managers by depth, while vLLM profiles: each records its largest graphs, none replays."""
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+
+    def items(self) -> Any:
+        """Those that shall record."""
+        for graphs in self.values():
+            graphs.pool = self._runner.cudagraph_manager.pool  # which goes with the profile
+            graphs._max_full_descs_to_capture, graphs._capture_mem_samples = _NUM_SAMPLES, []
+        return super().items()
+
+    def get(self, *_: Any) -> None:
+        """Of a depth."""
+
+    def missing_bytes(self) -> int:
+        """The memory of all graphs that were not recorded; vLLM has measured the others."""
+        return sum(
+            (sum(map(len, graphs._capture_descs.values())) - len(samples)) * max(_LEAST_BYTES, *samples[1:])
+            for graphs in self.values()
+            if (samples := graphs._capture_mem_samples)
+        )
+
+
+def attach(runner: Any, speculator: Any) -> None:
+    """Puts a speculator's graphs into the runner's estimate."""
+    wrap(runner, "profile_cudagraph_memory", partial(_with_drafting, runner, speculator))
+
+
+def _with_drafting(runner: Any, speculator: Any, estimate: Any) -> int:
+    """vLLM's estimate. It frees what its profile has made, graphs and a KV cache; none of it may stay here."""
+    few = FewGraphs(runner)
+    with replaced(speculator, {"_graphs_of": few}):
+        total: int = estimate() + few.missing_bytes()
+    few.clear()
+    speculator._graphs = None
+    if hasattr(speculator, "trees"):
+        speculator.trees.release()
+    gc.collect()
+    torch.accelerator.empty_cache()
+    return total
+
+
+def tell_buffers(runner: Any, speculator: Any) -> None:
+    """Logs the largest buffers that exist because of speculation, where vLLM has just made them."""
+    sizes = buffer_bytes(runner, speculator)
+    logger.info(
+        "Speculation with num_speculative_tokens=%d and max_num_seqs=%d takes %.2f GiB beside the KV cache: %s.",
+        runner.num_speculative_steps,
+        runner.max_num_reqs,
+        sum(sizes.values()) / 2**30,
+        ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items()),
+    )
+
+
+def buffer_bytes(runner: Any, speculator: Any) -> dict[str, int]:
+    """Bytes by name, of what vLLM allocates for our drafts, and of what we do."""
+    texts = getattr(getattr(speculator, "lookups", None), "texts", None)
+    buffers = {
+        "tokens of all requests": None if texts is None else texts.histories.token_ids,
+        "references": None if texts is None else texts.references,
+        "grammar bitmask": runner.structured_outputs_worker.grammar_bitmask,
+        "draft logits": speculator.draft_logits,
+    }
+    return {name: buffer.nbytes for name, buffer in buffers.items() if buffer is not None}
