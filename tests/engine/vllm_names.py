@@ -47,7 +47,7 @@ OBJECTS: dict[str, str] = {
     "AttentionGroup GroupCoordinator KVCacheGroupSpec": "group",
     "BadWordsState": "bad_words",
     "BlockTable": "tables[]",
-    "CachedRequestState": "requests[]",
+    "CachedRequestState": "requests[] cached",
     "CommonAttentionMetadata": "common",
     "Counter": "metric",
     "CpuGpuBuffer": "_stale_confidences[]",

@@ -152,14 +152,14 @@ class _Adapter:
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
         if request is None:
-            state = self._runner.requests[request_id]
-            params = state.sampling_params
+            cached = self._runner.requests[request_id]
+            params = cached.sampling_params
             seed = getattr(params, "seed", None)
             if seed is None:
                 seed = int(self._random.integers(1 << 63))
             # torch.Generator, which vLLM seeds so, takes 64 bits with and without a sign.
             seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-            longest = length_limit(params, state.num_prompt_tokens, self._runner.max_model_len)
+            longest = length_limit(params, cached.num_prompt_tokens, self._runner.max_model_len)
             request = self._requests[request_id] = _Request(frozen(request_options(params)), seed, longest)
         return request
 
