@@ -260,6 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except OSError as error:  # a full disk behind standard output, or for temporary files
+        sys.stderr.write(f"error: {args.command} cannot go on ({error.strerror or type(error).__name__}).\n")
+        return 2
     except KeyboardInterrupt:
         return 130
 

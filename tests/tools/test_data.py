@@ -1,6 +1,8 @@
 """One reader for all commands: every form of text and traffic, and what is none."""
 
 import json
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,23 @@ def test_every_command_reads_every_form(form: str, tmp_path: Path, tokenizer: An
     out = tmp_path / "store.bin"
     assert main(["build-store", "--tokenizer", str(DEMO_MODEL), "--data", str(file), "--out", str(out)]) == 0
     assert out.stat().st_size > 100
+
+
+def test_a_pipe_that_nobody_writes_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused after a while; one that somebody writes to late is read. Fails if a command waits for ever, or if
+    it takes a pipe that is still empty for an empty file."""
+    pipe = tmp_path / "pipe.txt"
+    os.mkfifo(pipe)
+    replay = ["replay", "--data", str(pipe), "--tokenizer", str(DEMO_MODEL)]
+    monkeypatch.setattr(data, "PIPE_S", 0.2)
+    assert main(replay) == 2 and "pipe.txt, to which nothing wrote for 0.2 s.\n" in capsys.readouterr().err
+    monkeypatch.setattr(data, "PIPE_S", 20)
+    writer = threading.Timer(0.3, lambda: pipe.write_text(CODE))
+    writer.start()
+    assert "".join(data._lines(pipe, "pipe")) == CODE
+    writer.join()
 
 
 def commands(file: str, tmp_path: Path) -> list[list[str]]:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +73,19 @@ def test_missing_package(
     assert main(CALIBRATE) == 2
     expected = f"error: calibrate needs {name}, which is not installed (pip install 'vllm-specplugins[{extra}]').\n"
     assert capsys.readouterr().err == expected
+
+
+def test_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a report cannot be printed, one sentence says why. Fails if that ends in a traceback."""
+
+    def run(args: object) -> int:
+        with open("/dev/full", "w") as full:
+            full.write("figures")
+        return 0
+
+    monkeypatch.setattr(__main__, "import_module", lambda name: SimpleNamespace(run=run))
+    assert main(CALIBRATE) == 2
+    assert capsys.readouterr().err == "error: calibrate cannot go on (No space left on device).\n"
 
 
 def test_help_is_light() -> None:

@@ -5,6 +5,8 @@ lines, of bounded length: what never ends is refused.
 """
 
 import json
+import os
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,7 +14,8 @@ from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from select import select
+from typing import Any, BinaryIO
 
 from vllm_specplugins.config import ConfigError, brief, error_text
 
@@ -23,6 +26,7 @@ FORMATS = (
 STDIN = Path("-")
 JSON_SUFFIXES = (".jsonl", ".ndjson")
 MAX_LINE, MAX_TEXT = 1 << 26, 1 << 30  # letters
+PIPE_S = 30  # for which a pipe's first letter is waited for; standard input is waited for without end
 MIN_ROW_TOKENS = 8  # what is left of a text after its last whole row counts from here on
 Tokenizer = Callable[[], Any]  # loads one of transformers; called at the first text
 
@@ -148,7 +152,7 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _lines(file: Path, name: str) -> Iterator[str]:
     """The lines of a UTF-8 file, each with its end; a byte order mark is no part of them."""
     try:
-        with nullcontext(sys.stdin.buffer) if file == STDIN else file.open("rb") as stream:
+        with nullcontext(sys.stdin.buffer) if file == STDIN else _opened(file) as stream:
             lines = TextIOWrapper(stream, "utf-8-sig")
             while line := lines.readline(MAX_LINE + 1):
                 if len(line) > MAX_LINE:
@@ -160,6 +164,17 @@ def _lines(file: Path, name: str) -> Iterator[str]:
         raise ConfigError(f"--data must be UTF-8 text files, not {name}.") from None
     except OSError as error:
         raise ConfigError(f"--data must be readable files, not {name} ({error.strerror}).") from None
+
+
+def _opened(file: Path) -> BinaryIO:
+    """A file to read; ConfigError for a pipe to which nobody writes."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    stream = open(descriptor, "rb")  # noqa: SIM115
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode) and not select([stream], [], [], PIPE_S)[0]:
+        stream.close()
+        raise ConfigError(f"--data must be files with text in them, not {file}, to which nothing wrote for {PIPE_S} s.")
+    os.set_blocking(descriptor, True)
+    return stream
 
 
 def _whole(lines: Iterator[str], name: str) -> str:
