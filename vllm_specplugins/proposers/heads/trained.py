@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from vllm_specplugins.config import ConfigError, brief, error_text
+from vllm_specplugins.structures.whole_file import read_regular
 
 DTYPES = ("F16", "BF16", "F32", "F64")
-CONFIG_FILE = "config.json"
+CONFIG_FILE, MAX_CONFIG_BYTES = "config.json", 1 << 20
 
 
 class TrainedPart(torch.nn.Module):  # type: ignore[misc]
@@ -96,7 +97,7 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
     def read_config(cls, folder: str | Path) -> Any:
         """What the part in a folder was made for; ConfigError if there is none."""
         try:
-            raw = json.loads((Path(folder) / CONFIG_FILE).read_text())
+            raw = json.loads(read_regular(Path(folder) / CONFIG_FILE, MAX_CONFIG_BYTES))
         except (OSError, ValueError, RecursionError):
             cls.refuse(folder, f"a folder with a readable {CONFIG_FILE}", "one without it")
         names = {entry.name: entry.type for entry in fields(cls.Config)}
