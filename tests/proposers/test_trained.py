@@ -1,8 +1,8 @@
 """Trained parts of every kind: what is read is what was written; a damaged folder, or another kind's, is a sentence."""
 
 import json
-import os
 import math
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
