@@ -7,10 +7,12 @@ before its method is asked for: a broken one harms nobody else, nor one that can
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import Distribution, distributions
+from signal import SIGINT, SIGTERM, getsignal, signal
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, CustomConfig, SpecConfig, brief, error_text, stage_configs
@@ -71,8 +73,10 @@ def _refusal(entry: Registered, names: list[str], reserved: Collection[str]) -> 
 def build_custom(method: str, config: CustomConfig, context: ProposerContext) -> Proposer:
     """A proposer of the user's own, which has no part in what ranks tell each other."""
     build, who = import_object(config.proposer, method), f"{method}: proposer {config.proposer!r}"
+    own = replace(context, num_ranks=1, rank=0, agreed=lambda value: value)
     try:
-        proposer: Proposer = build(config.options, replace(context, num_ranks=1, rank=0, agreed=lambda value: value))
+        with _same_signals():
+            proposer: Proposer = build(config.options, own)
         missing = [name for name in ("propose", "observe", "forget") if not callable(getattr(proposer, name, None))]
     except KeyboardInterrupt:
         raise
@@ -81,6 +85,18 @@ def build_custom(method: str, config: CustomConfig, context: ProposerContext) ->
     if missing:
         raise ConfigError(f"{who} has no method {', '.join(missing)}.")
     return proposer
+
+
+@contextmanager
+def _same_signals() -> Iterator[None]:
+    """What ends an engine still ends it, whatever handlers the user's code sets meanwhile."""
+    before = [(number, getsignal(number)) for number in (SIGINT, SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            if handler is not None and getsignal(number) is not handler:  # in the main thread, as no other can set one
+                signal(number, handler)
 
 
 def option_checks(config: SpecConfig) -> list[OptionCheck]:
@@ -126,7 +142,8 @@ def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
     """
     module, _, name = path.partition(":")
     try:
-        found = getattr(import_module(module), name)
+        with _same_signals():
+            found = getattr(import_module(module), name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the module does, SystemExit included

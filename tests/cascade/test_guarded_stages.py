@@ -1,6 +1,7 @@
 """Guards of a cascade's stages: what one stage does wrong is its own loss."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -170,6 +171,26 @@ class Unbuildable:
 
 def no_proposer(options: Any, context: Any) -> Any:
     return threading.Lock()
+
+
+class SetsHandlers:
+    """Takes the signals that end an engine."""
+
+    def __init__(self, options: Any, context: Any):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+
+    def propose(self, batch: Any) -> Any: ...
+    def observe(self, feedback: Any) -> None: ...
+    def forget(self, request_ids: Any) -> None: ...
+
+
+def test_what_ends_an_engine_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handlers of signals are those of before a proposer was built. Fails if an engine that is told to end goes on."""
+    monkeypatch.setattr(sys.modules["hostile"], "SetsHandlers", SetsHandlers, raising=False)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    build_proposer(parse_config({"method": "custom", "proposer": "hostile:SetsHandlers"}), CONTEXT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_construction_fails_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

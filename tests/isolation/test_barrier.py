@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -265,6 +266,26 @@ def test_a_hang_is_left_behind_and_comes_back() -> None:
     come_back(barrier)
     assert barrier.propose(batch(), feedback()).token_ids.tolist() == GOOD.token_ids.tolist()
     assert barrier.counters.faults == {HANGS: 1}
+
+
+def test_a_proposer_that_forks() -> None:
+    """The copy ends where the call does, and the engine goes on. Fails if the copy waits for the engine's next step."""
+    copies = []
+
+    def forks() -> Draft:
+        copies.append(os.fork())
+        return GOOD
+
+    barrier = guard(Scripted(forks))
+    assert step(barrier) == [2, 1] and barrier.counters.faults == {}
+    for _ in range(1000):
+        found, status = os.waitpid(copies[0], os.WNOHANG)
+        if found:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(copies[0], signal.SIGKILL)
+    assert found and os.waitstatus_to_exitcode(status) == 1
 
 
 def test_an_interrupted_wait_mixes_up_no_answers() -> None:

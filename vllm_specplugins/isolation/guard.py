@@ -23,7 +23,6 @@ from vllm_specplugins.isolation.faults import HANGS, SLOW, CircuitBreaker, Fault
 from vllm_specplugins.request_options import SETTINGS
 
 NO_REQUESTS = DraftBatch((), (), np.empty(0, np.int32), ())
-
 T = TypeVar("T")
 _Answers = SimpleQueue[Any]
 _Jobs = SimpleQueue[tuple[Callable[[], Any], _Answers] | None]
@@ -240,8 +239,7 @@ class CallThread:
 
     def __init__(self) -> None:
         self._jobs: _Jobs = SimpleQueue()
-        self._answers: _Answers | None = None  # of the call under way: each has a queue of its own, so that a late
-        # answer reaches nobody
+        self._answers: _Answers | None = None  # of the call under way alone: a late answer reaches no other call
         self._random_numbers = np.random.MT19937()
         threading.Thread(target=_work, args=(self._jobs,), name="specplugins-proposer", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
@@ -255,8 +253,7 @@ class CallThread:
         """The function's result; TimeoutError if it does not return in time, and then it is left behind."""
         with self._own_random_numbers():
             self.start(function)
-            result: T = self.take(timeout_s)
-            return result
+            return self.take(timeout_s)  # type: ignore[no-any-return]
 
     def start(self, function: Callable[[], Any]) -> None:
         """Begins to run a function, which draws from the engine's generators if it draws from the global ones."""
@@ -277,9 +274,8 @@ class CallThread:
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
         """The state of NumPy's and torch's global generators is the process's, not a thread's, and tensor-parallel
-        ranks draw the same seeds from it each: a proposer on one of them must leave it as it is.
-
-        A call that was left behind draws from the engine's; nobody can help that.
+        ranks draw the same seeds from it each: a proposer on one of them must leave it as it is. A call that was left
+        behind draws from the engine's; nobody can help that.
         """
         torch = sys.modules.get("torch")  # who has not loaded it has drawn nothing from it
         state = None if torch is None else torch.default_generator.get_state()
@@ -294,7 +290,11 @@ class CallThread:
 
 
 def _work(jobs: _Jobs) -> None:
+    process = os.getpid()
     while (job := jobs.get()) is not None:
         function, answers = job
-        answers.put(function())
-        del job, function, answers  # the batch of a step must not live until the next one
+        answer = function()
+        if os.getpid() != process:
+            os._exit(1)  # the proposer has forked: the copy must not go on as an engine
+        answers.put(answer)
+        del job, function, answers, answer  # the batch of a step must not live until the next one
