@@ -180,7 +180,18 @@ def _bench(add: Add) -> None:
     add("--temperature", type=listed(temperature), default=[0.0], help="as in 0,0.8 (default: 0)")
     add("--ignore-eos", action="store_true", help="outputs go on after the end of their text, to --tokens")
     add("--engine-args", type=dictionary, default={}, metavar="JSON", help="more arguments of vllm.LLM, for all")
-    _measuring(add, rounds=5, prompts=4, tokens=64)
+    words = "a log of token ids whose outputs all engines are forced to emit, in place of workloads"
+    add("--trace", type=Path, metavar="LOG", help=words)
+    words = (
+        "with --trace: requests also arrive at random, at these shares of what no speculation can serve, as in 0.5,0.9"
+    )
+    add("--rate", type=listed(positive), default=[], help=words)
+    words = "with --trace: the name in the log's \"accepted\" that says how many tokens of vLLM's drafter are right"
+    add("--drafter", metavar="NAME", help=words)
+    add(
+        "--load-format", choices=("auto", "dummy"), help="dummy: weights at random, for a folder with config.json alone"
+    )
+    _measuring(add, rounds=5, prompts=4, tokens=None)
 
 
 def _replay(add: Add) -> None:
@@ -205,14 +216,14 @@ def _replay(add: Add) -> None:
     _files(add)
 
 
-def _measuring(add: Add, rounds: int, prompts: int, tokens: int) -> None:
+def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
     """What is asked of engines whose speed is compared."""
     add("--rounds", type=whole(1, 1000), default=rounds, help=f"that are measured, after one (default: {rounds})")
     words = f"in a round, or as many as are asked at a time if that is more (default: {prompts})"
     add("--prompts", type=whole(1, 10_000), default=prompts, help=words)
     words = "of prompts that are cut or made; a shorter file is one prompt (default: 256)"
     add("--prompt-tokens", type=whole(16, 1_000_000), default=256, help=words)
-    words = f"most output tokens of a prompt (default: {tokens})"
+    words = f"length limit of an output (default: {tokens or '64, and with --trace that of the log'})"
     add("--tokens", type=whole(2, 100_000), default=tokens, help=words)
     add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), help="default: float32 on a CPU, else auto")
     _files(add)

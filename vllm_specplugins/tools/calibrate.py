@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     methods = {name: config for name, config in pick(args.also, "--also").items() if config}
     check_files(args)
     args.batch, args.temperature, args.ignore_eos = [1], [0.0], False
+    args.trace, args.rate, args.load_format = None, [], None
     args.engine_args = {"enforce_eager": True} if args.enforce_eager else {}
     workload = pick_prompts(args)
     exits = pick_exits(args)

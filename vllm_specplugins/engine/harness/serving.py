@@ -17,6 +17,7 @@ from operator import sub
 from pathlib import Path
 from typing import Any
 
+from vllm_specplugins.engine.harness.forced import INDEX, ForcedLog
 from vllm_specplugins.engine.harness.process import EngineProcess, build_llm, faults, totals
 
 SLICE_S = 0.3
@@ -32,18 +33,30 @@ class Traffic:
     Args:
         prompts: token ids of each.
         temperature: of all.
-        max_tokens: most output tokens of a request.
+        max_tokens: length limit of an output, or that of each output.
         at_a_time: how many are served together; one that is done makes room for the next.
         ignore_eos: whether a request that has ended its text goes on to max_tokens.
         salt: `cache_salt` of all: nothing is known to them of earlier requests of another salt.
+        arrivals: seconds from the beginning at which each request arrives, in order; None: as soon as there is room.
+        logged: index of each request's row in the log that the engine is forced to emit; see forced.py.
     """
 
     prompts: Sequence[Sequence[int]]
     temperature: float
-    max_tokens: int
+    max_tokens: int | Sequence[int]
     at_a_time: int
     ignore_eos: bool = False
     salt: str | None = None
+    arrivals: Sequence[float] | None = None
+    logged: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """A log that an engine is forced to emit; arguments of ForcedLog.specplugins_force (forced.py)."""
+
+    outputs: Sequence[Sequence[int]]
+    accepted: Sequence[Sequence[int]] | None = None
 
 
 @dataclass(slots=True)
@@ -129,12 +142,16 @@ class Machine:
 
 
 def serving_engine(
-    name: str, arguments: Mapping[str, Any], speculative_config: Mapping[str, Any] | None, log: Path
+    name: str,
+    arguments: Mapping[str, Any],
+    speculative_config: Mapping[str, Any] | None,
+    log: Path,
+    forced: Forced | None = None,
 ) -> EngineProcess:
     """An engine of a method, with arguments of `vllm.LLM`. First it sends its Machine. After Traffic is sent, each
     GO_ON is answered: with a Turn where all of it is served, or else with how many tokens were made so far."""
     blame = f"{name} must be a method that vLLM can serve this model with"
-    return EngineProcess(log, blame, _serve_all, dict(arguments), speculative_config)
+    return EngineProcess(log, blame, _serve_all, dict(arguments), speculative_config, forced)
 
 
 def serve_rounds(
@@ -174,10 +191,15 @@ def serve_round(engines: Mapping[str, EngineProcess], traffic: Traffic) -> dict[
     return turns
 
 
-def _serve_all(pipe: Connection, arguments: Mapping[str, Any], config: Mapping[str, Any] | None) -> None:
+def _serve_all(
+    pipe: Connection, arguments: Mapping[str, Any], config: Mapping[str, Any] | None, forced: Forced | None
+) -> None:
     from vllm.platforms import current_platform
 
-    llm, on_cpu = build_llm({**SETTINGS, **arguments}, config), current_platform.is_cpu()
+    extension = {"worker_extension_cls": f"{ForcedLog.__module__}.ForcedLog"} if forced else {}
+    llm, on_cpu = build_llm({**SETTINGS, **extension, **arguments}, config), current_platform.is_cpu()
+    if forced:
+        llm.collective_rpc("specplugins_force", args=(forced.outputs, forced.accepted if config else None))
     vllm_config = llm.llm_engine.vllm_config
     device = _processor_name() if on_cpu else current_platform.get_device_name()
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
@@ -235,15 +257,19 @@ def _serve(llm: Any, traffic: Traffic, clock: _Clock, extra_args: Any) -> Turn:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(
-        temperature=traffic.temperature,
-        max_tokens=traffic.max_tokens,
-        ignore_eos=traffic.ignore_eos,
-        # Without a seed: on CPUs vLLM 0.32 dies of a seeded request whose prompt is computed in pieces.
-        detokenize=False,  # in a server, another process does that
-        output_kind=RequestOutputKind.DELTA,
-        extra_args=extra_args,
-    )
+    lengths = traffic.max_tokens
+    params = [
+        SamplingParams(
+            temperature=traffic.temperature,
+            max_tokens=lengths if isinstance(lengths, int) else lengths[index],
+            ignore_eos=traffic.ignore_eos,
+            # Without a seed: on CPUs vLLM 0.32 dies of a seeded request whose prompt is computed in pieces.
+            detokenize=False,  # in a server, another process does that
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=extra_args if traffic.logged is None else {**(extra_args or {}), INDEX: traffic.logged[index]},
+        )
+        for index in range(len(traffic.prompts))
+    ]
     before = _counts(llm)
     clock.wait()
     start, cpu_start = clock.now(), time.thread_time()
@@ -256,18 +282,26 @@ def _counts(llm: Any) -> list[int]:
     return [*totals(llm), sum(faults(llm).values())]
 
 
-def _answer(engine: Any, traffic: Traffic, params: Any, clock: _Clock) -> list[Answer]:
+def _answer(engine: Any, traffic: Traffic, params: Sequence[Any], clock: _Clock) -> list[Answer]:
     """Steps the engine until all of the traffic is served."""
     answers = [Answer() for _ in traffic.prompts]
+    start, arrivals = clock.now(), traffic.arrivals
     last_s: dict[int, float] = {}  # when a request arrived, or last got tokens
     waiting, num_tokens = deque(range(len(answers))), 0
     while waiting or engine.has_unfinished_requests():
         clock.give_way(num_tokens)
         while waiting and engine.get_num_unfinished_requests() < traffic.at_a_time:
+            arrives_s = clock.now() if arrivals is None else start + arrivals[waiting[0]]
+            if arrives_s > clock.now():
+                break
             index = waiting.popleft()
+            last_s[index] = arrives_s
             prompt = {"type": "token", "prompt_token_ids": list(traffic.prompts[index])}
-            last_s[index] = clock.now()
-            engine.add_request(str(index), {**prompt, "cache_salt": traffic.salt} if traffic.salt else prompt, params)
+            prompt |= {"cache_salt": traffic.salt} if traffic.salt else {}
+            engine.add_request(str(index), prompt, params[index])
+        if not engine.has_unfinished_requests():
+            time.sleep(0.001)  # until the next one arrives
+            continue
         results, now = engine.step(), clock.now()
         for result in results:
             if token_ids := result.outputs[0].token_ids:

@@ -13,15 +13,18 @@ from rich.progress import Progress
 
 from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError
 from vllm_specplugins.engine.harness.process import EngineProcess, fit_together
-from vllm_specplugins.engine.harness.serving import Machine, Traffic, Turn, serve_rounds, serving_engine
+from vllm_specplugins.engine.harness.serving import Forced, Machine, Traffic, Turn, serve_rounds, serving_engine
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
 from vllm_specplugins.tools.bench.figures import Cell, rows_of
 from vllm_specplugins.tools.bench.report import Report, tell
+from vllm_specplugins.tools.bench.trace import arrivals, plain_turns, read_log
 from vllm_specplugins.tools.bench.workloads import DEFAULT, Workload, make_workload, read_workloads
 from vllm_specplugins.tools.picker import Config, pick_methods
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_files
 
+TOKENS = 64  # length limit of an output
+MAX_OPEN = 256  # requests at a time where they arrive at a rate
 MEMORY_SHARE = 0.9  # of a GPU, for all engines together
 Turns = dict[Cell, dict[str, list[Turn]]]  # by cell and method
 
@@ -30,7 +33,10 @@ def run(args: argparse.Namespace) -> int:
     """The command; prints its report, and returns 0, or 1 if speculation changed an output."""
     configs = pick_methods(args.methods)
     check_files(args)
-    workloads = pick_workloads(args)
+    workloads = [read_log(args, configs)] if args.trace else pick_workloads(args)
+    if not args.trace and (args.rate or args.drafter):
+        raise ConfigError("--rate and --drafter go with --trace.")
+    args.tokens = args.tokens or max(map(len, workloads[0].log.outputs)) if workloads[0].log else TOKENS
     with progress() as bars:
         report = measure(args, configs, workloads, bars, fit_together(args.model, len(configs)), {})
     return tell(args, report)
@@ -59,38 +65,50 @@ def measure(
         (workload, Cell(workload.name, batch, temperature))
         for temperature in args.temperature for workload in workloads for batch in args.batch
     ]  # fmt: skip
+    cells += [(workload, Cell(workload.name, MAX_OPEN, 0.0, rate)) for workload in workloads for rate in args.rate]
     task = bars.add_task("", total=len(fresh) + len(groups) * len(cells) * (1 + args.rounds))
 
     def advance(words: str | None = None) -> None:
         bars.update(task, advance=words is None, description=words)
 
     for group in groups:
-        with engines_up(group, arguments, advance) as (engines, machine):
+        with engines_up(group, arguments, advance, workloads[0].log) as (engines, machine):
             for workload, cell in cells:
                 advance(str(cell))
-                turns.setdefault(cell, {}).update(serve_rounds(engines, rounds_of(args, workload, cell), advance))
+                plain = plain_turns(turns, cell.workload) if cell.rate else ()
+                traffic = rounds_of(args, workload, cell, plain)
+                turns.setdefault(cell, {}).update(serve_rounds(engines, traffic, advance))
+    logs = {workload.name: workload.log.outputs for workload in workloads if workload.log}
     conditions = {name: getattr(args, name) for name in ("model", "rounds", "prompts", "tokens")} | {
         "together": together,
         "arguments": arguments,
+        "forced": bool(logs),
         "keeps": [workload.name for workload in workloads if workload.repeats],
         "short": [workload.name for workload in workloads if workload.is_short(num_prompts(args))],
     }
     on_cpu = not torch.cuda.is_available()
-    rows = [row for cell, own in turns.items() for row in rows_of(cell, own, has_cpu_clock=on_cpu)]
+    rows = [row for cell, own in turns.items() for row in rows_of(cell, own, on_cpu, logs.get(cell.workload))]
     return Report(rows, configs, machine, conditions)
 
 
-def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell) -> list[Traffic]:
-    """What each round of a cell asks, a first one to warm up with: prompts of its own, as a tenant of its own."""
-    prompts = workload.rounds(max(args.prompts, cell.batch), 1 + args.rounds)
+def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, plain: Sequence[Turn] = ()) -> list[Traffic]:
+    """The traffic of each round of a cell, after one to warm up with: each round has a tenant, and but for logs prompts
+    that no other round has.
+
+    Args:
+        plain: turns of no speculation that say how much traffic it can serve, for a cell with a rate.
+    """
+    prompts, log = workload.rounds(max(args.prompts, cell.batch), 1 + args.rounds), workload.log
     return [
         Traffic(
             prompts=own,
             temperature=cell.temperature,
-            max_tokens=args.tokens,
+            max_tokens=[*map(len, log.outputs)] if log else args.tokens,
             at_a_time=cell.batch,
-            ignore_eos=args.ignore_eos,
+            ignore_eos=args.ignore_eos or log is not None,
             salt=str(cell) if workload.repeats else f"{cell}, round {index}",
+            arrivals=arrivals(cell.rate, len(own), plain) if cell.rate else None,
+            logged=range(len(own)) if log else None,
         )
         for index, own in enumerate(prompts)
     ]
@@ -128,7 +146,9 @@ def engine_arguments(args: argparse.Namespace, num_engines: int, workloads: Sequ
     return {
         "model": args.model,
         "max_model_len": min(context, longest + args.tokens + MAX_NUM_SPECULATIVE_TOKENS),
-        "max_num_seqs": max(args.batch),
+        "max_num_seqs": MAX_OPEN if args.rate else max(args.batch),
+        **({"skip_tokenizer_init": True} if args.trace else {}),
+        **({"load_format": args.load_format} if args.load_format else {}),
         "gpu_memory_utilization": round(MEMORY_SHARE / num_engines, 3),
         **({"dtype": args.dtype} if args.dtype else {}),
         **args.engine_args,
@@ -137,7 +157,10 @@ def engine_arguments(args: argparse.Namespace, num_engines: int, workloads: Sequ
 
 @contextmanager
 def engines_up(
-    configs: Mapping[str, Config | None], arguments: Mapping[str, Any], advance: Callable[..., None]
+    configs: Mapping[str, Config | None],
+    arguments: Mapping[str, Any],
+    advance: Callable[..., None],
+    log: Forced | None = None,
 ) -> Iterator[tuple[dict[str, EngineProcess], Machine]]:
     """All engines, started one after the other, and what they run on.
 
@@ -149,7 +172,7 @@ def engines_up(
         engines: dict[str, EngineProcess] = {}
         for number, (name, config) in enumerate(configs.items()):
             advance(f"{name}: starting vLLM")
-            engine = serving_engine(name, arguments, config, logs / f"engine-{number}.log")
+            engine = serving_engine(name, arguments, config, logs / f"engine-{number}.log", log)
             engines[name] = stack.enter_context(engine)
             machine = engine.receive()
             advance()

@@ -57,14 +57,24 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is served: a workload, how many requests at a time, and how hot."""
+    """The traffic of a comparison.
+
+    Args:
+        workload: its name.
+        batch: requests at a time; with a rate the limit on them.
+        temperature: of all requests.
+        rate: requests arrive at random times, at this share of the rate that no speculation can serve; 0: a request
+            arrives as soon as another one has ended.
+    """
 
     workload: str
     batch: int
     temperature: float
+    rate: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.workload}, batch {self.batch}, T {self.temperature:g}"
+        load = f"rate {self.rate:g} of capacity" if self.rate else f"batch {self.batch}"
+        return f"{self.workload}, {load}, T {self.temperature:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +94,7 @@ class Row:
         gap_ms: from tokens to the next ones of the same request, median and 99th percentile.
         repeats: share of output tokens that end an 8-gram which stood before in the same output.
         num_outputs: in all rounds.
-        num_different: how many of them are not those of no speculation; None where they are sampled.
+        num_different: how many of them differ from those of no speculation, or of the log; None where they are sampled.
         num_faults: of our proposer.
         clock: "wall", or "cpu" where all times are CPU time of the engine's thread.
     """
@@ -118,22 +128,35 @@ class Row:
         return self.step_cost.median < 1 - NOISE
 
 
-def rows_of(cell: Cell, turns: Mapping[str, Sequence[Turn]], has_cpu_clock: bool = False) -> list[Row]:
+def rows_of(
+    cell: Cell,
+    turns: Mapping[str, Sequence[Turn]],
+    has_cpu_clock: bool = False,
+    log: Sequence[Sequence[int]] | None = None,
+) -> list[Row]:
     """The rows of a cell.
 
     Args:
         turns: by method, no speculation first; each holds the turn that warmed up and then the others.
         has_cpu_clock: the model runs in the engine's thread, on a CPU. The CPU time of that thread then replaces wall
             time where other load on the machine makes a range of the cell wide.
+        log: the outputs that the engines were forced to emit; None: outputs are compared with no speculation's.
     """
     plain = next(iter(turns.values()))
-    rows = [_row(cell, method, own[1:], plain[1:], "wall") for method, own in turns.items()]
+    rows = [_row(cell, method, own[1:], plain[1:], "wall", log) for method, own in turns.items()]
     if not has_cpu_clock or not any(row.ratio.is_wide for row in rows):
         return rows
-    return [_row(cell, method, own[1:], plain[1:], "cpu") for method, own in turns.items()]
+    return [_row(cell, method, own[1:], plain[1:], "cpu", log) for method, own in turns.items()]
 
 
-def _row(cell: Cell, method: str, own: Sequence[Turn], plain: Sequence[Turn], clock: str) -> Row:
+def _row(
+    cell: Cell,
+    method: str,
+    own: Sequence[Turn],
+    plain: Sequence[Turn],
+    clock: str,
+    log: Sequence[Sequence[int]] | None,
+) -> Row:
     def scale(turn: Turn) -> float:
         return turn.cpu_seconds / turn.seconds if clock == "cpu" else 1.0
 
@@ -143,10 +166,12 @@ def _row(cell: Cell, method: str, own: Sequence[Turn], plain: Sequence[Turn], cl
     def total(name: str) -> int:
         return sum(getattr(turn, name) for turn in own)
 
-    answers, expected = ([answer for turn in turns for answer in turn.answers] for turns in (own, plain))
+    answers = [answer for turn in own for answer in turn.answers]
+    expected = [list(tokens) for tokens in log or ()] * len(own)
+    expected = expected or [answer.token_ids for turn in plain for answer in turn.answers]
     gaps = [ms for answer in answers for ms in answer.step_ms] or [0.0]
     num_steps, num_draft_tokens = total("num_steps"), total("num_draft_tokens")
-    different = sum(a.token_ids != b.token_ids for a, b in zip(answers, expected, strict=True))
+    different = sum(answer.token_ids != tokens for answer, tokens in zip(answers, expected, strict=True))
     return Row(
         cell=cell,
         method=method,

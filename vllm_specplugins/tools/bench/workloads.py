@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, brief
+from vllm_specplugins.engine.harness.serving import Forced
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files, snippets
 from vllm_specplugins.tools.data import rows_of, samples
 
@@ -26,11 +27,13 @@ class Workload:
     Args:
         prompts: token ids of each.
         repeats: whether all rounds ask the same, and what methods learn from a round's outputs is known in the next.
+        log: the outputs that engines are forced to emit, one for each prompt; all rounds ask all of its prompts.
     """
 
     name: str
     prompts: list[list[int]]
     repeats: bool = False
+    log: Forced | None = None
 
     def take(self, count: int, start: int = 0) -> list[list[int]]:
         """So many prompts, from the start again where there are fewer."""
@@ -38,10 +41,12 @@ class Workload:
 
     def is_short(self, count: int) -> bool:
         """Whether some of so many prompts come again although they should not."""
-        return not self.repeats and len(self.prompts) < count
+        return not (self.repeats or self.log) and len(self.prompts) < count
 
     def rounds(self, count: int, num_rounds: int) -> list[list[list[int]]]:
         """Each round's own prompts, so many, or the same in all of them."""
+        if self.log:
+            return [self.prompts] * num_rounds
         return [self.take(count, 0 if self.repeats else count * index) for index in range(num_rounds)]
 
 

@@ -1,0 +1,154 @@
+"""A forced log: engines emit exactly the tokens of a log, so that any traffic can be timed without its model's weights.
+
+`ForcedLog` is vLLM's `worker_extension_cls`: after the engine has started, `collective_rpc("specplugins_force")` hands
+it the log. While a step is sampled it writes one large value into each row of the target's logits, at the token that
+the log has there. All methods, vLLM's and ours, then verify their drafts at temperature 0 as they always do, with the
+kernels, shapes and host times of real serving. What a drafter of vLLM proposes is replaced by tokens of the log where
+the log says how many of them were accepted.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specplugins.engine.hooks import wrap
+
+INDEX = "specplugins_log"  # key of SamplingParams.extra_args: the request's row of the log
+LARGE = 30_000.0  # above any logit, and finite in float16
+
+
+class ForcedLog:
+    """Methods that vLLM adds to its worker."""
+
+    model_runner: Any
+    use_v2_model_runner: bool
+
+    def specplugins_force(self, outputs: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]] | None) -> None:
+        """Has requests emit their row of the log from now on.
+
+        Args:
+            outputs: token ids of each row.
+            accepted: for each position of each row, how many tokens of vLLM's drafter are accepted there; None: its
+                drafts stay as they are.
+        """
+        log = _Log(outputs, accepted, self.model_runner.device)
+        kind = _OnV2 if self.use_v2_model_runner else _OnV1
+        kind(self.model_runner, log)
+
+
+class _Log:
+    """The log's tokens on the device: [rows, longest + 1] int64, where the last token of a row repeats.
+
+    After the end of a row nothing is compared with the log; the token that stands there is emitted.
+    """
+
+    def __init__(self, outputs: Sequence[Sequence[int]], accepted: Any, device: torch.device):
+        self.tokens = torch.from_numpy(_padded(outputs)).to(device)
+        self.accepted = None if accepted is None else torch.from_numpy(_padded(accepted)).to(device)
+
+    def force(self, logits: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
+        """Writes into the logits [N, V]: row i emits token `places[i]` of row `rows[i]` of the log; both are [N]."""
+        tokens = self.tokens[rows, places.clamp(0, self.tokens.shape[1] - 1)]
+        logits.scatter_(1, tokens[:, None], LARGE)
+
+    def draft(self, drafts: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
+        """Writes into the drafts [R, K]: as many tokens of the log as are accepted at `places` [R], then others."""
+        assert self.accepted is not None
+        last = self.tokens.shape[1] - 1
+        offsets = torch.arange(drafts.shape[1], device=drafts.device)
+        tokens = self.tokens[rows[:, None], (places[:, None] + offsets).clamp(0, last)]
+        is_right = offsets < self.accepted[rows, places.clamp(0, last)][:, None]
+        drafts.copy_(torch.where(is_right, tokens, (tokens == 0).long()))
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Any:
+    """[rows, longest + 1] int64; the last value of a row repeats, and a row without any holds zeros."""
+    length = max(map(len, rows)) + 1
+    return np.array([[*row, *[row[-1] if row else 0] * (length - len(row))] for row in rows], np.int64)
+
+
+class _OnV1:
+    """Model Runner V1, whose batch stands on the host."""
+
+    def __init__(self, runner: Any, log: _Log):
+        self._runner, self._log = runner, log
+        wrap(runner, "_sample", self._sample)
+
+    def _sample(self, sample: Any, logits: Any, metadata: Any) -> Any:
+        batch = self._runner.input_batch
+        num_rows = [1] * len(batch.req_ids) if metadata is None else [1 + num for num in metadata.num_draft_tokens]
+        params = [self._runner.requests[request_id].sampling_params for request_id in batch.req_ids]
+        rows = [params.extra_args[INDEX] for params in params]
+        starts = batch.num_tokens_no_spec[: len(rows)] - batch.num_prompt_tokens[: len(rows)]
+        places = np.concatenate([start + np.arange(num) for start, num in zip(starts, num_rows, strict=True)])
+        on_device = partial(torch.as_tensor, dtype=torch.int64, device=logits.device)
+        self._log.force(logits, on_device(np.repeat(rows, num_rows)), on_device(places))
+        return sample(logits, metadata)
+
+
+class _OnV2:
+    """Model Runner V2: rows and positions are on the device, and valid after drafts are trimmed there."""
+
+    def __init__(self, runner: Any, log: _Log):
+        self._runner, self._log, self._batch = runner, log, None
+        self._rows = torch.zeros(runner.max_num_reqs, dtype=torch.int64, device=runner.device)  # by slot
+        wrap(runner, "add_requests", self._add)
+        wrap(runner, "sample", self._sample)
+        wrap(runner.model, "compute_logits", self._compute_logits)
+        if log.accepted is not None:
+            self._replace_drafts(runner.speculator)
+
+    def _add(self, add: Any, scheduler_output: Any) -> None:
+        add(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._rows[self._runner.req_states.req_id_to_index[new.req_id]] = new.sampling_params.extra_args[INDEX]
+
+    def _sample(self, sample: Any, hidden_states: Any, input_batch: Any, *rest: Any) -> Any:
+        self._batch, self._samples = input_batch, True
+        try:
+            return sample(hidden_states, input_batch, *rest)
+        finally:
+            self._samples = False
+
+    _samples = False
+
+    def _compute_logits(self, compute: Any, *args: Any, **kwargs: Any) -> Any:
+        logits, batch = compute(*args, **kwargs), self._batch
+        if self._samples:
+            assert batch is not None
+            slots = batch.expanded_idx_mapping.long()
+            positions = batch.positions[batch.logits_indices] + 1 - self._runner.req_states.prompt_len.gpu[slots]
+            self._log.force(logits, self._rows[slots], positions)
+        return logits
+
+    def _replace_drafts(self, speculator: Any) -> None:
+        """Of vLLM's drafter alone, or as the stage of a cascade, before ours reads them."""
+        if not hasattr(speculator, "specplugins"):
+            wrap(speculator, "propose", self._propose)
+            return
+        self._around_take = self._take
+        wrap(speculator.specplugins, "new_offer", self._new_offer)
+
+    def _propose(self, propose: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = propose(*args, **kwargs)
+        self._draft(drafts)
+        return drafts
+
+    def _new_offer(self, make: Any) -> Any:
+        offer = make()
+        wrap(offer, "take", self._around_take)
+        return offer
+
+    def _take(self, take: Any, drafts: Any, *rest: Any) -> Any:
+        self._draft(drafts)
+        return take(drafts, *rest)
+
+    def _draft(self, drafts: torch.Tensor) -> None:
+        if self._batch is None:  # rehearsals
+            return
+        slots, states = self._batch.idx_mapping.long(), self._runner.req_states
+        places = states.total_len.gpu[slots] - states.prompt_len.gpu[slots]
+        self._log.draft(drafts[: len(slots)], self._rows[slots], places)
