@@ -54,7 +54,7 @@ class MadeUpEngine:
     configs: ClassVar[list[Any]]  # of all that were started
     asked: ClassVar[dict[str, list[Any]]]  # the traffic of each
 
-    def __init__(self, name: str, arguments: dict[str, Any], config: Any, log: Path):
+    def __init__(self, name: str, arguments: dict[str, Any], config: Any, log: Path, forced: Any = None):
         self.name, self.model, self.config, self.round = name, Path(arguments["model"]), config, 0
         self.configs.append(config)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from multiprocessing import Pipe
 from pathlib import Path
+from random import Random
 from threading import Timer
 from types import SimpleNamespace
 from typing import Any
@@ -186,7 +187,60 @@ def test_all_cells(run: Run, tmp_path: Path) -> None:
     assert {row["num_outputs"] for row in rows if row["cell"]["batch"] == 4} == {4}
 
 
+LOG = [{"prompt": [5, 6, 7], "output": [8, 9, 8], "accepted": {"eagle": [1, 0, 0]}}, {"prompt": [5], "output": [6]}]
+
+
+def test_forced_logs(tiny_model: Path, engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rounds ask the log's requests, each up to its length; at a rate they arrive at that share of the rate that no
+    speculation served. Fails if a request gets another one's length or row, if outputs are not compared with the log,
+    or if the rate is another method's."""
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LOG))
+    monkeypatch.setattr(engines, "ask", lambda engine, message: served(engine, engine.lie))
+    given = ["bench", "--model", str(tiny_model), "--methods", "prompt_lookup", "--trace", str(tmp_path / "log.jsonl")]
+    given += ["--rounds", "2", "--rate", "0.5", "--json", str(tmp_path / "a.json")]
+    assert main(given) == 0
+    closed, open_ = engines.asked["prompt_lookup"][:3], engines.asked["prompt_lookup"][3:]
+    assert all(
+        list(traffic.prompts) == [[5, 6, 7], [5]] and list(traffic.logged) == [0, 1] for traffic in closed + open_
+    )
+    assert all(list(traffic.max_tokens) == [3, 1] and traffic.ignore_eos for traffic in closed + open_)
+    assert len(open_) == 3 and all(traffic.arrivals is None for traffic in closed)
+    drawn = Random(0)
+    first = drawn.expovariate(0.5 * 2 / 4.0)  # two requests in 4 s without speculation
+    assert open_[0].arrivals == pytest.approx([first, first + drawn.expovariate(0.25)])
+    assert all(row["num_different"] == 0 for row in json.loads((tmp_path / "a.json").read_text())["rows"])
+    engines.lie = True
+    assert main(given) == 1
+
+
+def served(engine: Any, lies: bool) -> Turn:
+    outputs = [[8, 9, 9 if lies else 8], [6]]
+    return Turn(4.0 if engine.config is None else 2.0, [Answer(tokens, 1.0, [1.0], 1) for tokens in outputs])
+
+
+UNFORCED: dict[str, tuple[list[str], Any]] = {
+    "--temperature must be 0 with --trace": (["--temperature", "0.7"], LOG),
+    "early_exit must not read the target's layers": (["--methods", "early_exit"], LOG),
+    "enable_batch_sharded_sampling must be false": (["--engine-args", '{"enable_batch_sharded_sampling":true}'], LOG),
+    "token ids below 3072, not 5000": ([], [{"prompt": [5], "output": [5000]}]),
+    'must hold "prompt" and "output" as token ids': ([], [{"prompt": "x", "output": "y"}]),
+    'must hold "accepted": {"mtp": [...]} with --drafter mtp': (["--drafter", "mtp"], LOG),
+    "--trace must be a file with a prompt and an output": ([], [{"prompt": [], "output": [5]}]),
+}
+
+
+@pytest.mark.parametrize("words", UNFORCED)
+def test_logs_that_cannot_be_forced(words: str, tiny_model: Path, engines: Any, tmp_path: Path, capsys: Any) -> None:
+    """Fails if an engine starts although its outputs would not be the log's, or for a reason that is not given."""
+    options, rows = UNFORCED[words]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--methods", "prompt_lookup", "--trace", str(tmp_path / "log.jsonl"), *options]
+    assert main(["bench", "--model", str(tiny_model), *given]) == 2 and not engines.configs
+    assert words in capsys.readouterr().err
+
+
 REFUSED = {
+    "--rate 0.5": "--rate and --drafter go with --trace",
     "--methods sorcery": "--methods must be of none, ngram, ngram_gpu, early_exit, cascade, prompt_lookup, ",
     "--methods none": "--methods must name a method beside none",
     "--methods ngram:65": "--methods: K must be 1 to 64, as in ngram:5, not 'ngram:65'",

@@ -94,7 +94,8 @@ class _OnV2:
 
     def __init__(self, runner: Any, log: _Log):
         self._runner, self._log, self._batch = runner, log, None
-        self._rows = torch.zeros(runner.max_num_reqs, dtype=torch.int64, device=runner.device)  # by slot
+        # By slot of a request: its row of the log, and where its output begins.
+        self._rows, self._starts = torch.zeros(2, runner.max_num_reqs, dtype=torch.int64, device=runner.device)
         wrap(runner, "add_requests", self._add)
         wrap(runner, "sample", self._sample)
         wrap(runner.model, "compute_logits", self._compute_logits)
@@ -104,7 +105,8 @@ class _OnV2:
     def _add(self, add: Any, scheduler_output: Any) -> None:
         add(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
-            self._rows[self._runner.req_states.req_id_to_index[new.req_id]] = new.sampling_params.extra_args[INDEX]
+            slot = self._runner.req_states.req_id_to_index[new.req_id]
+            self._rows[slot], self._starts[slot] = new.sampling_params.extra_args[INDEX], new.prompt_len
 
     def _sample(self, sample: Any, hidden_states: Any, input_batch: Any, *rest: Any) -> Any:
         self._batch, self._samples = input_batch, True
@@ -120,8 +122,8 @@ class _OnV2:
         if self._samples:
             assert batch is not None
             slots = batch.expanded_idx_mapping.long()
-            positions = batch.positions[batch.logits_indices] + 1 - self._runner.req_states.prompt_len.gpu[slots]
-            self._log.force(logits, self._rows[slots], positions)
+            places = batch.positions[batch.logits_indices] + 1 - self._starts[slots]
+            self._log.force(logits, self._rows[slots], places)
         return logits
 
     def _replace_drafts(self, speculator: Any) -> None:
@@ -149,6 +151,6 @@ class _OnV2:
     def _draft(self, drafts: torch.Tensor) -> None:
         if self._batch is None:  # rehearsals
             return
-        slots, states = self._batch.idx_mapping.long(), self._runner.req_states
-        places = states.total_len.gpu[slots] - states.prompt_len.gpu[slots]
+        slots = self._batch.idx_mapping.long()
+        places = self._runner.req_states.total_len.gpu[slots] - self._starts[slots]
         self._log.draft(drafts[: len(slots)], self._rows[slots], places)

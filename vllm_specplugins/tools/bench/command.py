@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     workloads = [read_log(args, configs)] if args.trace else pick_workloads(args)
     if not args.trace and (args.rate or args.drafter):
         raise ConfigError("--rate and --drafter go with --trace.")
-    args.tokens = args.tokens or max(map(len, workloads[0].log.outputs)) if workloads[0].log else TOKENS
+    log = workloads[0].log
+    args.tokens = args.tokens or (max(map(len, log.outputs)) if log else TOKENS)
     with progress() as bars:
         report = measure(args, configs, workloads, bars, fit_together(args.model, len(configs)), {})
     return tell(args, report)

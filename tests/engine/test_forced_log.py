@@ -1,0 +1,122 @@
+"""Engines that are forced to emit a log (harness/forced.py), on the runner's real path of verification."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from cases import LOOKUP, cascade
+from conftest import INTERPRETED, RUNNER
+from families import checkpoint
+from recorded import runner
+
+from vllm_specplugins.engine.harness.forced import INDEX, _Log, _OnV1, _OnV2
+
+WITHOUT_TAPES = "the hook makes its tensors outside of the simulated device"
+VOCAB_SIZE, NUM_DRAFT = 60, 4
+RNG = random.Random(0)
+PROMPTS = [[RNG.randrange(3, VOCAB_SIZE) for _ in range(40)] for _ in range(6)]
+# Half of each output copies from its prompt, in two pieces with other tokens around them.
+OUTPUTS = [[*prompt[4:12], *RNG.choices(range(3, VOCAB_SIZE), k=5 + index), *prompt[20:29], 7]
+           for index, prompt in enumerate(PROMPTS)]  # fmt: skip
+ACCEPTED = [[(place + index) % 5 for place in range(len(output))] for index, output in enumerate(OUTPUTS)]
+KIND = _OnV1 if RUNNER == "v1" else _OnV2
+
+
+@contextmanager
+def forced(llm: Any, outputs: Any, accepted: Any = None) -> Iterator[None]:
+    """The hook, for the length of a block."""
+    model_runner = runner(llm)
+    speculator = getattr(model_runner, "speculator", None)
+    owners = [(model_runner, "_sample"), (model_runner, "sample"), (model_runner, "add_requests")]
+    owners += [(model_runner.model, "compute_logits"), (speculator, "propose")]
+    owners += [(getattr(speculator, "specplugins", None), "new_offer")]
+    with pytest.MonkeyPatch.context() as patches:
+        for owner, name in owners:
+            if hasattr(owner, name):
+                patches.setattr(owner, name, getattr(owner, name))
+        KIND(model_runner, _Log(outputs, accepted, model_runner.device))
+        yield
+
+
+def serve(llm: Any, **options: Any) -> tuple[list[list[int]], list[int]]:
+    """The outputs, and in how many steps after its first token each came."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, outputs, steps = llm.llm_engine, [[] for _ in OUTPUTS], [-1] * len(OUTPUTS)
+    for index, output in enumerate(OUTPUTS):
+        own = SamplingParams(temperature=0, max_tokens=len(output), ignore_eos=True, detokenize=False,
+                             output_kind=RequestOutputKind.DELTA, extra_args={INDEX: index, **options})  # fmt: skip
+        engine.add_request(str(index), {"prompt_token_ids": PROMPTS[index]}, own)
+    while engine.has_unfinished_requests():
+        for result in engine.step():
+            outputs[int(result.request_id)] += result.outputs[0].token_ids
+            steps[int(result.request_id)] += bool(result.outputs[0].token_ids)
+    return outputs, steps
+
+
+CONFIGS: dict[str, Any] = {
+    "none": None,
+    "prompt_lookup": {"method": "prompt_lookup", "num_speculative_tokens": NUM_DRAFT, "gate": "off"},
+    **({} if INTERPRETED else {"ngram": {"method": "ngram", "num_speculative_tokens": NUM_DRAFT,
+                                         "prompt_lookup_max": 8, "prompt_lookup_min": 2}}),
+}  # fmt: skip
+ARGUMENTS: dict[str, Any] = {"max_num_batched_tokens": 96, "enable_chunked_prefill": True}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_outputs_are_the_log(name: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts taken in in pieces, rows with and without drafts. Fails if a row's place in the log is off by one, for
+    decoding or after a draft, if a request reads another one's row, or if drafts are verified otherwise than greedily;
+    and if a log shifted by one passes."""
+    llm = engine(CONFIGS[name], **ARGUMENTS)
+    with forced(llm, OUTPUTS):
+        outputs, steps = serve(llm)
+        assert outputs == OUTPUTS
+        assert (name == "none") is (steps == [len(output) - 1 for output in OUTPUTS])
+        monkeypatch.setattr(_Log, "force", _shifted(_Log.force))
+        assert not any(got == wanted for got, wanted in zip(serve(llm)[0], OUTPUTS, strict=True))
+
+
+def _shifted(force: Any) -> Any:
+    return lambda log, logits, rows, places: force(log, logits, rows, places + 1)
+
+
+def steps_of(output: Sequence[int], accepted: Sequence[int]) -> int:
+    """Steps after the first token, each with as many draft tokens accepted as the log says."""
+    place, steps = 1, 0
+    while place < len(output):
+        place += 1 + min(accepted[place], NUM_DRAFT, len(output) - place - 1)
+        steps += 1
+    return steps
+
+
+DRAFTER = {"method": "draft_model", "num_speculative_tokens": NUM_DRAFT}
+
+
+@pytest.mark.skipif(RUNNER == "v1", reason="drafts are replaced on Model Runner V2 alone")
+@pytest.mark.parametrize("is_stage", [False, True])
+def test_drafts_are_accepted_as_logged(is_stage: bool, engine: Any) -> None:
+    """A drafter of vLLM, alone and as the only stage beside a lookup that requests switch off. Fails if drafts are
+    written one place off, after ours has read them, or with fewer or more right tokens than the log says."""
+    model = str(checkpoint("llama"))
+    drafter = {**DRAFTER, "model": model}
+    config = cascade("auto", stages=(LOOKUP, drafter)) if is_stage else drafter
+    llm = engine(config, model=model, skip_tokenizer_init=True, max_model_len=256)
+    options = {"specplugins": {"stages": ["draft_model"]}} if is_stage else {}
+    with forced(llm, OUTPUTS, ACCEPTED):
+        outputs, steps = serve(llm, **options)
+    assert outputs == OUTPUTS
+    assert steps == [steps_of(output, ACCEPTED[index]) for index, output in enumerate(OUTPUTS)]
+
+
+def test_padding() -> None:
+    """Fails if a shorter row is filled with another row's tokens, or the last place of the longest has none."""
+    log = _Log([[5, 6], [7], [8, 9, 4]], None, torch.device("cpu"))
+    assert log.tokens.tolist() == [[5, 6, 6, 6], [7, 7, 7, 7], [8, 9, 4, 4]]
+    logits = torch.zeros(2, 10)
+    log.force(logits, torch.tensor([2, 0]), torch.tensor([1, 99]))
+    assert logits.argmax(1).tolist() == [9, 6]
