@@ -63,7 +63,7 @@ IN_ENGINE_MAY_IMPORT = {
     "v1": {"frontend", "grammar", "hooks", "target", "verify"},
     "v2": {"adaptive", "frontend", "grammar", "hooks", "self_check", "target", "verify"},
     "worker": {"codec", "metrics", "v1", "v2"},
-    "harness": {"frontend", "vllm_api"},
+    "harness": {"frontend", "hooks", "vllm_api"},
     "__init__": set(),
 }
 IN_V2_MAY_IMPORT = {

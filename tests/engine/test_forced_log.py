@@ -12,7 +12,8 @@ from conftest import INTERPRETED, RUNNER
 from families import checkpoint
 from recorded import runner
 
-from vllm_specplugins.engine.harness.forced import INDEX, _Log, _OnV1, _OnV2
+from vllm_specplugins.engine.harness.forced import _Log, _OnV1, _OnV2
+from vllm_specplugins.engine.harness.serving import LOGGED
 
 WITHOUT_TAPES = "the hook makes its tensors outside of the simulated device"
 VOCAB_SIZE, NUM_DRAFT = 60, 4
@@ -49,7 +50,7 @@ def serve(llm: Any, **options: Any) -> tuple[list[list[int]], list[int]]:
     engine, outputs, steps = llm.llm_engine, [[] for _ in OUTPUTS], [-1] * len(OUTPUTS)
     for index, output in enumerate(OUTPUTS):
         own = SamplingParams(temperature=0, max_tokens=len(output), ignore_eos=True, detokenize=False,
-                             output_kind=RequestOutputKind.DELTA, extra_args={INDEX: index, **options})  # fmt: skip
+                             output_kind=RequestOutputKind.DELTA, extra_args={LOGGED: index, **options})  # fmt: skip
         engine.add_request(str(index), {"prompt_token_ids": PROMPTS[index]}, own)
     while engine.has_unfinished_requests():
         for result in engine.step():

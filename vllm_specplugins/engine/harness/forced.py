@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_specplugins.engine.harness.serving import LOGGED
 from vllm_specplugins.engine.hooks import wrap
 
-INDEX = "specplugins_log"  # key of SamplingParams.extra_args: the request's row of the log
 LARGE = 30_000.0  # above any logit, and finite in float16
 
 
@@ -78,11 +78,13 @@ class _OnV1:
         wrap(runner, "_sample", self._sample)
 
     def _sample(self, sample: Any, logits: Any, metadata: Any) -> Any:
-        batch = self._runner.input_batch
-        num_rows = [1] * len(batch.req_ids) if metadata is None else [1 + num for num in metadata.num_draft_tokens]
-        params = [self._runner.requests[request_id].sampling_params for request_id in batch.req_ids]
-        rows = [params.extra_args[INDEX] for params in params]
-        starts = batch.num_tokens_no_spec[: len(rows)] - batch.num_prompt_tokens[: len(rows)]
+        input_batch = self._runner.input_batch
+        num_rows = (
+            [1] * len(input_batch.req_ids) if metadata is None else [1 + num for num in metadata.num_draft_tokens]
+        )
+        params = [self._runner.requests[request_id].sampling_params for request_id in input_batch.req_ids]
+        rows = [params.extra_args[LOGGED] for params in params]
+        starts = input_batch.num_tokens_no_spec[: len(rows)] - input_batch.num_prompt_tokens[: len(rows)]
         places = np.concatenate([start + np.arange(num) for start, num in zip(starts, num_rows, strict=True)])
         on_device = partial(torch.as_tensor, dtype=torch.int64, device=logits.device)
         self._log.force(logits, on_device(np.repeat(rows, num_rows)), on_device(places))
@@ -106,7 +108,7 @@ class _OnV2:
         add(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             slot = self._runner.req_states.req_id_to_index[new.req_id]
-            self._rows[slot], self._starts[slot] = new.sampling_params.extra_args[INDEX], new.prompt_len
+            self._rows[slot], self._starts[slot] = new.sampling_params.extra_args[LOGGED], new.prompt_len
 
     def _sample(self, sample: Any, hidden_states: Any, input_batch: Any, *rest: Any) -> Any:
         self._batch, self._samples = input_batch, True

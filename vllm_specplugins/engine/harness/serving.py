@@ -17,11 +17,12 @@ from operator import sub
 from pathlib import Path
 from typing import Any
 
-from vllm_specplugins.engine.harness.forced import INDEX, ForcedLog
 from vllm_specplugins.engine.harness.process import EngineProcess, build_llm, faults, totals
 
 SLICE_S = 0.3
 GO_ON = True  # the message
+FORCED_LOG = "vllm_specplugins.engine.harness.forced.ForcedLog"
+LOGGED = "specplugins_log"  # key of SamplingParams.extra_args: the request's row of a log that is forced
 # Arguments of `vllm.LLM` that would make a round differ from the one before, or its times say less.
 SETTINGS: dict[str, Any] = {"enable_prefix_caching": False}
 
@@ -38,6 +39,7 @@ class Traffic:
         ignore_eos: whether a request that has ended its text goes on to max_tokens.
         salt: `cache_salt` of all: nothing is known to them of earlier requests of another salt.
         arrivals: seconds from the beginning at which each request arrives, in order; None: as soon as there is room.
+        sampling: more arguments of SamplingParams, of StructuredOutputsParams under "structured_outputs".
         logged: index of each request's row in the log that the engine is forced to emit; see forced.py.
     """
 
@@ -48,6 +50,7 @@ class Traffic:
     ignore_eos: bool = False
     salt: str | None = None
     arrivals: Sequence[float] | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     logged: Sequence[int] | None = None
 
 
@@ -196,7 +199,7 @@ def _serve_all(
 ) -> None:
     from vllm.platforms import current_platform
 
-    extension = {"worker_extension_cls": f"{ForcedLog.__module__}.ForcedLog"} if forced else {}
+    extension = {"worker_extension_cls": FORCED_LOG} if forced else {}
     llm, on_cpu = build_llm({**SETTINGS, **extension, **arguments}, config), current_platform.is_cpu()
     if forced:
         llm.collective_rpc("specplugins_force", args=(forced.outputs, forced.accepted if config else None))
@@ -255,9 +258,11 @@ class _Clock:
 
 def _serve(llm: Any, traffic: Traffic, clock: _Clock, extra_args: Any) -> Turn:
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    lengths = traffic.max_tokens
+    lengths, more = traffic.max_tokens, dict(traffic.sampling)
+    if "structured_outputs" in more:
+        more["structured_outputs"] = StructuredOutputsParams(**more["structured_outputs"])
     params = [
         SamplingParams(
             temperature=traffic.temperature,
@@ -266,7 +271,8 @@ def _serve(llm: Any, traffic: Traffic, clock: _Clock, extra_args: Any) -> Turn:
             # Without a seed: on CPUs vLLM 0.32 dies of a seeded request whose prompt is computed in pieces.
             detokenize=False,  # in a server, another process does that
             output_kind=RequestOutputKind.DELTA,
-            extra_args=extra_args if traffic.logged is None else {**(extra_args or {}), INDEX: traffic.logged[index]},
+            extra_args=extra_args if traffic.logged is None else {**(extra_args or {}), LOGGED: traffic.logged[index]},
+            **more,
         )
         for index in range(len(traffic.prompts))
     ]
