@@ -35,6 +35,7 @@ def client() -> Iterator[openai.OpenAI]:
     command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "512", "--speculative-config", json.dumps(CASCADE)]
     command += ["--per-request-spec-decode-metrics", "summary"]
+    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "NO_PROXY": "127.0.0.1"}
     environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"  # a connection that it closes may be in use again by then
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
@@ -188,6 +189,56 @@ def test_prediction(client: openai.OpenAI) -> None:
                 messages=[{"role": "user", "content": "x"}],
                 extra_body={"prediction": {**kind, "content": "x"}},
             )
+
+
+UNDRAFTED = {"vllm_xargs": {"specplugins": '{"enabled":false}'}}
+WEATHER = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["celsius", "fahrenheit"]}, "city": {"enum": ["Paris", "Oslo"]}},
+    "required": ["unit", "city"],
+}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
+
+
+@pytest.mark.parametrize("choice", ["required", "auto", {"type": "function", "function": {"name": "weather"}}], ids=str)
+def test_tool_calls(client: openai.OpenAI, choice: Any) -> None:
+    """A streamed tool call has the same name, arguments, text and finish reason with drafts and without. Fails if a
+    step of several tokens loses a part of a call, or if a draft leaves the grammar of the call's arguments."""
+    texts, drafts = [], []
+    for extra in ({}, UNDRAFTED):
+        before, text = counter(client, "spec_decode_num_drafts"), ""
+        stream = client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "def weather(unit, city):\n    return weather(unit,"}],
+            tools=[TOOL], tool_choice=choice, max_tokens=40, temperature=0, stream=True, extra_body=extra,
+        )  # type: ignore[call-overload]  # fmt: skip
+        for chunk in stream:
+            [own] = chunk.choices
+            text += (own.delta.content or "") + (f" ends: {own.finish_reason}" if own.finish_reason else "")
+            for call in own.delta.tool_calls or ():
+                text += f"{call.function.name or ''}{call.function.arguments or ''}"
+        texts.append(text)
+        drafts.append(counter(client, "spec_decode_num_drafts") - before)
+    assert texts[0] == texts[1] and len(texts[0]) > 20 and drafts[0] > drafts[1] == 0
+    assert choice == "auto" or "weather" in texts[0] or "city" in texts[0]
+
+
+def test_logprobs_of_given_tokens(client: openai.OpenAI) -> None:
+    """`logprob_token_ids` are answered at each place, also at those of accepted drafts, as without drafts. Fails if the
+    places of drafts have none, or those of another place."""
+    found = []
+    prompt = mixed_prompts(str(DEMO_MODEL), 8)[1]
+    for extra in ({}, UNDRAFTED):
+        done = client.completions.create(
+            model="demo", prompt=prompt, max_tokens=24, temperature=0, logprobs=1,
+            extra_body={**extra, "logprob_token_ids": [20, 21, 500]},
+        )  # fmt: skip
+        logprobs = done.choices[0].logprobs
+        assert logprobs is not None and logprobs.top_logprobs is not None
+        found.append([dict(sorted(place.items())) for place in logprobs.top_logprobs])
+    assert [list(place) for place in found[0]] == [list(place) for place in found[1]]
+    assert len(found[0]) == 24 and min(map(len, found[0])) >= 3
+    values = [np.array([value for place in run for value in place.values()]) for run in found]
+    np.testing.assert_allclose(*values, atol=2e-3)
 
 
 def settled_metrics(client: openai.OpenAI) -> dict[str, dict[tuple[str, ...], float]]:

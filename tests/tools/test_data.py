@@ -93,6 +93,10 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
         lambda path: written(path, r'{"messages": [{"role": "user", "content": "\ud800"}]}'),
         "must hold messages that the tokenizer's chat template takes",
     ),
+    "calls of tools that are none": (
+        lambda path: written(path, '{"messages": [{"role": "assistant", "content": "x", "tool_calls": 7}]}'),
+        "must hold a list of calls as tool_calls, not 7",
+    ),
     "deep nesting": (lambda path: written(path, "[" * 100_000), "must be a JSON object"),
     "what never ends": (lambda path: "/dev/zero", "--data must be files whose lines have at most"),
     "nothing": (lambda path: written(path, " \n"), "which is empty"),

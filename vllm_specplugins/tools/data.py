@@ -256,5 +256,8 @@ def _text(message: Mapping[str, Any]) -> str:
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     if not isinstance(content, str):
         raise ConfigError(f"must hold text, or a list of parts, as content, not {brief(content)}.")
-    calls = (call.get("function", call) if isinstance(call, dict) else call for call in message.get("tool_calls") or [])
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ConfigError(f"must hold a list of calls as tool_calls, not {brief(calls)}.")
+    calls = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
     return "\n".join([*filter(None, [content]), *(json.dumps(call, ensure_ascii=False) for call in calls)])
