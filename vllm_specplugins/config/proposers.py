@@ -175,7 +175,7 @@ class RemoteConfig:
         url: of an OpenAI-compatible server: http://HOST:PORT/v1.
         model: what it calls the drafter.
         tokenizer: "same" as the target's: token ids are asked and answered, as vLLM does; "other": text.
-        max_prompt_tokens: of the target's, that a question holds at most, the newest; fewer where the drafter takes fewer.
+        max_prompt_tokens: of the target's, that a question holds, the newest; fewer where the drafter takes fewer.
         api_key_env: the environment variable that holds its key; null: it wants none.
     """
 
