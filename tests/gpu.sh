@@ -4,8 +4,9 @@
 #   bash tests/gpu.sh --dry-run REPORT       no GPU: the same parts, of programs that fail, hang or print nothing
 # One engine at a time, each part with a limit of its own. No part that fails or hangs ends another one; what no time is
 # left for is listed as not run, and a table at the end says what became of each part, however the script ends. Send the
-# report: docs/figures.md lists what nobody has run yet. SKIP_INSTALL=1 takes the `python3` that is there; MODEL is
-# measured in place of the demo model, widened to 3.6 B parameters.
+# report: docs/figures.md lists what nobody has run yet. PARTS='Steps|Identity' runs the parts whose titles match;
+# SKIP_INSTALL=1 takes the `python3` that is there; MODEL is measured in place of the demo model, widened to 3.6 B
+# parameters.
 set +e -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 dry_run= python=python3 patience=20
@@ -36,6 +37,7 @@ end_part() {
 # knows, and killed later.
 part() {
     local limit=$2 left=$((ends - SECONDS)) became=done status
+    [[ $1 =~ ${PARTS:-.} ]] || return 0
     title=$1 command=${*:3} began=$SECONDS
     say "" "## $title" "" "\`python $command\`" "" '```'
     : >"$output"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import EXIT, LOOKUP, early_exit, generate, mixed_prompts
+from cases import EXIT, LOOKUP, SUFFIX_LOOKUP, early_exit, generate, mixed_prompts
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, TAPES, spec_metrics
 from parts import medusa, with_embeddings, write_head
 from recorded import replays, runner
@@ -31,7 +31,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 ON_GPU = not TAPES
 LAYERS = 12 if ON_GPU else NUM_LAYERS
-K, N, NUM_TOKENS = 4, 7, 64 if ON_GPU else 13
+K, N, NUM_TOKENS = 4, 7, 64 if ON_GPU else 9
 TREE = {"tree": N, "gate": "off"}
 GPU_ARGUMENTS = {
     "dtype": "bfloat16",
@@ -57,8 +57,8 @@ def beside_drafter(**stage: Any) -> dict[str, Any]:
 # By name: the configuration, of parts in a folder. Exits and jumps of all layers draft the target's own tokens.
 KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "merged tree": lambda _: cascade(LOOKUP, {**EXIT, "exit_layer": LAYERS}, **TREE),
-    "prompt_lookup": lambda _: LOOKUP,
-    "suffix_lookup": lambda _: {"method": "suffix_lookup", "store_bytes": 1 << 22},
+    "prompt_lookup": lambda _: LOOKUP if ON_GPU else {**LOOKUP, "num_speculative_tokens": N},  # K = 31 takes minutes
+    "suffix_lookup": lambda _: SUFFIX_LOOKUP if INTERPRETED else {"method": "suffix_lookup"},
     "lookup and exit": lambda _: cascade(LOOKUP, {**EXIT, "exit_layer": LAYERS}, num_speculative_tokens=K),
     "jump": lambda folder: write_head(folder, LAYERS // 2, LAYERS // 2, 0.0, num_layers=LAYERS),
     "medusa": medusa,
@@ -81,9 +81,9 @@ def model() -> str:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """16, one of them long."""
-    prompts = mixed_prompts(str(DEMO_MODEL), 16)
-    return [*prompts[:-1], (prompts[-1] * 100)[: 900 if ON_GPU else 300]]
+    """16 on a GPU, and one of them long."""
+    prompts = mixed_prompts(str(DEMO_MODEL), 16 if ON_GPU else 6)
+    return [*prompts[:-1], (prompts[-1] * 100)[: 900 if ON_GPU else 200]]
 
 
 def arguments(kind: str, model: str) -> dict[str, Any]:

@@ -56,6 +56,15 @@ def test_a_script_that_is_ended(tmp_path: Path) -> None:
     assert "the first line" in file.read_text()
 
 
+def test_some_parts(tmp_path: Path) -> None:
+    """Fails if others run, too."""
+    file = tmp_path / "report.md"
+    wanted = {**os.environ, "PARTS": "null|Identity"}
+    subprocess.run([*DRY_RUN, str(file)], env=wanted, capture_output=True, timeout=60, check=True)
+    starts = [f"Default start: {shape}, null" for shape in ("qwen3-8b", "llama-3.1-8b")]
+    assert [*outcomes(file.read_text())] == [starts[0], "Steps: null", "Identity", starts[1]]
+
+
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(os.path.dirname(__file__))
