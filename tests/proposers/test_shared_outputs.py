@@ -249,7 +249,7 @@ def test_bounds_in_bytes(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(writer, "_publish", lambda: 1 / 0)
     for _ in range(100):
         writer.add(StoredText(False, b"", np.ones(5000, np.int32)))
-    assert not writer._attempt() and 0.9 * 4 * most < sum(map(len, writer._unsent)) <= 4 * most
+    assert not writer._attempt() and 0.9 < sum(map(len, writer._unsent)) / (PLACE_BYTES * most) <= 1
 
 
 def test_password(server: ValkeyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import suppress
 from threading import Thread
 from typing import Any
 
@@ -34,7 +33,7 @@ class Server:
 
     def __init__(self, config: RemoteConfig, form: Form, vocab_size: int):
         self._base, self._model, self._form = config.url.rstrip("/"), config.model, form
-        self._url = self._base + "/completions"
+        self._url = f"{self._base}/completions"
         key = os.environ.get(config.api_key_env) if config.api_key_env else None
         self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._pause_s, self._not_before, self._has_refused = 0.0, 0.0, False
@@ -95,7 +94,8 @@ class Server:
     async def _read(self, question: dict[str, Any], num_tokens: int, came: deque[Guess]) -> None:
         num_events, most = 0, TOKEN_EVENTS * num_tokens + MORE_EVENTS
         async with self._session.post(self._url, json=question, allow_redirects=False) as response:
-            _check(response.status)
+            if _is_refused(response.status):
+                raise Refused(f"status {response.status}")
             async for event in _events(response.content):
                 if (num_events := num_events + 1) > most:
                     raise ValueError(f"more than {most} pieces")
@@ -126,23 +126,13 @@ class Server:
 
     async def _vocabulary(self) -> int:
         """How many of the target's token ids the drafter takes: one question where it takes all."""
-        low, high = 0, self._vocab_size  # it takes ids below the one, and not the other
-        place = high - 1
-        while low < high:
-            if await self._takes(place):
-                low = place + 1
-            else:
-                high = place
+        low, high, place = 0, self._vocab_size, self._vocab_size - 1
+        while low < high:  # it takes ids below `low`, and not `high`
+            question = self._question([place], 1)
+            async with self._session.post(self._url, json=question, allow_redirects=False) as response:
+                low, high = (low, place) if _is_refused(response.status) else (place + 1, high)
             place = (low + high) // 2
         return low or self._vocab_size  # what takes no token at all refuses something else
-
-    async def _takes(self, token_id: int) -> bool:
-        question = self._question([token_id], 1)
-        async with self._session.post(self._url, json=question, allow_redirects=False) as response:
-            with suppress(Refused):
-                _check(response.status)
-                return True
-        return False
 
     def _fail(self, error: Exception) -> None:
         if time.monotonic() < self._not_before:  # others failed before it
@@ -154,11 +144,11 @@ class Server:
         self._not_before = time.monotonic() + self._pause_s
 
 
-def _check(status: int) -> None:
-    """Raises Refused where the answer is about this question, and ValueError where every question would get it."""
-    if status != 200:
-        kind = Refused if 400 <= status < 500 and status not in FOR_ALL else ValueError
-        raise kind(f"status {status}")
+def _is_refused(status: int) -> bool:
+    """Whether an answer is about this question; ValueError where every question would get it."""
+    if status != 200 and (status in FOR_ALL or not 400 <= status < 500):
+        raise ValueError(f"status {status}")
+    return status != 200
 
 
 async def _chunks(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

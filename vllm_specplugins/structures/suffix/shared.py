@@ -13,13 +13,7 @@ from threading import Event, Thread
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_specplugins.structures.suffix.store_file import (
-    TOKEN_BYTES,
-    StoredText,
-    drop_oldest,
-    record,
-    record_at,
-)
+from vllm_specplugins.structures.suffix.store_file import StoredText, drop_oldest, record, record_at
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -125,7 +119,7 @@ class SharedTexts:
                 what = "%s cannot be reached (%s); earlier outputs are not shared until that changes."
                 logger.warning("suffix_lookup: " + what, self._place, type(error).__name__)
             self._pause_s = min(2 * self._pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
-            drop_oldest(self._unsent, TOKEN_BYTES * self._max_tokens)
+            drop_oldest(self._unsent, PLACE_BYTES * self._max_tokens)
             return False
         if self._pause_s:
             logger.info("suffix_lookup: %s is reached again.", self._place)
