@@ -46,6 +46,7 @@ ENVIRONMENT = """## Environment variables
 |---|---|
 | `VLLM_SPECPLUGINS_METRICS_PORT` | the port on which the engine shows our metrics, [where the front end cannot](operating.md#other-front-ends) |
 | `VLLM_SPECPLUGINS_DISABLE=1` | the plugin does nothing; a method of ours is then refused |
+| `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN` | vLLM's; left alone, a draft token's price is measured at the start [without another request's context](compatibility.md#scheduling); set, as to `8192`, vLLM's own table of costs counts |
 | `VLLM_SPECPLUGINS_SELF_CHECK` | `1` (default): on a device that is not a CPU [kernels are checked](compatibility.md#kernels-on-a-new-device); `0`: not; `only`: check, print, stop |
 """
 

@@ -20,27 +20,28 @@ NOTHING, FOUND = [0.0, 0.0, 0.0], [0.9, 0.8, 0.0]
 STEEP = 1.0 + 0.2 * np.arange(200.0)  # ms by tokens
 
 
-def manager(verify_ms: Any = STEEP, most: int = 1 << 20) -> Any:
+def manager(verify_ms: Any = STEEP, most: int = 1 << 20, num_slots: int = S, width: int = K) -> Any:
     """vLLM's, of requests that all decode; its slots are their names."""
     own: Any = object.__new__(AdaptiveVerificationManager)
     own.req_states = SimpleNamespace(
-        max_num_reqs=S, req_id_to_index={str(slot): slot for slot in range(S)}, num_speculative_steps=K,
-        num_computed_tokens_np=np.full(S, 9, np.int32), prefill_len=SimpleNamespace(np=np.full(S, 4, np.int32)),
+        max_num_reqs=num_slots, req_id_to_index={str(slot): slot for slot in range(num_slots)},
+        num_speculative_steps=width, num_computed_tokens_np=np.full(num_slots, 9, np.int32),
+        prefill_len=SimpleNamespace(np=np.full(num_slots, 4, np.int32)), max_num_batched_tokens=16384,
     )  # fmt: skip
-    own.num_speculative_steps, own.num_bonus_tokens, own._max_total_logits = K, 1, most
-    own._cu_num_logits, own.query_start_loc = torch.zeros(2, S + 1, dtype=torch.int32)
-    own._confidence_probs, own.cost_tables = torch.ones(S, K), (np.full(S + 1, 0.1), verify_ms)
+    own.num_speculative_steps, own.num_bonus_tokens, own._max_total_logits = width, 1, most
+    own._cu_num_logits, own.query_start_loc = torch.zeros(2, num_slots + 1, dtype=torch.int32)
+    own._confidence_probs, own.cost_tables = torch.ones(num_slots, width), (np.full(num_slots + 1, 0.1), verify_ms)
     own._stale_confidences, own._stale_idx, own._pending_resets = (
-        [SimpleNamespace(np=np.ones((S, K), np.float32))],
+        [SimpleNamespace(np=np.ones((num_slots, width), np.float32))],
         0,
         [],
     )
     return own
 
 
-def confidences() -> Confidences:
-    host = torch.ones(S + 1, K)
-    return Confidences(torch.ones(S + 1, K), host, host.numpy())
+def confidences(num_slots: int = S, width: int = K) -> Confidences:
+    host = torch.ones(num_slots + 1, width)
+    return Confidences(torch.ones(num_slots + 1, width), host, host.numpy())
 
 
 def budgets(slots: list[int], steps: list[list[list[float]]]) -> list[int]:
@@ -51,7 +52,7 @@ def budgets(slots: list[int], steps: list[list[list[float]]]) -> list[int]:
         known = np.zeros((S, K), np.float32)
         known[slots] = step
         each = [
-            best_budget(known, found, had, np.array([slot]), np.array([K]), 1, 1, 0.0, flat, K) for slot in slots
+            best_budget(known, found, had, np.array([slot]), np.array([K]), 1, 1, 0.0, flat, 0.0, K) for slot in slots
         ]  # fmt: skip
     return each
 
@@ -77,7 +78,7 @@ def test_as_vllm_chooses() -> None:
             drafts = {name: [0] * (K if whole else int(rng.integers(0, K + 1))) for name in names}
             tokens = {name: len(drafts[name]) + (1 if whole else int(rng.integers(1, 3))) for name in names}
             assert ours.get_num_tokens(tokens, drafts) == theirs.get_num_tokens(tokens, drafts)
-            assert budget._budget == theirs._batch_budget[2]
+            assert budget.num_verified == theirs._batch_budget[2]
 
 
 @pytest.mark.parametrize("each", [[K, K], [K, 1], [K - 1, K, K - 2]])

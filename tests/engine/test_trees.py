@@ -111,7 +111,7 @@ def test_what_the_gate_does(
     made, a tree that is cut to the chain before it."""
     llm, told, verified = engine(kind(gate="auto"), **STRESS, async_scheduling=True), [], []
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert scheduler.dynamic_sd_lookup._times.lengths == (0, 1, 2, chain_length(N), N)
+    assert scheduler.dynamic_sd_lookup.times.lengths == (0, 1, 2, chain_length(N), N)
 
     class Turns:
         def __getitem__(self, num_reqs: int) -> int:

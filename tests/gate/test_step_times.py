@@ -144,7 +144,7 @@ def test_a_longer_draft_is_never_cheaper() -> None:
     for step in range(40):
         for at, k in enumerate(times.lengths):
             times.add(8, k, 10.0 - at + step % 2, [1] * 8)
-    expected = step_times._expected_ms(8, *times._arrays[:2]).tolist()
+    expected = step_times._expected_ms(8, *times._arrays[:2], times._shape).tolist()
     assert expected == sorted(expected) and expected[0] == pytest.approx(7.5, abs=0.5)
 
 

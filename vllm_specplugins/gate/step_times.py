@@ -3,7 +3,8 @@
 What a step takes is kept by number of requests and draft length k; steps of other sizes with about as many tokens say
 what one that was not tried yet may take, and a longer draft never counts as cheaper than a shorter one. What a step
 brings is kept by place in the draft: a draft of k tokens says what all shorter ones would have brought. Chosen is the k
-with the most tokens a ms. Pure arithmetic: times come in, nothing is measured here.
+with the most tokens a ms. Where each step takes prompts in, too, steps of many requests count by their share of
+tokens, until purer ones are known. Pure arithmetic: times come in, nothing is measured here.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from numba import types
 
 from vllm_specplugins.kernels.compiled import compiled, inlined
 
-CLIFF = 512  # tokens of a step; above them vLLM captures no graph
+CLIFF = 512  # tokens of a step, by default; above them vLLM captures no graph
 CLIFF_COST = 1.5  # of a step above it, before it is known
 ROOM = 256  # tokens that make a step twice as long as none, before it is known
 DECAY = 0.85  # of what drafts bring, by step that tells
@@ -68,28 +69,38 @@ class StepTimes:
     Args:
         max_num_draft: K.
         longest_chain: 0, or of how many tokens at the most a draft is one, where that of K is a tree.
+        cliff: tokens of the largest step that has a graph.
+        trims: whether no more of a draft is verified than what pays. Then a step takes as long with a longer one,
+            before that is known.
     """
 
-    def __init__(self, max_num_draft: int, longest_chain: int = 0):
+    def __init__(self, max_num_draft: int, longest_chain: int = 0, cliff: float = CLIFF, trims: bool = False):
         self.lengths = lengths_up_to(max_num_draft, longest_chain)
         shape = MOST_SIZES, 2, len(self.lengths)  # by size, whether that is above the cliff, and length
-        self._times = np.zeros((*shape, 3))  # ms, and of how many steps; slow ones in a row, so far
+        self._times = np.zeros((*shape, 4))  # ms, and of how many steps; slow ones in a row, so far; ms of mixed steps
         self._brought = np.zeros((len(self.lengths) - 1, 3))  # by stretch, or tree: entered, accepted, whole
         has_tree = 0 < longest_chain < max_num_draft
-        self._arrays = np.array(self.lengths), self._times, self._brought, has_tree
+        self._shape, self._cliff = np.array([ROOM, cliff, has_tree], float), cliff  # of unknown times
+        self._arrays = np.array(self.lengths), self._times, self._brought, self._shape
+        self.expect(trims)
         self._follows = 0, 0.0  # up to which length to go on, by index, and what that should bring
         self._saved_ms, self._num_steps, self._num_trials = 0.0, 0, 0  # for trials, since the last one, so far
 
-    def add(self, num_reqs: int, k: int, ms: float, emitted: Sequence[int]) -> None:
-        """A step of nothing but decoding is over.
+    def expect(self, trims: bool) -> None:
+        """See the class."""
+        self._shape[:2] = (inf, inf) if trims else (ROOM, self._cliff)
+
+    def add(self, num_reqs: int, k: int, ms: float, emitted: Sequence[int], share: float = 1.0) -> None:
+        """A step is over.
 
         Args:
             k: the draft length that it was planned with, one of `lengths`.
-            ms: from the step before to this one.
-            emitted: tokens that each request got, 1 to k + 1.
+            ms: from the step before to this one; nan: it waited.
+            emitted: tokens that each request that decodes got, 1 to k + 1.
+            share: of its tokens that decoding had.
         """
         at = self.lengths.index(k)
-        self._follows = _add(num_reqs, at, ms, np.array(emitted), *self._arrays)
+        self._follows = _add(num_reqs, at, ms, share, np.array(emitted, np.int64), *self._arrays)
 
     def choose(self, num_reqs: int) -> int:
         """How many tokens to draft for each of so many requests; now and then others, to see what that would bring."""
@@ -104,31 +115,39 @@ class StepTimes:
 
 
 _known = types.int64[::1], types.float64[:, :, :, ::1]  # lengths, and times: see StepTimes.__init__
-_table = types.float64[:, ::1], types.boolean  # what drafts brought, and whether the last length is a tree's
+_shape = types.float64[::1]  # room and cliff, in tokens, and whether the last length is a tree's
+_table = types.float64[:, ::1], _shape  # what drafts brought
 
 
 @inlined
-def _shaped(num_tokens: float) -> float:
+def _shaped(num_tokens: float, shape: Any) -> float:
     """ms of a step of so many tokens, but for a factor, before any is known."""
-    return (ROOM + num_tokens) * (CLIFF_COST if num_tokens > CLIFF else 1.0)
+    return float(1 + num_tokens / shape[0]) * (CLIFF_COST if num_tokens > shape[1] else 1.0)
 
 
 @inlined
-def _guess(num_reqs: int, at: int, lengths: Any, times: Any) -> float:
+def _known_ms(known: Any) -> float:
+    """Of steps that do nothing but decoding, or else of mixed ones; 0: of neither."""
+    return float(known[0] if known[1] >= UNSURE else known[3])
+
+
+@inlined
+def _guess(num_reqs: int, at: int, lengths: Any, times: Any, shape: Any) -> float:
     """By what steps took that had about as many tokens, of as many requests if there were some."""
     tokens, (_, own_place) = num_reqs * (1 + lengths[at]), size_of(num_reqs)
-    guess, nearest, has_own = _shaped(tokens), inf, False
+    guess, nearest, has_own = _shaped(tokens, shape), inf, False
     for place, is_above, other in np.ndindex(times.shape[:3]):
         is_own = place == own_place
-        if times[place, is_above, other, 1] < UNSURE or (has_own and not is_own):
+        ms = _known_ms(times[place, is_above, other])
+        if ms == 0 or (has_own and not is_own):
             continue
         size = (4 if place % 2 == 0 else 3) * 2.0 ** ((place + 1) // 2 - 2)
         its_tokens = size * (1 + lengths[other])
-        its_tokens = max(its_tokens, CLIFF + 1.0) if is_above else min(its_tokens, float(CLIFF))
+        its_tokens = max(its_tokens, shape[1] + 1.0) if is_above else min(its_tokens, shape[1])
         distance = abs(log(its_tokens / tokens))
         if distance < nearest or (is_own and not has_own):
             nearest, has_own = distance, is_own
-            guess = times[place, is_above, other, 0] * _shaped(tokens) / _shaped(its_tokens)
+            guess = ms * _shaped(tokens, shape) / _shaped(its_tokens, shape)
     return float(guess)
 
 
@@ -153,15 +172,16 @@ def never_less(values: Any, weights: Any) -> Any:
     return found
 
 
-@compiled(types.float64[::1](types.int64, *_known))
-def _expected_ms(num_reqs: int, lengths: Any, times: Any) -> Any:
+@compiled(types.float64[::1](types.int64, *_known, _shape))
+def _expected_ms(num_reqs: int, lengths: Any, times: Any, shape: Any) -> Any:
     """Of a step, by length: never less than of a shorter one, neighbours that say otherwise have their mean."""
     found, weights, place = np.empty(len(lengths)), np.ones(len(lengths)), size_of(num_reqs)[1]
     for at, length in enumerate(lengths):
-        ms, count = times[place, int(num_reqs * (1 + length) > CLIFF), at, :2]
-        if count < UNSURE:
-            guess, weights[at] = _guess(num_reqs, at, lengths, times), 0.5 if count else 0.1
-            ms = min(ms, guess) if count else guess
+        known = times[place, int(num_reqs * (1 + length) > shape[1]), at]
+        ms, count = _known_ms(known), known[1]
+        if ms == 0:
+            guess, weights[at] = _guess(num_reqs, at, lengths, times, shape), 0.5 if count else 0.1
+            ms = min(known[0], guess) if count else guess
         found[at] = ms
     return never_less(found, weights)
 
@@ -198,10 +218,11 @@ def _survive(tokens: Any, survival: Any, lengths: Any, brought: Any, has_tree: b
     )
 )
 def _choose(
-    num_reqs: int, num_trials: int, up_to: int, follows: float, lengths: Any, times: Any, brought: Any, has_tree: bool
+    num_reqs: int, num_trials: int, up_to: int, follows: float, lengths: Any, times: Any, brought: Any, shape: Any
 ) -> tuple[int, float, int, float]:
     """The best length, by index, and its ms; one to try, and what that costs, in ms."""
-    ms, (tokens, survival) = _expected_ms(num_reqs, lengths, times), np.empty((2, len(lengths)))
+    ms, (tokens, survival) = _expected_ms(num_reqs, lengths, times, shape), np.empty((2, len(lengths)))
+    has_tree = shape[2] > 0
     _survive(tokens, survival, lengths, brought, has_tree)
     tokens[up_to] = max(tokens[up_to], follows)
     rates = tokens / ms
@@ -229,21 +250,27 @@ def _add_time(known: Any, ms: float) -> None:
 
 @compiled(
     types.Tuple((types.int64, types.float64))(
-        types.int64, types.int64, types.float64, types.int64[::1], *_known, *_table
+        types.int64, types.int64, types.float64, types.float64, types.int64[::1], *_known, *_table
     )
 )
 def _add(
-    num_reqs: int, at: int, ms: float, emitted: Any, lengths: Any, times: Any, brought: Any, has_tree: bool
+    num_reqs: int, at: int, ms: float, share: float, emitted: Any, lengths: Any, times: Any, brought: Any, shape: Any
 ) -> tuple[int, float]:
     """Takes a step in. Drafts that were accepted whole far more often than the record says are followed by longer ones:
     up to which length, by index, and what that should bring."""
-    _add_time(times[size_of(num_reqs)[1], int(num_reqs * (1 + lengths[at]) > CLIFF), at], ms)
+    known, has_tree = times[size_of(num_reqs)[1], int(num_reqs * (1 + lengths[at]) > shape[1]), at], shape[2] > 0
+    if share == 1 and ms == ms:
+        _add_time(known, ms)
+    elif 2 * num_reqs >= ROOM and ms == ms:  # so many that each token takes its time
+        known[3] += (SHARE if known[3] else 1.0) * (min(share * ms, OUTLIER_RATIO * (known[3] or inf)) - known[3])
+    if len(emitted) == 0:
+        return 0, 0.0
     tokens, survival = np.empty((2, len(lengths)))
     _survive(tokens, survival, lengths, brought, has_tree)
-    share, expected, follows = np.mean(emitted == lengths[at] + 1), survival[at], (0, 0.0)
-    if at > 0 and share > expected + MAX_DEVIATIONS * (expected * (1 - expected) / len(emitted)) ** 0.5:
+    whole, expected, follows = np.mean(emitted == lengths[at] + 1), survival[at], (0, 0.0)
+    if at > 0 and whole > expected + MAX_DEVIATIONS * (expected * (1 - expected) / len(emitted)) ** 0.5:
         up_to = min(at + 1, len(lengths) - 1)
-        follows = up_to, 1 + share * (lengths[at] + _run(WHOLE, lengths[up_to] - lengths[at]))
+        follows = up_to, 1 + whole * (lengths[at] + _run(WHOLE, lengths[up_to] - lengths[at]))
     is_tree, decay = has_tree and at == len(brought), MODEL_DECAY if has_tree else DECAY
     if has_tree:
         brought[-1] *= decay if is_tree else FORGOTTEN

@@ -70,6 +70,7 @@ class FaultBarrier:
         self.counters = Counters()
         self.acceptance: Any = Acceptance()
         self.tally: Any = None  # what counts where the host does not look; see engine/v2/feedback/tally.py
+        self.budget: Any = None  # what trims drafts on the device; see engine/adaptive/budget.py
         self.late: Any = None  # who asks for drafts that nobody waits for; see engine/v2/speculators/late.py
         self.guard = Guard(
             proposer,

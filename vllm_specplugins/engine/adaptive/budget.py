@@ -1,13 +1,14 @@
 """Model Runner V2: how many draft tokens a step verifies, in place of the arithmetic of vLLM's manager of adaptive
 verification.
 
-The host chooses their number, from confidences that are a step old and vLLM's tables of what steps cost, in one
-compiled function; the device shares it out by the newest ones, in one launch. Where a step that verifies all drafts
-costs what one without any does, all are verified, and nothing is launched. S: slots of requests, K: most tokens of a
-draft.
+The host chooses their number, from confidences that are a step old, vLLM's tables of what steps cost and what contexts
+add to them (prices.py), in one compiled function; the device shares it out by the newest ones, in one launch. Where a
+step that verifies all drafts costs what one without any does, all are verified, and nothing is launched. S: slots of
+requests, K: most tokens of a draft.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +17,13 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import buffer_utils
 
+from vllm_specplugins.engine.adaptive.prices import Prices, measure_prices
 from vllm_specplugins.engine.verify import EDITED_ROWS
 from vllm_specplugins.kernels.budget import Layout, share_budget
 from vllm_specplugins.kernels.compiled import compiled
 
 FREE = 1.02  # a step that costs at most so much more than one without drafts costs the same
+LOOKS_EVERY = 16  # steps, at how long the contexts of a batch of as many requests are
 DECAY = 0.8  # of what is known of a request, by step after one in which nothing was found
 
 
@@ -43,7 +46,7 @@ def new_confidences(num_slots: int, max_num_draft: int, device: torch.device) ->
     return Confidences(newest, buffer.uva(), buffer.np)
 
 
-@compiled("i8(f4[:, :], f8[:, :], b1[:], i8[:], i8[:], i8, i8, f8, f8[:], i8)")
+@compiled("i8(f4[:, :], f8[:, :], b1[:], i8[:], i8[:], i8, i8, f8, f8[:], f8, i8)")
 def best_budget(
     confidences: Any,  # [S, K]
     found: Any,  # [S, K] mean probability of survival after a step in which nothing was found
@@ -54,6 +57,7 @@ def best_budget(
     num_sampling: int,
     draft_ms: float,
     verify_ms: Any,  # by tokens
+    token_ms: float,  # of a draft token beside that
     most: int,
 ) -> int:
     """How many draft tokens promise most tokens a ms, beside so many others.
@@ -79,7 +83,7 @@ def best_budget(
     rate = tokens / (draft_ms + verify_ms[num_fixed])
     for budget in range(1, min(count, most) + 1):
         tokens += scores[count - budget]
-        own = tokens / (draft_ms + verify_ms[num_fixed + budget])
+        own = tokens / (draft_ms + verify_ms[num_fixed + budget] + budget * token_ms)
         if own > rate:
             rate, best = own, budget
     return best
@@ -92,6 +96,7 @@ class Budget:
         confidences: None: vLLM's.
         implementation: of kernels/budget.
         edits_any: whether one of some slots, [R], asks for edits of its logits, of which a step holds a copy.
+        max_model_len: the longest context; 0: contexts cost nothing but what vLLM's table says.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class Budget:
         confidences: Confidences | None,
         implementation: str | None = None,
         edits_any: Callable[[np.ndarray], bool] = lambda slots: False,
+        max_model_len: int = 0,
     ):
         self._edits_any = edits_any
         self._manager, self._confidences, self._implementation = manager, confidences, implementation
@@ -109,8 +115,12 @@ class Budget:
         self._layout = Layout(manager._cu_num_logits, manager.query_start_loc)
         self._accept_probs = manager._confidence_probs if confidences is None else confidences.newest[:num_slots]
         self._add, self._compact = manager.add_request, manager.compact_batch
-        self._budget, self._uniform = 0, 0
+        self.num_verified, self._uniform = 0, 0  # draft tokens of the newest step; of each request, or -1
         self._counts: Any = None  # of the batch, in its order: drafts, other tokens; and where its logits begin
+        self._prices, self._context = Prices(), (0, 0, 0.0)  # requests, steps since, tokens of context of each
+        self._step = 0.0, 0.0, 1, 1  # ms beside the table's, of a draft token, too; tokens without drafts and with all
+        if max_model_len:
+            measure_prices(manager, max_model_len, partial(setattr, self, "_prices"))
         self._known: dict[Any, torch.Tensor] = {}  # of batches that all drafted as much
         for num_rows in (1, 33, 257):  # each variant of the kernel is compiled here
             if num_rows <= num_slots:
@@ -142,16 +152,32 @@ class Budget:
         if most + num_reqs > EDITED_ROWS and self._edits_any(self._slots(num_tokens)):
             most_rows = min(most_rows, EDITED_ROWS)
         room = max(0, most_rows - num_reqs * self._manager.num_bonus_tokens)
-        own_ms = float(draft_ms[num_reqs])
-        if most > room or own_ms + verify_ms[total] > FREE * (own_ms + verify_ms[num_fixed]):
-            most = self._chosen(num_tokens, num_drafts, num_fixed, own_ms, verify_ms, min(most, room))
-        self._budget = most
+        context = self._context_of(num_tokens) if self._prices.read_ms else 0.0
+        own_ms = float(draft_ms[num_reqs]) + self._prices.read_ms * num_reqs * context
+        token_ms = self._prices.attend_ms * context
+        self._step = own_ms, token_ms, num_fixed, total
+        if most > room or own_ms + verify_ms[total] + most * token_ms > FREE * (own_ms + verify_ms[num_fixed]):
+            costs = own_ms, verify_ms, token_ms, min(most, room)
+            most = self._chosen(num_tokens, num_drafts, num_fixed, costs)
+        self.num_verified = most
         self._manager._batch_budget = None, None, most
         return num_fixed + most
 
-    def _chosen(
-        self, num_tokens: Mapping[str, int], num_drafts: Any, num_fixed: int, draft_ms: float, verify_ms: Any, most: int
-    ) -> int:
+    def _context_of(self, num_tokens: Mapping[str, int]) -> float:
+        """Tokens of context of a request of this batch, in the mean; or of one of as many requests, a few steps ago."""
+        num_reqs, age, context = self._context
+        if num_reqs != len(num_tokens) or age >= LOOKS_EVERY:
+            age, context = 0, float(self._req_states.num_computed_tokens_np[self._slots(num_tokens)].mean())
+        self._context = len(num_tokens), age + 1, context
+        return context
+
+    def costs(self) -> dict[str, float]:
+        """Seconds of the newest step: without drafts, and of each draft token if all of them are verified."""
+        (own_ms, token_ms, num_fixed, total), (_, verify_ms) = self._step, self._manager.cost_tables or (None, [0, 0])
+        table_ms = (verify_ms[total] - verify_ms[num_fixed]) / max(1, total - num_fixed)
+        return {"step": (own_ms + verify_ms[num_fixed]) / 1000, "draft_token": (token_ms + table_ms) / 1000}
+
+    def _chosen(self, num_tokens: Mapping[str, int], num_drafts: Any, num_fixed: int, costs: Any) -> int:
         slots, num_sampling = self._slots(num_tokens), len(num_tokens)
         if self._uniform < 0:
             others = np.fromiter(num_tokens.values(), np.int64, num_sampling) - num_drafts
@@ -162,7 +188,7 @@ class Budget:
         else:
             known = self._confidences.host
         records = known, self._found, self._had_nothing
-        return int(best_budget(*records, slots, num_drafts, num_fixed, num_sampling, draft_ms, verify_ms, most))
+        return int(best_budget(*records, slots, num_drafts, num_fixed, num_sampling, *costs))
 
     def _slots(self, request_ids: Mapping[str, int]) -> Any:
         """[R] int64, in their order."""
@@ -177,15 +203,20 @@ class Budget:
         # vLLM 0.33 hands out what was admitted, too, where sampling is sharded by batch: then nothing is trimmed.
         more = (None,) if hasattr(self._manager, "_copy_admitted_drafts_to_host") else ()
         self._manager._batch_budget = None
-        if self._budget == int(num_drafts.sum()):  # as vLLM has just uploaded it
+        if self.num_verified == int(num_drafts.sum()):  # as vLLM has just uploaded it
             if self._uniform < 0:
-                return async_tensor_h2d(starts, self._accept_probs.device), layout.query_start_loc, self._budget, *more
-            return self._starts(num_reqs), layout.query_start_loc, self._budget, *more
+                return (
+                    async_tensor_h2d(starts, self._accept_probs.device),
+                    layout.query_start_loc,
+                    self.num_verified,
+                    *more,
+                )
+            return self._starts(num_reqs), layout.query_start_loc, self.num_verified, *more
         counts = self._of(num_reqs, self._uniform)
         if self._uniform < 0:
             counts = async_tensor_h2d(np.stack((num_drafts, num_tokens - num_drafts)).astype(np.int32), counts.device)
-        self._share(idx_mapping, self._budget, counts)
-        return layout.cu_num_logits[: num_reqs + 1], layout.query_start_loc, self._budget, *more
+        self._share(idx_mapping, self.num_verified, counts)
+        return layout.cu_num_logits[: num_reqs + 1], layout.query_start_loc, self.num_verified, *more
 
     def _share(self, slots: torch.Tensor, budget: int, counts: torch.Tensor) -> None:
         bonus = self._manager.num_bonus_tokens

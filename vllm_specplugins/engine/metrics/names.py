@@ -39,6 +39,7 @@ _GATE = "Decisions of a cascade's gate, by the length it chose."
 _EXCHANGED = "Outputs shared by suffix_lookup, questions of remote, by what came of them."
 _LEARNED = "What a part that learns has done: examples (tokens), steps, candidates, promotions, rollbacks."
 _LENGTH = "Acceptance length of a part that learns: measured lately; expected, of the loaded and the serving weights."
+_COSTS = "What trimming takes the newest step to cost: step, without drafts; draft_token, each if all are verified."
 _OFF = "times_switched_off"
 
 COUNTS = (
@@ -60,6 +61,7 @@ TABLE: tuple[Metric, ...] = (
     *COUNTS,
     Metric("counter", "draft_lengths", "Steps of single requests, by the length of their draft.", labels=("length",)),
     *HEALTH,
+    Metric("gauge", "step_cost_seconds", _COSTS, labels=("part",)),
     Metric("gauge", "store_bytes", "Memory of what a stage keeps of requests, in bytes."),
     Metric("gauge", "stored_outputs", "Outputs of earlier requests that suffix_lookup drafts from."),
     Metric("gauge", "stored_tokens", "Their tokens."),

@@ -170,7 +170,9 @@ class Reporter:
                 yield key("learned", name, what), count
 
     def _sizes(self) -> Iterator[tuple[str, float]]:
-        """Of the stages of ours that keep something; a user's code is not called from here."""
+        """Of the stages of ours that keep something, and of a step; a user's code is not called from here."""
+        for part, seconds in self._barrier.budget.costs().items() if self._barrier.budget else ():
+            yield key("step_cost_seconds", part), seconds
         for name, stage in stages_of(self._barrier.proposer, self.method):
             if is_ours(stage, "num_bytes"):
                 yield key("store_bytes", name), float(stage.num_bytes())

@@ -22,7 +22,7 @@ from vllm_specplugins.engine.grammar.output import forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.v2 import memory
 from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
-from vllm_specplugins.engine.v2.feedback.report import REPORT
+from vllm_specplugins.engine.v2.feedback.report import REPORT, VERIFIED
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.built_in import DeviceOffer, rating, run_before
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
@@ -136,6 +136,8 @@ def _sample_tokens(runner: Any, speculator: Any, sample: Any, grammar_output: An
     output = _noted(speculator, sample(grammar_output))
     if hasattr(output, "model_runner_output"):
         setattr(output.model_runner_output, REPORT, speculator.report.num_draft())
+        if (budget := speculator.barrier.budget) is not None:
+            setattr(output.model_runner_output, VERIFIED, budget.num_verified)
     return output
 
 

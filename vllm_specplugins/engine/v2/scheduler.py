@@ -8,7 +8,8 @@ device all are planned; else as many as the request's last known draft had, whic
 request for which nothing is found costs one token, not K + 1, from the third step on. Before, its options count.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from math import nan
 from time import perf_counter
 from typing import Any
 
@@ -17,8 +18,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.engine.adaptive.conditions import chooses_length
 from vllm_specplugins.engine.frontend.options import length_limit, request_options
-from vllm_specplugins.engine.v2.feedback.report import REPORT
-from vllm_specplugins.gate.step_times import StepTimes
+from vllm_specplugins.engine.v2.feedback.report import REPORT, VERIFIED
+from vllm_specplugins.gate.step_times import CLIFF, StepTimes
 from vllm_specplugins.request_options import draft_limit
 
 _UNPROVEN = 5  # tokens that are planned for a request with a grammar until more of a draft were right
@@ -29,41 +30,58 @@ class DraftLengths:
     """vLLM's `dynamic_sd_lookup`: by number of requests, how many tokens to draft for each in this step.
 
     A length holds for two steps at least: the second one drafts as many tokens as it verifies, and so tells what both
-    take.
+    take. A step takes from the end of the step before to its end, whoever was in that one: meanwhile the device has
+    worked on it alone, or the host.
 
     Args:
         most: K.
         clock: seconds.
-        longest_chain: see StepTimes.
+        longest_chain, cliff, trims: see StepTimes.
     """
 
-    def __init__(self, most: int, clock: Callable[[], float] = perf_counter, longest_chain: int = 0):
-        self._times, self._clock = StepTimes(most, longest_chain), clock
+    def __init__(
+        self,
+        most: int,
+        clock: Callable[[], float] = perf_counter,
+        longest_chain: int = 0,
+        cliff: float = CLIFF,
+        trims: bool = False,
+    ):
+        self.times, self._clock = StepTimes(most, longest_chain, cliff, trims), clock
         self._length, self._holds = most, False
-        self._ids: Mapping[str, int] = {}  # requests of the step that was over last
-        self._at = 0.0  # when it was
+        self._at = nan  # when the last step was over
 
     def __getitem__(self, num_reqs: int) -> int:
         self._holds = not self._holds
         if self._holds:
-            self._length = self._times.choose(num_reqs)
+            self._length = self.times.choose(num_reqs)
         return self._length
 
     def tell(self, scheduled: Any, output: Any) -> None:
         """A step is over."""
-        before, now, ids = self._at, self._clock(), scheduled.num_scheduled_tokens
-        same, self._ids, self._at = self._ids.keys() == ids.keys(), ids, now
-        drafts = scheduled.scheduled_spec_decode_tokens
-        decodes = scheduled.total_num_scheduled_tokens == len(ids) + sum(map(len, drafts.values()))
-        length = getattr(scheduled, _VERIFIES, None)
-        if same and decodes and ids and length == scheduled.num_spec_tokens_to_schedule:
-            self._times.add(len(ids), length, 1000 * (now - before), list(map(len, output.sampled_token_ids)))
+        before, self._at, counts = self._at, self._clock(), scheduled.num_scheduled_tokens
+        drafts, length = scheduled.scheduled_spec_decode_tokens, getattr(scheduled, _VERIFIES, None)
+        if length != scheduled.num_spec_tokens_to_schedule:
+            return
+        num_reqs, share, emitted = len(counts), 1.0, output.sampled_token_ids
+        total, num_drafts = scheduled.total_num_scheduled_tokens, sum(map(len, drafts.values()))
+        if total > num_reqs + num_drafts:  # prompts are taken in, too
+            num_reqs, verified = len(drafts) or list(counts.values()).count(1), getattr(output, VERIFIED, num_drafts)
+            share = (num_reqs + min(verified, num_drafts)) / (total - num_drafts + min(verified, num_drafts))
+            emitted = [emitted[output.req_id_to_index[request_id]] for request_id in drafts]
+        if num_reqs:
+            self.times.add(num_reqs, length, 1000 * (self._at - before), list(map(len, emitted)), share)
+
+    def pause(self) -> None:
+        """No request is left: until the next one comes no step runs."""
+        self._at = nan
 
 
 class _Choosing:
     """Mixin over a scheduler of vLLM's."""
 
     dynamic_sd_lookup: Any
+    requests: dict[str, Any]
     num_spec_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -71,13 +89,19 @@ class _Choosing:
         self._lengths: DraftLengths | None = None
         self._drafted = self.num_spec_tokens  # in the last step that was planned
         if chooses_length(self.vllm_config):  # type: ignore[attr-defined]
-            chain = self.vllm_config.speculative_config.plugin_config.longest_chain  # type: ignore[attr-defined]
-            self.dynamic_sd_lookup = self._lengths = DraftLengths(self.num_spec_tokens, longest_chain=chain)
+            config: Any = self.vllm_config  # type: ignore[attr-defined]
+            own, cliff = config.speculative_config, config.compilation_config.max_cudagraph_capture_size or 0
+            shape = {"longest_chain": own.plugin_config.longest_chain, "cliff": cliff}
+            trims = bool(own.enable_adaptive_verification)
+            self.dynamic_sd_lookup = self._lengths = DraftLengths(self.num_spec_tokens, trims=trims, **shape)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if self._lengths is not None:
             self._lengths.tell(scheduler_output, model_runner_output)
-        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if self._lengths is not None and not self.requests:
+            self._lengths.pause()
+        return outputs
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
@@ -106,6 +130,8 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         lengths = getattr(model_runner_output, REPORT, None)
         if lengths and scheduler_output.num_spec_tokens_to_schedule:  # or else nothing was asked for
+            if self._lengths is not None and not self._planned:  # the worker found no way to trim
+                self._lengths.times.expect(trims=False)
             self._planned.update(lengths.items())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if len(self._planned) > 2 * len(self.requests) + 64:
