@@ -14,7 +14,7 @@ from cases import PROMPT_LOOKUP, generate
 from conftest import DEMO_MODEL, EXAMPLES, RUNNER
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine.frontend import scheduling
+from vllm_specplugins.engine.frontend import scheduling, spec_config
 from vllm_specplugins.engine.frontend.spec_config import take_over
 from vllm_specplugins.engine.vllm_api import compat
 
@@ -230,6 +230,35 @@ def test_asynchronous_scheduling() -> None:
         engine_config(PROMPT_LOOKUP, async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
 
 
+@pytest.mark.parametrize(
+    ("spec", "place", "who", "why"),
+    [
+        ({"method": "prompt_lookup"}, "on the device, eagerly", "the scheduler", "it needs full CUDA graphs"),
+        (
+            {"method": "early_exit", "exit_layer": 1, "gate": "off"},
+            "on the device, eagerly",
+            "nothing",
+            'gate is "off"',
+        ),
+        ({"method": "suffix_lookup"}, "on the device, eagerly, and late on the host", "the scheduler", "it needs full"),
+        ({"method": "grammar"}, "in each step, which waits", "a gate beside it", "the step that drafts knows"),
+    ],
+)
+def test_where_drafts_are_made(
+    caplog: pytest.LogCaptureFixture, spec: dict[str, Any], place: str, who: str, why: str
+) -> None:
+    """One line of a start says it. Fails if another place, chooser or reason is named, or none."""
+    is_late = RUNNER == "v2" and spec["method"] != "grammar"
+    with caplog.at_level("INFO", "vllm.specplugins"):
+        engine_config(spec, **({"async_scheduling": True} if is_late else {}))
+    if RUNNER == "v1":
+        place, why = "in each step, which waits", "the step that drafts knows"
+        who = "nothing" if "gate" in spec else "a gate beside it"
+    line = next(message for message in caplog.messages if "steps are scheduled" in message)
+    assert line.startswith(f"{spec['method']} drafts {place}") and f"; {who} chooses how many tokens; " in line
+    assert f"scheduled {'a' if is_late else ''}synchronously, " in line and f"not trimmed on the device: {why}" in line
+
+
 @pytest.mark.parametrize("method", ["prompt_lookup", "suffix_lookup", "early_exit"])
 def test_checked_again(method: str) -> None:
     """As an engine's own process does with the configuration that it was sent. Fails if vLLM then refuses our method
@@ -250,7 +279,7 @@ def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     cascade = {"method": "cascade", "stages": [{"method": "prompt_lookup"}, early_exit]}
 
     said: list[str] = []
-    monkeypatch.setattr(scheduling.logger, "info", lambda text, *words: said.append(text % words))
+    monkeypatch.setattr(spec_config.logger, "info", lambda text, *words: said.append(text % words))
 
     def asynchronous(speculative_config: Any, **arguments: Any) -> tuple[bool, Any]:
         said.clear()
@@ -258,14 +287,15 @@ def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         return scheduler.async_scheduling, scheduler.scheduler_cls
 
     planned = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
-    says = "asynchronously, as vLLM's own" if RUNNER == "v2" else "synchronously, for Model Runner V1 plans"
+    says = "scheduled asynchronously;" if RUNNER == "v2" else "synchronously, for Model Runner V1 plans"
     for speculative_config in (early_exit, PROMPT_LOOKUP):
         assert asynchronous(speculative_config) == ((True, planned) if RUNNER == "v2" else (False, None))
         assert [says in sentence for sentence in said] == [True]
     assert asynchronous(cascade) == (False, None)
     assert ["reads tokens on the host" in sentence for sentence in said] == [True]
     chooses = scheduling.SYNCHRONOUS if RUNNER == "v2" else None
-    assert asynchronous(early_exit, async_scheduling=False) == (False, chooses) and not said
+    assert asynchronous(early_exit, async_scheduling=False) == (False, chooses)
+    assert ["scheduled synchronously, as async_scheduling says" in sentence for sentence in said] == [True]
     theirs = "vllm.v1.core.sched.scheduler.Scheduler"
     assert asynchronous(early_exit, scheduler_cls=theirs) == (False, theirs)
 

@@ -12,6 +12,7 @@ if RUNNER != "v2":
     pytest.skip("V1 has a gate", allow_module_level=True)
 
 from recorded import runner
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_specplugins.engine.adaptive import conditions
 from vllm_specplugins.engine.v2 import scheduler as module
@@ -180,6 +181,35 @@ def test_graphs_where_nothing_trims(engine: Any, monkeypatch: pytest.MonkeyPatch
         mode = runner(llm).cudagraph_manager.dispatch(2, 2 * (1 + length), 1 + length, 0).cg_mode
         assert mode == CUDAGraphMode.FULL, length
     engine.stop()
+
+
+def planned(found: list[int], most: int, room: int = 100, **attributes: Any) -> list[int]:
+    """How many of so many tokens are planned for requests whose last drafts had so many, and that may have so many."""
+    scheduler = PlannedScheduler.__new__(PlannedScheduler)
+    scheduler._planned = {str(row): length for row, length in enumerate(found)}
+    scheduler._has_options, scheduler._plans_trees, scheduler._lengths = False, False, None
+    scheduler.num_spec_tokens, scheduler.max_model_len, scheduler._drafted = most, 9 + room, 0
+    scheduler._has_graphs = attributes.pop("has_graphs", True)
+    state = {"num_tokens": 8, "num_prompt_tokens": 5, "max_tokens": 1000, "use_structured_output": False} | attributes
+    params = SimpleNamespace(max_tokens=1000, extra_args=None)
+    scheduler.requests = {
+        name: SimpleNamespace(request_id=name, spec_token_ids=[-1] * most, sampling_params=params, **state)
+        for name in scheduler._planned
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncScheduler, "_update_after_schedule", lambda *_: None)
+        step = SimpleNamespace(num_scheduled_tokens=scheduler._planned, num_spec_tokens_to_schedule=most)
+        scheduler._update_after_schedule(step)
+    return [len(request.spec_token_ids) for request in scheduler.requests.values()]
+
+
+def test_plans_of_full_graphs() -> None:
+    """Where nothing trims. Fails if a batch leaves its graph for tokens that cost nothing, if tokens are planned that
+    do, or that a request has no room for, or beside a grammar; or where nothing is found."""
+    assert planned([3, 0], 31) == [31, 31] and planned([3], 31) == [31] and planned([0, 0], 31) == [0, 0]
+    assert planned([3, 0, 1], 31) == [3, 0, 1] and planned([2] + [0] * 9, 5) == [5] * 10
+    assert planned([3, 0], 31, has_graphs=False) == planned([3, 0], 31, use_structured_output=True) == [3, 0]
+    assert planned([3, 0], 31, room=20) == [3, 0] and planned([9, 0], 31, room=8) == [7, 0]
 
 
 def planned_with_a_grammar(*accepted: int) -> list[int]:

@@ -40,17 +40,36 @@ def _may_be_late(vllm_config: Any) -> bool:
     return is_ahead and (is_ours or parallel.world_size == 1)
 
 
-def settle(vllm_config: Any) -> None:
-    """Switches it on in a finished configuration of a method that drafts on the device, or says why not."""
+def settle(vllm_config: Any) -> str | None:
+    """Switches it on in a finished configuration of a method that drafts on the device, or returns why not."""
     config = vllm_config.speculative_config
-    keeps_all = config.plugin_config.common.gate == "off" or config.plugin_config.tree
-    if keeps_all or not (config.drafts_on_device and vllm_config.use_v2_model_runner):
-        return
-    why_not = _missing(vllm_config)
-    if why_not is None:
-        config.enable_adaptive_verification = True
-    else:
-        tell(config.plugin_config.method, why_not)
+    if not (config.drafts_on_device and vllm_config.use_v2_model_runner):
+        return "the step that drafts knows their lengths"
+    if config.plugin_config.tree:
+        return "a tree is verified as a whole"
+    why_not = 'gate is "off"' if config.plugin_config.common.gate == "off" else _missing(vllm_config)
+    config.enable_adaptive_verification = why_not is None
+    return why_not
+
+
+def plan_in_words(vllm_config: Any, schedule: str, untrimmed_for: str | None) -> str:
+    """One line for the log of a start: where drafts are made, when, who chooses their lengths, and what trims them.
+
+    Args:
+        schedule: a step's, with its reason.
+        untrimmed_for: why drafts are not trimmed; None: they are.
+    """
+    config, place, who = vllm_config.speculative_config, "in each step, which waits for them", "a gate beside it"
+    if vllm_config.use_v2_model_runner and not config.reads_on_host:
+        has_graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        has_graphs &= not (config.runs_target and vllm_config.lora_config is not None)
+        place = f"on the device, {'in CUDA graphs' if has_graphs else 'eagerly'}"
+        place += ", and late on the host, for which no step waits" if config.drafts_late else ""
+        who = "the scheduler" if chooses_length(vllm_config) else "nothing"
+    if config.plugin_config.common.gate == "off":
+        who = "nothing"
+    trims = f"are not trimmed on the device: {untrimmed_for}" if untrimmed_for else "are trimmed on the device"
+    return f"drafts {place}; steps are scheduled {schedule}; {who} chooses how many tokens; drafts {trims}."
 
 
 def _missing(vllm_config: Any) -> str | None:
@@ -77,11 +96,6 @@ def _missing(vllm_config: Any) -> str | None:
     return None
 
 
-def tell(method: str, why_not: str) -> None:
-    """One sentence for the log."""
-    logger.warning("%s: draft lengths are planned a step ahead, not trimmed on the device: %s.", method, why_not)
-
-
 def or_planned(create: Callable[..., Any], runner: Any, speculator: Any) -> Callable[..., Any]:
     """vLLM's factory of what carries it out, called when the attention backends are known; a backend that cannot costs
     the true lengths, and not the engine."""
@@ -98,9 +112,11 @@ def or_planned(create: Callable[..., Any], runner: Any, speculator: Any) -> Call
                 return manager
         except ValueError as error:
             names = sorted({group.backend.get_name() for groups in arguments["attn_groups"] for group in groups})
-            tell(
-                runner.speculative_config.plugin_config.method,
-                f"attention backend {' or '.join(names)} cannot, {CAN} can ({' '.join(str(error).split())[:80]}...)",
+            logger.warning(
+                "%s: drafts are not trimmed on the device, but planned a step ahead: attention backend %s cannot, %s "
+                "can (%s...).",
+                *(runner.speculative_config.plugin_config.method, " or ".join(names), CAN),
+                " ".join(str(error).split())[:80],
             )
             speculator.enable_adaptive_verification = False
             runner.speculative_config.enable_adaptive_verification = False

@@ -6,7 +6,6 @@ scheduled asynchronously: vLLM's synchronous scheduler would plan the drafts of 
 its way through the stages.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -15,8 +14,6 @@ from vllm_specplugins.config import ConfigError, SpecConfig, methods_of
 from vllm_specplugins.engine.frontend.method_names import name_in_vllm
 from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.methods import drafts_on_device, reads_history
-
-logger = logging.getLogger("vllm.specplugins")
 
 SCHEDULER = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
 GRAMMAR = "vllm_specplugins.engine.grammar.scheduler.GrammarScheduler"
@@ -40,8 +37,8 @@ def may_be_asynchronous(method: str) -> Iterator[None]:
         yield
 
 
-def settle(vllm_config: Any, asked: bool | None) -> None:
-    """Puts our scheduler, where it is needed, into a finished configuration; says what was chosen, and why.
+def settle(vllm_config: Any, asked: bool | None) -> str:
+    """Puts our scheduler, where it is needed, into a finished configuration; returns in words what was chosen, and why.
 
     Raises:
         ConfigError: the user asks for what our methods cannot run with.
@@ -50,11 +47,9 @@ def settle(vllm_config: Any, asked: bool | None) -> None:
     if asked is None:
         synchronous_for = _synchronous_for(vllm_config)
         scheduler.async_scheduling = synchronous_for is None
-        logger.info(
-            "%s is scheduled %s.",
-            method,
-            f"synchronously, for {synchronous_for}" if synchronous_for else "asynchronously, as vLLM's own methods are",
-        )
+        words = f"synchronously, for {synchronous_for}" if synchronous_for else "asynchronously"
+    else:
+        words = f"{'a' if asked else ''}synchronously, as async_scheduling says"
     num_stages = vllm_config.parallel_config.pipeline_parallel_size
     forces = "grammar" in methods_of(vllm_config.speculative_config.plugin_config)
     if forces and (scheduler.async_scheduling or scheduler.scheduler_cls is not None):
@@ -73,7 +68,7 @@ def settle(vllm_config: Any, asked: bool | None) -> None:
         chooses = vllm_config.use_v2_model_runner and vllm_config.speculative_config.chooses_length
         if chooses and scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = SYNCHRONOUS
-        return
+        return words
     if not vllm_config.use_v2_model_runner:
         raise ConfigError(f"{method}: async_scheduling must be false on Model Runner V1, not True.")
     if scheduler.scheduler_cls is not None:
@@ -81,6 +76,7 @@ def settle(vllm_config: Any, asked: bool | None) -> None:
             f"{method}: scheduler_cls must be left alone with async_scheduling, not {scheduler.scheduler_cls!r}."
         )
     scheduler.scheduler_cls = SCHEDULER
+    return words
 
 
 def _synchronous_for(vllm_config: Any) -> str | None:

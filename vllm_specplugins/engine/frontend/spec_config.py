@@ -265,5 +265,6 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
     conditions.place(vllm_config)
-    scheduling.settle(vllm_config, async_scheduling)
-    conditions.settle(vllm_config)
+    schedule = scheduling.settle(vllm_config, async_scheduling)
+    untrimmed_for = conditions.settle(vllm_config)
+    logger.info("%s %s", method, conditions.plan_in_words(vllm_config, schedule, untrimmed_for))

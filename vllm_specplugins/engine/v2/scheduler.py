@@ -23,6 +23,7 @@ from vllm_specplugins.gate.step_times import CLIFF, StepTimes
 from vllm_specplugins.request_options import draft_limit
 
 _UNPROVEN = 5  # tokens that are planned for a request with a grammar until more of a draft were right
+_FREE = 64  # tokens of a step: up to these a GPU takes as long as for one of each request
 _VERIFIES = "specplugins_num_draft"  # attribute of SchedulerOutput: tokens that the step before had drafted
 
 
@@ -121,6 +122,8 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         self._planned: dict[str, int] = {}
         self._num_tokens: dict[str, int] = {}  # of requests with a grammar, a step ago
         self._plans_trees = self.vllm_config.speculative_config.plugin_config.tree  # which nothing trims later
+        graphs = self.vllm_config.compilation_config.cudagraph_mode
+        self._has_graphs = graphs.has_full_cudagraphs() and not self._plans_trees
         self._has_options = False  # whether any request that lives had some when it came
 
     def add_request(self, request: Any) -> None:
@@ -143,10 +146,21 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         super()._update_after_schedule(scheduler_output)
         if not (self._planned or self._has_options or self._plans_trees):
             return
-        for request_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests[request_id]
-            if request.spec_token_ids:
-                request.spec_token_ids = request.spec_token_ids[: self._allowed(request)]
+        requests = [self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
+        lengths = [self._allowed(request) if request.spec_token_ids else 0 for request in requests]
+        if any(lengths) and self._has_graphs and self._fill_a_graph(requests):
+            return
+        for request, length in zip(requests, lengths, strict=True):
+            request.spec_token_ids = request.spec_token_ids[:length]
+
+    def _fill_a_graph(self, requests: list[Any]) -> bool:
+        """Whether K tokens of each cost nothing: then all are planned, and the step is one full graph. With more
+        requests what was not found costs more than the launches of pieces, by which the device is late."""
+        most = self.num_spec_tokens
+        return len(requests) * (1 + most) <= _FREE and all(
+            len(request.spec_token_ids) == most == self._limit(request) and not request.use_structured_output
+            for request in requests
+        )
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
         """Where a grammar has to see the drafts; those of the next step are planned already, and cut here: a row of a
@@ -163,8 +177,10 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
 
     def _allowed(self, request: Any) -> int:
         """Tokens to plan. The step that was just scheduled emits at least one token, which the request lacks here."""
+        limit, planned = self._limit(request), self._planned.get(request.request_id)
+        return limit if planned is None else min(planned, limit)
+
+    def _limit(self, request: Any) -> int:
         longest = length_limit(request, request.num_prompt_tokens, self.max_model_len) - 1
-        planned = self._planned.get(request.request_id)
-        if planned is not None:
-            return max(0, min(planned, longest - request.num_tokens - 1))
-        return draft_limit(request_options(request.sampling_params), request.num_tokens, self.num_spec_tokens, longest)
+        options = request_options(request.sampling_params) if self._has_options else {}
+        return draft_limit(options, request.num_tokens, self.num_spec_tokens, longest)
