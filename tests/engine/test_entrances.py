@@ -25,6 +25,7 @@ from vllm_specplugins.engine.metrics.names import key
 from vllm_specplugins.structures.suffix.store_file import tenant_of
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
+NONE = {"tenant": b""}  # no options
 CHECKED: list[Mapping[str, Any]] = []
 
 
@@ -71,14 +72,13 @@ def test_options_are_checked(caplog: pytest.LogCaptureFixture) -> None:
         found = arrived(engine, request('{"max_draft": 2, "reference": [5, 6]}'))
         assert found["max_draft"] == 2 and found["reference"].tolist() == [5, 6] and not caplog.records
         for raw in (json.dumps({"max_draft": 1, "reference": TEXT}), {"max_draft": 1, "reference": TEXT}):
-            assert arrived(engine, request(raw)) == {"max_draft": 1, "tenant": b""}
+            assert arrived(engine, request(raw)) == {"max_draft": 1, **NONE}
         for bad in ("{", '{"max_draft": -1}', {"reference": [9999]}, {"tenant": "b"}, [1], 7, {"reference": b"abcd"}):
-            assert arrived(engine, request(bad)) == {}, bad
+            assert arrived(engine, request(bad)) == NONE, bad
     sentences = [record.getMessage() for record in caplog.records]
     assert len(sentences) == 2 and "must be token ids there" in sentences[0]
     assert "specplugins must be a dictionary or its JSON text, not '{'." in sentences[1]
-    for nothing in (None, False):
-        assert arrived(engine, request(nothing)) == {}
+    assert arrived(engine, request(None)) == {} and arrived(engine, request(False)) == NONE
     plain = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=None))
     foreign = request("{")
     assert _with_checked_options(lambda self, request: request, plain, foreign) is foreign
@@ -111,12 +111,12 @@ def test_front_end_and_engine_check_once() -> None:
         assert found["depth"] == 3 and found["reference"].tolist() == [7, 8] and len(checked) == 1
     assert arrived(engine, resolved)["reference"].tolist() == [7, 8] and len(checked) == 1
     assert arrived(engine, request({"depth": 4}))["depth"] == 4 and len(checked) == 2
-    assert arrived(engine, request({"crash": 4})) == {} and len(checked) == 3
+    assert arrived(engine, request({"crash": 4})) == NONE and len(checked) == 3
 
 
 def test_tenants() -> None:
-    """Fails if a salt does not name the tenant, whichever entrance a request took, or a client names one; a method that
-    remembers nothing has none."""
+    """Fails if a salt does not name the tenant, whichever entrance a request took, or a client names one; if requests
+    that share parameters share a tenant; if a method that remembers nothing has one."""
     engine = core(method="suffix_lookup")
     assert arrived(engine, request(salt="a")) == {"tenant": tenant_of("a")} != {"tenant": tenant_of("b")}
     assert arrived(engine, request({"learn": False}, "b")) == {"learn": False, "tenant": tenant_of("b")}
@@ -124,6 +124,12 @@ def test_tenants() -> None:
     forged = {"tenant": tenant_of("b"), "learn": False}
     assert arrived(engine, request(forged, "a"))["tenant"] == tenant_of("a")
     assert arrived(engine, request()) == {}
+    first, second = request({"max_draft": 1}, "a"), request(None, "b")
+    second.sampling_params = first.sampling_params
+    for own in (first, second):
+        _with_checked_options(lambda self, request: request, engine, own)
+    assert request_options(first.sampling_params) == {"max_draft": 1, "tenant": tenant_of("a")}
+    assert request_options(second.sampling_params) == {"max_draft": 1, "tenant": tenant_of("b")}
     assert arrived(core(method="prompt_lookup"), request(salt="a")) == {}
 
 
@@ -132,7 +138,7 @@ def test_metrics_without_a_front_end(monkeypatch: pytest.MonkeyPatch, caplog: py
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     vllm_config = core(method="prompt_lookup").vllm_config
-    assert port_of(vllm_config) is None
+    assert port_of(vllm_config) == 0
     monkeypatch.setenv("VLLM_SPECPLUGINS_METRICS_PORT", str(port))
     assert port_of(vllm_config) == port
     show = shown_on(port, vllm_config)
@@ -144,9 +150,9 @@ def test_metrics_without_a_front_end(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert f"vllm:specplugins_accepted_tokens_total{{{labels}}} 6.0" in text
     shown_on(port, vllm_config)({key("accepted_tokens", "0 prompt_lookup"): 3})
     assert f"port {port} cannot be listened on" in caplog.text
-    for bad in ("http", "0", "70000", "9" * 5000):
+    for bad in ("http", "-1", "70000", "9" * 5000):
         monkeypatch.setenv("VLLM_SPECPLUGINS_METRICS_PORT", bad)
-        with pytest.raises(ConfigError, match="VLLM_SPECPLUGINS_METRICS_PORT must be an integer from 1 to 65535"):
+        with pytest.raises(ConfigError, match="VLLM_SPECPLUGINS_METRICS_PORT must be an integer from 0 to 65535"):
             check_front_end(vllm_config)
 
 

@@ -41,13 +41,13 @@ class Case:
     sampled: bool = False
 
 
-def catalogue(seed: int) -> list[Case]:
-    """About a hundred requests of every kind, with outputs of 8 to 128 tokens."""
+def catalogue(seed: int, number: int = 96) -> list[Case]:
+    """Requests of every kind, with outputs of 8 to 128 tokens."""
     rng = random.Random(seed)
     texts = load_prompts("edit", 30) + load_prompts("continue", 40)
     rng.shuffle(texts)
     makers = [_plain] * 5 + [_edited] * 2 + [_seeded] * 2 + [_grammar] * 2 + [_chat]
-    return [makers[index % len(makers)](index, texts[index % len(texts)], rng) for index in range(96)]
+    return [makers[index % len(makers)](index, texts[index % len(texts)], rng) for index in range(number)]
 
 
 def reference(case: Case, rng: random.Random) -> str:

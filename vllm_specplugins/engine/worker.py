@@ -60,8 +60,8 @@ class _WithProposer:
         self._barrier = guarded_proposer(self.vllm_config, self.model_runner.device, build)
         runner.attach(self.model_runner, self._barrier)
         method = self.vllm_config.speculative_config.plugin_config.method
-        port = port_of(self.vllm_config) if gives_output() else None
-        show = None if port is None else shown_on(port, self.vllm_config)
+        port = gives_output() and port_of(self.vllm_config)
+        show = shown_on(port, self.vllm_config) if port else None
         self._reporter = Reporter(self._barrier, method, show=show)
         self._reports = bool(show) or self.vllm_config.ec_transfer_config is None  # see metrics/report.py
 

@@ -5,6 +5,7 @@ bypass it. What it resolved carries a tenant in bytes, which JSON cannot hold; o
 option that is refused here costs its request all of its options, and nothing else. The engine alone names tenants.
 """
 
+import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -80,18 +81,13 @@ def _with_checked_options(original: Any, self: Any, core_request: Any) -> Any:
     if config is None or params is None:
         return original(self, core_request)
     extra, salt = params.extra_args or {}, core_request.cache_salt
-    options = extra.get("specplugins")
-    if options is not None and options is not False and not _came_through_front_end(options):
+    options = extra.get("specplugins") or {}
+    if options and not (isinstance(options, Mapping) and isinstance(options.get(TENANT), bytes)):
         if not hasattr(self, "specplugins"):
             self.specplugins = EngineOptions(self.vllm_config)
         options = self.specplugins.options_of(params)
     tenant = tenant_of(salt) if salt and has_tenants(config) else b""
-    if options or tenant:
-        params.extra_args = {**extra, "specplugins": Resolved({**(options or {}), TENANT: tenant})}
-    elif "specplugins" in extra:
-        params.extra_args = {name: extra[name] for name in extra if name != "specplugins"}
+    if options or tenant or "specplugins" in extra:
+        core_request.sampling_params = mine = copy.copy(params)  # requests with other salts may share these
+        mine.extra_args = {**extra, "specplugins": Resolved({**options, TENANT: tenant})}
     return original(self, core_request)
-
-
-def _came_through_front_end(options: Any) -> bool:
-    return isinstance(options, Mapping) and isinstance(options.get(TENANT), bytes)

@@ -66,15 +66,13 @@ class Exporter:
         return self._series[engine, series]
 
 
-def port_of(vllm_config: VllmConfig) -> int | None:
-    """The port of an engine's process that shows our metrics: of the first engine what the environment names, of others
-    the next ones; None: reports go to vLLM's front end. ConfigError: it is no port."""
-    text, engine = os.environ.get(_PORT, ""), vllm_config.parallel_config.data_parallel_index
-    if not text:
-        return None
-    if not text.isdecimal() or not 0 < int(text[:6]) + engine < 1 << 16:
-        raise ConfigError(f"{_PORT} must be an integer from 1 to 65535, not {brief(text)}.")
-    return int(text) + engine
+def port_of(vllm_config: VllmConfig) -> int:
+    """The port of an engine's process that shows our metrics: the environment names the first engine's, further engines
+    take the next ones; 0: reports go to vLLM's front end. ConfigError: it is no port."""
+    text, engine = os.environ.get(_PORT) or "0", vllm_config.parallel_config.data_parallel_index
+    if not (text.isdecimal() and len(text) < 6 and int(text) + engine < 1 << 16):
+        raise ConfigError(f"{_PORT} must be an integer from 0 to 65535, not {brief(text)}.")
+    return int(text) and int(text) + engine
 
 
 def shown_on(port: int, vllm_config: VllmConfig) -> Callable[[Mapping[str, Any]], None]:

@@ -24,6 +24,8 @@ logger = logging.getLogger("vllm.specplugins")
 SHARE = 0.005  # of the time is spent on reports, at the most
 LONGEST_LIST = 1000  # values of a histogram that nobody takes; more are dropped
 _STEP = "step_draft_seconds"
+Clock = Callable[[], float]
+Show = Callable[[Mapping[str, Any]], None] | None
 
 
 def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
@@ -43,13 +45,7 @@ def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
 class Reporter:
     """Reports of one worker, whose barrier holds the counters; `show` takes them where vLLM does not carry them."""
 
-    def __init__(
-        self,
-        barrier: FaultBarrier,
-        method: str,
-        clock: Callable[[], float] = time.perf_counter,
-        show: Callable[[Mapping[str, Any]], None] | None = None,
-    ):
+    def __init__(self, barrier: FaultBarrier, method: str, clock: Clock = time.perf_counter, show: Show = None):
         self._barrier = barrier
         self._show = show
         self.method = method
