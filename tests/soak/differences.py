@@ -47,7 +47,9 @@ async def answers(server: Server, cases: list[Case], options: list[Any], at_a_ti
         async with places:
             try:
                 return await ask(client, cases[index], options[index], stream=index % 3 == 0)
-            except openai.BadRequestError:
+            except openai.APIConnectionError:
+                raise
+            except openai.APIError:  # of a stream, too, which was answered 200 before
                 return None
 
     return await asyncio.gather(*map(one, range(len(cases))))
