@@ -1,6 +1,6 @@
 """How many answers differ with drafts: requests of mixed kinds and options over HTTP, with speculation and without.
 
-    python tests/soak/differences.py [--requests 200] [--seed 1] [--dtype float32 bfloat16]
+    python tests/soak/differences.py [--requests 200] [--seed 1] [--model FOLDER] [--dtype float32 bfloat16]
 
 Greedy answers are compared with those of a server without speculation, seeded ones with those of the same server to
 requests that switch drafts off (vLLM's own noise is another, and seeded requests end its engine on a CPU). In float32
@@ -19,7 +19,7 @@ from typing import Any
 import openai
 from asking import Answer, ask, client_of
 from catalogue import Case, catalogue, reference
-from server import Server
+from server import MODEL, Server
 
 LOG = Path(__file__).parents[2] / ".cache" / "differences.log"
 PLAIN, NGRAM, OURS = "no speculation", "vLLM's ngram", "cascade"
@@ -62,7 +62,7 @@ def difference(right: Answers, found: Answers) -> str:
     return f"{number} of {len(pairs)} ({number / max(1, len(pairs)):.1%})"
 
 
-async def compare(dtype: str, cases: list[Case], rng: random.Random) -> bool:
+async def compare(model: str, dtype: str, cases: list[Case], rng: random.Random) -> bool:
     """Prints a row for each server of one dtype; returns whether ours never differs."""
     greedy = [case for case in cases if not case.sampled]
     right: Answers = []
@@ -71,7 +71,7 @@ async def compare(dtype: str, cases: list[Case], rng: random.Random) -> bool:
         if name == NGRAM and dtype == "float32":
             continue
         server = Server(config, LOG)
-        server.command += ["--dtype", dtype, "--num-gpu-blocks-override", "200"]
+        server.command += ["--dtype", dtype, "--num-gpu-blocks-override", "200", "--model", model]
         await server.start()
         try:
             if name == PLAIN:
@@ -99,13 +99,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     args = parser.parse_args()
     LOG.parent.mkdir(exist_ok=True)
     cases = catalogue(args.seed, args.requests)
     print(f"{len(cases)} requests, {sum(case.sampled for case in cases)} of them seeded; answers that differ:")
     print("dtype | server | greedy | seeded", flush=True)
-    results = {dtype: asyncio.run(compare(dtype, cases, random.Random(args.seed))) for dtype in args.dtype}
+    results = {dtype: asyncio.run(compare(args.model, dtype, cases, random.Random(args.seed))) for dtype in args.dtype}
     return 0 if results.get("float32", True) else 1
 
 
