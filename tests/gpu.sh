@@ -106,6 +106,8 @@ if [[ -e tests/gpu/forced_trace.py ]]; then
     part "Forced trace" 300 tests/gpu/forced_trace.py --model "$model"
 fi
 part "Identity" 360 "${pytest[@]}" -m gpu tests/engine/test_gpu.py -k identity
+VLLM_BATCH_INVARIANT=1 part "In bfloat16, VLLM_BATCH_INVARIANT=1" 240 "${pytest[@]}" -m gpu tests/engine/test_gpu.py \
+    -k invariant
 part "Sampled distribution" 360 "${pytest[@]}" -m gpu tests/engine/test_gpu.py -k "not identity"
 part "Kernels: verification at K = 31" 120 tests/bench/bench_rejection.py --requests 1 8 64 --drafts 31 --repeats 20
 part "Kernels: lookup" 90 tests/bench/bench_history_match.py

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = 19
+PARTS = 20
 DRY_RUN = ["bash", str(ROOT / "tests" / "gpu.sh"), "--dry-run"]
 
 
