@@ -13,7 +13,7 @@ import pytest
 from bad_options import known
 from conftest import RUNNER
 from test_intake import TEXT, Configured, Sizes
-from vllm import PoolingParams, SamplingParams
+from vllm import PoolingParams, SamplingParams, envs
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -161,7 +161,7 @@ def test_the_front_end_in_rust_is_warned_of(monkeypatch: pytest.MonkeyPatch, cap
     """Fails if a server that vLLM starts in Rust does not say what it lacks, or an `LLM` says so."""
     vllm_config = core(method="prompt_lookup").vllm_config
     check_front_end(vllm_config)
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    monkeypatch.setitem(vars(envs), "VLLM_USE_RUST_FRONTEND", True)  # an engine in this process has cached them
     vllm_config.parallel_config._api_process_rank = 0
     check_front_end(vllm_config)
     assert not caplog.records

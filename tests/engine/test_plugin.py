@@ -170,6 +170,15 @@ def test_refused(arguments: dict[str, Any], words: str) -> None:
         engine_config(PROMPT_LOOKUP, **arguments)
 
 
+def test_batch_invariance_is_refused_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a server starts that dies of its first request: vLLM's kernels for it want Triton."""
+    from vllm import envs
+
+    monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)
+    with pytest.raises(ConfigError, match="^prompt_lookup: VLLM_BATCH_INVARIANT must be 0 on a CPU"):
+        engine_config(PROMPT_LOOKUP)
+
+
 def test_flags() -> None:
     """--spec-method and --spec-tokens, as well as keys written with dashes."""
     config = engine_config(spec_method="prompt_lookup", spec_tokens=3)

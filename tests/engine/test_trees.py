@@ -16,6 +16,7 @@ from test_identity import steps_of
 from tree_attention import attend_by_reference
 
 from vllm_specplugins.config import ConfigError, chain_length
+from vllm_specplugins.engine.frontend.trees import check_trees
 from vllm_specplugins.engine.harness.samples import SETTINGS, draw
 from vllm_specplugins.engine.hooks import both
 from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint
@@ -287,15 +288,21 @@ def test_abort_and_same_id(attention: None, engine: Any, prompts: Any) -> None:
     ],
     ids=str,
 )
-def test_refusals(arguments: dict[str, Any], words: str) -> None:
-    """Before anything is loaded, in one sentence. Kills: an engine that would verify by a wrong mask."""
+def test_refusals(arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded, in one sentence. Kills: an engine that would verify by a wrong mask. Fails if trees are
+    served where outputs may not depend on the batch."""
+    from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
 
     if RUNNER == "v1":
         arguments, words = {}, "tree must be left out on Model Runner V1"
     args = EngineArgs(model=str(DEMO_MODEL), speculative_config=exit_tree(), enforce_eager=True, **arguments)
     if not words:
-        assert args.create_engine_config().attention_config.backend.name == "CUSTOM"
+        config = args.create_engine_config()
+        assert config.attention_config.backend.name == "CUSTOM"
+        monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)
+        with pytest.raises(ConfigError, match="tree must be left out with VLLM_BATCH_INVARIANT"):
+            check_trees(config)
         return
     with pytest.raises(ConfigError, match=f"^early_exit: {words}"):
         args.create_engine_config()
