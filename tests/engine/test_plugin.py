@@ -175,7 +175,7 @@ def test_batch_invariance_is_refused_on_cpus(monkeypatch: pytest.MonkeyPatch) ->
     from vllm import envs
 
     monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", True)
-    with pytest.raises(ConfigError, match="^prompt_lookup: VLLM_BATCH_INVARIANT must be 0 on a CPU"):
+    with pytest.raises(ConfigError, match=r"^prompt_lookup: VLLM_BATCH_INVARIANT must be 0 on a CPU"):
         engine_config(PROMPT_LOOKUP)
 
 

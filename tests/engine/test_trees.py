@@ -289,8 +289,8 @@ def test_abort_and_same_id(attention: None, engine: Any, prompts: Any) -> None:
     ids=str,
 )
 def test_refusals(arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is loaded, in one sentence. Kills: an engine that would verify by a wrong mask. Fails if trees are
-    served where outputs may not depend on the batch."""
+    """Before anything is loaded, in one sentence. Kills: an engine that would verify by a wrong mask. Fails if trees
+    are served where outputs may not depend on the batch."""
     from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
 
