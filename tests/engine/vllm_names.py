@@ -40,7 +40,7 @@ Name = tuple[str, str]  # a file below vLLM's folder; "function", "Class.member"
 # a name that is a class's own, as `scheduler_config` is SchedulerConfig's, is not listed.
 OBJECTS: dict[str, str] = {
     "AdaptiveVerificationManager": "manager _manager",
-    "AsyncOutput CompletionOutput": "output",
+    "AsyncOutput CompletionOutput ModelRunnerOutput": "output",
     "AttentionBackend": "get_class()",
     "AttentionBackendEnum AttentionBackend StructuredOutputBackend": "backend",
     "Attention": "layer",
@@ -92,6 +92,7 @@ OBJECTS: dict[str, str] = {
     "SpecDecodingProm": "theirs",
     "SpeculatorCudaGraphManager CudaGraphManager": "_graphs",
     "StructuredOutputManager": "structured_outputs",
+    "StepTimingSample": "sample",
     "ThinkingBudgetStateHolder": "holder",
     "TokenizerLike": "tokenizer",
     "TritonAttentionMetadata": "attn_metadata",

@@ -40,8 +40,8 @@ def measure_prices(manager: Any, max_model_len: int, use: Callable[[Prices], Non
     def batches_to_profile(capture_sizes: list[int]) -> Iterator[dict[str, Any]]:
         for batch in theirs(capture_sizes):
             yield {**batch, "context_len": 0}
-        states = manager.req_states  # above the largest graph requests have as many tokens as they are asked to have
-        most = min(states.max_num_reqs, states.max_num_batched_tokens // width)
+        req_states = manager.req_states  # above the largest graph requests have as many tokens as they are asked to
+        most = min(req_states.max_num_reqs, req_states.max_num_batched_tokens // width)
         num_reqs = max(1, min(most, max(capture_sizes, default=0) // width + 1))
         for size in ({"num_tokens": num_reqs}, {"num_tokens": num_reqs * width, "uniform_decode": True}):
             for length in (0, context_len):
@@ -57,8 +57,8 @@ def measure_prices(manager: Any, max_model_len: int, use: Callable[[Prices], Non
 
 def _prices(samples: Sequence[Sequence[Any]], context_len: int) -> Prices:
     """By samples of requests of one token and of requests with drafts, each without a context and with one."""
-    one, with_one, drafts, with_drafts = (float(np.median([own.forward_ms for own in each])) for each in samples)
-    (one_reqs, _), (num_reqs, num_tokens) = ((each[0].num_reqs, each[0].num_target_tokens) for each in samples[::2])
+    one, with_one, drafts, with_drafts = (float(np.median([sample.forward_ms for sample in each])) for each in samples)
+    (one_reqs, _), (num_reqs, num_tokens) = ((sample.num_reqs, sample.num_target_tokens) for sample, *_ in samples[::2])
     length = max(1, context_len)
     read_ms = max(0.0, with_one - one) / (length * one_reqs)
     rest_ms = (with_drafts - drafts) / length - num_reqs * read_ms

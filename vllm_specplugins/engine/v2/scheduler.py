@@ -91,9 +91,9 @@ class _Choosing:
         self._drafted = self.num_spec_tokens  # in the last step that was planned
         if chooses_length(self.vllm_config):  # type: ignore[attr-defined]
             config: Any = self.vllm_config  # type: ignore[attr-defined]
-            own, cliff = config.speculative_config, config.compilation_config.max_cudagraph_capture_size or 0
-            shape = {"longest_chain": own.plugin_config.longest_chain, "cliff": cliff}
-            trims = bool(own.enable_adaptive_verification)
+            speculative_config, cliff = config.speculative_config, config.compilation_config.max_cudagraph_capture_size
+            shape = {"longest_chain": speculative_config.plugin_config.longest_chain, "cliff": cliff or 0}
+            trims = bool(speculative_config.enable_adaptive_verification)
             self.dynamic_sd_lookup = self._lengths = DraftLengths(self.num_spec_tokens, trims=trims, **shape)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -122,8 +122,8 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         self._planned: dict[str, int] = {}
         self._num_tokens: dict[str, int] = {}  # of requests with a grammar, a step ago
         self._plans_trees = self.vllm_config.speculative_config.plugin_config.tree  # which nothing trims later
-        graphs = self.vllm_config.compilation_config.cudagraph_mode
-        self._has_graphs = graphs.has_full_cudagraphs() and not self._plans_trees
+        has_graphs = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        self._has_graphs = has_graphs and not self._plans_trees
         self._has_options = False  # whether any request that lives had some when it came
 
     def add_request(self, request: Any) -> None:
