@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Starts vLLM's OpenAI-compatible server with prompt_lookup and the demo model, sends it one request, shows what was
-# drafted and accepted, and stops it. With --keep it stays up. PORT chooses the port (a free one otherwise).
+# Starts vLLM's OpenAI-compatible server with prompt_lookup and a small chat model (chat_model.py; the demo model where it
+# cannot be had), sends it one request, shows what was drafted and accepted, and stops it. With --keep it stays up. PORT
+# chooses the port (a free one otherwise).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -13,8 +14,9 @@ command -v curl >/dev/null || fail "curl is not there; install it to send the re
 port=${PORT:-$("$venv/bin/python" -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')}
 url=http://127.0.0.1:$port
 log=$root/.cache/serve.log
-options=(--host 127.0.0.1 --port "$port" --served-model-name demo --max-model-len 2048
-    --speculative-config '{"method":"prompt_lookup","num_speculative_tokens":5}')
+model=$("$venv/bin/python" "$root/examples/chat_model.py") || model=$root/examples/demo/model
+options=(--host 127.0.0.1 --port "$port" --served-model-name "$(basename "$model")" --max-model-len 2048
+    --speculative-config '{"method":"prompt_lookup"}')
 if [[ $gpu == none ]]; then
     options+=(--dtype float32 --enforce-eager)
     export VLLM_CPU_KVCACHE_SPACE=1 # GiB
@@ -34,7 +36,7 @@ stop() {
 }
 
 set -m
-(preload && exec "$venv/bin/vllm" serve "$root/examples/demo/model" "${options[@]}") >"$log" 2>&1 </dev/null &
+(preload && exec "$venv/bin/vllm" serve "$model" "${options[@]}") >"$log" 2>&1 </dev/null &
 server=$!
 set +m
 trap stop EXIT
@@ -50,13 +52,14 @@ until fetch "$url/health" >/dev/null; do
     sleep 1
 done
 
-echo "Ready after $((SECONDS - began)) s. Asking it to edit some code:"
-PYTHONPATH=$root/examples/demo "$venv/bin/python" -c '
-import json, prompts
-prompt = prompts.load_prompts("edit", 1)[0]
-print(json.dumps({"model": "demo", "prompt": prompt, "max_tokens": 96, "temperature": 0}))
-' | fetch "$url/v1/completions" --header 'Content-Type: application/json' --data @- |
-    "$venv/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["choices"][0]["text"])'
+echo "Ready after $((SECONDS - began)) s. Asking $(basename "$model") to extract JSON from a text:"
+"$venv/bin/python" -c '
+import json, sys
+row = next(row for row in map(json.loads, open(sys.argv[1])) if row["task"] == "extraction")
+print(json.dumps({"model": sys.argv[2], "messages": row["messages"], "max_tokens": 160, "temperature": 0}))
+' "$root/vllm_specplugins/tools/bench/prompts.jsonl" "$(basename "$model")" |
+    fetch "$url/v1/chat/completions" --header 'Content-Type: application/json' --data @- |
+    "$venv/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["choices"][0]["message"]["content"])'
 
 metrics() { fetch "$url/metrics"; }
 sleep 1 # the last step's come when the engine has fallen idle
@@ -71,9 +74,9 @@ steps = tokens - accepted # each accepted token saves one
 print(f"{tokens:.0f} tokens in {steps:.0f} steps: {tokens / steps:.1f} tokens a step,"
       f" {100 * accepted / max(drafted, 1):.0f} % of drafts accepted")
 '
-echo "What the server counted (metrics of vLLM and ours; examples/grafana.json shows them):"
+echo "Some of the server's counters (docs/operating.md describes them, examples/grafana.json shows them):"
 metrics | grep -E '^vllm:(spec_decode_num_(drafts|draft_tokens|accepted_tokens)|generation_tokens)_total'
-metrics | grep -E '^vllm:specplugins_[a-z_]+(_total|_sum|_count|off|bytes)\{' | grep -v position
+metrics | grep -E '^vllm:specplugins_(drafts|drafted_tokens|verified_tokens|accepted_tokens|faults)_total\{'
 
 if [[ ${1:-} == --keep ]]; then
     trap - EXIT
