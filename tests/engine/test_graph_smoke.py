@@ -70,8 +70,9 @@ KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "custom": lambda _: CUSTOM,
     "grammar": lambda _: {"method": "grammar", "num_speculative_tokens": 7},
 }
-# The least share of drafted tokens that is accepted: by proposers that draft what the target says, or know nothing.
-LEAST = {"merged tree": 0.1, "lookup and exit": 0.5, "look-ahead": 0.2, "tree": 0.2, "learn": 0.0, "medusa": 0.0}
+# The least share of drafted tokens that is accepted; 0: the part knows nothing. Without one, some are.
+LEAST = {"merged tree": 0.1, "lookup and exit": 0.5, "look-ahead": 0.2, "tree": 0.2}
+LEAST |= dict.fromkeys(("learn", "medusa", "lookup and eagle3"), 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +152,7 @@ def check(llm: Any, kind: str, prompts: list[list[int]], expected: list[list[int
     [stats, *_] = llm.collective_rpc("specplugins_stats")
     assert stats["faults"] == {}
     assert ON_GPU or outputs == expected[1:]
-    assert drafted > 0 and accepted >= LEAST.get(kind, 0.0) * drafted, (drafted, accepted)
-    assert accepted > 0 or kind in ("learn", "medusa")
+    assert drafted > 0 and accepted >= LEAST.get(kind, 1 / drafted) * drafted, (drafted, accepted)
 
 
 @pytest.mark.slow
