@@ -13,6 +13,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
+from vllm_specplugins.engine.grammar import forced
 from vllm_specplugins.engine.grammar.forced import ForcedTokens
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the same on both runners")
@@ -53,7 +54,7 @@ class Case:
     def after(self, grammar: Any, draft: str = "", most: int = K) -> str:
         """The text that is forced. Kills: a state that is not rolled back."""
         before = self.allowed(grammar)
-        tokens = self.forced.after(grammar, ids(draft), most)
+        tokens = self.forced.after(grammar, ids(draft), most, Writer(None))
         assert self.allowed(grammar) == before and len(tokens) <= most
         assert tokens == ids(TOKENIZER.decode(tokens))[: len(tokens)]  # as the model would
         return str(TOKENIZER.decode(tokens))
@@ -67,6 +68,13 @@ class Case:
 
 def ids(text: str) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+@pytest.fixture(autouse=True)
+def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine does."""
+    for name in ("READ_S", "MASKS_S", "CALL_S"):
+        monkeypatch.setattr(forced, name, 10.0)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -114,16 +122,16 @@ def test_ends(name: str) -> None:
     grammar = case.compile("abc")
     assert "abc".startswith(case.after(grammar)) and case.after(grammar, "ab") in ("", "c")
     before = case.allowed(grammar)
-    assert case.forced.after(grammar, [*ids("abc"), eos], K) == [] and case.allowed(grammar) == before
+    assert case.forced.after(grammar, [*ids("abc"), eos], K, Writer(None)) == [] and case.allowed(grammar) == before
     assert all(grammar.accept_tokens("", [token]) for token in [*ids("abc"), eos])
-    assert case.forced.after(grammar, [], K) == []
-    assert case.forced.after(case.compile("abc"), ids("x"), K) == []
+    assert case.forced.after(grammar, [], K, Writer(None)) == []
+    assert case.forced.after(case.compile("abc"), ids("x"), K, Writer(None)) == []
 
 
 def test_free_choice_and_long_texts(name: str) -> None:
     case = Case(name)
     assert case.after(case.compile("[a-z ]{40}")) == ""
-    assert len(case.forced.after(case.compile("ab " * 3000), [], K)) == K
+    assert len(case.forced.after(case.compile("ab " * 60), [], K, Writer(None))) == K
 
 
 def test_text_that_ends_within_a_character(name: str) -> None:
@@ -131,7 +139,7 @@ def test_text_that_ends_within_a_character(name: str) -> None:
     case = Case(name)
     grammar = case.compile({"enum": ["\u00e91", "\u00e82"]})
     before = case.allowed(grammar)
-    assert case.forced.after(grammar, [], K) == ids('"\u00e9')[:2] and case.allowed(grammar) == before
+    assert case.forced.after(grammar, [], K, Writer(None)) == ids('"\u00e9')[:2] and case.allowed(grammar) == before
 
 
 class Writer:
@@ -158,7 +166,51 @@ def test_as_it_was_written() -> None:
     assert case.forced.after(grammar, [], K, request) == []
     for salt, expected in (("a", letters), (None, ids(text))):
         assert case.forced.after(case.compile(SCHEMA), [], K, Writer(salt)) == expected[:K]
-    assert case.forced.after(case.compile(SCHEMA, text[:5]), [], K, Writer("a")) == letters[5:][:K]
+    request = Writer("a")
+    case.forced.after(case.compile(SCHEMA), [], K, request)
+    request.all_token_ids += letters[:5]
+    assert case.forced.after(case.compile(SCHEMA, text[:5]), [], K, request) == letters[5:][:K]
+
+
+def test_too_long(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that takes longer than it may, and one that fails, are their request's last. Fails if others lose drafts,
+    or if the request is asked for again.
+    """
+    case, slow, failing = Case(name), Writer(None), Writer(None)
+    grammar = case.compile(SCHEMA)
+    with monkeypatch.context() as patch:
+        patch.setattr(forced, "CALL_S", -1.0)
+        assert case.forced.after(grammar, [], K, slow) == ids('{"customer_number":')
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(type(grammar), "validate_tokens", lambda *_: 1 // 0)
+        case.forced.after(grammar, [], K, failing)
+    assert case.forced.after(grammar, [], K, slow) == case.forced.after(grammar, [], K, failing) == []
+    assert case.after(grammar) == '{"customer_number":'
+
+
+def test_no_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a text is read to its end where the time is over, or drafted where its masks take too long."""
+    for limit in ("READ_S", "MASKS_S"):
+        monkeypatch.setattr(forced, limit, 0.0)
+    assert Case(name).after(Case(name).compile(SCHEMA)) == ""
+
+
+def test_remembered_texts_are_bounded() -> None:
+    """Fails if a request may add any number of texts, or if a long text adds one in each step."""
+    case, request = Case("xgrammar"), Writer("a")
+    for index in range(100):
+        word = f"key{index:03}"
+        assert case.forced.after(case.compile(word + "[0-9]"), [], K, request)
+        request.all_token_ids += ids(word)
+    assert len(case.forced._written) == 64
+    long, letter = case.compile("a" * 1500), ids("a")
+    request = Writer("b")
+    while len(request.all_token_ids) < 1500 and long.accept_tokens("", letter):
+        request.all_token_ids += letter
+        case.forced.after(long, [], K, request)
+    longest = forced._LONGEST * (K + 1)
+    assert all(len(text) <= longest and len(written) <= longest for (_, text), written in case.forced._written.items())
+    assert len(case.forced._written) <= 64 + 10
 
 
 def test_other_backends(caplog: pytest.LogCaptureFixture) -> None:
@@ -169,5 +221,5 @@ def test_other_backends(caplog: pytest.LogCaptureFixture) -> None:
         pass
 
     with caplog.at_level(logging.WARNING, "vllm.specplugins"):
-        assert forced.after(OutlinesGrammar(), [], K) == forced.after(OutlinesGrammar(), [], K) == []
+        assert all(forced.after(OutlinesGrammar(), [], K, Writer(None)) == [] for _ in range(2))
     assert len(caplog.messages) == 1 and "not Outlines" in caplog.messages[0]

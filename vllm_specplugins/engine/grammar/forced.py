@@ -1,15 +1,21 @@
 """The tokens that a grammar forces: of the one text that it allows next, those that the model would emit.
 
-A grammar knows the text (xgrammar's jump-forward string, llguidance's forced bytes). With xgrammar any tokens that
-spell it are allowed, and a model that would write another text takes short ones: it is drafted as it was written when
-it was last forced for that tenant. Else the tokenizer's tokens are the likeliest. Where the text ends, the last of
-these may be one with what follows: it is left out if the grammar allows a longer token that begins alike. A wrong guess
-is rejected as any draft is.
+With xgrammar any tokens that spell the text are allowed, and a model that would write another text takes short ones: it
+is drafted as it was written when it was last forced for that tenant. Else the tokenizer's tokens are the likeliest.
+Where the text ends, the last of these may be one with what follows: it is left out if the grammar allows a longer token
+that begins alike. A wrong guess is rejected as any draft is.
+
+A client writes the grammar, and its text may have no end. So no more of the text is read than is drafted, within a time
+budget, and vLLM's masks, one for each token of a draft, must fit into that time, too. A request with a grammar that
+takes longer gets no more forced tokens.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,25 +23,31 @@ from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from vllm_specplugins.engine.codec import byte_tokenizer
+from vllm_specplugins.engine.grammar.vocabulary import NO_TOKEN, Vocabulary
 
 logger = logging.getLogger("vllm.specplugins")
 
+READ_S = 0.0005  # CPU time to read a text
+MASKS_S = 0.001  # and of vLLM's masks for a draft
+CALL_S = 0.001  # and of a call
+GRACE_S = 0.01  # a request's calls may take longer by so much in all: a lexer is built while it is used
+_LONGEST = 16  # bytes of a token, on average, in a text that is read
+_MAX_WRITTEN = 1024  # texts whose tokens are remembered
+_MAX_OF_REQUEST = 64  # of them, those that one request may add
+_NOTES = "specplugins_forced"  # attribute of a request
+# Where two of these may follow, there is a choice, and no mask is needed to see it: the mask of any letters takes
+# xgrammar up to 20 ms where a model has 131,072 tokens.
+_PROBES = b"a", b"b", b"A", b"0", b"1", b" ", b"\xe4", b"\xe5"
 
-def _xgrammar_text(grammar: Any) -> bytes:
-    try:
-        text: str = grammar.matcher.find_jump_forward_string()
-    except UnicodeDecodeError as error:  # it ends within a character
-        return error.object
-    return text.encode()
 
+@dataclass(slots=True)
+class _Notes:
+    """Of a request: the text that it is in the middle of, which was forced from token `start` on."""
 
-_TEXT: Mapping[type, Callable[[Any], bytes]] = {
-    XgrammarGrammar: _xgrammar_text,
-    GuidanceGrammar: lambda grammar: grammar.ll_matcher.compute_ff_bytes(),
-}
-_LONGEST = 64  # bytes of a token, on average, in a text that is looked at: it may be long
-_MOST_WRITTEN = 1024  # texts whose tokens are known
-_BEGUN = "specplugins_begun"  # attribute of a request: where texts began that were forced on it, and the texts
+    start: int = 0
+    text: bytes = b""
+    num_written: int = 0
+    grace_s: float = GRACE_S
 
 
 class ForcedTokens:
@@ -49,69 +61,96 @@ class ForcedTokens:
 
     def __init__(self, tokenizer: Any, vocab_size: int, new_bitmask: Callable[[], Any]):
         self._tokenizer = byte_tokenizer(tokenizer, vocab_size)
-        self._new_bitmask = new_bitmask
+        self._vocabulary = Vocabulary(self._tokenizer)
+        self._new_bitmask, self._bitmask = new_bitmask, None
         self._unknown: set[type] = set()
-        self._written: dict[tuple[str | None, bytes], list[int]] = {}  # by tenant and text, its newest tokens
+        self._written: dict[tuple[str | None, bytes], array[int]] = {}  # by tenant and text, its newest tokens
 
-    def after(self, grammar: Any, draft: Sequence[int], most: int, request: Any = None) -> list[int]:
-        """At most so many tokens that follow a draft which the grammar allows; its state is as before.
+    def after(self, grammar: Any, draft: Sequence[int], max_num: int, request: Any) -> list[int]:
+        """At most `max_num` tokens that follow a draft which the grammar allows; its state is as before.
 
         Args:
-            request: whose own tokens the draft follows; None: whatever was written before says nothing.
+            request: vLLM's, that the draft is for.
         """
-        if type(grammar) not in _TEXT:
+        if type(grammar) not in (XgrammarGrammar, GuidanceGrammar):
             self._refuse(type(grammar))
             return []
-        num_read, written = 0, list[int]()
-        if request is not None:
-            self._learn(request)
+        notes: _Notes = vars(request).setdefault(_NOTES, _Notes())
+        if notes.grace_s <= 0:
+            return []
+        if self._bitmask is None:
+            self._bitmask = self._new_bitmask()
+        began, grace_s, notes.grace_s = time.thread_time(), notes.grace_s, 0.0  # no more, should this raise
+        cursor = _Cursor(grammar, self._bitmask)
         try:
-            for token in draft:
-                if grammar.is_terminated() or not grammar.accept_tokens("", [token]):
-                    return []
-                num_read += 1
-            text = b"" if grammar.is_terminated() else _TEXT[type(grammar)](grammar)
-            text = text[: _LONGEST * (most + 1)]
-            if text and request is not None and not draft:
-                getattr(request, _BEGUN).append((request.num_tokens, text))
-                written = self._written.get((request.cache_salt, text), [])
-            spelt = written or (self._tokenizer.tokenize_bytes(text) if text else [])
-            tokens: list[int] = grammar.validate_tokens(spelt[:most])
-            if written or not tokens or len(tokens) < len(spelt):
-                return tokens
-            for token in tokens[:-1]:
-                grammar.accept_tokens("", [token])
-                num_read += 1
-            return tokens[:-1] if self._goes_on(grammar, tokens[-1]) else tokens
+            tokens = self._after(cursor, draft, max_num, request, notes)
         finally:
-            if num_read:
-                grammar.rollback(num_read)
+            cursor.go_back()
+        notes.grace_s = grace_s - max(0.0, time.thread_time() - began - CALL_S)
+        return tokens
 
-    def _learn(self, request: Any) -> None:
-        """Keeps how texts were written that end where the last one did, once it has."""
-        if not (begun := vars(request).setdefault(_BEGUN, [])):
+    def _after(self, cursor: "_Cursor", draft: Sequence[int], max_num: int, request: Any, notes: _Notes) -> list[int]:
+        if not cursor.read(draft):
+            return []
+        text, written = b"", array("i")
+        if type(cursor.grammar) is GuidanceGrammar:
+            text, max_num = _guidance_text(cursor, max_num)
+        elif draft:
+            text = self._xgrammar_text(cursor, max_num)
+        else:
+            text, written = self._text_of(request, notes, partial(self._xgrammar_text, cursor, max_num))
+        spelt = list(written) or (self._tokenizer.tokenize_bytes(text[: _LONGEST * (max_num + 1)]) if text else [])
+        tokens: list[int] = cursor.grammar.validate_tokens(spelt[:max_num])
+        if written or not tokens or len(tokens) < len(spelt):
+            return tokens
+        cursor.read(tokens[:-1])
+        return tokens[:-1] if self._vocabulary.goes_on(cursor.mask(), tokens[-1]) else tokens
+
+    def _xgrammar_text(self, cursor: "_Cursor", max_num: int) -> bytes:
+        """The text that one token after the other must write.
+
+        `find_jump_forward_string` has no bound, and is asked only where a choice was seen: the text ends before that,
+        or else each token of the choice would begin what goes on.
+        """
+        matcher, start, late_at = cursor.grammar.matcher, cursor.num_read, time.thread_time() + READ_S
+        tokens, is_choice = list[int](), False
+        while len(tokens) <= max_num and time.thread_time() < late_at and not is_choice:
+            token = None if _is_free(matcher) else self._vocabulary.forced(cursor.mask())
+            is_choice = token is None
+            if token is None or token == NO_TOKEN or not cursor.read([token]):
+                break
+            tokens.append(token)
+        cursor.go_back(start)
+        return _jump_forward(matcher) if is_choice else self._vocabulary.text(tokens)
+
+    def _text_of(self, request: Any, notes: _Notes, read: Callable[[], bytes]) -> tuple[bytes, "array[int]"]:
+        """What is forced on a request now, and as which tokens it was written last, if it was.
+
+        A text is read where it begins. In the middle of it the rest is known.
+        """
+        emitted = request.all_token_ids[notes.start :] if notes.text else []
+        text = self._vocabulary.text(emitted)
+        if text.startswith(notes.text):
+            self._learn(request.cache_salt, emitted, notes)
+        if not (notes.text and notes.text.startswith(text)):
+            notes.start, notes.text, text = request.num_tokens, read(), b""
+        written = self._written.get((request.cache_salt, notes.text), array("i"))
+        if text:
+            places = (self._vocabulary.ends(written) == len(text)).nonzero()[0]
+            written = written[places[0] + 1 :] if len(places) else array("i")
+        return notes.text[len(text) :], written
+
+    def _learn(self, tenant: str | None, tokens: Sequence[int], notes: _Notes) -> None:
+        """Notes that a text, which has ended, begins these tokens."""
+        key, notes.text = (tenant, notes.text), b""
+        if not key[1] or notes.num_written == _MAX_OF_REQUEST:
             return
-        start, text = begun[-1]
-        ends = accumulate(len(self._bytes_of(token)) for token in request.all_token_ids[start:])
-        end = next((place for place, num in enumerate(ends, start + 1) if num >= len(text)), None)
-        if end is None:
-            return
-        for begin, forced in begun:
-            self._written[request.cache_salt, forced] = request.all_token_ids[begin:end]
-        begun.clear()
-        while len(self._written) > _MOST_WRITTEN:
+        notes.num_written += key not in self._written
+        self._written.pop(key, None)
+        num = int(np.searchsorted(self._vocabulary.ends(tokens), len(key[1]))) + 1
+        self._written[key] = array("i", tokens[:num])
+        if len(self._written) > _MAX_WRITTEN:
             del self._written[next(iter(self._written))]
-
-    def _goes_on(self, grammar: Any, token: int) -> bool:
-        """Whether a longer token that begins with this one is allowed now."""
-        bitmask, own = self._new_bitmask(), self._bytes_of(token)
-        grammar.fill_bitmask(bitmask, 0)
-        allowed = np.flatnonzero(np.unpackbits(bitmask.numpy().view(np.uint8), bitorder="little"))
-        texts = map(self._bytes_of, allowed[allowed < self._tokenizer.vocab_size].tolist())
-        return any(len(text) > len(own) and text.startswith(own) for text in texts)
-
-    def _bytes_of(self, token: int) -> bytes:
-        return bytes(self._tokenizer.decode_bytes([token]))
 
     def _refuse(self, kind: type) -> None:
         """Says once that a backend tells nothing."""
@@ -121,3 +160,60 @@ class ForcedTokens:
             logger.warning(
                 "grammar: the structured outputs' backend must be xgrammar or guidance, not %s: drafts nothing.", name
             )
+
+
+class _Cursor:
+    """A grammar's state, which reads tokens and goes back.
+
+    Args:
+        bitmask: to be filled, [1, vocab_size / 32] int32.
+    """
+
+    def __init__(self, grammar: Any, bitmask: Any):
+        self.grammar, self.num_read, self._bitmask = grammar, 0, bitmask
+
+    def read(self, tokens: Sequence[int]) -> bool:
+        """Whether the grammar allows these tokens, and more after them."""
+        for token in tokens:
+            if self.grammar.is_terminated() or not self.grammar.accept_tokens("", [token]):
+                return False
+            self.num_read += 1
+        return not self.grammar.is_terminated()
+
+    def go_back(self, num_read: int = 0) -> None:
+        if self.num_read > num_read:
+            self.grammar.rollback(self.num_read - num_read)
+        self.num_read = num_read
+
+    def mask(self) -> Any:
+        self.grammar.fill_bitmask(self._bitmask, 0)
+        return self._bitmask
+
+
+def _guidance_text(cursor: _Cursor, max_num: int) -> tuple[bytes, int]:
+    """The text, which llguidance bounds, and the length of its draft: each mask takes all of the text into account."""
+    if text := cursor.grammar.ll_matcher.compute_ff_bytes():
+        cursor.mask()  # the first one builds a part of the lexer
+        began = time.thread_time()
+        cursor.mask()
+        max_num = min(max_num, int(MASKS_S / max(1e-9, time.thread_time() - began)))
+    return text, max_num
+
+
+def _jump_forward(matcher: Any) -> bytes:
+    try:
+        text: str = matcher.find_jump_forward_string()
+    except UnicodeDecodeError as error:  # it ends within a character
+        return error.object
+    return text.encode()
+
+
+def _is_free(matcher: Any) -> bool:
+    num_allowed = 0
+    for probe in _PROBES:
+        if matcher.accept_string(probe):
+            matcher.rollback(1)
+            num_allowed += 1
+            if num_allowed == 2:
+                return True
+    return False

@@ -17,6 +17,9 @@ from vllm_specplugins.request_options import draft_limit
 
 logger = logging.getLogger("vllm.specplugins")
 
+# Forced tokens of a request beside others that have no grammar: where a token more costs time, those wait for it.
+_MOST_BESIDE_OTHERS = 8
+
 
 class GrammarScheduler(Scheduler):
     """vLLM's synchronous scheduler, and the stage `grammar`."""
@@ -45,16 +48,18 @@ class GrammarScheduler(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         super().update_draft_token_ids(draft_token_ids)
+        is_shared = not all(request.use_structured_output for request in self.running)
+        most = min(self._most, _MOST_BESIDE_OTHERS) if is_shared else self._most
         for request_id, told in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             self._num_before.pop(request_id, None)
             request = self.requests.get(request_id)
             if request is None or request.is_finished() or request.is_prefill_chunk or told == NEVER:
                 continue
             if request.use_structured_output and self._forced is not None:
-                self._go_on(self._forced, request)
+                self._go_on(self._forced, request, most)
 
-    def _go_on(self, forced: ForcedTokens, request: Any) -> None:
-        """Puts what is forced after the draft of a request."""
+    def _go_on(self, forced: ForcedTokens, request: Any, most: int) -> None:
+        """Puts what is forced, at most so many tokens, after the draft of a request."""
         draft, options = request.spec_token_ids, request_options(request.sampling_params)
         start, constrained = self.structured_output_manager._get_constraint_bounds(request, draft)
         longest = length_limit(request, request.num_prompt_tokens, self.max_model_len)
@@ -63,7 +68,7 @@ class GrammarScheduler(Scheduler):
             return
         try:
             grammar = request.structured_output_request.grammar
-            tokens = forced.after(grammar, draft[start:], min(room, self._most), request)
+            tokens = forced.after(grammar, draft[start:], min(room, most), request)
         except Exception:  # a client's grammar may cost only its own drafts
             if not self._has_failed:
                 logger.exception("grammar: drafts nothing in this step; the next time nothing is said.")
