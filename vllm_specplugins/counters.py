@@ -1,11 +1,13 @@
 """Running totals: what was drafted, accepted and went wrong, for logs, metrics and `specplugins_stats`."""
 
 from collections import Counter as Tally
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_specplugins.draft import Feedback, Int32Array
+
+Forced = Mapping[str, tuple[int, Sequence[int]]]  # by request, how many tokens of its draft come before, and the tokens
 
 
 @dataclass(slots=True)
@@ -87,6 +89,26 @@ class Counters:
         self.whole.kept = self.whole.drafted
         for length, requests in Tally(lengths).items():
             count(self.draft_lengths, length, requests)
+
+    def add_forced(self, feedback: Feedback, forced: Forced, stage: StageCounters) -> None:
+        """Counts one step's verification where a grammar goes on after drafts, once `add` has.
+
+        Args:
+            forced: by request, how many tokens of its draft come before those that the grammar forced.
+            stage: the grammar's, or `whole` where it is alone.
+        """
+        fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
+        for request_id, num_draft, num_accepted in fates:
+            count(self.draft_lengths, num_draft)
+            start, _ = forced.get(request_id, (num_draft, ()))
+            stage.drafts += num_draft > start
+            stage.drafted += max(0, num_draft - start)
+            if stage is not self.whole:
+                stage.verified = stage.drafted
+                stage.accepted += max(0, num_accepted - start)
+                for position in range(start, num_accepted):
+                    count(stage.accepted_at, position)
+        stage.kept = stage.drafted
 
 
 def faults_of(stats: Mapping[str, Any]) -> dict[str, int]:

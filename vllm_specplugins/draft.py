@@ -146,12 +146,14 @@ class Feedback:
         num_draft: [num_reqs] int32, draft tokens verified.
         num_accepted: [num_reqs] int32, how many of them were accepted.
         step_ms: how long the step took without the drafting before it, if all that it did was decoding.
+        num_forced: in all, tokens verified and accepted after these drafts, which grammars forced.
     """
 
     request_ids: Sequence[str]
     num_draft: Int32Array
     num_accepted: Int32Array
     step_ms: float | None = None
+    num_forced: tuple[int, int] = (0, 0)
 
 
 class Proposer(Protocol):

@@ -1,5 +1,7 @@
 """Method `grammar` in real engines: outputs are those without it, and steps are fewer."""
 
+from contextlib import suppress
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from cases import LOOKUP, STRESS, early_exit
 from conftest import INTERPRETED, RUNNER
+from hostile_grammars import hostile
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -80,6 +83,55 @@ def test_outputs_and_steps(llm: Any, expected: Any) -> None:
     assert num_tokens >= 1.5 * (steps + len(outputs)) and steps + accepted + len(outputs) >= num_tokens
 
 
+def stages_of(llm: Any) -> tuple[dict[str, dict[str, Any]], list[int]]:
+    """Counters by stage, and how many steps had a draft of each length."""
+    stats = llm.collective_rpc("specplugins_stats")[0]
+    return stats["stages"], [*stats["draft_lengths"], *[0] * (1 + K - len(stats["draft_lengths"]))]
+
+
+def of_vllm(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of each draft from now on, how many tokens vLLM counts as drafted and as accepted."""
+    scheduler, drafts = scheduler_of(llm), list[tuple[int, int]]()
+    theirs = scheduler.make_spec_decoding_stats
+
+    def counted(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **others: Any) -> Any:
+        drafts.append((num_draft_tokens, num_accepted_tokens))
+        return theirs(stats, num_draft_tokens, num_accepted_tokens, **others)
+
+    monkeypatch.setattr(scheduler, "make_spec_decoding_stats", counted)
+    return drafts
+
+
+def test_counts(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the stage counts no forced tokens, other tokens than vLLM, or a step twice."""
+    (before, lengths_before), (steps_before, *_) = stages_of(llm), counts(llm)
+    drafts = of_vllm(llm, monkeypatch)
+    ask(llm)
+    (now, lengths), (steps, *_) = stages_of(llm), counts(llm)
+    then, stage = before["0 grammar"], now["0 grammar"]
+    drafted, accepted = map(sum, zip(*drafts, strict=True))
+    more = {name: stage[name] - then[name] for name in ("drafts", "drafted", "kept", "verified", "accepted")}
+    assert more == dict(drafts=len(drafts), drafted=drafted, kept=drafted, verified=drafted, accepted=accepted)
+    assert sum(stage["accepted_at"]) == stage["accepted"] and stage["asked"] - then["asked"] >= len(drafts) > 0
+    by_length = [now - then for now, then in zip(lengths, lengths_before, strict=True)]
+    assert sum(by_length) == steps - steps_before
+    assert by_length[1:] == [[num for num, _ in drafts].count(length) for length in range(1, 1 + K)]
+
+
+@ON_V1
+def test_beside_others(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the forced tokens of one request make the steps of others much longer."""
+    drafts = of_vllm(llm, monkeypatch)
+    monkeypatch.setattr("vllm_specplugins.engine.grammar.scheduler._MOST_BESIDE_OTHERS", 3)
+    ask(llm)
+    longest = max(num for num, _ in drafts)
+    drafts.clear()
+    grammar, free = (SamplingParams(temperature=0, max_tokens=num, ignore_eos=True) for num in (40, 48))
+    grammar.structured_outputs = StructuredOutputsParams(json=SCHEMA)
+    llm.generate(PROMPTS[:2], [grammar, free], use_tqdm=False)
+    assert max(num for num, _ in drafts) <= 3 < longest
+
+
 def test_seeded(llm: Any) -> None:
     """At a temperature a seeded request says the same whether it is drafted for or not."""
     without, (_, drafted, _) = counted(llm, temperature=0.8, specplugins={"enabled": False})
@@ -126,6 +178,41 @@ def test_faults_of_a_grammar(llm: Any, expected: Any, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ForcedTokens, "after", fail)
     assert ask(llm) == expected
+
+
+def hostile_outputs(llm: Any, seed: int, **own: Any) -> dict[str, dict[int, list[int]]]:
+    """By request and index, with other parameters each; one is aborted on the way."""
+    engine, outputs, num_steps = llm.llm_engine, dict[str, dict[int, list[int]]](), 0
+    for index, (name, fields) in enumerate(islice(hostile(seed, 200), 5 if INTERPRETED else None)):
+        params = SamplingParams(
+            temperature=0.8 if index % 4 == 0 else 0,
+            seed=3,
+            max_tokens=16 + index,
+            min_tokens=5 * (index % 3),
+            n=1 + (index % 4 == 0),
+            stop=["b"] if index % 5 == 4 else None,
+            structured_outputs=StructuredOutputsParams(**fields),
+            extra_args=own or None,
+        )
+        with suppress(ValueError):  # what the backend cannot read
+            engine.add_request(f"{index} {name}", PROMPTS[index % len(PROMPTS)], params)
+    while engine.has_unfinished_requests():
+        for done in engine.step():
+            for output in done.outputs:
+                outputs.setdefault(done.request_id, {})[output.index] = list(output.token_ids)
+        num_steps += 1
+        if num_steps == 4:
+            engine.abort_request(["1 schema, long const"])
+    outputs.pop("1 schema, long const", None)
+    return outputs
+
+
+def test_hostile_requests(llm: Any) -> None:
+    """Grammars without an end and long ones, with stops, several outputs, an abort. Fails if the engine dies of one, or
+    if a forced token is emitted that the model would not have emitted.
+    """
+    without = hostile_outputs(llm, 0, specplugins={"enabled": False})
+    assert hostile_outputs(llm, 0) == without and len(without) >= (3 if INTERPRETED else 9)
 
 
 class Reasoner:
@@ -176,8 +263,10 @@ def test_one_position(llm: Any, expected: Any) -> None:
     assert ask(llm) == expected
 
 
-def test_after_a_lookup(engine: Any, expected: Any, backend: str) -> None:
-    """Under preemption, too. Kills: forced tokens that overwrite a lookup's; those of another step."""
+def test_after_a_lookup(engine: Any, expected: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under preemption, too. Kills: forced tokens that overwrite a lookup's; those of another step. Fails if tokens are
+    counted for the wrong stage, or for none.
+    """
     stages = [{**LOOKUP, "min_ngram": 1}, {"method": "grammar"}]
     config = {"method": "cascade", "num_speculative_tokens": K, "stages": stages, "gate": "off"}
     llm = start(engine, backend, config, **({} if INTERPRETED else STRESS))
@@ -185,6 +274,15 @@ def test_after_a_lookup(engine: Any, expected: Any, backend: str) -> None:
     assert outputs == expected and sum(map(len, outputs)) >= 1.5 * (steps + len(outputs))
     without, _ = counted(llm, specplugins={"stages": ["prompt_lookup"]})
     assert without == expected
+    assert hostile_outputs(llm, 2) == hostile_outputs(llm, 2, specplugins={"enabled": False})
+    drafts, (before, _) = of_vllm(llm, monkeypatch), stages_of(llm)
+    assert ask(llm) == expected
+    more = {
+        name: [stage[name] - before[which][name] for which, stage in stages_of(llm)[0].items()]
+        for name in ("verified", "accepted")
+    }
+    drafted, accepted = map(sum, zip(*drafts, strict=True))
+    assert (sum(more["verified"]), sum(more["accepted"])) == (drafted, accepted) and more["verified"][1] > 0
 
 
 @ON_V1

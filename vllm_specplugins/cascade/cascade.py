@@ -201,8 +201,9 @@ class Cascade:
         for stage, ms in zip(stages, drafting_ms, strict=True):
             gate.add_drafting(stage.index, ms, stage.num_drafted)
         num_reqs = len(feedback.request_ids)
-        num_emitted = num_reqs + int(feedback.num_accepted.sum())
-        gate.add_step(num_reqs, step_ms, whole_ms, int(feedback.num_draft.sum()), num_emitted)
+        num_draft, num_accepted = (int(num.sum()) for num in (feedback.num_draft, feedback.num_accepted))
+        num_forced, num_right = feedback.num_forced
+        gate.add_step(num_reqs, step_ms, whole_ms, num_draft + num_forced, num_reqs + num_accepted + num_right)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops what the stages and the ledger hold of these requests."""

@@ -8,11 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
-from vllm_specplugins.counters import Counters
+from vllm_specplugins.counters import Counters, Forced, StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer
 from vllm_specplugins.isolation.exchange import checked_draft, draft_of_rows, for_proposer
 from vllm_specplugins.isolation.guard import Guard
@@ -71,6 +72,7 @@ class FaultBarrier:
         self.acceptance: Any = Acceptance()
         self.tally: Any = None  # what counts where the host does not look; see engine/v2/feedback/tally.py
         self.budget: Any = None  # what trims drafts on the device; see engine/adaptive/budget.py
+        self.forced: Forced | None = None  # of this step, where a grammar goes on after drafts
         self.late: Any = None  # who asks for drafts that nobody waits for; see engine/v2/speculators/late.py
         self.guard = Guard(
             proposer,
@@ -102,7 +104,11 @@ class FaultBarrier:
         start = time.perf_counter()
         try:
             draft = self._propose(batch, feedback)
-            self.counters.add_drafts(int(np.count_nonzero(batch.max_num_draft)), draft.num_draft)
+            num_asked = int(np.count_nonzero(batch.max_num_draft))
+            if self.forced is None:
+                self.counters.add_drafts(num_asked, draft.num_draft)
+            else:  # a draft's length is known when it is verified
+                self.counters.whole.asked += num_asked
             return draft
         finally:
             self.counters.propose_ms += (time.perf_counter() - start) * 1000
@@ -111,7 +117,7 @@ class FaultBarrier:
         may_draft, limits, proposer = self.guard.may_draft(batch.request_ids), batch.max_num_draft, self.proposer
         if may_draft is not None and not any(may_draft):
             return Draft.empty(batch.num_reqs)
-        self.guard.observe(feedback)
+        self.guard.observe(feedback if not self.forced else _without_forced(feedback, self.forced))
         sizes = self._max_num_draft, self._vocab_size
         if may_draft is None:
             given, runs_target = for_proposer(batch), batch.target is not None
@@ -131,10 +137,18 @@ class FaultBarrier:
         needed: bool = getattr(self.proposer, "needs_built_in", lambda *_: True)(request_ids, num_accepted)
         return needed
 
-    def count(self, feedback: Feedback) -> None:
-        """Counts one step's verification."""
+    def count(self, feedback: Feedback, num_asked: int = 0) -> None:
+        """Counts one step's verification, and requests that a grammar alone drafts for."""
         self.counters.add(feedback)
+        if self.forced is not None:
+            self.counters.add_forced(feedback, self.forced, self._of_grammar)
+            self._of_grammar.asked += num_asked
         self.acceptance.add(feedback)
+
+    @cached_property
+    def _of_grammar(self) -> StageCounters:
+        stages: dict[str, StageCounters] = getattr(self.proposer, "stage_counters", dict)()
+        return next((own for name, own in stages.items() if name.endswith(" grammar")), self.counters.whole)
 
     def log(self) -> None:
         """Now and then logs the totals; to be called in every step."""
@@ -160,3 +174,14 @@ class FaultBarrier:
             self.late.settle()
         self.guard.settle()
         getattr(self.proposer, "settle_stages", lambda: None)()
+
+
+def _without_forced(feedback: Feedback, forced: Forced) -> Feedback:
+    """As the proposer sees it: tokens that a grammar forced, after a draft or where it cut one, are not the draft's."""
+    numbers = feedback.num_draft, feedback.num_accepted
+    starts = [
+        forced[id_][0] if id_ in forced else num for id_, num in zip(feedback.request_ids, numbers[0], strict=True)
+    ]
+    num_draft, num_accepted = (np.minimum(num, np.array(starts, np.int32)) for num in numbers)
+    num_forced = int((numbers[0] - num_draft).sum()), int((numbers[1] - num_accepted).sum())
+    return replace(feedback, num_draft=num_draft, num_accepted=num_accepted, num_forced=num_forced)

@@ -90,7 +90,7 @@ def likeliest_at(likeliest: ArgmaxTokens | None, places: Mapping[int, int], num_
 def feedback_for_proposer(feedback: Feedback) -> Feedback:
     """The feedback that a proposer is handed in the place of the engine's own."""
     numbers = copy(feedback.num_draft), copy(feedback.num_accepted)
-    return Feedback(tuple(feedback.request_ids), *numbers, feedback.step_ms)
+    return Feedback(tuple(feedback.request_ids), *numbers, feedback.step_ms, feedback.num_forced)
 
 
 def _views(token_ids: Sequence[Int32Array]) -> Views:

@@ -1,12 +1,11 @@
 """How the scheduler tells a worker which tokens of its drafts a grammar forced."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
+
+from vllm_specplugins.counters import Forced
 
 _FORCED = "specplugins_forced"  # attribute of SchedulerOutput
 NEVER = [-1]  # what a worker tells as the draft of a request that can be verified at one position alone
-
-Forced = Mapping[str, tuple[int, Sequence[int]]]  # by request, how many tokens of its draft come before, and the tokens
 
 
 def tell(scheduler_output: Any, forced: Forced) -> None:

@@ -147,6 +147,8 @@ class _Adapter:
             # its prompt, which a CPU's generator cannot do: the server dies of it.
             self._runner.input_batch.generators.clear()
             self.verifier.forced = forced_in(scheduler_output)
+        if self._forces:
+            self._barrier.forced = forced_in(scheduler_output)
         return result
 
     def _request(self, request_id: str) -> _Request:
@@ -193,7 +195,7 @@ class _Adapter:
             NEVER if self._forces and self._is_forced_and_alone(row) else [] for row in range(len(sampled_token_ids))
         ]
         if not self._drafts:
-            self._barrier.count(feedback)
+            self._barrier.count(feedback, len(rows))
             return drafts
         num_tokens = input_batch.num_tokens_no_spec[rows]
         requests = [self._request(request_id) for request_id in request_ids]

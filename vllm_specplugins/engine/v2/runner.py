@@ -15,6 +15,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_specplugins.cascade.on_device import LOOKUP, Stages
+from vllm_specplugins.config import methods_of
 from vllm_specplugins.engine.adaptive.conditions import or_planned
 from vllm_specplugins.engine.frontend.spec_config import without_built_in
 from vllm_specplugins.engine.frontend.trees import register
@@ -66,12 +67,15 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         wrap(runner, "initialize_kv_cache", partial(_trimming_as, speculator.specplugins, speculator))
         speculator = speculator.specplugins
     speculator.barrier, barrier.tally = barrier, speculator.tally
+    methods = methods_of(runner.speculative_config.plugin_config)
 
     def add(scheduler_output: Any) -> None:
         speculator.add(scheduler_output.scheduled_new_reqs)
         if speculator.readings is not None:
             speculator.readings.add(scheduler_output.scheduled_new_reqs)
         put_forced(runner, scheduler_output)
+        if "grammar" in methods:
+            barrier.forced = forced_in(scheduler_output)
 
     def finish(scheduler_output: Any) -> None:
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
