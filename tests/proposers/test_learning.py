@@ -221,6 +221,28 @@ def test_learns(make: Callable[[], Any], rounds: int) -> None:
     assert lengths["loaded"] < 2 and lengths["serving"] > 3.5, "of at most 4"
 
 
+@pytest.mark.parametrize("make", [jump_head, exit_head, medusa_heads])
+def test_a_rehearsal(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the memory of a step: gradients, moments, logits of whole windows. Fails if one of these is not made, or
+    if anything of it is served, counted or trained on."""
+    taught, steps = Taught(make()), list[Any]()
+    optimize, own = torch.optim.AdamW.step, taught.trainer
+    before = [tensor.clone() for part in (own._trained, own.candidate, own.serving) for tensor in part.parameters()]
+
+    def step(optimizer: Any) -> None:
+        optimize(optimizer)
+        steps.append([len(optimizer.state[tensor]) for tensor in own._trained.parameters() if tensor.grad is not None])
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    logits, lengths = ServedEnd.logits, []
+    monkeypatch.setattr(ServedEnd, "logits", lambda *given: lengths.append(len(given[1])) or logits(*given))
+    own.rehearse()
+    after = [tensor for part in (own._trained, own.candidate, own.serving) for tensor in part.parameters()]
+    assert len(steps) == 1 and steps[0] and min(steps[0]) >= 2 and lengths.count(64) >= trainer.STEP_WINDOWS
+    assert all(map(torch.equal, before, after)) and set(own.counts.values()) == {0} and len(taught.served) == 1
+    assert not own._optimizer.state and own._num_trained == 0 == taught.windows.num_tokens
+
+
 def test_waits_for_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: a test on a few windows, training again and again on what was learned by heart."""
     taught = Taught(jump_head())

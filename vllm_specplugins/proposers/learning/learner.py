@@ -104,6 +104,12 @@ class Learner:
                 own = model, self._windows, self._num_draft, self.pace, self._promote
                 self.trainer = Trainer(self._loaded, self._part, *own)
 
+    def rehearse(self) -> None:
+        """To be called while the engine measures its memory: the KV cache then leaves room for a step of training."""
+        if self.trainer is not None and self.is_on:
+            with torch.inference_mode(False), torch.enable_grad():
+                self.trainer.rehearse()
+
     def step(self) -> None:
         """Called between steps: new weights serve from the next one on. The first one begins the learning, so that no
         graph is being recorded then."""

@@ -4,7 +4,7 @@ It trains as `train-*` do (heads/distillation.py), on windows of the traffic; th
 is trained. Knows neither the engine nor where the weights are saved.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -84,16 +84,25 @@ class Trainer:
     def step(self) -> None:
         """One of the optimizer's."""
         windows = self._windows.sample(False, STEP_WINDOWS, self._random)
+        self._optimize(windows, self._paced(windows))
+        self._num_trained += len(windows)
+        self.counts["steps"] += 1
+
+    def rehearse(self) -> None:
+        """Takes the memory of a step, and forgets what it has learned."""
+        windows = [self._windows.blank()] * STEP_WINDOWS
+        self._optimize(windows, map(self._model.states_of, windows))
+        self.restart()
+
+    def _optimize(self, windows: list[Window], states: Iterable[States]) -> None:
         guesser, num_tokens = self._guesser(self._trained), sum(len(w.token_ids) for w in windows)
-        distil(self._model, self._paced(windows), guesser, self._num_draft, num_tokens)
+        distil(self._model, states, guesser, self._num_draft, num_tokens)
         torch.nn.utils.clip_grad_norm_(self._trained.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         with torch.no_grad():
             new = list(self._trained.parameters())
             torch._foreach_lerp_(list(self.candidate.parameters()), new, 1 - MEAN_DECAY)
-        self._num_trained += len(windows)
-        self.counts["steps"] += 1
 
     def test(self) -> None:
         """Compares what was loaded, what serves and the candidate; promotes, rolls back, or drops."""

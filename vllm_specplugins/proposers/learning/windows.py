@@ -103,6 +103,10 @@ class Windows:
         found = self._finished[is_held_out]
         return [self._read(found[index]) for index in generator.permutation(len(found))[:most].tolist()]
 
+    def blank(self) -> Window:
+        """A window as large as any, of a text that nobody wrote."""
+        return self._read(_Kept(0, 0, 1.0, 0, [0] * (LENGTH + 1)))
+
     def _read(self, kept: _Kept) -> Window:
         token_ids = torch.tensor(kept.token_ids, device=self._states.device)
         states = self._states[kept.slot, : len(token_ids) - 1].clone()

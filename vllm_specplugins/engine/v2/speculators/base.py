@@ -152,6 +152,8 @@ class Speculator(DraftModelSpeculator):
         if self.adapters_of is not None:
             self.adapters = self.adapters_of(input_batch, rehearses)
         if rehearses:
+            if is_profile and (learner := learner_of(self.barrier.proposer)) is not None:
+                learner.rehearse()
             self._rehearse(input_batch, is_profile, skip_attn_for_dummy_run)
             return self.draft_tokens[:num_reqs]
         if self._last_hidden_states is not None:
