@@ -19,6 +19,8 @@ from .scan_fused import LARGEST, Scan, load_logits, load_request, load_scan, sca
 from .truncation_fused import load_kept
 
 _ACCEPT = tl.constexpr(ACCEPT)
+GREEDY = 8  # `given`, in place of limits: all rows emit their likeliest token
+_GREEDY = tl.constexpr(GREEDY)
 
 
 class Weighed(NamedTuple):
@@ -87,6 +89,8 @@ def _draw_kernel(
     token_ptr,
     # same, float32: the smallest logit that it keeps
     limit_ptr,
+    # [num_reqs, width] float32, the largest probability of each row, or None
+    largest_ptr,
     # [num_rows, num_groups] int32
     groups_ptr,
     scanned,
@@ -103,7 +107,7 @@ def _draw_kernel(
     if step < num_rows:
         scale, row = scale_of(temperature), begin + step
         row_ptr, slot = target.logits + row * target.stride, (request * width + step).to(tl.int64)
-        if temperature == 0.0:
+        if (temperature == 0.0) | (given == _GREEDY):
             maxima, totals, maximum = load_scan(scanned, row, scale, GROUPS)
             token = first_of_largest(row_ptr, maxima, target.vocab_size)
             limit = float("-inf")
@@ -119,6 +123,8 @@ def _draw_kernel(
             token = race(p, None, scale, 1.0, tl.load(parameters.seeds + state), position, maxima, totals, GROUPS)
         tl.store(token_ptr + slot, token)
         tl.store(limit_ptr + slot, limit)
+        if largest_ptr is not None:
+            tl.store(largest_ptr + slot, 1.0 / tl.maximum(tl.sum(totals, axis=0), 1.0))
     if is_last(scanned.arrivals + request, step, num_rows):
         steps = tl.arange(0, WIDTH)
         tokens = tl.load(token_ptr + request * width + steps, mask=steps < num_rows, other=-1)
@@ -251,15 +257,21 @@ def _weigh_kernel(
 
 
 def draw(
-    result: Result, scanned: Scan, target: Target, layout: Layout, parameters: Parameters, given: int
+    result: Result,
+    scanned: Scan,
+    target: Target,
+    layout: Layout,
+    parameters: Parameters,
+    given: int,
+    largest_probs: torch.Tensor | None = None,  # [num_reqs, width], written
 ) -> torch.Tensor:
     """One-hot q, in one launch; the smallest logit that each row keeps, [num_reqs, width]."""
     num_reqs, width = result.sampled.shape
     groups = torch.empty_like(scanned.maximum, dtype=torch.int32)
     token, limit = (torch.empty_like(result.sampled, dtype=dtype) for dtype in (torch.int32, torch.float32))
     _draw_kernel[(width, num_reqs)](
-        result, token, limit, groups, scanned, target, layout, parameters, given, WIDTH=padded_width(width),
-        GROUPS=triton.next_power_of_2(scanned.num_groups), num_warps=8,
+        result, token, limit, largest_probs, groups, scanned, target, layout, parameters, given,
+        WIDTH=padded_width(width), GROUPS=triton.next_power_of_2(scanned.num_groups), num_warps=8,
     )  # fmt: skip
     return limit
 

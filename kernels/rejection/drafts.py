@@ -37,6 +37,44 @@ def coupled_sample(
     return sampled[:, 0]
 
 
+def largest_probs_of(
+    logits: torch.Tensor,  # [N, vocab_size]
+    temperature: torch.Tensor,  # [N], 0 counts as 1
+) -> torch.Tensor:
+    """[N] float32: the largest probability of each row, before anything is cut.
+
+    >>> largest_probs_of(torch.tensor([[0.75, 0.25]]).log(), torch.zeros(1))
+    tensor([0.7500])
+    """
+    logits = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp_()
+
+
+def rated_sample(
+    logits: torch.Tensor,  # [N, vocab_size], as of coupled_sample
+    positions: torch.Tensor,
+    sampling: Sampling,
+    greedy: bool = False,
+    implementation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `coupled_sample` draws, or if `greedy` the likeliest tokens; and `largest_probs_of` the rows, which a kernel
+    finds on its way.
+
+    Args:
+        implementation: as of `rejection_sample`.
+
+    >>> logits, own = torch.tensor([[0.75, 0.25]]).log(), Sampling(torch.zeros(1), torch.tensor([7]))
+    >>> rated_sample(logits, torch.tensor([5]), own)
+    (tensor([0]), tensor([0.7500]))
+    """
+    if implementation_of(logits, implementation, "host") == "fused":
+        from . import fused
+
+        return fused.rated_sample(logits, _layout(positions), sampling, greedy)
+    sampled = logits.argmax(dim=-1) if greedy else coupled_sample(logits, positions, sampling, implementation)
+    return sampled, largest_probs_of(logits, sampling.temperature)
+
+
 def race_logprobs(
     logits: torch.Tensor,  # [N, vocab_size] floating
     positions: torch.Tensor,  # [N] int64: where the token that is drawn will stand

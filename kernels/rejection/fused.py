@@ -8,7 +8,7 @@ takes a third. No launch waits for the host, so a CUDA graph can record them.
 import torch
 
 from . import Layout, Sampling
-from .accept_fused import draw, weigh
+from .accept_fused import GREEDY, draw, weigh
 from .arguments import Drafts, Result, layout_of, parameters_of, target_of
 from .block_fused import keep
 from .scan_fused import scan
@@ -38,3 +38,19 @@ def rejection_sample(
     if block:
         keep(result, weighed, scanned, target, drafts, layout, parameters)
     return *result, None
+
+
+def rated_sample(
+    logits: torch.Tensor, layout: Layout, sampling: Sampling, greedy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See drafts.py: rows without drafts, in two launches."""
+    layout = layout_of(*layout)
+    sampled = torch.empty(len(layout.idx_mapping), 1, dtype=torch.int64, device=logits.device)
+    largest_probs = torch.empty_like(sampled[:, 0], dtype=torch.float32)
+    target, (parameters, given) = target_of(logits), parameters_of(sampling, layout)
+    scanned, result = (
+        scan(target, None, layout, parameters),
+        Result(sampled, torch.empty_like(largest_probs, dtype=torch.int32)),
+    )
+    draw(result, scanned, target, layout, parameters, GREEDY if greedy else given, largest_probs)
+    return sampled[:, 0], largest_probs

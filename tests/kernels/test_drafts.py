@@ -12,7 +12,7 @@ from interpreted import DEVICE, RUNS, needs_triton
 from scipy.stats import chisquare
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection import drafts as module
-from vllm_specplugins.kernels.rejection.drafts import coupled_sample, sample_with_q
+from vllm_specplugins.kernels.rejection.drafts import coupled_sample, largest_probs_of, rated_sample, sample_with_q
 from vllm_specplugins.kernels.rejection.testing import to_device
 
 NUM_REQS, VOCAB_SIZE = 400, 700
@@ -123,3 +123,22 @@ def test_fused_equals_reference(dtype: torch.dtype) -> None:
     ours = sample_with_q(*to_device(given, DEVICE), implementation="fused")
     for own, theirs in zip(ours, expected, strict=True):
         assert torch.equal(own.cpu(), theirs)
+
+
+@needs_triton
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("greedy", [False, True])
+def test_rated(greedy: bool, limits: str) -> None:
+    """Probabilities to 1e-6. Fails if they are of what a limit leaves, of another temperature, or of greedy rows as at
+    0; or if tokens are not those that are drawn without them."""
+    logits, positions = of_requests(7, num_reqs := 16)
+    logits[:4] *= 4
+    temperature = torch.tensor([0.0, 0.7, 1.0, 2.0] * (num_reqs // 4))
+    own = {name: values[:num_reqs] for name, values in LIMITS[limits].items()}
+    sampling = Sampling(temperature, STATES[:num_reqs] * 77, **own)
+    for dtype in (torch.float32, torch.bfloat16):
+        given = logits.to(dtype), positions, sampling
+        found = rated_sample(*to_device(given, DEVICE), greedy, "fused")
+        tokens = given[0].argmax(-1) if greedy else coupled_sample(*given, "reference")
+        assert torch.equal(found[0].cpu(), tokens)
+        torch.testing.assert_close(found[1].cpu(), largest_probs_of(given[0], temperature), rtol=1e-6, atol=1e-6)

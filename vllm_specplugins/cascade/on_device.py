@@ -123,15 +123,11 @@ class OnDevice:
 
     def _follow(self, target: Target, num_steps: int, drafts: DraftArrays, found: DraftArrays | None = None) -> Steps:
         """The exit's steps, which say their confidence in a draft's tokens."""
-
-        def rate(step: int, logits: torch.Tensor) -> None:
-            drafts.confidence[:, step] = token_confidence(logits, target.sampling.temperature).to(
-                drafts.confidence.dtype
-            )
-
-        sees = self.sees or (rate if self.rates else None)
-        followed = () if found is None else (found.token_ids, found.num_draft)
-        return self.stage.draft_steps(target, num_steps, sees, *followed)
+        followed = {} if found is None else {"followed": found.token_ids, "num_followed": found.num_draft}
+        steps = self.stage.draft_steps(target, num_steps, self.sees, self.rates, **followed)
+        if steps.largest_probs is not None:
+            drafts.confidence[:, :num_steps] = token_confidence(steps.largest_probs)
+        return steps
 
     def _extended(
         self, target: Target, found: DraftArrays, own: torch.Tensor, num_steps: int

@@ -7,7 +7,7 @@ is not known; "probabilistic" with noise of its own, from logits that are q. N: 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 from vllm_specplugins.config import chain_length
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.kernels.rejection import Sampling
-from vllm_specplugins.kernels.rejection.drafts import coupled_sample, sample_with_q
+from vllm_specplugins.kernels.rejection.drafts import coupled_sample, largest_probs_of, rated_sample, sample_with_q
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.proposers.tree import Tree, grow
 from vllm_specplugins.structures.arrays import FIRST_CONFIDENCE, NO_COUNTS, Floats, Ints, columns
@@ -25,19 +25,23 @@ Sees = Callable[[int, torch.Tensor], None]  # who is shown the logits of a step
 LARGEST_CONFIDENCE = 16.0  # as of a match of so many tokens
 
 
-def token_confidence(
-    logits: torch.Tensor,  # [N, V]
-    temperature: torch.Tensor,  # [N], 0 is greedy
-) -> torch.Tensor:
-    """[N] float32: of a head's distribution, whichever token was drawn: 1 / sqrt(1 - its largest probability), which
-    is of the size of a lookup's confidence: 2 where the probability is 3/4, 4 where it is 15/16.
+def token_confidence(largest_probs: torch.Tensor) -> torch.Tensor:
+    """Of a head's distributions, whichever tokens were drawn: 1 / sqrt(1 - the largest probability), which is of the
+    size of a lookup's confidence: 2 where the probability is 3/4, 4 where it is 15/16.
 
-    >>> token_confidence(torch.tensor([[0.75, 0.25]]).log(), torch.zeros(1)).tolist()
-    [2.0]
+    >>> token_confidence(torch.tensor([[0.75, 1.0]])).tolist()
+    [[2.0, 16.0]]
     """
-    logits = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    largest = logits.amax(dim=-1) - logits.logsumexp(dim=-1)
-    return (-torch.expm1(largest)).clamp_(min=LARGEST_CONFIDENCE**-2).rsqrt_()
+    return (1 - largest_probs).clamp_(min=LARGEST_CONFIDENCE**-2).rsqrt_()
+
+
+class Chosen(NamedTuple):
+    """Tokens [N]; if they are drawn with noise of their own, the logits [N, V] that they are drawn from; if it was
+    asked for, the largest probability [N] of what they were chosen from, before anything was cut."""
+
+    token_ids: torch.Tensor
+    q_logits: torch.Tensor | None = None
+    largest_probs: torch.Tensor | None = None
 
 
 class DraftSampler:
@@ -54,21 +58,26 @@ class DraftSampler:
         positions: torch.Tensor,  # [N] int64, of what is chosen
         drafts: torch.Tensor | None = None,  # [N, T] what was drafted before; None: nobody edits the logits
         counts: torch.Tensor | None = None,  # [N] how many of those; None: T
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Token ids [N] and, if they are drawn with noise of their own, the logits [N, V] that they are drawn from."""
+        rates: bool = False,
+    ) -> Chosen:
+        """Tokens, one of each row; with their largest probabilities if `rates`."""
         if target.edit is not None and drafts is not None:
             logits = target.edit(logits, drafts, positions, counts).to(logits.dtype)
         sampling, num_reqs = target.sampling, len(target.num_tokens)
-        if self.is_greedy or (self.is_coupled and sampling.verified is None):
-            return logits.argmax(dim=-1), None
+        own, is_greedy = sampling.verified, self.is_greedy or (self.is_coupled and sampling.verified is None)
+        if is_greedy and not rates:
+            return Chosen(logits.argmax(dim=-1))
         rows = torch.arange(num_reqs, device=logits.device).repeat_interleave(len(logits) // num_reqs)
-        if self.is_coupled:
-            return coupled_sample(logits, positions, sampling.verified.at(rows)), None
-        own = Sampling(sampling.temperature, sampling.seeds)
-        if sampling.verified is not None:
-            own = replace(sampling.verified, seeds=sampling.seeds)
-        token_ids, kept = sample_with_q(logits, positions, own.at(rows))
-        return token_ids, kept
+        if is_greedy or own is None:
+            own = Sampling(sampling.temperature, sampling.seeds)
+        if self.is_one_hot:
+            if not rates:
+                return Chosen(coupled_sample(logits, positions, own.at(rows)))
+            token_ids, largest_probs = rated_sample(logits, positions, own.at(rows), is_greedy)
+            return Chosen(token_ids, None, largest_probs)
+        own = replace(own, seeds=sampling.seeds).at(rows)
+        token_ids, q_logits = sample_with_q(logits, positions, own)
+        return Chosen(token_ids, q_logits, largest_probs_of(logits, own.temperature) if rates else None)
 
 
 @dataclass(slots=True)
@@ -78,19 +87,31 @@ class Steps:
     Args:
         token_ids: [num_reqs, num_steps] int32.
         logits: [num_reqs, num_steps, vocab_size], if the tokens are drawn with noise of their own.
+        largest_probs: [num_reqs, num_steps] float32, if they were asked for; see Chosen.
     """
 
     token_ids: torch.Tensor
     logits: torch.Tensor | None = None
+    largest_probs: torch.Tensor | None = None
 
     @classmethod
     def of(cls, last: torch.Tensor, num_steps: int) -> "Steps":
         """Nothing yet, of so many requests."""
         return cls(last.new_empty(len(last), num_steps, dtype=torch.int32))
 
-    def put(self, step: int, chosen: torch.Tensor, q_logits: torch.Tensor | None) -> None:
-        """One token of each request, [num_reqs], and maybe what it was drawn from."""
+    def put(
+        self,
+        step: int,
+        chosen: torch.Tensor,
+        q_logits: torch.Tensor | None = None,
+        largest_probs: torch.Tensor | None = None,
+    ) -> None:
+        """One token of each request, [num_reqs], and maybe what it was drawn from, and the largest probability."""
         self.token_ids[:, step] = chosen
+        if largest_probs is not None:
+            if self.largest_probs is None:
+                self.largest_probs = largest_probs.new_empty(self.token_ids.shape)
+            self.largest_probs[:, step] = largest_probs
         if q_logits is not None:
             if self.logits is None:
                 self.logits = q_logits.new_empty(*self.token_ids.shape, q_logits.shape[-1])
@@ -170,8 +191,9 @@ class ModelProposer(Proposer):
         steps = self.draft_steps(target, num_steps)
         return steps.token_ids, steps.logits
 
-    def draft_steps(self, target: Any, num_steps: int, sees: Sees | None = None) -> Steps:
-        """The same; `sees` is shown each step's logits [num_reqs, vocab_size], edited."""
+    def draft_steps(self, target: Any, num_steps: int, sees: Sees | None = None, rates: bool = False) -> Steps:
+        """The same; `sees` is shown each step's logits [num_reqs, vocab_size], edited; `rates` asks for the largest
+        probabilities."""
         raise NotImplementedError
 
     def draft_tree(self, target: Target, num_nodes: int, branches: torch.Tensor, other: Any = None) -> Tree:

@@ -12,7 +12,7 @@ import torch
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
-from vllm_specplugins.proposers.draft_sampler import ModelProposer, Sees, Steps
+from vllm_specplugins.proposers.draft_sampler import Chosen, ModelProposer, Sees, Steps
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, check_look_ahead
 from vllm_specplugins.proposers.learning.exits import ExitStates
@@ -74,7 +74,8 @@ class EarlyExit(ModelProposer):
                 last, q_logits = self._choose_behind(target, positions, begun, num_begun)
                 positions += num_begun
             else:
-                last, q_logits, _ = self._choose(target, last, torch.minimum(positions, ends), text, num_begun + step)
+                ends_at = torch.minimum(positions, ends)
+                (last, q_logits, _), _ = self._choose(target, last, ends_at, text, num_begun + step)
             steps.put(step, last, q_logits)
             text.scatter_(1, (num_begun + step).clamp(max=text.shape[1] - 1)[:, None], last[:, None].to(text.dtype))
             positions.add_(1).clamp_(max=self.max_position)
@@ -85,6 +86,7 @@ class EarlyExit(ModelProposer):
         target: Target,
         num_steps: int,
         sees: Sees | None = None,
+        rates: bool = False,
         followed: Any = None,
         num_followed: Any = None,
     ) -> Steps:
@@ -93,29 +95,31 @@ class EarlyExit(ModelProposer):
 
         Args:
             sees: is shown each step's logits [num_reqs, vocab_size].
+            rates: whether to find each step's largest probabilities.
             followed: [num_reqs, >= num_steps] int tensor, drafts; None: it follows its own tokens alone.
             num_followed: [num_reqs] int tensor, how many of each.
         """
         if self._ahead is not None:
-            return self._look_ahead(target, self._ahead, num_steps, sees)
+            return self._look_ahead(target, self._ahead, num_steps, sees, rates)
         last, positions = target.last_token_ids, target.num_tokens - 1
         steps = Steps.of(last, num_steps)
         path = steps.token_ids if followed is None else torch.empty_like(steps.token_ids)
         for step in range(num_steps):
-            own, q_logits, logits = self._choose(target, last, positions, path[:, :step], rates=sees is not None)
+            begun, needs_logits = path[:, :step], sees is not None
+            chosen, logits = self._choose(target, last, positions, begun, rates=rates, needs_logits=needs_logits)
             if self._read is not None:
                 self._read.put(step, last, positions, self._newest)
-            steps.put(step, own, q_logits)
+            steps.put(step, *chosen)
             if sees is not None:
                 assert logits is not None
                 sees(step, logits)
-            last = own
+            last = chosen.token_ids
             if followed is not None:
-                last = path[:, step] = torch.where(num_followed > step, followed[:, step], own)
+                last = path[:, step] = torch.where(num_followed > step, followed[:, step], last)
             positions.add_(1).clamp_(max=self.max_position)
         return steps
 
-    def _look_ahead(self, target: Target, ahead: torch.Tensor, num_steps: int, sees: Sees | None) -> Steps:
+    def _look_ahead(self, target: Target, ahead: torch.Tensor, num_steps: int, sees: Sees | None, rates: bool) -> Steps:
         """As `draft_steps`, by one pass: after the newest token stand embeddings for those that are not known yet."""
         forward, num_reqs = target.forward, len(target.last_token_ids)
         steps = Steps.of(target.last_token_ids, num_steps)
@@ -130,7 +134,7 @@ class EarlyExit(ModelProposer):
         logits = logits.view(num_reqs, num_steps, -1)
         for step in range(num_steps):
             begun, places = steps.token_ids[:, :step], positions[:, step] + 1
-            steps.put(step, *self._sampler.choose(target, logits[:, step], places, begun))
+            steps.put(step, *self._sampler.choose(target, logits[:, step], places, begun, rates=rates))
             if sees is not None:
                 sees(step, logits[:, step])
         return steps
@@ -142,7 +146,7 @@ class EarlyExit(ModelProposer):
         fed = torch.cat((target.last_token_ids[:, None], begun), dim=1)
         places = positions[:, None] + torch.arange(fed.shape[1], device=fed.device)
         firsts = torch.zeros_like(num_begun)
-        chosen, logits, _ = self._choose(target, fed, places.clamp_(max=self.max_position), begun, firsts)
+        (chosen, logits, _), _ = self._choose(target, fed, places.clamp_(max=self.max_position), begun, firsts)
         ends = num_begun.clamp(max=begun.shape[1])
         if logits is not None:
             logits = logits[torch.arange(len(fed), device=fed.device), ends]
@@ -165,7 +169,7 @@ class EarlyExit(ModelProposer):
         """
         device = target.num_tokens.device
         fed, places, begun, firsts = (torch.from_numpy(own).to(device) for own in (token_ids, positions, text, firsts))
-        return self._choose(target, fed, places, begun, firsts)[:2]
+        return self._choose(target, fed, places, begun, firsts)[0][:2]
 
     def _choose(
         self,
@@ -175,25 +179,28 @@ class EarlyExit(ModelProposer):
         begun: torch.Tensor | None = None,
         firsts: torch.Tensor | None = None,
         rates: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """What follows each token: ids and, if it is drawn by itself, logits, of shape [num_reqs] or [num_reqs, T];
-        after them all logits [N, vocab_size] if they had to be made, or are asked for by `rates`.
+        needs_logits: bool = False,
+    ) -> tuple[Chosen, torch.Tensor | None]:
+        """What follows each token, of shape [num_reqs] or [num_reqs, T], and all logits [N, vocab_size] if they had to
+        be made, or are needed.
 
         `begun` [num_reqs, K]: what was drafted before; None: nobody edits the logits. `firsts` [num_reqs]: how
         much of that stands before what follows each request's first token; None: all.
         """
         hidden_states = target.forward.hidden_states(self.exit_layer, token_ids, positions, normed=self._head is None)
         flat = self._newest = hidden_states.view(-1, hidden_states.shape[-1])
-        if self._sampler.is_greedy and self._head is None and (target.edit is None or begun is None) and not rates:
-            return target.forward.argmax(flat).view(token_ids.shape), None, None
+        is_plain = self._sampler.is_greedy and self._head is None and (target.edit is None or begun is None)
+        if is_plain and not (rates or needs_logits):
+            return Chosen(target.forward.argmax(flat).view(token_ids.shape)), None
         logits = (target.forward if self._head is None else self._head).logits(flat)
         counts, num_fed = None, len(flat) // len(token_ids)
         if begun is not None and firsts is not None and target.edit is not None:
             counts = (firsts[:, None] + torch.arange(num_fed, device=flat.device)).clamp(max=begun.shape[1]).flatten()
             begun = begun.repeat_interleave(num_fed, dim=0)
-        chosen, q_logits = self._sampler.choose(target, logits, positions.reshape(-1) + 1, begun, counts)
+        places = positions.reshape(-1) + 1
+        chosen, q_logits, largest_probs = self._sampler.choose(target, logits, places, begun, counts, rates)
         q_logits = None if q_logits is None else q_logits.view(*token_ids.shape, -1)
-        return chosen.view(token_ids.shape), q_logits, logits
+        return Chosen(chosen.view(token_ids.shape), q_logits, largest_probs), logits
 
 
 def check(config: EarlyExitConfig, sizes: TargetSizes) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from vllm_specplugins.config import ConfigError, JumpConfig
 from vllm_specplugins.draft import ProposerContext
-from vllm_specplugins.proposers.draft_sampler import ModelProposer, Sees, Steps
+from vllm_specplugins.proposers.draft_sampler import Chosen, ModelProposer, Sees, Steps
 from vllm_specplugins.proposers.heads.jump_head import JumpHead, check_jump
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.target import Target, TargetSizes
@@ -30,14 +30,15 @@ class Jump(ModelProposer):
             size = self._head.config.hidden_size
             self.learner = Learner(self._head, config.learn, context, config.head, size)
 
-    def draft_steps(self, target: Target, num_steps: int, sees: Sees | None = None) -> Steps:
+    def draft_steps(self, target: Target, num_steps: int, sees: Sees | None = None, rates: bool = False) -> Steps:
         """One jump for each token."""
         last, positions, states = target.last_token_ids, target.num_tokens - 1, target.last_hidden_states
         steps = Steps.of(last, num_steps)
         for step in range(num_steps):
             states = self._jump(target, last, states, positions)
-            last, q_logits, logits = self._choose(target, states, positions + 1, steps.token_ids[:, :step], sees)
-            steps.put(step, last, q_logits)
+            chosen, logits = self._choose(target, states, positions + 1, steps.token_ids[:, :step], sees, rates)
+            steps.put(step, *chosen)
+            last = chosen.token_ids
             if sees is not None:
                 sees(step, logits)
             positions = (positions + 1).clamp_(max=self.max_position)
@@ -58,14 +59,19 @@ class Jump(ModelProposer):
         return late
 
     def _choose(
-        self, target: Target, states: torch.Tensor, positions: torch.Tensor, begun: torch.Tensor, sees: Sees | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-        """What follows each token: ids [num_reqs] and, if it is drawn by itself, logits; and all logits, if they had to
-        be made."""
-        if self._sampler.is_greedy and target.edit is None and sees is None:
-            return target.forward.argmax(states), None, None
+        self,
+        target: Target,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        begun: torch.Tensor,
+        sees: Sees | None,
+        rates: bool,
+    ) -> tuple[Chosen, Any]:
+        """What follows each token, and all logits, if they had to be made."""
+        if self._sampler.is_greedy and target.edit is None and sees is None and not rates:
+            return Chosen(target.forward.argmax(states)), None
         logits = target.forward.logits(states)
-        return *self._sampler.choose(target, logits, positions, begun), logits
+        return self._sampler.choose(target, logits, positions, begun, rates=rates), logits
 
 
 def check(config: JumpConfig, sizes: TargetSizes) -> None:

@@ -34,13 +34,13 @@ class Medusa(ModelProposer):
         """See ModelProposer.dummy_run."""
         return self.propose(replace(batch, max_num_draft=batch.max_num_draft.clip(max=self._most)))
 
-    def draft_steps(self, target: Target, num_steps: int, sees: Sees | None = None) -> Steps:
+    def draft_steps(self, target: Target, num_steps: int, sees: Sees | None = None, rates: bool = False) -> Steps:
         """A token of each head."""
         steps = Steps.of(target.last_token_ids, num_steps)
         logits = self._heads.logits(target.last_hidden_states, num_steps, target.forward.logits) if num_steps else ()
         for step, own in enumerate(logits):
             begun = steps.token_ids[:, :step]
-            steps.put(step, *self._sampler.choose(target, own, target.num_tokens + step, begun))
+            steps.put(step, *self._sampler.choose(target, own, target.num_tokens + step, begun, rates=rates))
             if sees is not None:
                 sees(step, own)
         return steps
