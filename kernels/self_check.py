@@ -24,6 +24,8 @@ from .rejection.adjust.testing import make_edits
 from .rejection.drafts import sample_with_q
 from .rejection.step import sample_step
 from .rejection.testing import Batch, as_step, make_spiky, to_device
+from .steps import limit, tally
+from .steps.testing import make_step, new_totals
 from .trees import attend, compact, walk
 from .trees.testing import make_attention, make_moves, make_walks
 
@@ -94,6 +96,7 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device], int]
             yield name, partial(_verifies, shapes, dense, truncated)
     yield "verification, in place", partial(_verifies_in_place, shapes)
     yield "edits", partial(_edits, shapes)
+    yield "rows", partial(_counts, shapes)
     if shapes.samples:
         yield "noise", partial(_draws, shapes)
     if shapes.looks_up:
@@ -145,6 +148,17 @@ def _looks_up(shapes: Shapes, device: torch.device, seed: int = 1) -> int:
     return 2 * _rows(_both(operation, (), device))  # no sums, no ties: one that differs is one too many
 
 
+def _counts(shapes: Shapes, device: torch.device) -> int:
+    def operation(*step: Any, implementation: str) -> list[torch.Tensor]:
+        rows, lengths, limits, most, num_draft, staged = step
+        mapping, totals = torch.zeros_like(num_draft), new_totals(len(lengths), shapes.max_num_draft, num_draft.device)
+        slots, wanted = limit(rows, lengths, limits, most, mapping, implementation)
+        tally(totals, rows, wanted, num_draft, shapes.max_num_draft, staged, implementation)
+        return [slots, wanted, mapping, *totals[:2]]
+
+    return 2 * _rows(_both(operation, tuple(make_step(40, shapes.max_num_draft)), device))
+
+
 def _shares(shapes: Shapes, device: torch.device) -> int:
     places = ("fused", device), ("reference", torch.device("cpu"))
     shares = list(make_shares(12, shapes.max_num_draft))
@@ -191,10 +205,11 @@ def _rates(shapes: Shapes, device: torch.device, num_stages: int = 2) -> int:
         state = new_state(num_stages, 41, shapes.max_num_draft, there)
         for slots, drafts, sampled, rejected in to_device(tuple(steps), there):
             accept_probs = torch.zeros_like(drafts.confidence)
+            tables = tuple(torch.zeros(2, 41, drafts.stage.shape[1], device=there))
             worth = num_worth(state, slots, drafts, 1, shapes.max_num_draft, implementation=implementation)
-            predict(state, slots, drafts, accept_probs, implementation)
+            predict(state, slots, drafts, accept_probs, implementation, tables=tables)
             learn(state, slots, sampled, rejected, implementation)
-            results += [worth, accept_probs]
+            results += [worth, accept_probs, *tables]
         # What the last steps predict and what is known go by all of what was learned.
         return [*results, *state[:4]]
 

@@ -86,6 +86,7 @@ def predict(
     accept_probs: Any,
     implementation: str | None = None,
     keeps: bool = True,
+    tables: tuple[Any, Any] | tuple[()] = (),
 ) -> None:
     """Fills in the probability of each token to be accepted if those before it are, 0 after a draft's end.
 
@@ -94,6 +95,7 @@ def predict(
         accept_probs: [R, K] float, written.
         implementation: see `learn`.
         keeps: whether these are the drafts that `learn` is told of.
+        tables: where each slot's probabilities go, too: [S, K] float, two or none.
 
     >>> import torch
     >>> from vllm_specplugins.kernels.acceptance.state import new_state
@@ -108,7 +110,7 @@ def predict(
     >>> (found > torch.tensor([0.5, 0.6, 0.9, 0.0])).tolist()
     [[True, True, False, False]]
     """
-    _module(state, implementation).predict(state, slots, drafts, accept_probs, keeps)
+    _module(state, implementation).predict(state, slots, drafts, accept_probs, keeps, tables)
 
 
 def _module(state: State, implementation: str | None) -> Any:

@@ -82,6 +82,8 @@ def _predict_kernel(
     state,
     slots_ptr,
     drafts,
+    # two of [S, K], or None
+    tables,
     num_rows,
     K: tl.constexpr,
     M: tl.constexpr,
@@ -103,9 +105,12 @@ def _predict_kernel(
     own = slots[:, None] * (M * _G) + cell
     found = tl.load(state.accepted + own, mask=mask, other=0.0) + _PRIOR_WEIGHT * prior
     found /= tl.load(state.tried + own, mask=mask, other=0.0) + _PRIOR_WEIGHT
-    tl.store(accept_probs_ptr + tokens, found, mask=inside[:, None] & (places < K))
+    written, sent = inside[:, None] & (places < K), slots[:, None] * K + places
+    tl.store(accept_probs_ptr + tokens, found, mask=written)
+    if tables is not None:
+        tl.store(tables[0] + sent, found, mask=written)
+        tl.store(tables[1] + sent, found, mask=written)
     if KEEPS:
-        sent = slots[:, None] * K + places
         tl.store(state.num_sent + slots, num_draft.to(tl.int32), mask=inside)
         tl.store(state.sent_stage + sent, stage, mask=mask)
         tl.store(state.sent_confidence + sent, confidence, mask=mask)
@@ -134,8 +139,11 @@ def predict(
     drafts: Drafts,
     accept_probs: torch.Tensor,  # [R, K]
     keeps: bool,
+    tables: tuple[torch.Tensor, ...],  # [S, K]
 ) -> None:
     tiles = _tiles(state, _RATED)
     grid = (triton.cdiv(len(slots), tiles["ROWS"]),)
     drafts = Drafts(*(part.contiguous() for part in drafts))
-    _predict_kernel[grid](accept_probs, state, slots, drafts, len(slots), **tiles, KEEPS=keeps, num_warps=1)
+    _predict_kernel[grid](
+        accept_probs, state, slots, drafts, tables or None, len(slots), **tiles, KEEPS=keeps, num_warps=1
+    )

@@ -38,12 +38,15 @@ def predict(
     drafts: Drafts,
     accept_probs: torch.Tensor,  # [R, K]
     keeps: bool,
+    tables: tuple[torch.Tensor, ...],  # [S, K]
 ) -> None:
     prior = state.shared_accepted / state.shared_tried
     found = (state.accepted[slots] + PRIOR_WEIGHT * prior) / (state.tried[slots] + PRIOR_WEIGHT)
     cells = drafts.stage.long() * NUM_GRADES + _grades(drafts.confidence)
     is_drafted = torch.arange(cells.shape[1], device=cells.device) < drafts.num_draft[:, None]
     accept_probs.copy_(torch.where(is_drafted, found.flatten(1).gather(1, cells.clamp(max=prior.numel() - 1)), 0.0))
+    for table in tables:
+        table[slots] = accept_probs.to(table.dtype)
     if keeps:
         state.num_sent[slots] = drafts.num_draft.int()
         state.sent_stage[slots] = drafts.stage.int()

@@ -106,11 +106,9 @@ class Engine:
         from vllm.v1.attention.backends import registry
 
         from vllm_specplugins.engine.v2.feedback.readings import Readings
-        from vllm_specplugins.engine.v2.feedback.tally import Tally
 
-        # Of numbers that no kernel has computed; the first two are in graphs, the last is another thread's.
-        for kind, name in ((Tally, "add_drafts"), (Tally, "add_stages"), (Readings, "_reading")):
-            setattr(kind, name, lambda *arguments: None)
+        # Of numbers that no kernel has computed, by another thread.
+        Readings._reading = lambda *arguments: None  # type: ignore[method-assign]
 
         name, *endings = arm.split(", ") if not arm.startswith("{") else [arm]
         method = METHODS[name] if name in METHODS else json.loads(name)

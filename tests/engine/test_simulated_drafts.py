@@ -155,6 +155,13 @@ def test_lookup(device: Device, llm: Any, prompts: Any, expected: Any) -> None:
     assert stats["faults"] == {} and 0 < stats["accepted_tokens"] <= stats["drafted_tokens"]
 
 
+def test_launches(llm: Any) -> None:
+    """A graph of a lookup, whatever its size. Fails if a step takes more launches than it was brought down to."""
+    alone = runner(llm).speculator.lookups.late is None
+    for graph in runner(llm).speculator._graphs_of[0].graphs.values():
+        assert graph.contents.total() <= (12 if alone else 40), graph.contents
+
+
 def test_any_confidence(llm: Any, prompts: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trimmed at random. Fails if verification takes a draft's scheduled length for its true one."""
     manager, rng = runner(llm).adaptive_verification, torch.Generator().manual_seed(1)

@@ -1,9 +1,13 @@
 """What the device counts of drafts, beside the same counted by hand on the host."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from conftest import RUNNER
+from vllm_specplugins.kernels.steps import Rows, Staged
 
 from vllm_specplugins.counters import Counters, StageCounters, count
 from vllm_specplugins.draft import Feedback
@@ -59,12 +63,13 @@ def test_counts_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
         sampled, rejected = (accepted + 1) * samples, (verified - accepted) * samples
         slots = torch.arange(SLOTS).where(torch.from_numpy(samples), torch.tensor(SLOTS))
         fates = torch.from_numpy(sampled).int(), torch.from_numpy(rejected).int()
-        tally.add_fates(slots, *fates)
-        tally.add_drafts(max_draft, num_draft)
         sent = drafts if sent is None else sent
         known = torch.minimum(sent.num_draft, sum(fates) - 1)
         parts = torch.where(num_draft > 0, num_draft, -1), num_draft
-        tally.add_stages(torch.from_numpy(sampled - 1), known, sent.stage, drafts, parts, num_draft * 0)
+        table = torch.cat((sent.stage, sent.stage[:1])).int()  # in the order of the slots, and nobody's
+        lengths = torch.cat((sent.num_draft, sent.num_draft[:1]))
+        staged = Staged(lengths, table, *fates, stage, *parts, num_draft * 0)
+        tally.add_rows(Rows(slots, *fates), max_draft, num_draft, staged)
         if counts:
             rows = np.flatnonzero(samples)
             expected.add(Feedback([], verified[rows], accepted[rows]))
@@ -84,3 +89,20 @@ def test_counts_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == expected and stages == by_stage
     assert tally.take([*names[:4], "unknown"]) == [] and tally.take([]) == (sums[:4, 1] / sums[:4, 0]).tolist()
     assert tally.take(names[:4]) == []
+
+
+def test_a_fault_after_a_step_of_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the empty drafts after a fault are held against rows of another step."""
+    from vllm_specplugins.engine.v2.feedback import draft_tracker
+    from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
+
+    monkeypatch.setattr(draft_tracker, "new_confidences", lambda *_: None)
+    states, device = SimpleNamespace(max_num_reqs=SLOTS), torch.device("cpu")
+    outcomes = draft_tracker.DraftTracker(STAGES, states, K, device)
+    ones = torch.ones(SLOTS, dtype=torch.int32)
+    outcomes.fates = ones, ones
+    outcomes.begin(3, torch.arange(3), ones[:3], ones[:3] * 0)
+    own: Any = SimpleNamespace(outcomes=outcomes, draft_tokens=torch.ones(SLOTS, K).long(), device=device)
+    own._rates, own._policy, own._keep_logits = False, "auto", lambda *_: None
+    DeviceSpeculator._draft_nothing(own, 3)
+    assert outcomes.fates is None and own.draft_tokens.sum(dim=1).tolist() == [0] * 3 + [K] * (SLOTS - 3)

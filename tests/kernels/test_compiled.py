@@ -15,16 +15,18 @@ from pathlib import Path
 import pytest
 
 VOCAB_SIZE = 128_256
+MAX_NUM_DRAFT, NUM_SLOTS = 31, 1024  # of a default start
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
 MAX_REGISTERS = {"_scan_kernel": 64, "_draw_kernel": 64, "_weigh_kernel": 64, "_keep_kernel": 80, "_adjust_kernel": 64}
-MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64}
+MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64, "_limit_kernel": 64, "_tally_kernel": 64}
 MAX_REGISTERS |= {"_attend_kernel": 128, "_walk_kernel": 64, "_compact_kernel": 64}
-MAX_REGISTERS |= {"_share_kernel": 80, "_learn_kernel": 128, "_predict_kernel": 64}  # one program, and small ones
+# One program of 16 warps, which has a multiprocessor for itself, one of 4, and small ones.
+MAX_REGISTERS |= {"_share_kernel": 128, "_learn_kernel": 128, "_predict_kernel": 64}
 LIMITS = dict.fromkeys(("sm_90", "sm_100"), MAX_REGISTERS)
 LIMITS["sm_80"] = MAX_REGISTERS | {"_draw_kernel": 80, "_weigh_kernel": 80}  # what truncates: three programs
 # There a SIMD has 512, and two of a program's 8 warps: 64 leave room for four programs, 72 for three.
 LIMITS["gfx942"] = {name: min(most, 64) for name, most in MAX_REGISTERS.items()}
-LIMITS["gfx942"] |= {"_weigh_kernel": 72, "_learn_kernel": 128, "_share_kernel": 80, "_attend_kernel": 168}
+LIMITS["gfx942"] |= {"_weigh_kernel": 72, "_learn_kernel": 128, "_share_kernel": 128, "_attend_kernel": 168}
 # Logits of each row that a program reads, where it does not choose some.
 TILE_SIZES = {"_scan_kernel": 8192, "_keep_kernel": 8192, "_adjust_kernel": 2048}
 TILE_SIZES |= {"_match_kernel": 2 * 1024}  # of tokens, in a text and in a reference
@@ -52,8 +54,11 @@ def record_launches() -> list:
     from vllm_specplugins.kernels.rejection import rejection_sample
     from vllm_specplugins.kernels.rejection.adjust import adjust
     from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
+    from vllm_specplugins.kernels.rejection.drafts import rated_sample
     from vllm_specplugins.kernels.rejection.step import sample_step
     from vllm_specplugins.kernels.rejection.testing import as_step
+    from vllm_specplugins.kernels.steps import limit, tally
+    from vllm_specplugins.kernels.steps.testing import make_step, new_totals
     from vllm_specplugins.kernels.trees import attend, compact, walk
     from vllm_specplugins.kernels.trees.testing import make_attention, make_moves, make_walks
 
@@ -69,24 +74,34 @@ def record_launches() -> list:
         batch = make_batch([1, 1], VOCAB_SIZE, dense=dense, dtype=dtype, **parameters)
         # As Model Runner V2 has them.
         batch = batch._replace(idx_mapping=batch.idx_mapping.long(), draft_token_ids=batch.draft_token_ids.int())
+        if not dense:  # a lookup's default
+            batch = batch._replace(max_num_draft=MAX_NUM_DRAFT)
         rejection_sample(*batch, implementation="fused")
         if not dense:
             sample_step(*as_step(batch), implementation="fused")
+        if not dense and dtype == torch.bfloat16:
+            rated_sample(batch.target_logits, batch.positions, batch.sampling, implementation="fused")
         if not parameters:
             rejection_sample(*batch, implementation="fused", block=True)
         if not parameters and not dense:
             adjust(*batch[:5], make_edits(batch), 1, implementation="fused")
-    history_match(*make_lookup(5), implementation="fused")
-    share = next(make_shares(256, 5, num_slots=1024))
+    history_match(*make_lookup(MAX_NUM_DRAFT), implementation="fused")
+    share = next(make_shares(NUM_SLOTS, MAX_NUM_DRAFT, NUM_SLOTS))
     share_budget(Layout(*torch.zeros(2, 1025, dtype=torch.int32)), *share, 1, "fused")
-    attend(*make_attention([(40, 16)], (32, 8, 128), 16, torch.bfloat16), implementation="fused")
-    walk(*make_walks(4, 16), implementation="fused")
+    rows, lengths, limits, most, num_draft, staged = make_step(NUM_SLOTS // 2, MAX_NUM_DRAFT)
+    limit(rows, lengths, limits, most, num_draft, "fused")
+    for own in (None, staged):
+        tally(new_totals(NUM_SLOTS, MAX_NUM_DRAFT, "cpu"), rows, num_draft, num_draft, MAX_NUM_DRAFT, own, "fused")
+    width = MAX_NUM_DRAFT + 1
+    attend(*make_attention([(40, width)], (32, 8, 128), width, torch.bfloat16), implementation="fused")
+    walk(*make_walks(4, width), implementation="fused")
     caches, moves = make_moves([[0, 15]], torch.bfloat16, (8, 256), 1)
     compact(caches, torch.zeros(1, dtype=torch.uint64), *moves, "fused")
-    for slots, drafts, sampled, rejected in make_steps(1, 8, 2, 5):
-        known = new_state(2, 17, 5, "cpu")
+    for slots, drafts, sampled, rejected in make_steps(1, 8, 2, MAX_NUM_DRAFT):
+        known = new_state(2, 17, MAX_NUM_DRAFT, "cpu")
         learn(known, slots, sampled, rejected, "fused")
-        predict(known, slots, drafts, torch.zeros(8, 5), "fused")
+        tables = tuple(torch.zeros(2, 17, MAX_NUM_DRAFT))
+        predict(known, slots, drafts, torch.zeros(8, MAX_NUM_DRAFT), "fused", tables=tables)
         num_worth(known, slots, drafts._replace(confidence=drafts.confidence.long()), 1, 3, "fused")
     return launches
 

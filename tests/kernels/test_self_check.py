@@ -105,6 +105,11 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
     "acceptance/fused.py": [
         ("nothing learned", "old_tried * _DECAY + tried", "old_tried", ("acceptance", 2100, False)),
         ("one grade", "(confidence > _BOUNDS[at])", "(confidence > _BOUNDS[0])", ("acceptance", 2100, False)),
+        ("a table", "tables[1] + sent, found", "tables[1] + sent, 0.5 * found", ("acceptance", 2100, False)),
+    ],
+    "steps/fused.py": [
+        ("padding", "slots < num_slots, slots", "slots <= num_slots, slots", ("rows", 2100, False)),
+        ("a kind", "_KINDS * before + 1", "_KINDS * before + 2", ("rows", 2100, False)),
     ],
     "budget/fused.py": [("one less", "left = budget -", "left = budget - 1 -", ("budget", 2100, False))],
     "trees/fused.py": [
@@ -135,11 +140,11 @@ def problems(package: str, vocab_size: int, block: bool, only: str | None = None
 def test_sound() -> None:
     """Kills: a check that finds fault with what is right, or leaves one out."""
     found = problems("vllm_specplugins.kernels", 2100, block=False)
-    assert len(found) == 10
+    assert len(found) == 11
     for name in ("trees, attention", "trees, paths", "trees, moves"):
         found |= problems("vllm_specplugins.kernels", 2100, block=False, only=name)
     found |= {f"block, {name}": problem for name, problem in problems(*_SOUND_BLOCKS).items()}
-    assert len(found) == 14 and not any(found.values()), found
+    assert len(found) == 15 and not any(found.values()), found
 
 
 def planted() -> list[Any]:

@@ -18,6 +18,7 @@ from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.kernels import acceptance
 from vllm_specplugins.kernels.acceptance.state import clear, new_state
 from vllm_specplugins.kernels.acceptance.worth import num_worth, survivals
+from vllm_specplugins.kernels.steps import Rows, Staged
 from vllm_specplugins.structures.arrays import DraftArrays
 
 
@@ -73,11 +74,6 @@ class DraftTracker:
                 buffer.fill_(rehearsed)
         self.tally.begin(bool(sampled))
 
-    def map_rows(self, rows: torch.Tensor) -> None:
-        """Writes each row's slot, [R] int64, -1 for nobody's."""
-        slots = self._slots[: len(rows)]
-        rows.copy_(slots).masked_fill_(slots >= self._req_states.max_num_reqs, -1)
-
     def rest(self) -> None:
         """Nothing is drafted: of the next drafts all is expected, so that it is seen what they are worth."""
         if self.confidences is None:
@@ -94,7 +90,7 @@ class DraftTracker:
 
     def learn(self, num_rows: int) -> None:
         """What became of the last drafts; once a step, before new ones are rated."""
-        slots, *told = self._told(num_rows)
+        slots, *told = self.told(num_rows)
         acceptance.learn(self._known, slots, *(self.fates or told), self.implementation)
 
     def num_worth(self, drafts: DraftArrays, than: int, depth: int, continues: bool) -> torch.Tensor:
@@ -128,27 +124,26 @@ class DraftTracker:
 
         `parts`: what each stage of a cascade did.
         """
-        num_rows, known, learned = len(max_draft), self._known, drafts
-        slots, sampled, rejected = self._told(num_rows)
-        self.tally.add_fates(slots, sampled, rejected)
-        self.tally.add_drafts(max_draft, drafts.num_draft)
+        num_rows, known, learned, staged = len(max_draft), self._known, drafts, None
+        rows, accept_probs = self.told(num_rows), self.accept_probs[:num_rows]
         if parts is not None:
             learned = parts.learned or drafts
-            sampled, rejected = self.fates or (sampled, rejected)
-            sent = torch.minimum(known.num_sent[slots], sampled + rejected - 1)
-            told = parts.looked_up, parts.exited
-            self.tally.add_stages(sampled - 1, sent, known.sent_stage[slots], drafts, told, parts.confirmed)
-            known.num_sent[slots], known.sent_stage[slots] = learned.num_draft.int(), learned.stage.int()
+            told = parts.looked_up, parts.exited, parts.confirmed
+            staged = Staged(known.num_sent, known.sent_stage, *(self.fates or rows[1:]), drafts.stage, *told)
+        self.tally.add_rows(rows, max_draft, drafts.num_draft, staged)
+        tables = () if self.confidences is None else self.confidences[:2]
         if rates:
-            acceptance.predict(known, slots, _rated(learned), self.accept_probs[:num_rows], self.implementation)
-        if self.confidences is not None:
-            for table in self.confidences[:2]:
-                table[slots] = self.accept_probs[:num_rows]
+            acceptance.predict(known, rows.slots, _rated(learned), accept_probs, self.implementation, tables=tables)
+        else:
+            for table in tables:
+                table[rows.slots] = accept_probs
+            if parts is not None:
+                known.num_sent[rows.slots], known.sent_stage[rows.slots] = learned.num_draft.int(), learned.stage.int()
         self._num_draft[:num_rows] = drafts.num_draft
 
-    def _told(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def told(self, num_rows: int) -> Rows:
         """Slots of the rows, tokens sampled, tokens rejected."""
-        return self._slots[:num_rows], self._num_sampled[:num_rows], self._num_rejected[:num_rows]
+        return Rows(self._slots[:num_rows], self._num_sampled[:num_rows], self._num_rejected[:num_rows])
 
     def lengths(self, request_ids: Sequence[str]) -> DraftLengths:
         """Begins to copy the lengths of this step's drafts; whoever asks for them waits."""

@@ -16,10 +16,8 @@ from vllm_specplugins.counters import Counters, StageCounters, count
 from vllm_specplugins.draft import Feedback
 from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy
 from vllm_specplugins.isolation.faults import NOT_FINITE
-from vllm_specplugins.structures.arrays import DraftArrays, columns
+from vllm_specplugins.kernels.steps import ASKED, CONFIRMED, DRAFTED, DRAFTS, KINDS, SUMS, Rows, Staged, Totals, tally
 
-_VERIFIED, _ACCEPTED, _KEPT = range(3)  # tokens of a stage, by place
-_ASKED, _DRAFTED, _DRAFTS, _CONFIRMED = range(4)  # of a stage
 Ints = npt.NDArray[np.int64]
 
 
@@ -30,14 +28,16 @@ class Tally:
         num_stages: M; 0: stages are not told apart.
     """
 
+    implementation: str | None = None  # of kernels/steps; the reference where a kernel failed its check
+
     def __init__(self, num_slots: int, max_num_draft: int, num_stages: int, device: torch.device):
         width = max_num_draft + 2
-        # Requests by (1 + tokens verified, tokens that came out); by (whether any was wanted, tokens drafted).
-        # Then of stages, and tokens that were drawn from logits that are not finite.
-        self._shapes = (width, width), (2, width), (num_stages, 3, max_num_draft), (num_stages, 4), (1,)
+        # As kernels/steps counts; then tokens that were drawn from logits that are not finite.
+        of_stages = (num_stages, len(KINDS), max_num_draft), (num_stages, len(SUMS))
+        self._shapes = (width, width), (2, width), *of_stages, (1,)
         sizes = [int(np.prod(shape)) for shape in self._shapes]
-        self._totals = torch.zeros(sum(sizes) + 1, dtype=torch.int64, device=device)  # the last is of nothing
-        self._starts, self._width, self._nothing = np.cumsum([0, *sizes]).tolist(), width, sum(sizes)
+        self._totals = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self._starts, self._width = np.cumsum([0, *sizes]).tolist(), width
         self._once = torch.ones(num_slots, dtype=torch.int64, device=device)  # what a row counts
         self._by_slot = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)  # verified, accepted
         self._counts_now, self._drafted, self._rests = True, max_num_draft, 0
@@ -79,41 +79,10 @@ class Tally:
         rates: list[float] = [accepted / verified for verified, accepted in pairs.tolist() if verified]
         return rates
 
-    def add_fates(self, slots: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
-        """What became of the last drafts, [R] each."""
-        verified = num_sampled + num_rejected
-        self._add(0, torch.add(num_sampled, verified, alpha=self._width))
-        pairs = torch.stack((verified, num_sampled), dim=1).sub_(1).clamp_(min=0) * self._once[: len(slots), None]
-        self._by_slot.index_add_(0, slots, pairs)
-
-    def add_drafts(self, wanted: torch.Tensor, num_draft: torch.Tensor) -> None:
-        """New drafts, [R] each."""
-        self._add(1, torch.add(num_draft, wanted > 0, alpha=self._width))
-
-    def add_stages(
-        self,
-        accepted: torch.Tensor,  # [R], of the last drafts
-        verified: torch.Tensor,  # [R]
-        sent_stage: torch.Tensor,  # [R, K]
-        drafts: DraftArrays,
-        told: Sequence[torch.Tensor],  # [R] of each stage: tokens that it drafted, -1 where it was not asked
-        confirmed: torch.Tensor,  # [R], of the first stage
-    ) -> None:
-        """The same by stage."""
-        places, K = columns(sent_stage), sent_stage.shape[1]
-        for kind, stage, ends in (
-            (_VERIFIED, sent_stage, verified),
-            (_ACCEPTED, sent_stage, torch.minimum(accepted, verified)),
-            (_KEPT, drafts.stage, drafts.num_draft),
-        ):
-            cells = (3 * stage + kind) * K + places
-            self._add(2, torch.where(places < ends[:, None], cells, self._nothing - self._starts[2]))
-        for stage, tokens in enumerate(told):
-            has_any = (drafts.is_drafted & (drafts.stage == stage)).any(dim=1)
-            kept = confirmed if stage == 0 else torch.zeros_like(confirmed)
-            own = torch.stack((tokens >= 0, tokens.clamp(min=0), has_any, kept)).long() * self._once[: len(tokens)]
-            start = self._starts[3] + 4 * stage
-            self._totals[start : start + 4] += own.sum(dim=1)
+    def add_rows(self, rows: Rows, wanted: torch.Tensor, num_draft: torch.Tensor, staged: Staged | None = None) -> None:
+        """New drafts, and what became of the last ones: see kernels/steps."""
+        totals = Totals(self._totals, self._by_slot, self._once)
+        tally(totals, rows, wanted, num_draft, self._width - 2, staged, self.implementation)
 
     def add_q(
         self,
@@ -127,11 +96,6 @@ class Tally:
             is_broken &= is_drawn
         start = self._starts[4]
         self._totals[start : start + 1] += (is_broken.sum(dim=1) * self._once[: len(slots)]).sum()
-
-    def _add(self, part: int, cells: torch.Tensor) -> None:
-        """Counts rows, or their tokens, in these cells of a part."""
-        once = self._once[: len(cells)].view(-1, *[1] * (cells.dim() - 1)).expand_as(cells)
-        self._totals.index_add_(0, (cells.long() + self._starts[part]).reshape(-1), once.reshape(-1))
 
     def move_to(self, counters: Counters, stages: Sequence[StageCounters]) -> None:
         """Adds what had been counted when this was last called, and begins to copy what has been since."""
@@ -156,9 +120,9 @@ class Tally:
         for own, (verified, accepted, kept), sums in zip(stages, by_place, by_stage, strict=False):
             own.verified += int(verified.sum())
             own.accepted += int(accepted.sum())
-            own.kept += int(kept.sum() + sums[_CONFIRMED])
-            own.asked, own.drafted = own.asked + int(sums[_ASKED]), own.drafted + int(sums[_DRAFTED])
-            own.drafts += int(sums[_DRAFTS])
+            own.kept += int(kept.sum() + sums[CONFIRMED])
+            own.asked, own.drafted = own.asked + int(sums[ASKED]), own.drafted + int(sums[DRAFTED])
+            own.drafts += int(sums[DRAFTS])
             _count_all(own.accepted_at, accepted)
 
 

@@ -46,7 +46,7 @@ class DeviceSpeculator(Speculator):
         config = speculative_config.plugin_config
         stages = config.stages
         self._policy = rule(config)
-        self._limits = DraftLimits(req_states, vllm_config.model_config, max_num_draft, device, stages)
+        self.limits = DraftLimits(req_states, vllm_config.model_config, max_num_draft, device, stages)
         self.lookups = Lookups(vllm_config, req_states, device)
         self._steps_alone = speculative_config.drafts_on_device and not self.lookups  # of an exit, each of them seen
         # vLLM's estimator rates an exit that is alone, in fewer launches; it knows of no lookup.
@@ -57,10 +57,11 @@ class DeviceSpeculator(Speculator):
         if self._policy is not None and vllm_config.parallel_config.data_parallel_size == 1:
             self.outcomes.watch_copies()  # others run a drafter's experts together
         self.report = LateReport()
+        self._wanted: Any = None  # slots of the rows that were mapped last, and how many tokens each wants
         self._depth = 0  # how many tokens are drafted by what runs the target
         self._depths: tuple[int, ...] = (0,)
         if self.runs_target:
-            self._depths = lengths_up_to(self._limits.of_stages[EXIT] if stages else max_num_draft)
+            self._depths = lengths_up_to(self.limits.of_stages[EXIT] if stages else max_num_draft)
         self._graphs: Any = None  # of the newest step
         self._graphs_of: dict[int, Any] = {}  # by depth
 
@@ -104,13 +105,13 @@ class DeviceSpeculator(Speculator):
         self._draft_on_device(self._batch([""] * num_reqs, forward), None, self._depth)
 
     def _map_rows(self, num_rows: int) -> None:
-        """As the tracker has them, to where vLLM's way and the target's layers look."""
-        self.outcomes.map_rows(self.idx_mapping[:num_rows])
+        """As the tracker has them, to where vLLM's way and the target's layers look; and how much each wants."""
+        self._wanted = self.limits.wanted(self.outcomes.told(num_rows), self.idx_mapping[:num_rows])
 
     def add(self, new_requests: Any) -> None:
         """Takes requests that are new, or back after a preemption."""
         super().add(new_requests)
-        self._limits.add(new_requests)
+        self.limits.add(new_requests)
         self.outcomes.add(new_requests)
         self.lookups.add(new_requests)
 
@@ -169,7 +170,7 @@ class DeviceSpeculator(Speculator):
         self._draft_on_device(self._batch_of(input_batch, attends=not skip_attn), None, self._depth)
 
     def _begin(self, num_reqs: int, most: int, *sampled: torch.Tensor) -> None:
-        self._limits.begin(most)
+        self.limits.begin(most)
         if self.offers is not None and self.offer is None:
             self.offers.begin(0)
         self.outcomes.begin(num_reqs, *(rows if len(rows) == num_reqs else rows[:num_reqs] for rows in sampled))
@@ -193,8 +194,7 @@ class DeviceSpeculator(Speculator):
         num_rows = batch.num_reqs
         if self._rates:
             self.outcomes.learn(num_rows)
-        slots, num_sampled = self.outcomes.rows(num_rows)
-        max_draft = self._limits.max_draft(slots, num_sampled)
+        slots, max_draft = self._wanted
         told: Parts | None = None
         if self.offers is not None:
             (drafts, told), logits = self._beside_offer(self.offers, slots, max_draft, longest), None
@@ -233,8 +233,8 @@ class DeviceSpeculator(Speculator):
         self, offers: DeviceOffer, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None
     ) -> tuple[DraftArrays, Parts]:
         """By a lookup and a drafter built into vLLM, which has drafted; what each did."""
-        own, room = (self._limits.of_stage(max_draft, slots, stage) for stage in (EXIT, LOOKUP))
-        found = self.lookups.found(slots, room.clamp_(max=self._limits.of_stages[LOOKUP]), longest)
+        own, room = (self.limits.of_stage(max_draft, slots, stage) for stage in (EXIT, LOOKUP))
+        found = self.lookups.found(slots, room.clamp_(max=self.limits.of_stages[LOOKUP]), longest)
         offered = offers.drafts(EXIT, own)
         gains = None
         if self._rates:
@@ -248,16 +248,16 @@ class DeviceSpeculator(Speculator):
     ) -> tuple[DraftArrays, torch.Tensor | None, Parts]:
         """By a lookup and what runs the target; what each did."""
         assert batch.target is not None
-        own = self._limits.of_stage(max_draft, slots, EXIT).clamp_(max=num_steps)
-        room = self._limits.of_stage(max_draft, slots, LOOKUP).clamp_(max=self._limits.of_stages[LOOKUP])
+        own = self.limits.of_stage(max_draft, slots, EXIT).clamp_(max=num_steps)
+        room = self.limits.of_stage(max_draft, slots, LOOKUP).clamp_(max=self.limits.of_stages[LOOKUP])
         if self._policy == "verify":  # the exit's own choice comes after it
             room = (room - (own > 0).int()).clamp_(min=0)
         kept = found = self.lookups.found(slots, room, longest)
         held: Any = self.barrier.proposer
-        exits = OnDevice(held.exit, self._policy, self._rates, self._limits.of_stages[EXIT])
+        exits = OnDevice(held.exit, self._policy, self._rates, self.limits.of_stages[EXIT])
         if self._policy != "verify" and self._rates:
             gain = self.outcomes.survivals(found).sum(dim=1)
-            self.outcomes.keep_copies(gain >= self._limits.of_stages[EXIT])
+            self.outcomes.keep_copies(gain >= self.limits.of_stages[EXIT])
         if self._policy != "verify" and self._rates and num_steps:
             # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
             num_worth = self.outcomes.num_worth(found, EXIT, num_steps, exits.continues)

@@ -9,6 +9,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.config import StageConfig
 from vllm_specplugins.engine.frontend.options import length_limit, request_options
+from vllm_specplugins.kernels.steps import Rows, limit
 from vllm_specplugins.request_options import MAX_CONTEXT
 
 
@@ -22,6 +23,8 @@ class DraftLimits:
         stages: of a cascade; a request may allow some.
     """
 
+    implementation: str | None = None  # of kernels/steps; the reference where a kernel failed its check
+
     def __init__(
         self,
         req_states: Any,
@@ -33,7 +36,7 @@ class DraftLimits:
         self._req_states, self._model_config, self._max_num_draft = req_states, model_config, max_num_draft
         self._stages = [stage.method for stage in stages]
         self.of_stages = [stage.num_speculative_tokens or max_num_draft for stage in stages]  # most tokens of each
-        # Tokens of a draft, tokens before it by the options and by the end, and which stages are allowed.
+        # Columns of kernels/steps, and which stages are allowed.
         shape = req_states.max_num_reqs, 3 + len(stages)
         self._limits = torch.zeros(shape, dtype=torch.int32, device=device)
         self._most, self._most_there = max_num_draft, torch.full((), max_num_draft, dtype=torch.int32, device=device)
@@ -60,15 +63,10 @@ class DraftLimits:
         values = async_tensor_h2d(np.array(rows, np.int64), self._limits.device)
         self._limits[values[:, 0]] = values[:, 1:].int()
 
-    def max_draft(
-        self,
-        slots: torch.Tensor,  # [num_reqs]
-        num_sampled: torch.Tensor,  # [num_reqs]
-    ) -> torch.Tensor:
-        """How many tokens each row wants, [num_reqs] int32: `draft_limit` of them, 0 in the middle of a prompt."""
-        lengths, limits = self._req_states.total_len.gpu[slots], self._limits[slots]
-        max_draft = torch.minimum(limits[:, 0], limits[:, 2] - lengths).minimum(self._most_there).clamp_(min=0)
-        return max_draft.mul_((lengths <= limits[:, 1]) & (num_sampled > 0))
+    def wanted(self, rows: Rows, mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of the rows, and how many tokens each wants, `draft_limit` of them; `mapping`: see kernels/steps."""
+        limits = self._req_states.total_len.gpu, self._limits, self._most_there
+        return limit(rows, *limits, mapping, self.implementation)
 
     def of_stage(self, max_draft: torch.Tensor, slots: torch.Tensor, stage: int) -> torch.Tensor:
         """The same of a request that allows one stage, [num_reqs] int32: 0 where it does not."""

@@ -79,9 +79,9 @@ class TreeSpeculator(DeviceSpeculator):
             learned = drafts
         else:
             held: Any = self.barrier.proposer
-            is_asked = self._limits.of_stage(max_draft, slots, EXIT) > 0
-            room = self._limits.of_stage(max_draft, slots, LOOKUP).clamp_(max=self._limits.of_stages[LOOKUP])
-            learned, depth = self.lookups.found(slots, room, longest), self._limits.of_stages[EXIT]
+            is_asked = self.limits.of_stage(max_draft, slots, EXIT) > 0
+            room = self.limits.of_stage(max_draft, slots, LOOKUP).clamp_(max=self.limits.of_stages[LOOKUP])
+            learned, depth = self.lookups.found(slots, room, longest), self.limits.of_stages[EXIT]
             survival = self.outcomes.survivals(learned)
             self.outcomes.keep_copies(survival.sum(dim=1) >= depth)
             # A request that does not allow the exit has the lookup's chain.

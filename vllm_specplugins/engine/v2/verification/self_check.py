@@ -21,6 +21,7 @@ logger = init_logger(__name__)
 _REMEDIES = {
     "noise": "drafting is switched off",
     "lookup": "its reference looks up, which is slower",
+    "rows": "its reference counts drafts, which is slower",
     "acceptance": "its reference rates drafts, which is slower",
     "trees": "drafts are chains",
     "budget": "its reference shares out what is verified, which is slower",
@@ -59,6 +60,8 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
         speculator.lookups.texts.implementation = "reference"
     if "acceptance" in failed:
         speculator.outcomes.implementation = "reference"
+    if "rows" in failed and hasattr(speculator, "limits"):
+        speculator.limits.implementation = speculator.tally.implementation = "reference"
     if "budget" in failed:
         speculator.budget_implementation = "reference"
 

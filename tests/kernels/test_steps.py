@@ -1,0 +1,49 @@
+"""The rows of a step in Triton beside their reference: the same integers.
+
+On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
+What is counted, beside the host's counts: tests/engine/test_tally.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from interpreted import DEVICE, needs_triton
+from launch_keys import recorded
+from vllm_specplugins.kernels.rejection.testing import to_device
+from vllm_specplugins.kernels.steps import limit, tally
+from vllm_specplugins.kernels.steps.testing import Step, make_step, new_totals
+
+
+def run(step: Step, max_num_draft: int, implementation: str, once: int = 1, has_stages: bool = True) -> list[Any]:
+    """All that is written."""
+    device = DEVICE if implementation == "fused" else "cpu"
+    rows, lengths, limits, most, num_draft, staged = to_device(tuple(step), device)
+    mapping, totals = torch.full_like(num_draft, 77), new_totals(len(lengths), max_num_draft, device, once)
+    slots, wanted = limit(rows, lengths, limits, most, mapping, implementation)
+    tally(totals, rows, wanted, num_draft, max_num_draft, staged if has_stages else None, implementation)
+    return [found.cpu() for found in (slots, wanted, mapping, *totals[:2])]
+
+
+@needs_triton
+@pytest.mark.parametrize(("num_rows", "max_num_draft"), [(1, 1), (3, 5), (9, 31), (70, 2), (300, 5)])
+def test_equals_reference(num_rows: int, max_num_draft: int) -> None:
+    """Over several programs. Fails if a row of padding, or of a prompt, wants or counts anything; if a limit, a place,
+    a kind or a stage is another's; if a rehearsal counts."""
+    step = make_step(num_rows, max_num_draft)
+    for options in ({}, {"has_stages": False}, {"once": 0}):
+        found, expected = (run(step, max_num_draft, name, **options) for name in ("fused", "reference"))
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+        assert bool(expected[3].any()) == (options != {"once": 0})
+    if num_rows > 3:
+        assert 0 < int((expected[1] > 0).sum()) < num_rows
+
+
+@needs_triton
+def test_few_variants() -> None:
+    """Fails if Triton compiles a kernel for each number of rows."""
+    with recorded("vllm_specplugins.kernels.steps") as keys:
+        for num_rows in (1, 2, 16, 33):
+            run(make_step(num_rows, 5), 5, "fused")
+    assert len(keys) == 2, keys
