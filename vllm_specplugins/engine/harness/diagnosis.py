@@ -5,6 +5,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from itertools import chain
 from textwrap import shorten
 from types import SimpleNamespace
 from typing import Any
@@ -199,16 +200,29 @@ def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
     yield Finding("scheduling", "asynchronous" if config.scheduler_config.async_scheduling else "synchronous")
 
 
+def _shapes() -> list[Any]:
+    """A lookup's by default, trimmed; then those of a part of the model that draws its drafts, in chains and trees."""
+    import torch
+
+    from vllm_specplugins.kernels.self_check import Shapes
+
+    model: dict[str, Any] = {"vocab_size": 32_000, "dtype": torch.bfloat16, "block": False}
+    return [
+        Shapes(**model, max_num_draft=31, samples=False, looks_up=True, trims=True),
+        Shapes(**model, max_num_draft=15, samples=True, heads=(32, 8, 128)),
+    ]
+
+
 def _kernels() -> Finding:
     """The fused kernels of this device against their reference."""
     import torch
 
     if not torch.cuda.is_available():
         return Finding("kernels", "no GPU: the reference verifies, and its compiled loops on a CPU; nothing to check")
-    from vllm_specplugins.kernels.self_check import Shapes, check_device
+    from vllm_specplugins.kernels.self_check import check_device
 
-    shapes = Shapes(vocab_size=32_000, dtype=torch.bfloat16, max_num_draft=5, samples=True, block=False)
-    differing = [f"{name}: {problem}" for name, problem in check_device(torch.device("cuda"), shapes) if problem]
+    findings = chain.from_iterable(check_device(torch.device("cuda"), shapes) for shapes in _shapes())
+    differing = [f"{name}: {problem}" for name, problem in findings if problem]
     if differing:
         return Finding("kernels", f"fused kernels are not as their references here ({'; '.join(differing)})", PROBLEM)
     return Finding("kernels", "the fused kernels agree with their references on this device")
