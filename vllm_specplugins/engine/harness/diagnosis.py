@@ -5,7 +5,6 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from itertools import chain
 from textwrap import shorten
 from types import SimpleNamespace
 from typing import Any
@@ -221,7 +220,7 @@ def _kernels() -> Finding:
         return Finding("kernels", "no GPU: the reference verifies, and its compiled loops on a CPU; nothing to check")
     from vllm_specplugins.kernels.self_check import check_device
 
-    findings = chain.from_iterable(check_device(torch.device("cuda"), shapes) for shapes in _shapes())
+    findings = [finding for shapes in _shapes() for finding in check_device(torch.device("cuda"), shapes)]
     differing = [f"{name}: {problem}" for name, problem in findings if problem]
     if differing:
         return Finding("kernels", f"fused kernels are not as their references here ({'; '.join(differing)})", PROBLEM)
