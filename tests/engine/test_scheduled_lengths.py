@@ -64,7 +64,7 @@ def test_what_pays(monkeypatch: pytest.MonkeyPatch, accept_prob: float, token_ms
 
 def test_what_is_told() -> None:
     """Fails if a step counts that drafts more than it verifies; if one that takes a prompt in, or comes after a pause,
-    says what steps take; or if one of another batch than the step before says nothing."""
+    says what steps take; if one of another batch than the step before says nothing; or if what was trimmed counts."""
     clock = iter(range(20))
     lengths, seen = DraftLengths(K, lambda: next(clock) / 1000), []
     lengths.times.add = lambda *step: seen.append(step)  # type: ignore[assignment]
@@ -79,14 +79,15 @@ def test_what_is_told() -> None:
         )  # fmt: skip
         order = {name: row for row, name in enumerate(reversed(num_tokens))}
         emitted = [[7] * (3 if name == "b" else 1) for name in order]
-        lengths.tell(scheduled, SimpleNamespace(sampled_token_ids=emitted, req_id_to_index=order))
+        output = SimpleNamespace(sampled_token_ids=emitted, req_id_to_index=order, specplugins_num_verified=2)
+        lengths.tell(scheduled, output)
 
     for ids, prompt, length in (("ab", 0, 2), ("a", 0, 2), ("ab", 0, 4), ("ab", 9, 2), ("", 9, 2), ("cb", 0, 2)):
         step(ids, prompt, length)
     lengths.pause()
     step("ab")
     told = [(num_reqs, length, round(ms, 6), sorted(rows), share) for num_reqs, length, ms, rows, share in seen[1:-1]]
-    assert told == [(1, 2, 1, [1], 1), (2, 2, 1, [1, 3], 6 / 15), (2, 2, 1, [1, 3], 1)]
+    assert told == [(1, 2, 1, [1], 1), (2, 2, 1, [1, 3], 4 / 13), (2, 2, 1, [1, 3], 1)]
     assert [ms == ms for _, _, ms, *_ in seen] == [False, True, True, True, False]
 
 
@@ -132,8 +133,7 @@ def churned(fixed: int | None, accept_prob: float, draft_ms: float, token_ms: fl
 def test_churn(
     monkeypatch: pytest.MonkeyPatch, accept_prob: float, draft_ms: float, token_ms: float, most: int
 ) -> None:
-    """Nearly each step takes prompts in. Fails if only steps that do not tell, or only those of one batch; if a step's
-    time is laid to decoding alone; or if tokens that were trimmed count as verified."""
+    """Nearly each step takes prompts in. Fails if those steps tell nothing, or if their time is laid to decoding."""
     monkeypatch.setattr(module, "StepTimes", StepTimes)
     cell = accept_prob, draft_ms, token_ms, most
     fixed, own = [churned(length, *cell) for length in (0, 1, K)], churned(None, *cell)
