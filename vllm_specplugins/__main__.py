@@ -209,9 +209,18 @@ def _replay(add: Add) -> None:
     add("--num-draft", type=listed(whole(1, 64)), help=words)
     add("--batch", type=listed(whole(1, 4096)), default=[1], help="requests at a time, as in 1,32 (default: 1)")
     add("--requests", type=whole(1, 10_000_000), default=2000, help="most requests (default: 2000)")
-    words = "your own step without drafts, and with it --token-ms (default: Llama 2 7B's on an H100)"
-    add("--step-ms", type=positive, help=words)
+    add("--by-file", action="store_true", help="play each file of --data for itself, as a task of its name")
+    words = "only requests with even or odd ids, as places in the log where they have none (default: all)"
+    add("--ids", choices=("all", "even", "odd"), default="all", help=words)
+    add("--max-output", type=whole(1, 10_000_000), help="leave out requests with more tokens of output")
+    words = "also play a drafter that the log holds accepted lengths of, its ms of a draft, and K: eagle3:2.14:5"
+    add("--drafter", metavar="NAME:MS[:MS_A_TOKEN]:K", help=words)
+    words = "whose published step times on an H100 count (default: llama-2-7b)"
+    add("--costs", choices=("llama-2-7b", "llama-3.1-8b"), default="llama-2-7b", help=words)
+    add("--step-ms", type=positive, help="instead, the time of a step without drafts, and with it --token-ms")
     add("--token-ms", type=positive, help="what one more token to verify adds to it")
+    add("--context-us", type=positive, default=0.0, help="what a token of context adds to it (default: 0)")
+    add("--verify-ms", type=positive, default=0.0, help="what a step takes more that verifies a draft (default: 0)")
     add("--draft-us", type=positive, help="of drafting, by request and step (default: measured here)")
     _files(add)
 

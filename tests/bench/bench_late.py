@@ -22,7 +22,7 @@ import numpy as np
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.methods import build_proposer, parse_config
 from vllm_specplugins.tools.replay.costs import H100, LOOKUP, NO_SPECULATION, Load
-from vllm_specplugins.tools.replay.data import read_traffic
+from vllm_specplugins.tools.replay.data import Chosen, read_traffic
 from vllm_specplugins.tools.replay.simulate import simulate
 
 BAR = 0.98
@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[4])
     args, missed = parser.parse_args(), False
     for file, batch in product(args.files, args.batches):
-        traffic = read_traffic([file], None, 10_000)
+        traffic = read_traffic([file], None, Chosen(10_000))
         plain = simulate(traffic, None, 0, Load(H100, batch, 0.0, NO_SPECULATION)).tokens_per_ms
         for length in args.lengths:
             builds = [partial(built, "suffix_lookup"), *(partial(Late, steps) for steps in (1, 2))]

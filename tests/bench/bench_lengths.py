@@ -6,37 +6,34 @@ A file holds whole-file edits, {"prompt", "output"} a line, as tests/traces/edit
 at temperature 0, with Mistral's vocabulary of 32 k tokens: the edits, the files' own continuations (the last two thirds
 behind the first), batches of which 1 in 8 and 1 in 2 are edits and the others such continuations, and texts that turn
 from prose (that is, tokens of other files in an order that never was) to copying after 500 tokens. A step costs what
-tools/replay/costs.py says, or, as `lengths`, 5.3 ms, 6 us a token to 180, and 27 us behind. `ngram_gpu` copies what
-followed the earliest of the longest matches, and always verifies K tokens. It returns 1 where a bar is missed.
+tools/replay/costs.py says, or, as `lengths`, 5.3 ms, 6 us a token to 180, and 27 us behind. `ngram_gpu` is vLLM's of
+Model Runner V2, which verifies K tokens in every step. It returns 1 where a bar is missed.
 """
 
 import argparse
 import json
 import random
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import mistral_common
-import numpy as np
 import sentencepiece
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.methods import behind_gate, build_proposer
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.tools.replay.costs import H100, CostTable, Load
 from vllm_specplugins.tools.replay.data import Traffic
+from vllm_specplugins.tools.replay.rivals import NGRAM_GPU, NGRAM_GPU_LENGTHS, Fixed
 from vllm_specplugins.tools.replay.simulate import simulate
 
 LONGEST = 31
 LENGTHS = 2, 5, 8, 12, 15, 24, 31
-NGRAM_GPU = 5, 15, 31
 COSTS = {
     "lengths": CostTable({1: 5.306, 180: 6.38, 181: 6.407}),
     "cpu": CostTable({1: 42.0, 2: 41.0, 3: 39.0, 4: 38.0, 6: 38.0, 16: 57.0, 32: 105.0}),  # docs/figures.md
@@ -45,44 +42,6 @@ COSTS = {
 BEST, MIXED_BEST, TWICE = 0.97, 0.95, 2.0  # of the best; where few copy; of ngram_gpu's K = 5 on edits at 1 and 8
 PROSE, TURN_STEPS = 500, 16
 Pair = tuple[list[int], list[int]]  # prompt and output
-
-
-class NgramGpu:
-    """vLLM's, as the longest earlier match of 2 tokens or more goes on; K tokens, whatever is found."""
-
-    def __init__(self, context: ProposerContext):
-        self._width, self._ends = context.max_num_draft, dict[str, tuple[int, Any]]()
-
-    def propose(self, batch: DraftBatch) -> Draft:
-        token_ids = np.zeros((batch.num_reqs, self._width), np.int32)
-        for row, (name, history) in enumerate(zip(batch.request_ids, batch.token_ids, strict=True)):
-            tokens, (seen, ends) = history.tolist(), self._ends.get(name, (1, defaultdict(list)))
-            for end in range(seen + 1, len(tokens) + 1):
-                ends[tuple(tokens[end - 2 : end])].append(end)
-            self._ends[name] = len(tokens), ends
-            if place := _earliest_of_longest(tokens, ends[tuple(tokens[-2:])][:-1]):
-                period = len(tokens) - place
-                token_ids[row] = [tokens[place + step % period] for step in range(self._width)]
-        return Draft(token_ids, batch.max_num_draft)
-
-    def observe(self, feedback: Feedback) -> None:
-        pass
-
-    def forget(self, request_ids: Sequence[str]) -> None:
-        for name in request_ids:
-            self._ends.pop(name, None)
-
-
-def _earliest_of_longest(tokens: list[int], ends: list[int]) -> int:
-    """Where the text goes on behind it; 0: there is none."""
-    best = 1, 0
-    for end in ends:
-        length = 2
-        while length < min(LONGEST, end) and tokens[end - 1 - length] == tokens[-1 - length]:
-            length += 1
-        if length > best[0]:
-            best = length, end
-    return best[1]
 
 
 def continued(pair: Pair) -> Pair:
@@ -166,7 +125,10 @@ def main() -> int:
             for costs in args.costs:
                 load = Load(COSTS[costs], batch, 0.0)
                 plain = speed(texts, load, None)
-                theirs = [speed(texts, load, {"num_speculative_tokens": k}, NgramGpu) / plain for k in NGRAM_GPU]
+                theirs = [
+                    speed(texts, load, {"num_speculative_tokens": k}, partial(Fixed, *NGRAM_GPU)) / plain
+                    for k in NGRAM_GPU_LENGTHS
+                ]
                 fixed = [
                     speed(texts, load, {**default(), "gate": "off", "num_speculative_tokens": k}) / plain
                     for k in LENGTHS

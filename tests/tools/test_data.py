@@ -14,7 +14,7 @@ from vllm_specplugins.tools import data
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.workloads import read_workloads
 from vllm_specplugins.tools.data import token_rows
-from vllm_specplugins.tools.replay.data import read_traffic
+from vllm_specplugins.tools.replay.data import Chosen, read_traffic
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
 CODE = "def area(width, height):\n    return width * height\n" * 3
@@ -44,7 +44,7 @@ def test_every_command_reads_every_form(form: str, tmp_path: Path, tokenizer: An
     file.write_bytes(text.encode())
     [workload] = read_workloads(file, tokenizer, 9, 32)
     assert workload.prompts and all(workload.prompts)
-    traffic = read_traffic([file], lambda: tokenizer, 9)
+    traffic = read_traffic([file], lambda: tokenizer, Chosen(9))
     assert traffic.num_output_tokens > 10 and min(traffic.prompt_lengths) > 0
     rows = token_rows([file], tokenizer, 64)  # training, calibrate
     assert sum(map(len, rows)) > 20

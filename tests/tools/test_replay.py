@@ -18,7 +18,7 @@ from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.replay.candidates import Candidate, candidates
 from vllm_specplugins.tools.replay.costs import H100, CostTable, Load
-from vllm_specplugins.tools.replay.data import Traffic, read_traffic
+from vllm_specplugins.tools.replay.data import Chosen, Traffic, read_traffic
 from vllm_specplugins.tools.replay.figures import row_of, verdict
 from vllm_specplugins.tools.replay.simulate import Totals, simulate
 
@@ -139,7 +139,7 @@ def lines(tmp_path: Path, *rows: Any) -> Path:
 
 def read(file: Path) -> Traffic:
     tokenizer = load_tokenizer(str(DEMO_MODEL))
-    return read_traffic([file], lambda: tokenizer, 100)
+    return read_traffic([file], lambda: tokenizer, Chosen(100))
 
 
 def texts(traffic: Traffic) -> list[tuple[str, str]]:
@@ -238,6 +238,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert max(len(line) for line in printed.splitlines() if not line.startswith("--")) <= 100
     by_key = {(row["batch"], row["method"], row["policy"], row["num_draft"]): row for row in found["rows"]}
     expected = {(b, "prompt_lookup", p, k) for b in (1, 2) for p in ("always", "gated") for k in (2, 6)}
+    expected |= {(b, "ngram_gpu", "fixed", k) for b in (1, 2) for k in (5, 15, 31)}
     assert set(by_key) == expected | {(b, "none", "always", 0) for b in (1, 2)}
     small, large = (by_key[1, "prompt_lookup", "always", k] for k in (2, 6))
     assert 2 < small["tokens_per_step"] <= 3 < large["tokens_per_step"] <= 7
@@ -322,5 +323,6 @@ def test_larger_k_while_speed_rises(tmp_path: Path, capsys: Any) -> None:
         out = tmp_path / f"{name}.json"
         files = ["--data", str(lines(tmp_path, *rows)), "--json", str(out)]
         assert main(["replay", *files, "--methods", "prompt_lookup", *costs]) == 0
-        largest[name] = max(row["num_draft"] for row in json.loads(out.read_text())["rows"])
+        played = json.loads(out.read_text())["rows"]
+        largest[name] = max(row["num_draft"] for row in played if row["method"] == "prompt_lookup")
     assert largest["copied"] == 64 and largest["strange"] <= 12

@@ -21,7 +21,8 @@ from vllm_specplugins.config import ConfigError, brief, error_text
 
 FORMATS = (
     '{"prompt": text or token ids, "output": text or token ids}, {"messages": [...]} as for chat, with answers of the '
-    'assistant or "choices" as in an answer of OpenAI\'s API, a question of Spec-Bench, or {"text": text}'
+    'assistant or "choices" as in an answer of OpenAI\'s API, a row of Spec-Bench, SpecDecode-Bench, tau-bench or '
+    'BFCL, or {"text": text}'
 )
 STDIN = Path("-")
 JSON_SUFFIXES = (".jsonl", ".ndjson")
@@ -55,7 +56,7 @@ def samples(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Sample]:
     Raises:
         ConfigError: a file that cannot be read, or a line that holds nothing of FORMATS: it is named.
     """
-    for place, row in chain.from_iterable(map(_rows, files)):
+    for place, row in _with_answers(chain.from_iterable(map(_rows, files))):
         try:
             for prompt, output in _parsed(row, tokenizer):
                 yield Sample(place, row, prompt, output)
@@ -139,6 +140,9 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if (line := next(lines, None)) is None:
             raise ConfigError(f"--data must be files with text in them, not {name}, which is empty.")
         begun.append(line)
+    if file.suffix == ".json" and begun[-1].lstrip().startswith("["):  # one array
+        yield from _entries(_whole(chain(begun, lines), name), name)
+        return
     if file.suffix not in JSON_SUFFIXES and _object(begun[-1]) is None:
         yield name, {"text": _whole(chain(begun, lines), name)}
         return
@@ -147,6 +151,29 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if (row := _object(line)) is None:
                 raise ConfigError(f"--data: line {number} of {name} must be a JSON object, not {brief(line.strip())}.")
             yield f"line {number} of {name}", row
+
+
+def _entries(text: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSON array."""
+    for number, row in enumerate(json.loads(text) if _is_json(text) else [None], start=1):
+        if not isinstance(row, dict):
+            raise ConfigError(f"--data: {name} must be a JSON array of objects, which entry {number} is not.")
+        yield f"entry {number} of {name}", row
+
+
+def _with_answers(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows; a question of BFCL gets the answer of its id, which stands in a later file."""
+    asked: dict[Any, tuple[str, dict[str, Any]]] = {}
+    for place, row in rows:
+        match row:
+            case {"id": str() as name, "question": list()}:
+                asked[name] = place, row
+            case {"id": str() as name, "ground_truth": list() as calls} if name in asked:
+                place, question = asked.pop(name)
+                yield place, {**question, "ground_truth": calls}
+            case _:
+                yield place, row
+    yield from asked.values()
 
 
 def _lines(file: Path, name: str) -> Iterator[str]:
@@ -188,11 +215,16 @@ def _whole(lines: Iterator[str], name: str) -> str:
     return "".join(found)
 
 
-def _object(line: str) -> dict[str, Any] | None:
+def _is_json(text: str) -> bool:
     try:
-        row = json.loads(line)
+        json.loads(text)
     except (ValueError, RecursionError):
-        return None
+        return False
+    return True
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    row = json.loads(line) if _is_json(line) else None
     return row if isinstance(row, dict) else None
 
 
@@ -203,6 +235,12 @@ def _parsed(row: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[list
             yield from _conversation(messages, row, tokenizer)
         case {"turns": [str() as first, *_]}:  # a later turn needs an answer to the one before
             yield _rendered(tokenizer(), [{"role": "user", "content": first}]), None
+        case {"prompt_token_ids": prompt, "generated_token_ids": output}:  # SpecDecode-Bench
+            yield token_ids(prompt, "prompt_token_ids", tokenizer), token_ids(output, "generated_token_ids", tokenizer)
+        case {"traj": messages}:  # tau-bench
+            yield from _conversation(messages, {}, tokenizer)
+        case {"question": [[*messages], *_]}:  # BFCL
+            yield from _called(messages, row, tokenizer)
         case {"prompt": prompt}:
             output = token_ids(row["output"], "output", tokenizer) if "output" in row else None
             yield token_ids(prompt, "prompt", tokenizer, is_start=True), output
@@ -232,8 +270,26 @@ def _conversation(
     for end in ends:
         output = token_ids(turns[end]["content"], "content", tokenizer)
         yield (_rendered(tokenizer(), turns[:end]) if output else []), output
+    if not ends:  # of SPEED-Bench's questions the first: a later one needs an answer to the one before
+        turns = turns[: 1 + next((index for index, turn in enumerate(turns) if turn["role"] == "user"), len(turns))]
     if turns[-1]["role"] != "assistant":
         yield _rendered(tokenizer(), turns), None
+
+
+def _called(
+    messages: Any, row: Mapping[str, Any], tokenizer: Tokenizer
+) -> Iterator[tuple[list[int], list[int] | None]]:
+    """A question of BFCL after its functions. Its answer is the calls, with the first value of each argument."""
+    calls = row.get("ground_truth", [])
+    if not all(isinstance(call, dict) and all(isinstance(given, dict) for given in call.values()) for call in calls):
+        raise ConfigError(f"must hold calls as ground_truth, not {brief(calls)}.")
+    answer = [
+        {"name": name, "arguments": {key: values[0] for key, values in given.items() if values and values[0] != ""}}
+        for call in calls for name, given in call.items()
+    ]  # fmt: skip
+    functions = {"role": "system", "content": json.dumps(row.get("function", []), ensure_ascii=False)}
+    said = [{"role": "assistant", "tool_calls": answer}] if answer else []
+    return _conversation([functions, *messages, *said], {}, tokenizer)
 
 
 def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> list[int]:

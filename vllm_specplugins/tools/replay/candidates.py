@@ -9,6 +9,7 @@ from vllm_specplugins.draft import Proposer, ProposerContext
 from vllm_specplugins.methods import METHODS, behind_gate, build_proposer, drafters, drafts_on_device
 from vllm_specplugins.parsing import parse_config, registered_methods
 from vllm_specplugins.tools.picker import Config, pick_methods
+from vllm_specplugins.tools.replay.rivals import Drafter
 
 ALWAYS, GATED = "always", "gated"
 GATES = {ALWAYS: "off", GATED: "auto"}
@@ -23,6 +24,7 @@ class Candidate:
     method: str
     policy: str
     config: Config
+    drafter: Drafter | None = None
 
     @property
     def num_draft(self) -> int:
@@ -63,6 +65,11 @@ def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candida
         Candidate(name, policy, {**config, "gate": gate, "num_speculative_tokens": num_draft})
         for name, config in picked.items() for policy, gate in GATES.items() for num_draft in num_drafts
     ]  # fmt: skip
+
+
+def beside(drafter: Drafter) -> Candidate:
+    """The cascade of a lookup and a recorded drafter, as it is served by default."""
+    return Candidate("cascade", GATED, drafter.cascade, drafter)
 
 
 def _default() -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
 from typing import Any
@@ -10,13 +11,15 @@ from typing import Any
 from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.tools.picker import NONE
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.replay.candidates import LADDER, Candidate, candidates
-from vllm_specplugins.tools.replay.costs import H100, HOST_SOURCE, LOOKUP, NO_SPECULATION, CostTable, Load
-from vllm_specplugins.tools.replay.data import Traffic, read_traffic
-from vllm_specplugins.tools.replay.figures import Row, row_of
+from vllm_specplugins.tools.replay.candidates import GATED, LADDER, Candidate, beside, candidates
+from vllm_specplugins.tools.replay.costs import COSTS, H100, HOST_SOURCE, LOOKUP, NO_SPECULATION, CostTable, Load
+from vllm_specplugins.tools.replay.data import Chosen, Traffic, read_traffic
+from vllm_specplugins.tools.replay.figures import Row, compared, row_of
 from vllm_specplugins.tools.replay.report import tell
-from vllm_specplugins.tools.replay.simulate import Tokenize, simulate
+from vllm_specplugins.tools.replay.rivals import Drafter, Rival, oracle, rivals
+from vllm_specplugins.tools.replay.simulate import Tokenize, Totals, simulate
 from vllm_specplugins.tools.report import check_files
 
 
@@ -24,8 +27,11 @@ def run(args: argparse.Namespace) -> int:
     """The command; prints its report, and returns 0."""
     if (args.step_ms is None) != (args.token_ms is None):
         raise ConfigError("--step-ms and --token-ms must be given together, not one alone.")
-    costs = H100 if args.step_ms is None else CostTable.line(args.step_ms, args.token_ms)
-    found = candidates(args.methods, args.num_draft or LADDER)
+    costs = COSTS[args.costs]
+    if args.step_ms is not None:
+        costs = CostTable.line(args.step_ms, args.token_ms, args.context_us / 1000, args.verify_ms)
+    drafter = Drafter.parse(args.drafter) if args.drafter else None
+    found = candidates(args.methods, args.num_draft or LADDER) + ([beside(drafter)] if drafter else [])
     check_files(args)
 
     @cache
@@ -42,15 +48,24 @@ def run(args: argparse.Namespace) -> int:
 
     with progress() as bars:
         reading = bars.add_task("reading", total=None)
-        traffic = read_traffic(args.data, tokenizer, args.requests, partial(bars.advance, reading))
+        chosen = Chosen(args.requests, args.ids, args.max_output, drafter.name if drafter else None)
+        files = {file.stem: [file] for file in args.data} if args.by_file else {"": args.data}
+        tasks = {
+            task: read_traffic(its, tokenizer, chosen, partial(bars.advance, reading)) for task, its in files.items()
+        }
         bars.remove_task(reading)
-        rows = play(args, traffic, found, costs, tokenize, bars)
+        rows = [
+            replace(row, task=task)
+            for task, traffic in tasks.items()
+            for row in play(args, traffic, found, costs, tokenize, bars)
+        ]
     conditions = {
-        "requests": len(traffic.histories),
-        "prompt_tokens": sum(traffic.prompt_lengths),
-        "output_tokens": traffic.num_output_tokens,
+        "requests": sum(len(traffic.histories) for traffic in tasks.values()),
+        "prompt_tokens": sum(sum(traffic.prompt_lengths) for traffic in tasks.values()),
+        "output_tokens": sum(traffic.num_output_tokens for traffic in tasks.values()),
         "costs": costs.source,
-        "host": HOST_SOURCE if args.step_ms is None else None,
+        "drafter": args.drafter,
+        "host": HOST_SOURCE if costs is H100 else None,
         "draft_us": args.draft_us,
         "most": max(args.num_draft) if args.num_draft else None,
     }
@@ -73,12 +88,14 @@ def play(
     advance = partial(bars.advance, task)
 
     def load(batch: int, host: CostTable, waits: bool) -> Load:
-        return Load(costs, batch, args.draft_us, *((host, waits) if args.step_ms is None else ()))
+        return Load(costs, batch, args.draft_us, *((host, waits) if costs is H100 else ()))
 
     plain = {
         batch: simulate(traffic, None, 0, load(batch, NO_SPECULATION, False), advance=advance) for batch in args.batch
     }
     rows = [row_of(None, batch, totals, totals) for batch, totals in plain.items()]
+    others = {batch: _rivals(traffic, found, load(batch, LOOKUP, False), plain[batch]) for batch in args.batch}
+    rows += [row_of(rival, batch, own, plain[batch]) for batch, its in others.items() for rival, own in its.items()]
     for (method, policy), sizes in groupby(found, lambda candidate: (candidate.method, candidate.policy)):
         gains: list[float] = []
         for candidate in sizes:
@@ -86,16 +103,33 @@ def play(
                 advance(len(traffic.histories) * len(args.batch))
                 continue
             if not gains:  # compilers and caches warm up
-                simulate(traffic.first(1), candidate.build, candidate.num_draft, Load(costs), tokenize)
+                _played(traffic.first(1), candidate, Load(costs), tokenize=tokenize)
             host, own = NO_SPECULATION if candidate.waits else LOOKUP, list[Row]()
             for batch in args.batch:
                 bars.update(task, description=f"{method}, {policy}, K = {candidate.num_draft}, {batch} at a time")
                 its = load(batch, host, candidate.waits)
-                totals = simulate(traffic, candidate.build, candidate.num_draft, its, tokenize, advance)
-                own.append(row_of(candidate, batch, totals, plain[batch]))
+                named = {f"{rival.method}, K = {rival.num_draft}": rest for rival, rest in others[batch].items()}
+                totals = _played(traffic, candidate, its, tokenize=tokenize, advance=advance)
+                more = compared(totals, {NONE: plain[batch], **named}) if candidate.policy == GATED else {}
+                own.append(row_of(candidate, batch, totals, plain[batch], beside=more))
             gains.append(statistics.geometric_mean(row.speed_up for row in own))
             rows += own
     return rows
+
+
+def _played(traffic: Traffic, candidate: Candidate | Rival, load: Load, **more: Any) -> Totals:
+    return simulate(traffic, candidate.build, candidate.num_draft, load, drafter=candidate.drafter, **more)
+
+
+def _rivals(traffic: Traffic, found: Sequence[Candidate], load: Load, plain: Totals) -> Mapping[Rival, Totals]:
+    """The totals of each rival; the oracle is played twice, to know the rate that it reaches."""
+    drafter = next((candidate.drafter for candidate in found if candidate.drafter), None)
+    played = {rival: _played(traffic, rival, load) for rival in rivals(drafter)}
+    if drafter is not None:
+        first = _played(traffic, oracle(drafter, traffic, plain.tokens_per_ms), load)
+        last = oracle(drafter, traffic, first.tokens_per_ms)
+        played[last] = _played(traffic, last, load)
+    return played
 
 
 def is_past(gains: Sequence[float]) -> bool:

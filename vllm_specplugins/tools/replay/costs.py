@@ -15,28 +15,32 @@ class CostTable:
         ms: by tokens verified, in their order, those of all requests together; a request without a draft verifies one.
         context_ms: for each token of context of each request: attention reads its keys and values.
         source: where the figures are from.
+        draft_ms: that a step takes more if it verifies a draft.
     """
 
     ms: Mapping[int, float]
     context_ms: float = 0.0
     source: str = ""
+    draft_ms: float = 0.0
 
     @classmethod
-    def line(cls, step_ms: float, token_ms: float) -> "CostTable":
-        """One request's step, and what each draft token adds to it.
+    def line(cls, step_ms: float, token_ms: float, context_ms: float = 0.0, draft_ms: float = 0.0) -> "CostTable":
+        """One request's step, and what each draft token, each token of context and any draft add to it.
 
         >>> CostTable.line(10.0, 0.5).step_ms(num_reqs=1, num_draft=4)
         12.0
         """
-        source = f"{step_ms:g} ms, and {token_ms:g} ms for each draft token"
-        return cls({1: step_ms, 2: step_ms + token_ms}, source=source)
+        others = f", {context_ms:g} ms of context, and {draft_ms:g} ms for any" if context_ms or draft_ms else ""
+        source = f"{step_ms:g} ms, and {token_ms:g} ms for each draft token{others}"
+        return cls({1: step_ms, 2: step_ms + token_ms}, context_ms, source, draft_ms)
 
     def step_ms(self, num_reqs: int, num_draft: int = 0, num_context: int = 0) -> float:
         """ms of a step of num_reqs requests with so many draft tokens and tokens of context, in all."""
         tokens, ms = list(self.ms), list(self.ms.values())
         count, slope = num_reqs + num_draft, (ms[-1] - ms[-2]) / (tokens[-1] - tokens[-2])
         after = slope * max(0, count - tokens[-1])
-        return float(np.interp(count, tokens, ms)) + after + self.context_ms * num_context
+        more = after + self.context_ms * num_context + self.draft_ms * (num_draft > 0)
+        return float(np.interp(count, tokens, ms)) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +90,11 @@ H100 = CostTable(
     "recorded (Agrawal et al. 2024, data/profiling/compute/h100); attention as the bytes of keys and values at "
     "3.35 TB/s (data sheet); no sampling, no scheduling",
 )
+# 7.093 ms, and 21.0 us for each token of the step.
+LLAMA_3_1_8B = CostTable(
+    ms={1: 7.114, 2: 7.135},
+    context_ms=3.93e-5,
+    source="Llama 3.1 8B, one H100: a step as fitted by Liu et al. 2025 (arXiv 2601.11580): 5.886 ms, and 1.207 ms "
+    "around it, 21.0 us for each token, 39.3 ns for each token of context",
+)
+COSTS = {"llama-2-7b": H100, "llama-3.1-8b": LLAMA_3_1_8B}

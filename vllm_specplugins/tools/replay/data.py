@@ -12,10 +12,11 @@ from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.draft import Int32Array
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.request_options import MAX_CONTEXT, Limits, understood
-from vllm_specplugins.tools.data import Tokenizer, answered, token_ids
+from vllm_specplugins.tools.data import Sample, Tokenizer, answered, token_ids
 
 LARGE_VOCABULARY = 1 << 18  # as large as that of any model of today
 CHECKED = ("enabled", "learn", "max_draft", "max_context", "reference")  # others are a method's own
+Accepted = Mapping[str, Int32Array]
 LIMITS = Limits(parse_config({"method": "prompt_lookup"}), vocab_size=1 << 31, max_model_len=MAX_CONTEXT)
 
 
@@ -28,23 +29,34 @@ class Traffic:
         prompt_lengths: how much of that is prompt.
         start_ms: when each came, since the beginning; all 0 where nobody wrote it down.
         options: of each, what `SamplingParams.extra_args["specplugins"]` held.
+        accepted: of each, by drafter and tokens of output that there are, how much of its draft would be accepted.
     """
 
     histories: list[Int32Array] = field(default_factory=list)
     prompt_lengths: list[int] = field(default_factory=list)
     start_ms: list[float] = field(default_factory=list)
     options: list[Mapping[str, Any]] = field(default_factory=list)
+    accepted: list[Accepted] = field(default_factory=list)
 
-    def add(self, prompt: Sequence[int], output: Sequence[int], start_ms: float = 0.0, **options: Any) -> None:
-        """One request more; its output holds a token or more."""
+    def add(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        start_ms: float = 0.0,
+        accepted: Accepted | None = None,
+        **options: Any,
+    ) -> None:
+        """Adds a request; its output holds a token or more."""
         self.histories.append(np.array([*prompt, *output], np.int32))
         self.prompt_lengths.append(len(prompt))
         self.start_ms.append(start_ms)
         self.options.append(options)
+        self.accepted.append(accepted or {})
 
     def first(self, count: int) -> "Traffic":
         """The first requests alone."""
-        return Traffic(self.histories[:count], self.prompt_lengths[:count], self.start_ms[:count], self.options[:count])
+        lists = self.histories, self.prompt_lengths, self.start_ms, self.options, self.accepted
+        return Traffic(*(values[:count] for values in lists))  # type: ignore[arg-type]
 
     @property
     def num_output_tokens(self) -> int:
@@ -57,15 +69,39 @@ class Traffic:
 
     @property
     def vocab_size(self) -> int:
-        """A vocabulary that holds all of it, and what a proposer may have from elsewhere."""
-        return max(LARGE_VOCABULARY, *(1 + int(history.max()) for history in self.histories))
+        """A vocabulary of these tokens and of those that a proposer may bring; no text holds its last one."""
+        return max(LARGE_VOCABULARY, *(2 + int(history.max()) for history in self.histories))
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which requests of a log are played.
+
+    Args:
+        most: as many at the most, the first ones.
+        ids: "even" or "odd", of their "id", or their places in the log where they have none; "all": of either kind.
+        max_output: tokens of the longest output; None: any number.
+        drafter: that each must hold accepted lengths of; None: none.
+    """
+
+    most: int
+    ids: str = "all"
+    max_output: int | None = None
+    drafter: str | None = None
+
+    def allows(self, number: int, sample: Sample) -> bool:
+        """Whether the log's request with this number is one of them."""
+        name = str(sample.row.get("id", number))
+        is_odd = int(name if name.isdecimal() else number) % 2 == 1
+        is_long = self.max_output is not None and len(sample.output or ()) > self.max_output
+        return self.ids in ("all", "odd" if is_odd else "even") and not is_long
 
 
 def read_traffic(
-    files: Sequence[Path], tokenizer: Tokenizer, most: int, advance: Callable[[], None] = lambda: None
+    files: Sequence[Path], tokenizer: Tokenizer, chosen: Chosen, advance: Callable[[], None] = lambda: None
 ) -> Traffic:
-    """The requests of the files (tools/data.py), those after the first `most` left out. A text that nobody asked for
-    is played as if its second half answered the first.
+    """The chosen requests of the files (tools/data.py). A text that nobody asked for is played as if its second half
+    answered the first.
 
     Args:
         tokenizer: loads it; called at the first text.
@@ -75,20 +111,45 @@ def read_traffic(
         ConfigError: see answered.
     """
     traffic, place, start_ms = Traffic(), "", 0.0
-    for sample in islice(answered(files, tokenizer), most):
+    its = (sample for number, sample in enumerate(answered(files, tokenizer)) if chosen.allows(number, sample))
+    for sample in islice(its, chosen.most):
         try:
             if sample.place != place:
                 place, start_ms = sample.place, _start_ms(sample.row, start_ms)
             prompt, output = sample.prompt, sample.output or []
             if not prompt and "text" in sample.row:
                 prompt, output = output[: len(output) // 2], output[len(output) // 2 :]
-            traffic.add(prompt, output, start_ms, **_options(sample.row, tokenizer))
+            traffic.add(
+                prompt, output, start_ms, _accepted(sample.row, chosen.drafter), **_options(sample.row, tokenizer)
+            )
         except ConfigError as error:
             raise ConfigError(f"--data: {sample.place} {error}") from None
         advance()
     if not traffic.histories:
         raise ConfigError("--data must hold a request whose output is not empty.")
     return traffic
+
+
+def _accepted(row: Mapping[str, Any], drafter: str | None) -> Accepted:
+    """The accepted lengths that a request holds: ours, or in SpecDecode-Bench's form, which counts one token more."""
+    given = row.get("accepted", {})
+    if not isinstance(given, dict):
+        raise ConfigError(f"must hold a JSON object as accepted, not {brief(given)}.")
+    theirs = {
+        key[4:]: [length - 1 for length in value["acc_len"]]
+        for key, value in row.items()
+        if key.startswith("acc_") and isinstance(value, dict) and _are_lengths(value.get("acc_len"))
+    }
+    for name, lengths in given.items():
+        if not _are_lengths(lengths):
+            raise ConfigError(f"must hold token counts of 0 or more as accepted[{name!r}], not {brief(lengths)}.")
+    if drafter is not None and drafter not in given and drafter not in theirs:
+        raise ConfigError(f'must hold "accepted": {{"{drafter}": [...]}} for --drafter, not {brief(given or theirs)}.')
+    return {name: np.maximum(np.array(lengths, np.int32), 0) for name, lengths in (theirs | given).items()}
+
+
+def _are_lengths(value: Any) -> bool:
+    return isinstance(value, list) and all(type(length) is int and 0 <= length < 1 << 31 for length in value)
 
 
 def _start_ms(row: Mapping[str, Any], earliest: float) -> float:

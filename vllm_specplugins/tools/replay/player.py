@@ -112,6 +112,10 @@ def name_of(number: int) -> str:
     return f"request-{number}"
 
 
+def number_of(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
 def feedback(
     request_ids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int], step_ms: float | None = None
 ) -> Feedback:

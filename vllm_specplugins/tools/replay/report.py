@@ -8,15 +8,16 @@ from typing import Any
 from vllm_specplugins.tools.picker import NONE
 from vllm_specplugins.tools.replay.candidates import ALWAYS, Candidate
 from vllm_specplugins.tools.replay.figures import Row, best_rows, verdict
-from vllm_specplugins.tools.report import publish, say, show_table, stdout, table_of, versions
+from vllm_specplugins.tools.replay.plot import plot
+from vllm_specplugins.tools.report import say, show_table, stdout, table_of, versions, write_json
 
 COLUMNS = ("K", "tok/step", "drafted", "accepted", "draft, us", "ms/token", "predicted")
 LEGEND = (
     "K: the fastest of those tried. tok/step: mean tokens of a request's step, its first token left out (acceptance "
     "length). drafted: share of steps with a draft. accepted: share of draft tokens that were right. draft: time of "
     "drafting for a request and step, where the device waits for it. ms/token: time of the engine for a token of any "
-    "request. predicted: the speed-up over no speculation, and its range (90 %) over requests like these. gated: a "
-    "gate drafts only what pays."
+    "request. predicted: the speed-up over no speculation, and its range (95 %) over requests like these. gated: a "
+    "gate drafts only what pays; fixed: K tokens in each step."
 )
 FEW_REQUESTS = 200  # the range of fewer says little
 
@@ -25,10 +26,10 @@ def tell(args: argparse.Namespace, rows: list[Row], found: Sequence[Candidate], 
     """Prints the best K of each method, and what follows; writes all rows, if the user wants a file."""
     advice, best = verdict(rows, found)
     console, table, notes = stdout(), table_of("", COLUMNS), _notes(rows, best, conditions)
-    for batch in dict.fromkeys(row.batch for row in rows):
+    for title in dict.fromkeys(row.title for row in rows):
         table.add_section()
-        table.add_row(f"[bold]{batch} at a time[/bold]")
-        for row in best_rows([row for row in rows if row.batch == batch]):
+        table.add_row(f"[bold]{title}[/bold]")
+        for row in best_rows([row for row in rows if row.title == title]):
             table.add_row(f"  {row.method}{'' if row.policy == ALWAYS else ', ' + row.policy}", *_figures(row))
     show_table(console, table)
     for words in (LEGEND, *notes, f"\n{advice}"):
@@ -41,11 +42,10 @@ def tell(args: argparse.Namespace, rows: list[Row], found: Sequence[Candidate], 
         "notes": notes,
         "advice": advice,
     }
-    points = [
-        (f"{row.batch} at a time", f"{row.method}, {row.policy}", f"K {row.num_draft}", row.speed_up, row.low, row.high)
-        for row in rows if row.method != NONE
-    ]  # fmt: skip
-    publish(args, facts, f"{conditions['requests']} recorded requests, predicted", points)
+    if args.json:
+        write_json(facts, args.json)
+    if args.plot:
+        plot(args.plot, f"{conditions['requests']} recorded requests, predicted", rows)
 
 
 def _figures(row: Row) -> list[str]:
