@@ -91,7 +91,8 @@ def test_drafter_by_hand() -> None:
 
 def test_oracle_by_hand() -> None:
     """The output copies 4 tokens of the prompt, then others. Fails if the oracle verifies a wrong token, takes the
-    shorter draft, asks the drafter where a lookup has as many, or does not continue it by a lookup."""
+    shorter draft, asks the drafter where a lookup has as many, takes its tokens where it does not ask it, or does not
+    continue it by a lookup."""
     prompt, output = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 30, 31, 32, 33, 6, 7, 8, 40]
     accepted = [0, 0, 0, 0, 0, 3, 2, 1, 0, 1, 0, 0, 0]
     traffic, load = drafted(prompt, output, accepted), Load(CostTable.line(10.0, 0.1), draft_us=0.0)
@@ -99,6 +100,8 @@ def test_oracle_by_hand() -> None:
     # 2 3 4 5 by the lookup, and 30; 31 32 by the drafter, and 33; 6 by the drafter, 7 8 by the lookup, and 40.
     assert totals.accepted == totals.drafted and totals.emitted == len(output) - 1
     assert (totals.steps, totals.drafting_ms) == (3, pytest.approx(2.3 / 3 + 2 * 2.3 + 2.3 / 3))
+    hurried = simulate(traffic, oracle(DRAFTER, traffic, 100.0).build, 31, load, drafter=DRAFTER)
+    assert hurried.accepted == 4 + 2, "without the drafter, as it is at such a rate not worth its time"
 
 
 def log_of(tmp_path: Path, name: str = "made.jsonl") -> Path:
