@@ -43,6 +43,13 @@ def test_readme_is_short() -> None:
     assert len(lines) <= 100 and max(map(len, lines)) <= 110
 
 
+def test_field_table_is_current() -> None:
+    """Fails if the tables of docs/figures.md are not those of its data."""
+    made = subprocess.run([sys.executable, "docs/field_table.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for table in made.stdout.split("\n\n"):
+        assert table.strip() in (ROOT / "docs" / "figures.md").read_text(), "run python docs/field_table.py"
+
+
 def test_metrics_are_documented() -> None:
     """Kills: a metric that was added, renamed or dropped without the operating guide."""
     guide = (ROOT / "docs" / "operating.md").read_text()

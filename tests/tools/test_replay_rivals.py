@@ -130,7 +130,8 @@ FIELD += ["--num-draft", "31", "--by-file", "--max-output", "1500"]
 
 def test_command_with_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fails if a row beside ours is missing, if files are mixed, even ids are played among odd ones, the drafter's time
-    is left out, the oracle loses to a rule, our rows are compared with none, or no picture is drawn."""
+    is left out, the oracle loses to a rule, our rows are compared with none, no picture is drawn, or the speeds are no
+    more those of docs/figures."""
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     files = [str(log_of(tmp_path)), str(log_of(tmp_path, "again.jsonl"))]
     given = ["replay", "--data", *files, "--ids", "odd", "--batch", "1,4", "--json", str(out), "--plot", str(picture)]
@@ -150,6 +151,10 @@ def test_command_with_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[st
     compared = next(row for row in rows if row["method"] == "cascade")["beside"]
     assert compared["eagle3, K = 5"][0] == pytest.approx(speeds["cascade", "gated", 31] / speeds["eagle3", "fixed", 5])
     assert all(low < ratio < high for ratio, low, high in compared.values()) and "none" in compared
+    for known in json.loads((ROOT / "docs" / "figures" / "field_table.json").read_text())["made"]["rows"]:
+        key = known["batch"], known["method"], known["policy"], known["num_draft"]
+        row = next(row for row in facts["rows"] if (row["batch"], *list(row.values())[1:4]) == key)
+        assert row["speed_up"] == pytest.approx(known["speed_up"], rel=0.01), known
     alone = next(row for row in rows if row["method"] == "eagle3")
     assert alone["draft_us"] == pytest.approx(2140, rel=0.15) and len(alone["along"]) > 2
 
