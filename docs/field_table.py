@@ -34,7 +34,7 @@ def rounded(value: Any) -> Any:
 
 
 def facts_of(replay: dict[str, Any], command: str) -> dict[str, Any]:
-    """The part of a replay's JSON that is kept, with what it was made by."""
+    """The figures of a replay, with the command, commit and clock that made them."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     names = "requests", "prompt_tokens", "output_tokens", "costs", "drafter", "versions"
     rows = [{name: rounded(row[name]) for name in FIELDS} for row in replay["rows"]]
@@ -43,7 +43,7 @@ def facts_of(replay: dict[str, Any], command: str) -> dict[str, Any]:
 
 
 def best(rows: list[dict[str, Any]], method: str) -> dict[str, Any]:
-    """The row with the fastest K of a method, behind its gate if it has one."""
+    """The row with the fastest K of a method, with its gate if it has one."""
     own = [row for row in rows if row["method"] == method and (row["policy"] != "always" or method == NONE)]
     return max(own, key=lambda row: row["speed_up"])
 

@@ -215,12 +215,12 @@ def _replay(add: Add) -> None:
     add("--max-output", type=whole(1, 10_000_000), help="leave out requests with more tokens of output")
     words = "also play a drafter that the log holds accepted lengths of, its ms of a draft, and K: eagle3:2.14:5"
     add("--drafter", metavar="NAME:MS[:MS_A_TOKEN]:K", help=words)
-    words = "whose published step times on an H100 count (default: llama-2-7b)"
+    words = "the model with the published step times on an H100 that count (default: llama-2-7b)"
     add("--costs", choices=("llama-2-7b", "llama-3.1-8b"), default="llama-2-7b", help=words)
     add("--step-ms", type=positive, help="instead, the time of a step without drafts, and with it --token-ms")
     add("--token-ms", type=positive, help="what one more token to verify adds to it")
-    add("--context-us", type=positive, default=0.0, help="what a token of context adds to it (default: 0)")
-    add("--verify-ms", type=positive, default=0.0, help="what a step takes more that verifies a draft (default: 0)")
+    add("--context-us", type=positive, default=0.0, help="the time that a token of context adds to it (default: 0)")
+    add("--verify-ms", type=positive, default=0.0, help="the time that verifying any draft adds to it (default: 0)")
     add("--draft-us", type=positive, help="of drafting, by request and step (default: measured here)")
     _files(add)
 

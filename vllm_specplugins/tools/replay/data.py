@@ -78,7 +78,7 @@ class Chosen:
     """Which requests of a log are played.
 
     Args:
-        most: as many at the most, the first ones.
+        most: how many are played at most, the first ones.
         ids: "even" or "odd", of their "id", or their places in the log where they have none; "all": of either kind.
         max_output: tokens of the longest output; None: any number.
         drafter: that each must hold accepted lengths of; None: none.
@@ -100,7 +100,7 @@ class Chosen:
 def read_traffic(
     files: Sequence[Path], tokenizer: Tokenizer, chosen: Chosen, advance: Callable[[], None] = lambda: None
 ) -> Traffic:
-    """The chosen requests of the files (tools/data.py). A text that nobody asked for is played as if its second half
+    """The chosen requests of the files (tools/data.py). A text without a request is played as if its second half
     answered the first.
 
     Args:

@@ -72,7 +72,7 @@ class Row:
 
 
 def row_of(candidate: Candidate | Rival | None, batch: int, totals: Totals, plain: Totals, **more: Any) -> Row:
-    """The row of what was played; `plain` is no speculation's. `more`: other fields of the row."""
+    """The row of these totals; `plain` is no speculation's. `more`: other fields of the row."""
     steps = max(1, totals.steps)
     method, policy, num_draft = candidate.key if candidate else (NONE, ALWAYS, 0)
     speed_up = totals.tokens_per_ms / plain.tokens_per_ms if plain.emitted else 1.0

@@ -100,7 +100,7 @@ class Rival:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What its rows have in common."""
+        """The method, its policy and K, which its rows name."""
         return self.method, self.policy, self.num_draft
 
 

@@ -49,8 +49,8 @@ class Totals:
     along: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, fates: Mapping[int, Fate], step_ms: float, drafting_ms: float, places: Sequence[int]) -> None:
-        """What became of requests in a step, which their outputs began with so many tokens; one whose prompt it
-        computed got nothing."""
+        """Adds a step of these requests, each with so many tokens of output at its start (`places`). A request whose
+        prompt the step computed got nothing."""
         self.step_ms += step_ms
         self.drafting_ms += drafting_ms
         for place, (number, (drafted, accepted, emitted)) in zip(places, fates.items(), strict=True):
