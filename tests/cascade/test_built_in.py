@@ -166,9 +166,9 @@ def test_spared_while_text_is_copied() -> None:
 
 
 def test_spared_where_the_lookup_is_worth_more() -> None:
-    """The model is right about its first token alone, copies about all that they say. Fails if the model is asked for
-    while all requests copy and a draft was cut short, if it is spared where one of two has nothing to copy, if the
-    lookup searches twice in a step, or if its drafts of another step are taken."""
+    """The model is right about its first token alone, copies about all of theirs. Fails if the model is asked for while
+    all requests copy and a draft was cut short, if it is spared before it was tried or where one of two has nothing to
+    copy, if the lookup searches twice in a step, or if its drafts of another step are taken."""
     context = replace(CONTEXT, max_num_draft=6)
     stages = [LOOKUP, {**MODEL, "num_speculative_tokens": 3}]
     config = {"method": "cascade", "num_speculative_tokens": 6, "stages": stages}
@@ -189,6 +189,8 @@ def test_spared_where_the_lookup_is_worth_more() -> None:
         proposer.observe(Feedback(batch.request_ids, num_draft, right, step_ms=10.0 + 0.1 * int(num_draft.sum())))
         return needed, num_draft.tolist()
 
+    for _ in range(10):
+        assert step(copied)[0], "it has never drafted"
     for _ in range(30):
         step(new)
         step(copied)

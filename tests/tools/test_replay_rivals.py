@@ -152,8 +152,8 @@ def test_command_with_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert compared["eagle3, K = 5"][0] == pytest.approx(speeds["cascade", "gated", 31] / speeds["eagle3", "fixed", 5])
     assert all(low < ratio < high for ratio, low, high in compared.values()) and "none" in compared
     for known in json.loads((ROOT / "docs" / "figures" / "field_table.json").read_text())["made"]["rows"]:
-        key = known["batch"], known["method"], known["policy"], known["num_draft"]
-        row = next(row for row in facts["rows"] if (row["batch"], *list(row.values())[1:4]) == key)
+        names = "batch", "method", "policy", "num_draft"
+        row = next(row for row in facts["rows"] if all(row[name] == known[name] for name in names))
         assert row["speed_up"] == pytest.approx(known["speed_up"], rel=0.01), known
     alone = next(row for row in rows if row["method"] == "eagle3")
     assert alone["draft_us"] == pytest.approx(2140, rel=0.15) and len(alone["along"]) > 2

@@ -126,12 +126,13 @@ class Gate:
 
     def suffices(self, rows: Ints, found: DraftArrays, stage: int, max_own: Ints) -> bool:
         """Whether another stage's draft is expected to gain more than the draft that there is for none of the requests.
+        Never as long as few of the stage's tokens have been tried.
 
         Args:
             max_own: [R], tokens that the stage may draft.
         """
         costs = self._costs.of(len(rows), self.num_context)
-        if costs is None:
+        if costs is None or not self._ledger.has_tried(stage):
             return False
         prices = break_even_rate(costs, len(rows)) * self._tokens_ms(costs, len(rows))
         drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
