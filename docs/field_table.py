@@ -76,14 +76,14 @@ def markdown(data: dict[str, Any]) -> str:
         gains.append(ratio)
         speeds = {name: best(rows, name)["speed_up"] for name in ("ngram_gpu", "prompt_lookup", drafter, RULE)}
         lookup.append(
-            f"| {task}, {batch} | {speeds['ngram_gpu']:.2f} | {speeds['prompt_lookup']:.2f} "
+            f"| {task.removeprefix('combined_')}, {batch} | {speeds['ngram_gpu']:.2f} | {speeds['prompt_lookup']:.2f} "
             f"| {ratio:.2f} ({low:.2f}-{high:.2f}) |"
         )
         own, oracle = best(rows, "cascade"), best(rows, "oracle of both")["speed_up"]
         ratio, low, high = ratio_of(rows, "cascade", [RULE])
         of_stage = own["speed_up"] / max(speeds["prompt_lookup"], speeds[drafter])
         cascade.append(
-            f"| {task}, {batch} | {speeds[drafter]:.2f} | {speeds[RULE]:.2f} | {own['speed_up']:.2f} | {oracle:.2f} "
+            f"| {task.removeprefix('combined_')}, {batch} | {speeds[drafter]:.2f} | {speeds[RULE]:.2f} | {own['speed_up']:.2f} | {oracle:.2f} "
             f"| {ratio:.2f} ({low:.2f}-{high:.2f}) | {of_stage:.2f} |"
         )
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
