@@ -64,7 +64,7 @@ def cells(data: dict[str, Any]) -> Iterator[tuple[str, int, list[dict[str, Any]]
 
 
 def markdown(data: dict[str, Any]) -> str:
-    """Both tables."""
+    """The table of a lookup, and with a cascade that of both."""
     lookup = ["| task, requests | `ngram_gpu`, best K | `prompt_lookup` | of the best |", "|---|---|---|---|"]
     cascade = [
         "| task, requests | drafter | rule | cascade | oracle | of the rule | of the better stage |",
@@ -79,6 +79,8 @@ def markdown(data: dict[str, Any]) -> str:
             f"| {task.removeprefix('combined_')}, {batch} | {speeds['ngram_gpu']:.2f} | {speeds['prompt_lookup']:.2f} "
             f"| {ratio:.2f} ({low:.2f}-{high:.2f}) |"
         )
+        if not any(row["method"] == "cascade" for row in rows):
+            continue
         own, oracle = best(rows, "cascade"), best(rows, "oracle of both")["speed_up"]
         ratio, low, high = ratio_of(rows, "cascade", [RULE])
         of_stage = own["speed_up"] / max(speeds["prompt_lookup"], speeds[drafter])
@@ -88,7 +90,7 @@ def markdown(data: dict[str, Any]) -> str:
         )
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
     lookup.append(f"| geometric mean | | | {mean:.2f} |")
-    return "\n".join([*lookup, "", *cascade])
+    return "\n".join([*lookup, "", *cascade] if cascade[2:] else lookup)
 
 
 def main() -> None:
