@@ -1,5 +1,6 @@
 """Running totals: what was drafted, accepted and went wrong, for logs, metrics and `specplugins_stats`."""
 
+import copy
 from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,24 @@ class Counters:
                 off = f", switched off {part.times_switched_off} times" if part.times_switched_off else ""
                 words.append(f"{name} faults: {part.faults}{off}{' (now)' if part.switched_off else ''}".lstrip())
         return "; ".join(words)
+
+    def net(self, num_steps: int, dropped: Mapping[int, int]) -> "Counters":
+        """A copy of so many steps, without accepted tokens that were dropped, by their place in a draft.
+
+        >>> Counters(7, accepted_tokens=3, whole=StageCounters(accepted=3, accepted_at=[2, 1])).net(5, {1: 1}).summary()
+        '1.40 tokens a step, 0 % of 5 steps with a draft; drafted 0, accepted 2'
+        """
+        own = copy.deepcopy(self)
+        own.request_steps = num_steps
+        for place, num in dropped.items():
+            there = [stage for stage in own.stages.values() if place < len(stage.accepted_at)]
+            most = sorted(there, key=lambda stage: stage.accepted_at[place])[-1:]
+            for part in (own.whole, *most):
+                if place < len(part.accepted_at):
+                    part.accepted_at[place] -= num
+                    part.accepted -= num
+        own.accepted_tokens = own.whole.accepted
+        return own
 
     def add(self, feedback: Feedback) -> None:
         """Counts one step's verification."""

@@ -1,6 +1,7 @@
 """Prompts and generation helpers that the engine tests share."""
 
 import os
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,62 @@ def generate(llm: Any, prompts: list[list[int]], batch_sizes: list[int], **sampl
         outputs += [list(result.outputs[0].token_ids) for result in results]
         turn += 1
     return outputs
+
+
+def ask_turns(llm: Any, turns: list[list[int]], each: Any = (), **sampling: Any) -> list[list[int]]:
+    """What a session (vLLM's StreamingInput) answers to each turn, asked where the engine takes requests; `each` has
+    sampling parameters of single turns."""
+    from vllm import SamplingParams
+
+    core, answers = llm.llm_engine.engine_core.engine_core, list[list[int]]()
+    sampling = {"temperature": 0, "ignore_eos": True, "detokenize": False, **sampling}
+    name = f"session {np.random.default_rng().integers(1 << 60)}"
+    for tokens, own in zip_longest((*turns, None), each, fillvalue={}):  # without another turn, it ends
+        request = llm.llm_engine.input_processor.process_inputs(
+            name,
+            {"type": "token", "prompt_token_ids": list(tokens or [0])},
+            SamplingParams(**sampling | own),
+            supported_tasks=("generate",),
+            resumable=tokens is not None,
+        )
+        core.add_request(*core.preprocess_add_request(request))
+        answer, is_over = list[int](), tokens is None
+        while not is_over:
+            stepped, is_executed = core.step_fn()
+            core.post_step(is_executed)
+            for outputs in (stepped or {}).values():
+                for output in outputs.outputs:
+                    answer += output.new_token_ids
+                    is_over |= output.finish_reason is not None
+        answers.append(answer)
+    return answers[:-1]
+
+
+def progress(llm: Any) -> np.ndarray:
+    """Decoding steps of single requests, and draft tokens that they emitted, as our counters have them at rest."""
+    for _ in range(3):  # as a server does when nothing is left to do
+        llm.llm_engine.step()
+    stats = llm.collective_rpc("specplugins_stats")[0]
+    return np.array([stats["request_steps"], stats["accepted_tokens"]])
+
+
+def check_stops(llm: Any, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Requests that end at a stop id, within a draft or at its end, are counted up to it."""
+    stops, before = [answer[7] for answer in answers], progress(llm)
+    short = generate(llm, prompts, [len(prompts)], max_tokens=len(answers[0]), stop_token_ids=stops)
+    for answer, cut in zip(answers, short, strict=True):
+        assert answer[: len(cut)] == cut and cut[-1] in stops and not set(cut[:-1]) & set(stops)
+    assert (progress(llm) - before).sum() == sum(map(len, short)) - len(short)
+
+
+def check_session(llm: Any, prompt: list[int], num_tokens: int = 11, **sampling: Any) -> None:
+    """Three turns, a long one and one of a single token after it, are answered as prompts of the same tokens are."""
+    turns, so_far, whole = [prompt, prompt[3:11], prompt[5:6]], list[int](), list[list[int]]()
+    answers = ask_turns(llm, turns, max_tokens=num_tokens, **sampling)
+    for turn, answer in zip(turns, answers, strict=True):
+        whole.append([*so_far, *turn])
+        so_far = [*whole[-1], *answer[:-1]]  # vLLM goes on after the last computed token
+    assert generate(llm, whole, [3], max_tokens=num_tokens, **sampling) == answers
 
 
 def edit_params(rng: np.random.Generator, vocab_size: int) -> list[Any]:

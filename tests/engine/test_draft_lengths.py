@@ -1,10 +1,11 @@
 """True draft lengths are honoured: what was not found is not verified; and references are looked up."""
 
+from functools import partial
 from typing import Any
 
 import pytest
-from cases import PROMPT_LOOKUP, early_exit, generate
-from conftest import RUNNER, spec_metrics
+from cases import PROMPT_LOOKUP, ask_turns, check_session, early_exit, generate
+from conftest import RUNNER, counted, spec_metrics
 
 
 def drafted(llm: Any, prompts: list[list[int]], **sampling: Any) -> dict[str, float]:
@@ -43,6 +44,25 @@ def test_found_is_verified(engine: Any) -> None:
     counts = drafted(llm, [[5, 6, 7, 8] * 10], max_tokens=20, **allowed_only(5))
     assert counts["draft_tokens"] > 0
     assert counts["accepted_tokens"] >= 12, "5 5 5 5 ... is found from the third token on"
+
+
+@pytest.mark.parametrize("asynchronous", [False, *([True] if RUNNER == "v2" else [])])
+def test_session(engine: Any, asynchronous: bool) -> None:
+    """Turns that end within a draft. Fails if the next one goes on after tokens that were dropped."""
+    check_session(engine(PROMPT_LOOKUP, async_scheduling=asynchronous), [5, 6, 7, 8] * 10, stop_token_ids=[7])
+
+
+def test_options_of_a_turn(engine: Any) -> None:
+    """Fails if a session's turn has the options of the one before, or its end."""
+    llm, turns, off = (
+        engine(PROMPT_LOOKUP, **SYNCHRONOUS),
+        [[5, 6, 7, 8] * 10, [5, 6]],
+        {"specplugins": {"enabled": False}},
+    )
+    short, without = {"max_tokens": 2}, {"max_tokens": 9, "extra_args": off}
+    for each, drafts in (([short, without], False), ([without, {"max_tokens": 9}], True)):
+        _, drafted, accepted = counted(llm, partial(ask_turns, llm, turns, each))
+        assert (drafted > 0) is (accepted > 0) is drafts
 
 
 def test_ragged_batch(engine: Any) -> None:

@@ -49,6 +49,7 @@ def ask(llm: Any, temperature: float = 0, grammar: bool = True, **own: Any) -> l
 
 def counts(llm: Any) -> tuple[int, int, int]:
     """Steps of requests, tokens drafted, tokens accepted."""
+    llm.llm_engine.step()  # as a server does when nothing is left to do
     stats = llm.collective_rpc("specplugins_stats")[0]
     assert not stats["faults"]
     return stats["request_steps"], stats["drafted_tokens"], stats["accepted_tokens"]

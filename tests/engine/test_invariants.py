@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from cases import LONG, NUM_TOKENS, STRESS, cascade, early_exit, generate
+from cases import LONG, NUM_TOKENS, STRESS, cascade, check_session, check_stops, early_exit, generate, progress
 from conftest import INTERPRETED, NUM_LAYERS, RUNNER, spec_metrics
 from parts import K, with_embeddings, write_head
 
 HALF = NUM_LAYERS // 2
 BOTH = (False, True)
+# A lookup needs no room for drafts: with the blocks of STRESS nothing is preempted.
+SCARCE = STRESS | ({"max_model_len": 192, "num_gpu_blocks_override": 7} if INTERPRETED else {})
 
 
 class Case(NamedTuple):
@@ -30,7 +32,7 @@ CASES = {
     # The first token of a draft needs no embedding: an exit of all layers is right about it.
     "look-ahead of 4": Case(lambda folder: with_embeddings(folder, NUM_LAYERS, 4), "first", STRESS),
     "exit of half": Case(lambda folder: early_exit(HALF), "some", STRESS, (True,)),
-    "lookup": Case(lambda folder: LONG, "any", STRESS),
+    "lookup": Case(lambda folder: LONG, "any", SCARCE),
     "verify": Case(lambda folder: cascade("verify"), "some", STRESS),
     "gated auto": Case(lambda folder: cascade("auto", "auto"), "any", STRESS),
     "gated verify": Case(lambda folder: cascade("verify", "auto"), "any", None if INTERPRETED else STRESS, (True,)),
@@ -55,11 +57,12 @@ def test_outputs_and_acceptance(
     normed, late layers that see another place, slot or request (jump); a newest token's state that is another's, an
     embedding that is seen by what stands before it (look-ahead); drafts that write past their own blocks, for want of
     lookahead slots, into another request's; a history that misses a resumed request's output (lookup); a stage that
-    runs over another request's rows or history, or drafts beyond the reserved slots.
+    runs over another request's rows or history, or drafts beyond the reserved slots; steps or draft tokens that are
+    counted though nobody gets them, or not counted; a session's turn that goes on after tokens that were dropped.
     """
     case = CASES[name]
     llm = engine(case.config(tmp_path), **(case.arguments or {}), async_scheduling=asynchronous)
-    before = spec_metrics(llm)
+    before, progress_before = spec_metrics(llm), progress(llm)
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     after = spec_metrics(llm)
     drafts, drafted, accepted = (after[key] - before[key] for key in ("drafts", "draft_tokens", "accepted_tokens"))
@@ -71,7 +74,11 @@ def test_outputs_and_acceptance(
     if case.arguments:
         assert generate(llm, prompts[:16], [3, 5], max_tokens=NUM_TOKENS) == expected[:16], "from the prefix cache"
         assert spec_metrics(llm)["preemptions"] > 0
-    check_counters(llm, len(prompts) + 16 * bool(case.arguments), "gated" in name)
+    num_requests = len(prompts) + 16 * bool(case.arguments)
+    assert (progress(llm) - progress_before).sum() == num_requests * (NUM_TOKENS - 1), "tokens a step, exactly"
+    check_counters(llm, num_requests, "gated" in name)
+    check_stops(llm, prompts[:4], expected[:4])
+    check_session(llm, prompts[3], 7, stop_token_ids=[expected[3][4]])
 
 
 def check_counters(llm: Any, num_requests: int, is_gated: bool) -> None:

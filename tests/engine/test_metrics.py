@@ -70,13 +70,14 @@ def another_package() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != ("early_exit" if RUNNER == "v1" else "verify")])
 def test_adds_up(engine: Any, name: str) -> None:
-    """Histograms hold what their counters say, and every name is there. Scheduled synchronously: asynchronously a
-    request's last step may be verified in vain, which vLLM does not count.
+    """Histograms hold what their counters say, every name is there, and tokens that are dropped at a stop id are taken
+    off. Fails if a report passes with them, or counts other steps than those after a request's first token. Scheduled
+    synchronously: asynchronously a request's last step may be verified in vain, which vLLM does not count.
     """
     config = METHODS[name] | {"num_speculative_tokens": 4}
     llm = engine(config, async_scheduling=False)
     prompts = mixed_prompts(str(DEMO_MODEL), 4)
-    generate(llm, prompts, [12])
+    answers = generate(llm, prompts, [12])
     llm.llm_engine.step()  # as a server does when nothing is left to do, and `LLM` with its next request
     found = ours(llm, config["method"])
     missing = {name for name, series in found.items() if not series}
@@ -87,6 +88,13 @@ def test_adds_up(engine: Any, name: str) -> None:
         absent |= {"gate_lengths", "store_bytes"}
     assert missing <= absent
     check_sums(found, spec_metrics(llm), trims=drafts_in_graphs and name == "auto")  # a lookup's next draft is unsure
+    emitted = sum(map(len, generate(llm, prompts, [12], stop_token_ids=[answers[0][5], answers[1][7]])))
+    llm.llm_engine.step()
+    more = ours(llm, config["method"])
+    came = [sum(series[name].values()) for name in ("steps", "accepted_tokens") for series in (more, found)]
+    assert came[0] - came[1] + came[2] - came[3] == emitted - len(prompts)
+    by_position = sum(more["accepted_tokens_by_position"].values())
+    assert by_position == came[2] <= spec_metrics(llm)["accepted_tokens"], "vLLM counts what is dropped, too"
     if drafts_in_graphs:
         assert not any(found["draft_seconds"].values())
     else:

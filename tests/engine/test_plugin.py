@@ -276,7 +276,7 @@ def test_checked_again(method: str) -> None:
     config = pickle.loads(pickle.dumps(engine_config(spec, async_scheduling=RUNNER == "v2")))
     config.__post_init__()
     assert config.scheduler_config.async_scheduling is (RUNNER == "v2")
-    assert (config.scheduler_config.scheduler_cls is not None) is (RUNNER == "v2")
+    assert config.scheduler_config.scheduler_cls is not None
     assert config.num_lookahead_tokens == (4 if method == "early_exit" else 0)
 
 
@@ -295,15 +295,14 @@ def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduler = engine_config(speculative_config, **arguments).scheduler_config
         return scheduler.async_scheduling, scheduler.scheduler_cls
 
-    planned = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
+    planned, ours = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler", scheduling.SYNCHRONOUS
     says = "scheduled asynchronously;" if RUNNER == "v2" else "synchronously, for Model Runner V1 plans"
     for speculative_config in (early_exit, PROMPT_LOOKUP):
-        assert asynchronous(speculative_config) == ((True, planned) if RUNNER == "v2" else (False, None))
+        assert asynchronous(speculative_config) == ((True, planned) if RUNNER == "v2" else (False, ours))
         assert [says in sentence for sentence in said] == [True]
-    assert asynchronous(cascade) == (False, None)
+    assert asynchronous(cascade) == (False, ours)
     assert ["reads tokens on the host" in sentence for sentence in said] == [True]
-    chooses = scheduling.SYNCHRONOUS if RUNNER == "v2" else None
-    assert asynchronous(early_exit, async_scheduling=False) == (False, chooses)
+    assert asynchronous(early_exit, async_scheduling=False) == (False, ours)
     assert ["scheduled synchronously, as async_scheduling says" in sentence for sentence in said] == [True]
     theirs = "vllm.v1.core.sched.scheduler.Scheduler"
     assert asynchronous(early_exit, scheduler_cls=theirs) == (False, theirs)

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplugins.draft import Codec, ProposerContext
+from vllm_specplugins.engine.emitted import EMITTED
 from vllm_specplugins.engine.metrics.export import port_of, shown_on
 from vllm_specplugins.engine.metrics.report import Reporter, is_ours, stages_of, tell_states
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -72,6 +73,7 @@ class _WithProposer:
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        self._barrier.emitted = getattr(scheduler_output, EMITTED, None)
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         is_idle = scheduler_output.total_num_scheduled_tokens == 0  # and perhaps so for hours
         if is_idle:
@@ -114,7 +116,7 @@ class _WithProposer:
     def specplugins_stats(self) -> dict[str, Any]:
         """Our counters (counters.Counters) as a dictionary; for `LLM.collective_rpc`."""
         self._barrier.totals()  # where the device counts, what was asked for before comes
-        return asdict(self._barrier.totals())
+        return asdict(self._barrier.net_totals())
 
     def specplugins_paused(self, ms: float) -> None:
         """Whoever steps the engine has let it stand still so long, of which a gate shall not learn; for

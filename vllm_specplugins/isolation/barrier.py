@@ -70,6 +70,7 @@ class FaultBarrier:
     ):
         self.counters = Counters()
         self.acceptance: Any = Acceptance()
+        self.emitted: tuple[int, dict[int, int]] | None = None  # what the scheduler counted; see engine/emitted.py
         self.tally: Any = None  # what counts where the host does not look; see engine/v2/feedback/tally.py
         self.budget: Any = None  # what trims drafts on the device; see engine/adaptive/budget.py
         self.forced: Forced | None = None  # of this step, where a grammar goes on after drafts
@@ -155,7 +156,7 @@ class FaultBarrier:
         now = time.monotonic()
         if now - self._logged_at > LOG_EVERY_S:
             self._logged_at = now
-            logger.info("Speculation so far: %s", self.totals().summary())
+            logger.info("Speculation so far: %s", self.net_totals().summary())
 
     def totals(self) -> Counters:
         """The counters, those of a cascade's stages included."""
@@ -163,6 +164,10 @@ class FaultBarrier:
         if self.tally is not None:
             self.tally.move_to(self.counters, list(self.counters.stages.values()))
         return self.counters
+
+    def net_totals(self) -> Counters:
+        """The same without draft tokens that came after a request's end, where a scheduler of ours counts them."""
+        return self.totals() if self.emitted is None else self.totals().net(*self.emitted)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Has the proposer forget these requests before it next proposes."""

@@ -124,6 +124,8 @@ def _with_method(config: SpecConfig, original: Any, engine_args: Any, *args: Any
     ):
         vllm_config = original(engine_args, *args, **kwargs)
     spec_config.take_over(vllm_config, asked)
+    if (shorter := scheduling.fitting(vllm_config)) is not None:
+        return _with_method(shorter, original, engine_args, *args, **kwargs)
     entrances.check_front_end(vllm_config)
     if vllm_config.use_v2_model_runner:
         from vllm_specplugins.engine.self_check import stop_if_only

@@ -8,9 +8,11 @@ its way through the stages.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from vllm_specplugins.config import ConfigError, SpecConfig, methods_of
+from vllm_specplugins.engine.adaptive.conditions import chooses_length
 from vllm_specplugins.engine.frontend.method_names import name_in_vllm
 from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.methods import drafts_on_device, reads_history
@@ -65,8 +67,7 @@ def settle(vllm_config: Any, asked: bool | None) -> str:
             )
         if forces:
             scheduler.scheduler_cls = GRAMMAR
-        chooses = vllm_config.use_v2_model_runner and vllm_config.speculative_config.chooses_length
-        if chooses and scheduler.scheduler_cls is None:
+        elif scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = SYNCHRONOUS
         return words
     if not vllm_config.use_v2_model_runner:
@@ -91,6 +92,39 @@ def _synchronous_for(vllm_config: Any) -> str | None:
     if not vllm_config.scheduler_config.async_scheduling:
         return "vLLM does so with this configuration"
     return None
+
+
+def fitting(vllm_config: Any) -> SpecConfig | None:
+    """The method with a shorter K, where a step may not schedule 1 + K tokens; None: K fits.
+
+    Without a table of lengths vLLM pads a prompt that is cached but for a token to 1 + K tokens. If that is more than
+    the budget of a step, it never schedules the prompt; if it is more than the threshold of long prompts, it dies.
+
+    Raises:
+        ConfigError: no K fits, or no tree.
+    """
+    scheduler, config = vllm_config.scheduler_config, vllm_config.speculative_config.plugin_config
+    has_table = vllm_config.use_v2_model_runner and chooses_length(vllm_config)
+    if has_table and scheduler.scheduler_cls in (SCHEDULER, SYNCHRONOUS):
+        return None
+    slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
+    limits = {
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens - slots,
+        "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens,
+        "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
+    }
+    limit, name = min((limit, name) for name, limit in limits.items() if limit)
+    if config.length < limit:
+        return None
+    if limit < 2 or config.tree:
+        raise ConfigError(f"{config.method}: {name} must be at least {1 + (config.tree or 1)} with it, not {limit}.")
+    tell = logger.warning if config.says_length else logger.info
+    sentence = "%s: num_speculative_tokens is %d, not %d: vLLM pads prompts to one token more, and %s allows %d tokens."
+    tell(sentence, config.method, limit - 1, config.length, name, limit)
+    config, most = replace(config.with_length(limit - 1), says_length=True), limit - 1
+    lengths = [min(stage.num_speculative_tokens or most, most) for stage in config.stages]
+    stages = [replace(own, num_speculative_tokens=num) for own, num in zip(config.stages, lengths, strict=True)]
+    return config.with_stages(stages) if stages else config
 
 
 def give_time(config: SpecConfig) -> None:

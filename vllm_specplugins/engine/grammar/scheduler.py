@@ -10,6 +10,7 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.config import methods_of, stage_names
+from vllm_specplugins.engine.emitted import CountsEmitted
 from vllm_specplugins.engine.frontend.options import length_limit, request_options
 from vllm_specplugins.engine.grammar.forced import ForcedTokens
 from vllm_specplugins.engine.grammar.output import NEVER, tell
@@ -21,7 +22,7 @@ logger = logging.getLogger("vllm.specplugins")
 _MOST_BESIDE_OTHERS = 8
 
 
-class GrammarScheduler(Scheduler):
+class GrammarScheduler(CountsEmitted, Scheduler):
     """vLLM's synchronous scheduler, and the stage `grammar`."""
 
     def __init__(self, *args: Any, **kwargs: Any):

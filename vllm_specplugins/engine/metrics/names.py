@@ -59,6 +59,7 @@ HEALTH = (
 )
 TABLE: tuple[Metric, ...] = (
     *COUNTS,
+    Metric("counter", "steps", "Steps of single requests that emitted a token, but their first one.", labels=()),
     Metric("counter", "draft_lengths", "Steps of single requests, by the length of their draft.", labels=("length",)),
     *HEALTH,
     Metric("gauge", "step_cost_seconds", _COSTS, labels=("part",)),

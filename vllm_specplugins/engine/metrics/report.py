@@ -145,6 +145,8 @@ class Reporter:
 
     def _counts(self, counters: Counters) -> Iterator[tuple[str, float]]:
         """Series and totals of the stages, and of the method's own faults, which are those of a stage that is alone."""
+        if self._show is not None and self._barrier.emitted is not None:  # no scheduler sees this report
+            yield key("steps"), self._barrier.emitted[0]
         for length, count in enumerate(counters.draft_lengths):
             yield key("draft_lengths", length), count
         parts = [(stage, own, COUNTS) for stage, own in self._stages(counters).items()]

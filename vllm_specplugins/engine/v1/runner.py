@@ -133,8 +133,9 @@ class _Adapter:
         self.first_layers.compile(self._runner.speculative_config.plugin_config)
 
     def update_states(self, update: Any, scheduler_output: Any) -> Any:
-        """Passes on which requests are gone before vLLM drops them."""
+        """Passes on which requests are gone before vLLM drops them. A session's next turn is a new request."""
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        gone |= {new.req_id for new in scheduler_output.scheduled_new_reqs if new.req_id in self._requests}
         if gone:
             self._barrier.forget(sorted(gone))
             if self._learner is not None and self._learner.is_on:

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.engine.adaptive.conditions import chooses_length
+from vllm_specplugins.engine.emitted import CountsEmitted
 from vllm_specplugins.engine.frontend.options import length_limit, request_options
 from vllm_specplugins.engine.v2.feedback.report import REPORT, VERIFIED
 from vllm_specplugins.gate.step_times import CLIFF, StepTimes
@@ -78,7 +79,7 @@ class DraftLengths:
         self._at = nan
 
 
-class _Choosing:
+class _Choosing(CountsEmitted):
     """Mixin over a scheduler of vLLM's."""
 
     dynamic_sd_lookup: Any
@@ -89,7 +90,7 @@ class _Choosing:
         super().__init__(*args, **kwargs)
         self._lengths: DraftLengths | None = None
         self._drafted = self.num_spec_tokens  # in the last step that was planned
-        if chooses_length(self.vllm_config):  # type: ignore[attr-defined]
+        if self.use_v2_model_runner and chooses_length(self.vllm_config):  # type: ignore[attr-defined]
             config: Any = self.vllm_config  # type: ignore[attr-defined]
             speculative_config, cliff = config.speculative_config, config.compilation_config.max_cudagraph_capture_size
             shape = {"longest_chain": speculative_config.plugin_config.longest_chain, "cliff": cliff or 0}
@@ -99,19 +100,19 @@ class _Choosing:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if self._lengths is not None:
             self._lengths.tell(scheduler_output, model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._lengths is not None and not self.requests:
             self._lengths.pause()
         return outputs
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
-        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        super()._update_after_schedule(scheduler_output)
         setattr(scheduler_output, _VERIFIES, self._drafted)
         self._drafted = scheduler_output.num_spec_tokens_to_schedule
 
 
 class ChoosingScheduler(_Choosing, Scheduler):
-    """vLLM's synchronous scheduler, which knows the drafts."""
+    """vLLM's synchronous scheduler, which knows the drafts, on both model runners."""
 
 
 class PlannedScheduler(_Choosing, AsyncScheduler):

@@ -47,8 +47,9 @@ class HostSpeculator(Speculator):
         """Nothing to capture."""
 
     def add(self, new_requests: Any) -> None:
-        """Starts the histories of requests that are new, or back after a preemption."""
+        """Starts the histories of requests that are new, back after a preemption, or the next turn of a session."""
         super().add(new_requests)
+        self.remove({new.req_id for new in new_requests if new.req_id in self._requests})
         for new in new_requests:
             if new.prompt_embeds is not None:  # some of its tokens have no ids, so it gets no drafts
                 continue

@@ -1,0 +1,123 @@
+"""Limits of the scheduler that are smaller than a draft, and calls that change what a request has computed."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import PROMPT_LOOKUP, ask_turns, generate, progress
+from conftest import RUNNER
+from test_plugin import engine_config
+
+from vllm_specplugins.engine.frontend import scheduling
+
+BUDGET, THRESHOLD = {"max_num_batched_tokens": 24, "max_num_seqs": 4}, {"long_prefill_token_threshold": 16}
+
+
+@pytest.mark.parametrize("length", [None, 31, 64])
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [(BUDGET, 23), (THRESHOLD, 15), (BUDGET | THRESHOLD, 15), ({"max_num_scheduled_tokens": 20}, 19), ({}, 64)],
+)
+def test_length_fits(limits: dict[str, Any], most: int, length: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if K + 1 tokens are more than a step may schedule where vLLM pads a prompt to them, if K is shorter than
+    need be, if a user is not warned of another K, or if K is shortened where a table of lengths has nothing padded."""
+    told: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(scheduling.logger, level, lambda words, *_, level=level: told.append(f"{level}: {words}"))
+    config = {"method": "prompt_lookup"} | ({"num_speculative_tokens": length} if length else {})
+    for gate in ("off", *(["auto"] if RUNNER == "v2" else [])):
+        told.clear()
+        found = engine_config(config | {"gate": gate}, **limits)
+        wanted = length or 31
+        fits = min(wanted, most if gate == "off" else 64)
+        assert found.num_speculative_tokens == found.speculative_config.plugin_config.length == fits
+        levels = [sentence.split(":")[0] for sentence in told if "num_speculative_tokens is" in sentence]
+        assert levels == ([] if fits == wanted else ["warning" if length else "info"])
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="the scheduler is V1's, too")
+def test_cached_prompts_are_served(engine: Any) -> None:
+    """Prompts that are cached but for a token, alone and beside others. Fails if one is never scheduled, or the engine
+    dies of it: vLLM pads it to K + 1 tokens, which no step has room for, or which a long prompt may not have."""
+    prompts = [(np.arange(65) * step % 300 + 10).tolist() for step in (1, 3, 7)]
+    expected = generate(engine(), prompts, [3], max_tokens=9)
+    llm = engine({"method": "prompt_lookup"}, **BUDGET, **THRESHOLD, enable_prefix_caching=True)
+    core = llm.llm_engine.engine_core.engine_core
+    schedule, idle = core.scheduler.schedule, []
+
+    def counted(*args: Any) -> Any:
+        found = schedule(*args)
+        idle.append(not found.num_scheduled_tokens)
+        assert sum(idle[-20:]) < 20, "nothing is scheduled"
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core.scheduler, "schedule", counted)
+        for sizes in ([1], [1], [3], [3]):
+            assert generate(llm, prompts, sizes, max_tokens=9) == expected
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="of steps that are too many for an interpreter")
+def test_calls_in_any_order(engine: Any) -> None:
+    """Sessions beside requests that are added, aborted, preempted by resets of the prefix cache or for memory, and a
+    pause. Fails if what a request has computed, or what it had drafted, outlives a call that takes it back."""
+    from vllm import SamplingParams
+
+    llm = engine(PROMPT_LOOKUP, num_gpu_blocks_override=14, enable_prefix_caching=True, max_model_len=320)
+    core, process = llm.llm_engine.engine_core.engine_core, llm.llm_engine.input_processor.process_inputs
+    rng, step_fn = np.random.default_rng(0), core.step_fn
+    answers: dict[str, list[int]] = {}
+    asked: dict[str, tuple[list[int], int]] = {}
+    running: set[str] = set()
+
+    def add() -> None:
+        name, prompt = f"other {len(asked)}", (np.arange(30 + rng.integers(90)) % rng.integers(3, 6) + 5).tolist()
+        asked[name], answers[name] = (prompt, int(rng.integers(1, 40))), []
+        params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=asked[name][1])
+        request = process(name, {"type": "token", "prompt_token_ids": [*prompt]}, params, ("generate",))
+        core.add_request(*core.preprocess_add_request(request))
+        running.add(name)
+
+    def step() -> Any:
+        match rng.integers(12):
+            case 0 | 1 | 2 if len(running) < 5:
+                add()
+            case 3 if running:
+                name = sorted(running)[0]
+                core.abort_requests([name])
+                running.discard(name)
+                del asked[name]
+            case 4 if not core.scheduler.num_waiting_for_streaming_input:  # vLLM refuses it then
+                core.reset_prefix_cache(reset_running_requests=True)
+            case 5:
+                core.pause_scheduler("keep")
+                core.resume_scheduler()
+        outputs, is_run = step_fn()
+        for output in (one for own in (outputs or {}).values() for one in own.outputs):
+            if output.request_id in answers:
+                answers[output.request_id] += output.new_token_ids
+                if output.finish_reason is not None:
+                    running.discard(output.request_id)
+        return outputs, is_run
+
+    sessions = []
+    before = progress(llm)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "step_fn", step)
+        for num in (7, 20, 33):
+            turns = [(np.arange(size) % 4 + 5).tolist() for size in (40, *rng.integers(1, 9, 3))]
+            stops = [int(rng.integers(5, 9))]
+            sessions.append((turns, num, stops, ask_turns(llm, turns, max_tokens=num, stop_token_ids=stops)))
+    while running:
+        core.post_step(step()[1])
+    assert (progress(llm) - before)[1] > 0, llm.collective_rpc("specplugins_stats")[0]
+    for name, (prompt, num) in asked.items():
+        assert generate(llm, [prompt], [1], max_tokens=num, extra_args={"specplugins": {"enabled": False}}) == [
+            answers[name]
+        ]
+    for turns, num, stops, found in sessions:
+        so_far: list[int] = []
+        for turn, answer in zip(turns, found, strict=True):
+            whole = [*so_far, *turn]
+            assert generate(llm, [whole], [1], max_tokens=num, stop_token_ids=stops) == [answer]
+            so_far = [*whole, *answer[:-1]]

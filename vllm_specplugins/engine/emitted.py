@@ -1,0 +1,71 @@
+"""What our schedulers have in common: they know which tokens of a draft a request emits.
+
+A request may end within a draft: at an end token, or when it is aborted. The worker has counted the rest of that draft
+as accepted, which vLLM's scheduler drops. So the scheduler counts what came out, corrects the reports of metrics that
+pass through it, and tells the worker for its logs. Of several stages the rest is taken off the one that had most there.
+"""
+
+from collections import Counter
+from typing import Any
+
+from vllm_specplugins.engine.metrics.names import REPORT, SEPARATOR, key
+
+EMITTED = "specplugins_emitted"  # attribute of SchedulerOutput: decoding steps; dropped draft tokens by their place
+_BY_PLACE = "accepted_tokens_by_position"
+
+
+class CountsEmitted:
+    """Mixin over a scheduler of vLLM's."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._num_steps, self._dropped = 0, Counter[int]()  # of single requests, without their first tokens; by place
+        self._num_reported, self._to_report = 0, Counter[int]()
+        self._told = 0, 0
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        num_sampled = list(map(len, model_runner_output.sampled_token_ids))  # vLLM cuts them
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        emitting = [output for own in outputs.values() for output in own.outputs if output.new_token_ids]
+        self._num_steps += sum(output.prefill_stats is None for output in emitting)
+        if sum(num_sampled) > sum(len(output.new_token_ids) for output in emitting):
+            emitted = {output.request_id: len(output.new_token_ids) for output in emitting}
+            for request_id, row in model_runner_output.req_id_to_index.items():
+                places = range(max(1, emitted.get(request_id, 0)) - 1, num_sampled[row] - 1)
+                self._dropped.update(places)
+                self._to_report.update(places)
+        carrier = model_runner_output.ec_connector_output
+        if carrier is not None and carrier.ec_connector_stats and REPORT in carrier.ec_connector_stats.data:
+            self._correct(carrier.ec_connector_stats.data[REPORT])
+        return outputs
+
+    def _correct(self, report: dict[str, Any]) -> None:
+        """Takes off what was dropped as far as the report has it; the device's counts come later."""
+        report[key("steps")] = self._num_steps - self._num_reported
+        self._num_reported = self._num_steps
+        for place in list(self._to_report):
+            all_series = (series for series in report if series.startswith(_BY_PLACE + SEPARATOR))
+            own = [series for series in all_series if series.endswith(f"{SEPARATOR}{place}")]
+            for series in sorted(own, key=report.__getitem__, reverse=True):
+                num = min(report[series], self._to_report[place])
+                report[series] -= num
+                report[key("accepted_tokens", series.split(SEPARATOR)[1])] -= num
+                self._to_report[place] -= num
+        self._to_report = +self._to_report
+
+    def _update_request_with_output(self, request: Any, new_token_ids: list[int], *is_stale: Any, **kw: Any) -> Any:
+        """A session goes on after its last computed token. vLLM's synchronous scheduler counts dropped tokens, too."""
+        num_sampled = len(new_token_ids)
+        result = super()._update_request_with_output(request, new_token_ids, *is_stale, **kw)  # type: ignore[misc]
+        if request.resumable and not request.num_output_placeholders:
+            request.num_computed_tokens -= num_sampled - len(result[0])
+        return result
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        setattr(scheduler_output, EMITTED, (self._num_steps, dict(self._dropped)))
+        self._told = self._num_steps, self._dropped.total()
+
+    def has_finished_requests(self) -> bool:
+        """Also where the worker has to hear of a last step, which asynchronously comes after an empty one."""
+        return super().has_finished_requests() or self._told != (self._num_steps, self._dropped.total())  # type: ignore[misc]
