@@ -99,10 +99,10 @@ def ask_turns(llm: Any, turns: list[list[int]], each: Any = (), **sampling: Any)
         while not is_over:
             stepped, is_executed = core.step_fn()
             core.post_step(is_executed)
-            for outputs in (stepped or {}).values():
-                for output in outputs.outputs:
-                    answer += output.new_token_ids
-                    is_over |= output.finish_reason is not None
+            outputs = [output for each_client in (stepped or {}).values() for output in each_client.outputs]
+            for output in (output for output in outputs if output.request_id == name):
+                answer += output.new_token_ids
+                is_over |= output.finish_reason is not None
         answers.append(answer)
     return answers[:-1]
 
