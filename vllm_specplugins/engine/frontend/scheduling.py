@@ -6,6 +6,7 @@ scheduled asynchronously: vLLM's synchronous scheduler would plan the drafts of 
 its way through the stages.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,8 @@ from vllm_specplugins.engine.adaptive.conditions import chooses_length
 from vllm_specplugins.engine.frontend.method_names import name_in_vllm
 from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.methods import drafts_on_device, reads_history
+
+logger = logging.getLogger("vllm.specplugins")
 
 SCHEDULER = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
 GRAMMAR = "vllm_specplugins.engine.grammar.scheduler.GrammarScheduler"
