@@ -49,7 +49,8 @@ class CountsEmitted:
             for series in sorted(own, key=report.__getitem__, reverse=True):
                 num = min(report[series], self._to_report[place])
                 report[series] -= num
-                report[key("accepted_tokens", series.split(SEPARATOR)[1])] -= num
+                if num:
+                    report[key("accepted_tokens", series.split(SEPARATOR)[1])] -= num
                 self._to_report[place] -= num
         self._to_report = +self._to_report
 
