@@ -210,7 +210,7 @@ def test_remembered_texts_are_bounded() -> None:
         case.forced.after(long, [], K, request)
     longest = forced._LONGEST * (K + 1)
     assert all(len(text) <= longest and len(written) <= longest for (_, text), written in case.forced._written.items())
-    assert len(case.forced._written) <= 64 + 10
+    assert len(case.forced._written) <= 64 + 64
 
 
 def test_other_backends(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,13 +27,14 @@ from vllm_specplugins.engine.grammar.vocabulary import NO_TOKEN, Vocabulary
 
 logger = logging.getLogger("vllm.specplugins")
 
-READ_S = 0.0005  # CPU time to read a text
+READ_S = 0.001  # CPU time to read a text
 MASKS_S = 0.001  # and of vLLM's masks for a draft
-CALL_S = 0.001  # and of a call
+CALL_S = 0.002  # and of a call
 GRACE_S = 0.01  # a request's calls may take longer by so much in all: a lexer is built while it is used
 _LONGEST = 16  # bytes of a token, on average, in a text that is read
 _MAX_WRITTEN = 1024  # texts whose tokens are remembered
 _MAX_OF_REQUEST = 64  # of them, those that one request may add
+_MAX_RESTS = 8  # of a text, where a request wrote it otherwise than before: what came from there on
 _NOTES = "specplugins_forced"  # attribute of a request
 # Where two of these may follow, there is a choice, and no mask is needed to see it: the mask of any letters takes
 # xgrammar up to 20 ms where a model has 131,072 tokens.
@@ -46,6 +47,7 @@ class _Notes:
 
     start: int = 0
     text: bytes = b""
+    rests: list[int] = field(default_factory=list)  # after how many bytes of it the request wrote it otherwise
     num_written: int = 0
     grace_s: float = GRACE_S
 
@@ -133,24 +135,31 @@ class ForcedTokens:
         if text.startswith(notes.text):
             self._learn(request.cache_salt, emitted, notes)
         if not (notes.text and notes.text.startswith(text)):
-            notes.start, notes.text, text = request.num_tokens, read(), b""
-        written = self._written.get((request.cache_salt, notes.text), array("i"))
-        if text:
-            places = (self._vocabulary.ends(written) == len(text)).nonzero()[0]
-            written = written[places[0] + 1 :] if len(places) else array("i")
-        return notes.text[len(text) :], written
+            notes.start, notes.text, notes.rests, text = request.num_tokens, read(), [0], b""
+        rest, none = notes.text[len(text) :], array("i")
+        written = self._written.get((request.cache_salt, rest), none)
+        if text and not written:
+            whole = self._written.get((request.cache_salt, notes.text), none)
+            places = (self._vocabulary.ends(whole) == len(text)).nonzero()[0]
+            written = whole[places[0] + 1 :] if len(places) else none
+            if not written and len(notes.rests) < _MAX_RESTS:
+                notes.rests.append(len(text))
+        return rest, written
 
     def _learn(self, tenant: str | None, tokens: Sequence[int], notes: _Notes) -> None:
         """Notes that a text, which has ended, begins these tokens."""
-        key, notes.text = (tenant, notes.text), b""
-        if not key[1] or notes.num_written == _MAX_OF_REQUEST:
-            return
-        notes.num_written += key not in self._written
-        self._written.pop(key, None)
-        num = int(np.searchsorted(self._vocabulary.ends(tokens), len(key[1]))) + 1
-        self._written[key] = array("i", tokens[:num])
-        if len(self._written) > _MAX_WRITTEN:
-            del self._written[next(iter(self._written))]
+        text, notes.text, ends = notes.text, b"", self._vocabulary.ends(tokens)
+        for num_bytes in notes.rests if text else ():
+            key = tenant, text[num_bytes:]
+            notes.num_written += key not in self._written
+            if notes.num_written > _MAX_OF_REQUEST:
+                return
+            first, end = np.searchsorted(ends, (num_bytes, len(text)), side="right").tolist()
+            end -= ends[end - 1] == len(text)
+            self._written.pop(key, None)
+            self._written[key] = array("i", tokens[first : end + 1])
+            if len(self._written) > _MAX_WRITTEN:
+                del self._written[next(iter(self._written))]
 
     def _refuse(self, kind: type) -> None:
         """Says once that a backend tells nothing."""
