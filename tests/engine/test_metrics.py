@@ -81,7 +81,15 @@ def test_adds_up(engine: Any, name: str) -> None:
     llm.llm_engine.step()  # as a server does when nothing is left to do, and `LLM` with its next request
     found = ours(llm, config["method"])
     missing = {name for name, series in found.items() if not series}
-    absent = {"faults", "stored_outputs", "stored_tokens", "exchanges", "learned", "learned_length", "step_cost_seconds"}
+    absent = {
+        "faults",
+        "stored_outputs",
+        "stored_tokens",
+        "exchanges",
+        "learned",
+        "learned_length",
+        "step_cost_seconds",
+    }
     if drafts_in_graphs := TAPES and name in ("early_exit", "auto"):
         absent |= {"draft_seconds", "step_draft_seconds", "store_bytes"}  # the host only launches them
     if name != "auto" or RUNNER == "v2":  # what its gate chooses on the device is not counted
