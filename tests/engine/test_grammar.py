@@ -107,7 +107,7 @@ def test_counts(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the stage counts no forced tokens, other tokens than vLLM, or a step twice."""
     (before, lengths_before), (steps_before, *_) = stages_of(llm), counts(llm)
     drafts = of_vllm(llm, monkeypatch)
-    ask(llm)
+    outputs = ask(llm)
     (now, lengths), (steps, *_) = stages_of(llm), counts(llm)
     then, stage = before["0 grammar"], now["0 grammar"]
     drafted, accepted = map(sum, zip(*drafts, strict=True))
@@ -115,7 +115,7 @@ def test_counts(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert more == dict(drafts=len(drafts), drafted=drafted, kept=drafted, verified=drafted, accepted=accepted)
     assert sum(stage["accepted_at"]) == stage["accepted"] and stage["asked"] - then["asked"] >= len(drafts) > 0
     by_length = [now - then for now, then in zip(lengths, lengths_before, strict=True)]
-    assert sum(by_length) == steps - steps_before
+    assert sum(by_length) == steps - steps_before + len(outputs)  # and the steps of the prompts
     assert by_length[1:] == [[num for num, _ in drafts].count(length) for length in range(1, 1 + K)]
 
 
