@@ -75,7 +75,7 @@ def _tally_kernel(
         places = tl.arange(0, LANES)[None, :]
         accepted = tl.load(staged.num_sampled + index, mask=inside, other=0) - 1
         tried = accepted + tl.load(staged.num_rejected + index, mask=inside, other=0)
-        tried = tl.minimum(tl.load(staged.num_sent + slots, mask=inside, other=0), tried)
+        tried = tl.maximum(tl.minimum(tl.load(staged.num_sent + slots, mask=inside, other=0), tried), accepted)
         is_tried = (places < tried[:, None]) & inside[:, None]
         before = tl.load(staged.sent_stage + slots[:, None] * K + places, mask=is_tried, other=0).to(tl.int32)
         is_kept = (places < num_draft[:, None]) & inside[:, None]

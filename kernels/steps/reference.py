@@ -42,10 +42,11 @@ def _tally_stages(
 ) -> None:
     accepted, before, K = staged.num_sampled - 1, staged.sent_stage[slots], staged.stage.shape[1]
     places = torch.arange(K, device=slots.device)
-    verified = torch.minimum(staged.num_sent[slots], accepted + staged.num_rejected)
+    # Tokens past a draft's end may be accepted where steps are not trimmed: a request's scheduler drops them again.
+    verified = torch.minimum(staged.num_sent[slots], accepted + staged.num_rejected).maximum(accepted)
     for kind, stage, ends in (
         (VERIFIED, before, verified),
-        (ACCEPTED, before, torch.minimum(accepted, verified)),
+        (ACCEPTED, before, accepted),
         (KEPT, staged.stage, num_draft),
     ):
         counts = (places < ends[:, None]) * once[:, None]

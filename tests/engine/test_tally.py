@@ -64,7 +64,7 @@ def test_counts_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
         slots = torch.arange(SLOTS).where(torch.from_numpy(samples), torch.tensor(SLOTS))
         fates = torch.from_numpy(sampled).int(), torch.from_numpy(rejected).int()
         sent = drafts if sent is None else sent
-        known = torch.minimum(sent.num_draft, sum(fates) - 1)
+        known = torch.minimum(sent.num_draft, sum(fates) - 1).maximum(fates[0] - 1)
         parts = torch.where(num_draft > 0, num_draft, -1), num_draft
         table = torch.cat((sent.stage, sent.stage[:1])).int()  # in the order of the slots, and nobody's
         lengths = torch.cat((sent.num_draft, sent.num_draft[:1]))
