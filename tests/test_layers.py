@@ -51,7 +51,8 @@ MAY_IMPORT |= {"engine": _BELOW, "tools": _BELOW - {"cascade", "gate", "options_
 IN_ENGINE_MAY_IMPORT = {
     "codec": set(),
     "hooks": set(),
-    "grammar": {"codec", "frontend"},
+    "emitted": {"metrics"},
+    "grammar": {"codec", "emitted", "frontend"},
     "excepthook": set(),
     "self_check": set(),
     "vllm_api": set(),
@@ -61,8 +62,8 @@ IN_ENGINE_MAY_IMPORT = {
     "target": {"excepthook"},
     "frontend": {"adaptive", "excepthook", "hooks", "metrics", "self_check", "target", "vllm_api"},
     "v1": {"frontend", "grammar", "hooks", "target", "verify"},
-    "v2": {"adaptive", "frontend", "grammar", "hooks", "self_check", "target", "verify"},
-    "worker": {"codec", "metrics", "v1", "v2"},
+    "v2": {"adaptive", "emitted", "frontend", "grammar", "hooks", "self_check", "target", "verify"},
+    "worker": {"codec", "emitted", "metrics", "v1", "v2"},
     "harness": {"frontend", "hooks", "vllm_api"},
     "__init__": set(),
 }

@@ -26,17 +26,17 @@ class CountsEmitted:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         num_sampled = list(map(len, model_runner_output.sampled_token_ids))  # vLLM cuts them
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        emitting = [output for own in outputs.values() for output in own.outputs if output.new_token_ids]
-        self._num_steps += sum(output.prefill_stats is None for output in emitting)
-        if sum(num_sampled) > sum(len(output.new_token_ids) for output in emitting):
-            emitted = {output.request_id: len(output.new_token_ids) for output in emitting}
+        emitting = [core_output for own in outputs.values() for core_output in own.outputs if core_output.new_token_ids]
+        self._num_steps += sum(core_output.prefill_stats is None for core_output in emitting)
+        emitted = {core_output.request_id: len(core_output.new_token_ids) for core_output in emitting}
+        if sum(num_sampled) > sum(emitted.values()):
             for request_id, row in model_runner_output.req_id_to_index.items():
                 places = range(max(1, emitted.get(request_id, 0)) - 1, num_sampled[row] - 1)
                 self._dropped.update(places)
                 self._to_report.update(places)
-        carrier = model_runner_output.ec_connector_output
-        if carrier is not None and carrier.ec_connector_stats and REPORT in carrier.ec_connector_stats.data:
-            self._correct(carrier.ec_connector_stats.data[REPORT])
+        sent = model_runner_output.ec_connector_output
+        if sent is not None and sent.ec_connector_stats and REPORT in sent.ec_connector_stats.data:
+            self._correct(sent.ec_connector_stats.data[REPORT])
         return outputs
 
     def _correct(self, report: dict[str, Any]) -> None:
@@ -56,10 +56,10 @@ class CountsEmitted:
 
     def _update_request_with_output(self, request: Any, new_token_ids: list[int], *is_stale: Any, **kw: Any) -> Any:
         """A session goes on after its last computed token. vLLM's synchronous scheduler counts dropped tokens, too."""
-        num_sampled = len(new_token_ids)
+        session, num_sampled = request, len(new_token_ids)
         result = super()._update_request_with_output(request, new_token_ids, *is_stale, **kw)  # type: ignore[misc]
-        if request.resumable and not request.num_output_placeholders:
-            request.num_computed_tokens -= num_sampled - len(result[0])
+        if session.resumable and not session.num_output_placeholders:
+            session.num_computed_tokens -= num_sampled - len(result[0])
         return result
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
