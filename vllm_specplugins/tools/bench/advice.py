@@ -23,7 +23,7 @@ def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[
         configs: of these, no speculation first.
     """
     by_method = {name: [row for row in rows if row.method == name] for name in configs}
-    gains = {name: _mean_ratio(own) for name, own in by_method.items()}
+    gains = {name: mean_ratio(own) for name, own in by_method.items()}
     best = max(list(gains)[1:], key=lambda name: gains[name].median)
     words = f"{best}: {gains[best]}"
     if len(own := by_method[best]) > 1:
@@ -46,8 +46,8 @@ def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[
     return f"Serve with {words}{equal}.\n{serve_with(configs[best] or {})}", configs[best]
 
 
-def _mean_ratio(rows: Sequence[Row]) -> Spread:
-    """Of a method: in each round the geometric mean over the cells."""
+def mean_ratio(rows: Sequence[Row]) -> Spread:
+    """The ratios of a method, in each round the geometric mean over the cells."""
     return Spread.of([*map(statistics.geometric_mean, zip(*(row.ratio.rounds for row in rows), strict=True))])
 
 
