@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to a measured comparison on this machine. Options are those of the command `bench` (--help).
+# From a fresh clone to a measured comparison on this machine. `--help` lists the options.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 preload
