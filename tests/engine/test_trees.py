@@ -122,7 +122,11 @@ def test_what_the_gate_does(
     update = scheduler.update_from_output
 
     def noted(scheduled: Any, output: Any) -> Any:
-        verified.append((scheduled.specplugins_num_draft, *map(len, scheduled.scheduled_spec_decode_tokens.values())))
+        drafts = scheduled.scheduled_spec_decode_tokens
+        left = {name: own.max_tokens - own.num_output_tokens for name, own in scheduler.requests.items()}
+        # At its end a request gets no whole tree any more.
+        whole = [len(drafts[name]) for name in drafts if left.get(name, 0) > N + 1]
+        verified.append((scheduled.specplugins_num_draft, *whole))
         return update(scheduled, output)
 
     monkeypatch.setattr(scheduler, "dynamic_sd_lookup", Turns())
