@@ -203,10 +203,15 @@ def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatc
     assert all(counters["kept"] for counters in stats_of(llm))
     both = alone.by_history.keys() & beside.by_history.keys()
     assert len(both) > 3 * len(prompts)
-    assert [alone.by_history[history] for history in both] == [beside.by_history[history] for history in both]
+    # Alone it offers as many as the request may still emit; what has to be equal is where both offer something.
+    places = {history: min(len(alone.by_history[history]), len(beside.by_history[history])) for history in both}
+    assert all(alone.by_history[history][:n] == beside.by_history[history][:n] for history, n in places.items())
+    assert sum(places.values()) > 6 * len(prompts)
     assert len(alone.chances) == (len(alone.by_history) if RUNNER == "v2" else 0), "V1's drafters say none"
     if RUNNER == "v2":
-        found, again = (np.concatenate([offers.chances[history] for history in both]) for offers in (alone, beside))
+        found, again = (
+            np.concatenate([offers.chances[history][:n] for history, n in places.items()]) for offers in (alone, beside)
+        )
         np.testing.assert_allclose(found, again, atol=1e-3)
         assert 0 < found.min() < found.max() <= 1 and found.std() > 0.01
 

@@ -106,11 +106,11 @@ def test_acceptance(engine: Any, checkpoint: Path) -> None:
 
     llm = engine({**early_exit("probabilistic"), "num_speculative_tokens": 1}, model=str(checkpoint), **ARGUMENTS)
     params = SamplingParams(
-        temperature=TEMPERATURE, top_p=TOP_P, max_tokens=2, n=NUM_SAMPLES // 2, ignore_eos=True, detokenize=False
+        temperature=TEMPERATURE, top_p=TOP_P, max_tokens=3, n=NUM_SAMPLES // 2, ignore_eos=True, detokenize=False
     )
     prompts = [{"prompt_token_ids": PROMPT}] * 2
     _, drafted, accepted = counted(llm, lambda: llm.generate(prompts, params, use_tqdm=False))
-    assert drafted == NUM_SAMPLES
+    assert drafted == NUM_SAMPLES  # one draft each: a request's last token gets none
     assert abs(accepted / drafted - expected) < 3 * np.sqrt(expected * (1 - expected) / drafted)
 
 
@@ -151,7 +151,8 @@ def test_drafts_of_no_distribution(engine: Any, checkpoint: Path, monkeypatch: p
     assert p_value(counts, exact_probs(checkpoint, temperature=1.0)) > 1e-4
     llm.collective_rpc("specplugins_stats")  # what is counted on a device is read when the next report is due
     [stats] = llm.collective_rpc("specplugins_stats")
-    assert stats["faults"]["drew from logits that are not finite"] >= 2 * num_samples
+    # Two tokens follow a sample's first one: the first step drafts one token, the last step none.
+    assert stats["faults"]["drew from logits that are not finite"] >= num_samples
     engine.stop()
 
 

@@ -9,6 +9,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.config import StageConfig
 from vllm_specplugins.engine.frontend.options import length_limit, request_options
+from vllm_specplugins.engine.v2.feedback.report import warms_up
 from vllm_specplugins.kernels.steps import Rows, limit
 from vllm_specplugins.request_options import MAX_CONTEXT
 
@@ -58,7 +59,9 @@ class DraftLimits:
             own = options.get("stages", self._stages)
             slot = self._req_states.req_id_to_index[new.req_id]
             allowed = (name in own for name in self._stages)
-            longest = length_limit(new.sampling_params, new.prompt_len, self._model_config.max_model_len)
+            longest = self._model_config.max_model_len
+            if not warms_up([new.req_id]):  # two tokens long, so that kernels for drafts would not be warmed up
+                longest = length_limit(new.sampling_params, new.prompt_len, longest)
             rows.append((slot, num_draft, options.get("max_context", MAX_CONTEXT), longest - 1, *allowed))
         values = async_tensor_h2d(np.array(rows, np.int64), self._limits.device)
         self._limits[values[:, 0]] = values[:, 1:].int()
