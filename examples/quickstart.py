@@ -164,7 +164,10 @@ def line(words: str, plain: Turn, ours: Turn, tokenizer: Any) -> tuple[str, bool
         tokenizer.decode(answer.token_ids, skip_special_tokens=True),
     )
     alike = "the same output as without speculation" if is_equal else "ANOTHER output than without speculation"
-    return f"{words}: {alike}, in {1 + ours.num_steps} steps for {1 + plain.num_steps}: {text.strip()[:70]}", is_equal
+    return (
+        f"{words}: {alike}, in {1 + ours.num_steps} steps for {1 + plain.num_steps}: {' '.join(text.split())[:70]}",
+        is_equal,
+    )
 
 
 def replayed(turns: Turns, rows: Sequence[Row], tasks: Mapping[str, Workload]) -> dict[int, float]:

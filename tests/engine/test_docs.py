@@ -29,4 +29,4 @@ def test_the_readmes_example(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("[{")]
     [stats] = ast.literal_eval(line)
-    assert stats["request_steps"] > 0 and stats["faults"] == {}
+    assert sum(stats["draft_lengths"]) > 0 and stats["faults"] == {}  # the demo model ends with its first token

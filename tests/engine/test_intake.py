@@ -303,7 +303,7 @@ def test_prediction(intake: OptionsResolver, tokenizer: Any) -> None:
     assert request_options(intake.resolved(own))["reference"].tolist() == [1, 2]
     long = [{"type": "text", "text": "abcd" * 1000}] * 9
     with pytest.raises(VLLMValidationError, match=r"^prediction must be at most 32768 bytes of text"):
-        intake.resolved(params(Predicted({"content": long}, None)))
+        intake.resolved(params(Predicted({"type": "content", "content": long}, None)))
     for prediction in (5, {}, {"content": 5}, {"content": [5]}, {"content": [{"type": "image_url"}]}, [], "text"):
         with pytest.raises(VLLMValidationError, match=r"^prediction must be .*, not .*\.$"):
             intake.resolved(params(Predicted(prediction, None)))

@@ -56,7 +56,7 @@ def test_stage(engine: Any, prompts: Any, expected: Any, tmp_path: Path, kind: s
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     [stats] = llm.collective_rpc("specplugins_stats")
     lookup, own = stats["stages"].values()
-    assert own["drafted"] > 100 and lookup["drafted"] > lookup["accepted"] and stats["faults"] == {}
+    assert own["drafted"] > 50 and lookup["drafted"] > lookup["accepted"] and stats["faults"] == {}
     if is_jump:
         assert own["drafted"] - own["accepted"] <= len(prompts), "what stands after a request's last token"
     else:
