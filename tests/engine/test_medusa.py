@@ -54,13 +54,13 @@ def test_heads_that_repeat(
     drafted = run(llm)
     accepted = spec_metrics(llm)["accepted_tokens"] - before["accepted_tokens"]
     greedy = [
-        own == [token] * K
+        own == [token] * len(own)  # K, or fewer where no request may emit more
         for newest, heat, token_ids in drafts
         for token, temperature, own in zip(newest.tolist(), heat.tolist(), token_ids.tolist(), strict=True)
         if temperature == 0
     ]
     assert len(greedy) >= 3 * 12 // (K + 1)
-    assert all(greedy)
+    assert all(greedy) and any(token_ids.shape[1] == K for *_, token_ids in drafts)
     assert accepted > 0
     assert drafted == run(llm, max_draft=0)
     assert llm.collective_rpc("specplugins_stats")[0]["faults"] == {}

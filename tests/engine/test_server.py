@@ -277,6 +277,7 @@ def test_metrics(client: openai.OpenAI) -> None:
 
     # No gate here, no fault, no store, no other server, nothing that learns.
     absent = {"gate_lengths", "faults", "stored_outputs", "stored_tokens", "exchanges", "learned", "learned_length"}
+    absent.add("step_cost_seconds")  # Model Runner V2
     for metric in TABLE:
         shown = PREFIX + metric.name + {"counter": "_total", "gauge": "", "histogram": "_count"}[metric.kind]
         assert shown in after or metric.name in absent, metric.name

@@ -95,7 +95,8 @@ class Stage:
             max_draft = np.zeros_like(max_draft)
         elif may_draft is not None:
             max_draft = np.where(may_draft, max_draft, 0)
-        if np.count_nonzero(max_draft):
+        keeps = self.method.is_lookup and self.method.has_tenants and may_draft is None  # also a request's last tokens
+        if keeps or np.count_nonzero(max_draft):
             draft = self._continued if self.method.is_lookup else self._begun
             start = time.perf_counter()
             drafts = guard.call(batch, lambda: draft(batch, prefix, max_draft))
