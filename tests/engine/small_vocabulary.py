@@ -52,16 +52,19 @@ def kept_probs(probs: torch.Tensor, top_p: float = TOP_P) -> torch.Tensor:
 def sampled(
     llm: Any, *num_samples: int, top_p: float = TOP_P, temperature: float = TEMPERATURE, prompt: list[int] = PROMPT
 ) -> np.ndarray:
-    """[VOCAB_SIZE ** 3] how often each three tokens come up, of batches of so many samples."""
+    """[VOCAB_SIZE ** 3] how often each three tokens come up, of batches of so many samples.
+
+    A request's last token is never drafted: a fourth one is asked for, and left out.
+    """
     from vllm import SamplingParams
 
     outputs: list[list[int]] = []
     for number in num_samples:
         params = SamplingParams(
-            temperature=temperature, top_p=top_p, max_tokens=3, n=number, ignore_eos=True, detokenize=False
+            temperature=temperature, top_p=top_p, max_tokens=4, n=number, ignore_eos=True, detokenize=False
         )
         [result] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-        outputs += [list(output.token_ids) for output in result.outputs]
+        outputs += [list(output.token_ids[:3]) for output in result.outputs]
     return np.bincount(np.array(outputs) @ [VOCAB_SIZE**2, VOCAB_SIZE, 1], minlength=VOCAB_SIZE**3)
 
 

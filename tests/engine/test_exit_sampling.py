@@ -151,8 +151,7 @@ def test_drafts_of_no_distribution(engine: Any, checkpoint: Path, monkeypatch: p
     assert p_value(counts, exact_probs(checkpoint, temperature=1.0)) > 1e-4
     llm.collective_rpc("specplugins_stats")  # what is counted on a device is read when the next report is due
     [stats] = llm.collective_rpc("specplugins_stats")
-    # Two tokens follow a sample's first one: the first step drafts one token, the last step none.
-    assert stats["faults"]["drew from logits that are not finite"] >= num_samples
+    assert stats["faults"]["drew from logits that are not finite"] >= 2 * num_samples
     engine.stop()
 
 

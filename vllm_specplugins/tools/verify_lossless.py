@@ -82,7 +82,8 @@ class Verification:
         counts = np.zeros([len(groups), *[VOCAB_SIZE] * grid.NUM_TOKENS], np.int64)
         for index, outputs in zip(indices, drawn.token_ids, strict=True):
             for output in outputs:  # one that was stopped goes on with its last token
-                counts[(index, *output, *output[-1:] * (grid.NUM_TOKENS - len(output)))] += 1
+                outcome = output[: grid.NUM_TOKENS]
+                counts[(index, *outcome, *outcome[-1:] * (grid.NUM_TOKENS - len(outcome)))] += 1
         probs, possible = (
             [self._exact.joint(group.prompt, group.params, slack) for group in groups] for slack in (0.0, ROUNDING)
         )

@@ -146,7 +146,10 @@ def requests(groups: list[Request], num_samples: int, is_greedy: bool = False) -
     """Each group's index and requests for about num_samples outputs of all groups together, in turns; one of each
     group where all outputs are the same."""
     turns = 1 if is_greedy else max(MIN_TURNS, round(num_samples / len(groups) / PER_TURN))
-    more: dict[str, Any] = {"max_tokens": NUM_GREEDY_TOKENS} if is_greedy else {"n": PER_TURN, "max_tokens": NUM_TOKENS}
+    # A request's last token is never drafted: one more than an outcome has is asked for.
+    more: dict[str, Any] = {"n": PER_TURN, "max_tokens": NUM_TOKENS + 1}
+    if is_greedy:
+        more = {"max_tokens": NUM_GREEDY_TOKENS}
     for turn, (index, group) in itertools.product(range(turns), enumerate(groups)):
         params = {**group.params, **more}
         if "seed" in params:  # outputs of a request take one seed after the other
