@@ -133,7 +133,8 @@ def test_learns_in_an_engine(
     lengths.append((after["accepted_tokens"] - before["accepted_tokens"]) / (after["drafts"] - before["drafts"]))
     assert lengths[1] > lengths[0] + 0.3, lengths
     serving = learner.lengths()["serving"]
-    assert serving == pytest.approx(1 + lengths[1], abs=0.4), "what was expected"
+    # Drafts that end with their request are shorter than those that the windows play.
+    assert -0.4 <= serving - (1 + lengths[1]) <= 0.7, "what was expected"
     engine.stop()
     assert (folder / "README.md").exists()
     llm = engine({**config, "learn": {**config["learn"], "memory_bytes": 1 << 22}})

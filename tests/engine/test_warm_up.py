@@ -176,4 +176,6 @@ def test_nothing_new(kind: str) -> None:
         shapes = Shapes(vocab_size, dtype, num_draft, samples=kind != "one-hot", block=kind == "block")
         with recorded(KERNELS, runs=False) as checked:
             list(check_device(torch.device("cpu"), shapes))
+        # Those of kernels/steps are compiled where drafting is recorded.
+        checked = {key for key in checked if key[0] not in ("_limit_kernel", "_tally_kernel")}
         assert checked <= warmed, (dtype, vocab_size, sorted(checked - warmed))
