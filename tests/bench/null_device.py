@@ -6,6 +6,7 @@ What the kernels would have left, as many tokens sampled and rejected, is put th
 """
 
 import contextlib
+import importlib
 import os
 import sys
 import time
@@ -189,6 +190,9 @@ def _replace_device() -> None:
     torch.accelerator.synchronize = lambda device=None: None
     patch_asynchronous(patches)
     patch_platform(patches)
+    # No launch writes the slots that other operations index with.
+    steps = importlib.import_module("vllm_specplugins.kernels.steps.fused")
+    steps.torch = SimpleNamespace(**{**vars(torch), "empty_like": torch.zeros_like})
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
     builder = cpu_attn.CPUAttentionMetadataBuilder
     builder._cudagraph_support, builder.supports_draft_decode_metadata_update = AttentionCGSupport.ALWAYS, True
