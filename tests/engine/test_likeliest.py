@@ -51,7 +51,7 @@ def test_greedy(llm: Any, told: Pairs, prompts: Any, expected: Any) -> None:
     row of another request or place; a request's first row, whose token is no draft, with another one; rows in the
     middle of a prompt.
     """
-    longer = generate(llm, prompts, SIZES, max_tokens=len(expected[0]) + 5)  # a request's last steps ask for no drafts
+    longer = generate(llm, prompts, SIZES, max_tokens=len(expected[0]) + 10)  # a request's last steps ask for no drafts
     assert [tokens[: len(expected[0])] for tokens in longer] == expected
     texts = [[prompt[-1], *output] for prompt, output in zip(prompts, expected, strict=True)]
     assert {pair for text in texts for pair in pairwise(text)} <= told
@@ -63,7 +63,7 @@ def test_sampled(llm: Any, told: Pairs, prompts: Any) -> None:
     """The likeliest token is told, whatever was drawn. Kills: the sampled token in its place."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=1.0, max_tokens=8 + 5, ignore_eos=True, detokenize=False, logprobs=1)
+    params = SamplingParams(temperature=1.0, max_tokens=8 + 10, ignore_eos=True, detokenize=False, logprobs=1)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     num_others = 0
     for prompt, result in zip(prompts, llm.generate(asked, params, use_tqdm=False), strict=True):
