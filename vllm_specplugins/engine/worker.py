@@ -73,7 +73,7 @@ class _WithProposer:
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        self._barrier.emitted = getattr(scheduler_output, EMITTED, None)
+        self._barrier.emitted = getattr(scheduler_output, EMITTED, self._barrier.emitted)  # vLLM's warm-up has none
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         is_idle = scheduler_output.total_num_scheduled_tokens == 0  # and perhaps so for hours
         if is_idle:
