@@ -1,4 +1,4 @@
-"""The user's texts and traffic, in every form that any command takes. One reader for all of them.
+"""The user's texts and traffic, from files and pipes. One reader for all commands; `formats.py` knows the rows.
 
 A file holds JSON lines if it is called so, or if its first line is a JSON object; else it is one text. It is read by
 lines, of bounded length: what never ends is refused.
@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -17,19 +17,14 @@ from pathlib import Path
 from select import select
 from typing import Any, BinaryIO
 
-from vllm_specplugins.config import ConfigError, brief, error_text
+from vllm_specplugins.config import ConfigError, brief
+from vllm_specplugins.tools.formats import FORMATS, Tokenizer, parsed
 
-FORMATS = (
-    '{"prompt": text or token ids, "output": text or token ids}, {"messages": [...]} as for chat, with answers of the '
-    'assistant or "choices" as in an answer of OpenAI\'s API, a row of Spec-Bench, SpecDecode-Bench, tau-bench or '
-    'BFCL, or {"text": text}'
-)
 STDIN = Path("-")
 JSON_SUFFIXES = (".jsonl", ".ndjson")
 MAX_LINE, MAX_TEXT = 1 << 26, 1 << 30  # letters
 PIPE_S = 30  # for which a pipe's first letter is waited for; standard input is waited for without end
 MIN_ROW_TOKENS = 8  # what is left of a text after its last whole row counts from here on
-Tokenizer = Callable[[], Any]  # loads one of transformers; called at the first text
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ def samples(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Sample]:
     """
     for place, row in _with_answers(chain.from_iterable(map(_rows, files))):
         try:
-            for prompt, output in _parsed(row, tokenizer):
+            for prompt, output in parsed(row, tokenizer):
                 yield Sample(place, row, prompt, output)
         except ConfigError as error:
             raise ConfigError(f"--data: {place} {error}") from None
@@ -102,33 +97,6 @@ def _cut(texts: Iterable[list[int]], tokenizer: Any, row_tokens: int) -> list[li
         cuts = (prefix + ids[start : start + length] for start in range(0, len(ids), length))
         rows += [row for row in cuts if len(row) >= MIN_ROW_TOKENS]
     return rows
-
-
-def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of a conversation whose next turn is the model's, by the tokenizer's template if it has one."""
-    if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-    turns = [f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages]
-    ids = tokenizer("".join(turns) + "Assistant:")["input_ids"]
-    return ids
-
-
-def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False) -> list[int]:
-    """Of text, which begins a request or does not, or as they stand.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if isinstance(value, str):
-        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-            raise ConfigError(f"must hold text without lone surrogates as {key}, not {brief(value)}.")
-        ids: list[int] = tokenizer()(value, add_special_tokens=is_start)["input_ids"]
-        return ids
-    if isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in value):
-        return value
-    raise ConfigError(f"must hold text or token ids as {key}, not {brief(value)}.")
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -226,94 +194,3 @@ def _is_json(text: str) -> bool:
 def _object(line: str) -> dict[str, Any] | None:
     row = json.loads(line) if _is_json(line) else None
     return row if isinstance(row, dict) else None
-
-
-def _parsed(row: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[list[int], list[int] | None]]:
-    """Prompt and output of each sample of a line."""
-    match row:
-        case {"messages": messages}:
-            yield from _conversation(messages, row, tokenizer)
-        case {"turns": [str() as first, *_]}:  # a later turn needs an answer to the one before
-            yield _rendered(tokenizer(), [{"role": "user", "content": first}]), None
-        case {"prompt_token_ids": prompt, "generated_token_ids": output}:  # SpecDecode-Bench
-            yield token_ids(prompt, "prompt_token_ids", tokenizer), token_ids(output, "generated_token_ids", tokenizer)
-        case {"traj": messages}:  # tau-bench
-            yield from _conversation(messages, {}, tokenizer)
-        case {"question": [[*messages], *_]}:  # BFCL
-            yield from _called(messages, row, tokenizer)
-        case {"prompt": prompt}:
-            output = token_ids(row["output"], "output", tokenizer) if "output" in row else None
-            yield token_ids(prompt, "prompt", tokenizer, is_start=True), output
-        case {"text": text}:
-            yield [], token_ids(text, "text", tokenizer)
-        case _:
-            raise ConfigError(f"must hold {FORMATS}, not {brief(dict(row))}.")
-
-
-def _conversation(
-    messages: Any, row: Mapping[str, Any], tokenizer: Tokenizer
-) -> Iterator[tuple[list[int], list[int] | None]]:
-    """Each answer of the assistant with all that stands before it as its prompt; the last alone, where a log of
-    requests holds it apart, as "choices": what was answered before is in the lines before, too."""
-    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
-        raise ConfigError(f"must hold messages that have a role and a content, not {brief(messages)}.")
-    turns = [{"role": message["role"], "content": _text(message)} for message in messages]
-    ends = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-    match row.get("choices"):
-        case None:
-            pass
-        case [{"message": dict() as answer}, *_]:
-            ends = [len(turns)]
-            turns.append({"role": "assistant", "content": _text(answer)})
-        case choices:
-            raise ConfigError(f"must hold a message in its first choice, not {brief(choices)}.")
-    for end in ends:
-        output = token_ids(turns[end]["content"], "content", tokenizer)
-        yield (_rendered(tokenizer(), turns[:end]) if output else []), output
-    if not ends:  # of SPEED-Bench's questions the first: a later one needs an answer to the one before
-        turns = turns[: 1 + next((index for index, turn in enumerate(turns) if turn["role"] == "user"), len(turns))]
-    if turns[-1]["role"] != "assistant":
-        yield _rendered(tokenizer(), turns), None
-
-
-def _called(
-    messages: Any, row: Mapping[str, Any], tokenizer: Tokenizer
-) -> Iterator[tuple[list[int], list[int] | None]]:
-    """A question of BFCL after its functions. Its answer is the calls, with the first value of each argument."""
-    calls = row.get("ground_truth", [])
-    if not all(isinstance(call, dict) and all(isinstance(given, dict) for given in call.values()) for call in calls):
-        raise ConfigError(f"must hold calls as ground_truth, not {brief(calls)}.")
-    answer = [
-        {"name": name, "arguments": {key: values[0] for key, values in given.items() if values and values[0] != ""}}
-        for call in calls for name, given in call.items()
-    ]  # fmt: skip
-    functions = {"role": "system", "content": json.dumps(row.get("function", []), ensure_ascii=False)}
-    said = [{"role": "assistant", "tool_calls": answer}] if answer else []
-    return _conversation([functions, *messages, *said], {}, tokenizer)
-
-
-def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> list[int]:
-    try:
-        return chat_prompt(tokenizer, turns)
-    except Exception as error:  # whatever a template raises
-        raise ConfigError(
-            f"must hold messages that the tokenizer's chat template takes ({error_text(error)})."
-        ) from error
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and len(message) > 1
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    """What a message says: its text, or its parts' texts, and its calls of tools as JSON."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    if not isinstance(content, str):
-        raise ConfigError(f"must hold text, or a list of parts, as content, not {brief(content)}.")
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise ConfigError(f"must hold a list of calls as tool_calls, not {brief(calls)}.")
-    calls = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
-    return "\n".join([*filter(None, [content]), *(json.dumps(call, ensure_ascii=False) for call in calls)])

@@ -19,6 +19,7 @@ from vllm_specplugins.tools.base_model import load_config
 from vllm_specplugins.tools.bench.figures import Cell
 from vllm_specplugins.tools.bench.workloads import Workload
 from vllm_specplugins.tools.data import answered
+from vllm_specplugins.tools.formats import accepted_lengths
 from vllm_specplugins.tools.picker import NONE, Config
 
 
@@ -54,10 +55,10 @@ def _accepted(row: Mapping[str, Any], drafter: str | None, place: str) -> list[i
     """How many tokens of a drafter are accepted at each position of a row's output."""
     if drafter is None:
         return []
-    match row.get("accepted"):
-        case {**numbers} if isinstance(found := numbers.get(drafter), list) and all(type(n) is int for n in found):
-            return found
-    raise ConfigError(f'--trace: {place} must hold "accepted": {{"{drafter}": [...]}} with --drafter {drafter}.')
+    try:
+        return accepted_lengths(row, drafter)[drafter]
+    except ConfigError as error:
+        raise ConfigError(f"--trace: {place} {error}") from None
 
 
 def _check(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> None:

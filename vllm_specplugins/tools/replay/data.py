@@ -12,7 +12,8 @@ from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.draft import Int32Array
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.request_options import MAX_CONTEXT, Limits, understood
-from vllm_specplugins.tools.data import Sample, Tokenizer, answered, token_ids
+from vllm_specplugins.tools.data import Sample, answered
+from vllm_specplugins.tools.formats import Tokenizer, accepted_lengths, token_ids
 
 LARGE_VOCABULARY = 1 << 18  # as large as that of any model of today
 CHECKED = ("enabled", "learn", "max_draft", "max_context", "reference")  # others are a method's own
@@ -119,37 +120,15 @@ def read_traffic(
             prompt, output = sample.prompt, sample.output or []
             if not prompt and "text" in sample.row:
                 prompt, output = output[: len(output) // 2], output[len(output) // 2 :]
-            traffic.add(
-                prompt, output, start_ms, _accepted(sample.row, chosen.drafter), **_options(sample.row, tokenizer)
-            )
+            lengths = accepted_lengths(sample.row, chosen.drafter)
+            accepted = {name: np.array(own, np.int32) for name, own in lengths.items()}
+            traffic.add(prompt, output, start_ms, accepted, **_options(sample.row, tokenizer))
         except ConfigError as error:
             raise ConfigError(f"--data: {sample.place} {error}") from None
         advance()
     if not traffic.histories:
         raise ConfigError("--data must hold a request whose output is not empty.")
     return traffic
-
-
-def _accepted(row: Mapping[str, Any], drafter: str | None) -> Accepted:
-    """The accepted lengths that a request holds: ours, or in SpecDecode-Bench's form, which counts one token more."""
-    given = row.get("accepted", {})
-    if not isinstance(given, dict):
-        raise ConfigError(f"must hold a JSON object as accepted, not {brief(given)}.")
-    theirs = {
-        key[4:]: [length - 1 for length in value["acc_len"]]
-        for key, value in row.items()
-        if key.startswith("acc_") and isinstance(value, dict) and _are_lengths(value.get("acc_len"))
-    }
-    for name, lengths in given.items():
-        if not _are_lengths(lengths):
-            raise ConfigError(f"must hold token counts of 0 or more as accepted[{name!r}], not {brief(lengths)}.")
-    if drafter is not None and drafter not in given and drafter not in theirs:
-        raise ConfigError(f'must hold "accepted": {{"{drafter}": [...]}} for --drafter, not {brief(given or theirs)}.')
-    return {name: np.maximum(np.array(lengths, np.int32), 0) for name, lengths in (theirs | given).items()}
-
-
-def _are_lengths(value: Any) -> bool:
-    return isinstance(value, list) and all(type(length) is int and 0 <= length < 1 << 31 for length in value)
 
 
 def _start_ms(row: Mapping[str, Any], earliest: float) -> float:
