@@ -7,6 +7,8 @@ checks its hash, and writes a bfloat16 checkpoint (270 MB) to the user's cache f
 here. Figures that are measured with the checkpoint say "from Q4_1": the original model answers a little better.
 """
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -66,14 +68,14 @@ def _download(scratch: Path) -> Path:
 
 
 def _convert(source: Path, target: Path) -> None:
-    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers shows a bar within ours
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # transformers shows a bar within ours
+        read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config  # the weights are whole again
     model = LlamaForCausalLM(read.config)

@@ -4,7 +4,8 @@
 
 Two engines serve the same prompts, one without speculation and one with prompt_lookup, until the difference is known to
 ten percent or the minutes are over. Then both answer by a JSON schema, and with parameters that vLLM refuses under its
-speculation. vLLM's n-gram is replayed on the answers at the step times that were just measured.
+speculation. vLLM's n-gram is replayed on the answers at the step times that were just measured. The last line is the
+command to serve with.
 Exit status: 0; 1 if an output differs although the engines compute in float32; 2 if something could not be done.
 """
 
@@ -18,10 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from chat_model import chat_model
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
 from vllm_specplugins.engine.harness.serving import Traffic, Turn, serve_round
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.advice import mean_ratio
@@ -29,9 +32,10 @@ from vllm_specplugins.tools.bench.command import Turns, engine_arguments, engine
 from vllm_specplugins.tools.bench.figures import Cell, Row, rows_of
 from vllm_specplugins.tools.bench.report import Report, tell
 from vllm_specplugins.tools.bench.workloads import Workload, make_workload
-from vllm_specplugins.tools.data import chat_prompt
+from vllm_specplugins.tools.formats import chat_prompt
 from vllm_specplugins.tools.picker import NONE, pick_methods
 from vllm_specplugins.tools.progress import progress
+from vllm_specplugins.tools.report import serve_with
 
 ROOT = Path(__file__).resolve().parents[1]
 METHOD = "prompt_lookup"
@@ -98,7 +102,7 @@ def run(args: Namespace) -> int:
         "together": True, "arguments": arguments, "keeps": [], "short": [], "forced": False,
     }  # fmt: skip
     report = Report(rows, configs, machine, conditions)
-    ngram = replayed(turns, rows, {task.name: task for task in tasks})
+    ngram = replayed(turns, rows, {task.name: task for task in tasks}, machine.runner)
     status = tell(args, report, {"ngram": ngram})
     others = ", ".join(f"{ratio:.2f}x at K = {num_draft}" for num_draft, ratio in ngram.items())
     print(f"vLLM's n-gram, replayed on these answers at these step times: {others}.")
@@ -106,6 +110,8 @@ def run(args: Namespace) -> int:
         print(text)
         status = status if is_equal or machine.dtype != "float32" else 1
     print(f"The figures are drawn in {args.plot}.")
+    if chosen := report.verdict()[1]:
+        print(f"\nTo serve it:\nvllm serve {args.model} {serve_with(chosen)}")
     return status
 
 
@@ -170,8 +176,9 @@ def line(words: str, plain: Turn, ours: Turn, tokenizer: Any) -> tuple[str, bool
     )
 
 
-def replayed(turns: Turns, rows: Sequence[Row], tasks: Mapping[str, Workload]) -> dict[int, float]:
-    """Predicted speed of vLLM's n-gram to no speculation, by K: the geometric mean over the tasks."""
+def replayed(turns: Turns, rows: Sequence[Row], tasks: Mapping[str, Workload], runner: str) -> dict[int, float]:
+    """Predicted speed of vLLM's n-gram on this model runner to no speculation, by K: the geometric mean over the
+    tasks."""
     # Processes of engines import this file: without speculation vLLM does not start where numba is loaded before it.
     from vllm_specplugins.tools.replay.costs import CostTable, Load
     from vllm_specplugins.tools.replay.data import Traffic as Log
@@ -189,8 +196,26 @@ def replayed(turns: Turns, rows: Sequence[Row], tasks: Mapping[str, Workload]) -
                 log.add(prompt, answer.token_ids)
         without = simulate(log, None, 1, load).tokens_per_ms
         for rival in rivals(None):
-            ratios[rival.num_draft].append(simulate(log, rival.build, rival.num_draft, load).tokens_per_ms / without)
+            build = NGram if runner == "V1" else rival.build
+            ratios[rival.num_draft].append(simulate(log, build, rival.num_draft, load).tokens_per_ms / without)
     return {num_draft: statistics.geometric_mean(own) for num_draft, own in ratios.items()}
+
+
+class NGram(Proposer):
+    """vLLM's n-gram on Model Runner V1, by vLLM's function: it drafts nothing where it finds no match."""
+
+    def __init__(self, context: ProposerContext):
+        self._width, self._max_model_len = context.max_num_draft, context.max_model_len
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as find
+
+        token_ids, num_draft = np.zeros((batch.num_reqs, self._width), np.int32), np.zeros(batch.num_reqs, np.int32)
+        for row, tokens in enumerate(batch.token_ids):
+            found = find(tokens, 2, 8, self._max_model_len, int(batch.max_num_draft[row]))
+            num_draft[row] = len(found)
+            token_ids[row, : len(found)] = found
+        return Draft(token_ids, num_draft)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
         if row.num_faults:
             yield f"{row.method} failed {row.num_faults} times ({row.cell}), which cost it drafts."
     if wide := [str(row.cell) for row in rows if row.ratio.is_wide]:
-        yield f"Ranges are wide ({'; '.join(dict.fromkeys(wide))}): something else kept the machine busy."
+        cause = "rounds have prompts of their own, and other work may have kept the machine busy"
+        yield f"Ranges are wide ({'; '.join(dict.fromkeys(wide))}): {cause}."
     if timed := [str(row.cell) for row in rows if row.method == NONE and row.clock == "cpu"]:
         yield f"Times are CPU time of the engine's thread, for wall time was noisy ({'; '.join(timed)})."
     if looping := [str(row.cell) for row in rows if row.method == NONE and row.loops]:
