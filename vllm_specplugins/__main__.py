@@ -1,12 +1,16 @@
 """`python -m vllm_specplugins`: the command line. Parses arguments and imports nothing heavy before a command runs."""
 
 import argparse
+import math
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import getdoc
 from pathlib import Path
+from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 from typing import Any, NoReturn
 
 from vllm_specplugins.arguments import dictionary, listed, positive, share, temperature, whole
@@ -19,6 +23,7 @@ DATA = (
     'JSON lines of {"prompt": ..., "output": ...} in text or token ids, of {"messages": [...]} with answers in it or '
     'after it as "choices", or of {"text": ...}; else UTF-8 text; - is standard input'
 )
+CLEAN_UP_S = 2.0  # after Ctrl-C, in which another one is not heard
 EXTRAS = {"rich": "tools"}  # of pyproject.toml; what is not here comes with vLLM
 
 
@@ -276,7 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if find_spec(name) is None:
                 extra = f"vllm-specplugins[{EXTRAS.get(name, 'vllm')}]"
                 raise ConfigError(f"{args.command} needs {name}, which is not installed (pip install '{extra}').")
-        return int(import_module(module).run(args))
+        run = import_module(module).run
+        with _interruptible():
+            return int(run(args))
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -284,8 +291,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {args.command} cannot go on ({error.strerror or type(error).__name__}).\n")
         return 2
     except KeyboardInterrupt:
+        sys.stderr.write("Interrupted.\n")
         return 130
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Within it Ctrl-C is an exception, so that a command can clean up, for which it has some time."""
+    if getsignal(SIGINT) is not SIG_DFL:
+        yield
+        return
+    last = -math.inf
+
+    def interrupt(*_: object) -> None:
+        nonlocal last
+        if time.monotonic() - last > CLEAN_UP_S:
+            last = time.monotonic()
+            raise KeyboardInterrupt
+
+    signal(SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal(SIGINT, SIG_DFL)
+
+
+def program() -> int:
+    """`main` of a process of its own, which Ctrl-C ends at once, without a traceback, where there is nothing to clean
+    up."""
+    if getsignal(SIGINT) is default_int_handler:  # a shell that starts this in the background has it ignored
+        signal(SIGINT, SIG_DFL)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for names that are no UTF-8
+    return main()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

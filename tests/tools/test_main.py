@@ -1,7 +1,12 @@
 """The command line refuses with one sentence, never a traceback."""
 
+import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +14,9 @@ import pytest
 
 from vllm_specplugins import __main__
 from vllm_specplugins.__main__ import main
+from vllm_specplugins.config import ConfigError
+from vllm_specplugins.structures import whole_file
+from vllm_specplugins.tools import report
 
 TRAIN = ["train-exit-head", "MODEL", "--data", "DATA", "--exit-layer", "1", "--out", "OUT", "--steps", "1"]
 CALIBRATE = ["calibrate", "MODEL", "--data", "DATA"]
@@ -28,7 +36,23 @@ REFUSED = {
         ["calibrate", "BROKEN", "--data", "DATA"],
         "MODEL must be a checkpoint that transformers can load",
     ),
+    "nested model": (
+        ["calibrate", "NESTED", "--data", "DATA"],
+        "MODEL must be a checkpoint that transformers can load",
+    ),
+    "model without a tokenizer": (
+        ["calibrate", "TOKENLESS", "--data", "DATA"],
+        "MODEL must be a checkpoint that transformers can load",
+    ),
+    "report is a folder": (
+        ["verify-lossless", "--json", "/tmp"],
+        "--json must be a file in a folder that is there, not ",
+    ),
     "out is a file": ([*TRAIN, "--out", "SHORT"], "--out must be a folder that can be written, not "),
+    "out has other files": (
+        [*TRAIN, "--out", "MODEL"],
+        "--out must be a new or empty folder, or one of an earlier run, ",
+    ),
     "layers": ([*CALIBRATE, "--layers", "1;2"], "--layers: must be an integer from 1 to 10000, not '1;2'"),
     "layers too high": (
         [*CALIBRATE, "--layers", "1,3"],
@@ -53,6 +77,10 @@ def test_refused(
     (tmp_path / "broken" / "config.json").write_text("{")
     names = {"MODEL": tiny_model, "DATA": text_files[0], "OUT": tmp_path / "out", "SHORT": tmp_path / "short.txt"}
     names["BROKEN"] = tmp_path / "broken"
+    names["NESTED"] = shutil.copytree(names["BROKEN"], tmp_path / "nested")
+    (names["NESTED"] / "config.json").write_text('{"a":' * 50_000)
+    names["TOKENLESS"] = shutil.copytree(tiny_model, tmp_path / "tokenless")
+    (names["TOKENLESS"] / "tokenizer.json").write_bytes(bytes(range(256)))
     arguments, words = REFUSED[name]
     try:
         status = main([str(names.get(argument, argument)) for argument in arguments])
@@ -86,6 +114,82 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     monkeypatch.setattr(__main__, "import_module", lambda name: SimpleNamespace(run=run))
     assert main(CALIBRATE) == 2
     assert capsys.readouterr().err == "error: calibrate cannot go on (No space left on device).\n"
+
+
+def test_a_report_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a full disk costs the last report, if a report is for its owner alone, or if a pipe to which nobody
+    listens is waited for."""
+    path, pipe = tmp_path / "report.json", tmp_path / "pipe"
+    report.write_json({"number": 1}, path)
+    mode = path.stat().st_mode
+    os.umask(mask := os.umask(0))
+    assert mode & 0o777 == 0o666 & ~mask
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="--json must be a file that can be written"):
+        report.write_json({"number": 2}, pipe)
+    with monkeypatch.context() as patches:
+        patches.setattr(
+            whole_file, "write_all", lambda descriptor, data: os.write(os.open("/dev/full", os.O_WRONLY), data)
+        )
+        with pytest.raises(ConfigError, match="No space left on device"):
+            report.write_json({"number": 2}, path)
+    assert json.loads(path.read_text()) == {"number": 1} and len(list(tmp_path.iterdir())) == 2
+    report.write_json({"number": 3}, path)
+    assert json.loads(path.read_text()) == {"number": 3} and path.stat().st_mode == mode
+
+
+# A command that starts a process, as `bench` starts engines, and waits for it. The process prints when it begins.
+WAITS = """
+import os, sys, time
+from types import SimpleNamespace
+from vllm_specplugins import __main__
+from vllm_specplugins.engine.harness.process import EngineProcess
+from vllm_specplugins.tools.files import scratch
+
+if __name__ == "__mp_main__":
+    print("begins", os.getpid(), flush=True)
+    time.sleep(1)
+
+def wait(pipe):
+    pipe.send(1)
+    time.sleep(60)
+
+def run(args):
+    with scratch() as folder, EngineProcess(folder / "log", "", wait) as process:
+        process.receive()
+        print("waits", process._process.pid, flush=True)
+        process.receive()
+
+__main__.import_module = lambda name: SimpleNamespace(run=run)
+if __name__ == "__main__":
+    sys.exit(__main__.program())
+"""
+
+
+@pytest.mark.parametrize(("word", "num_times"), [("begins", 1), ("waits", 3)])
+def test_interrupted(word: str, num_times: int, tmp_path: Path) -> None:
+    """Ctrl-C reaches a whole group of processes, as from a terminal. Fails if it ends in a traceback, of the command or
+    of a process that this started, or if that process or its folder is left over, however often somebody presses it."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    running = subprocess.Popen(
+        [sys.executable, str(tmp_path / "waits.py"), "doctor"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert running.stdout is not None
+    pid = next(int(line.split()[1]) for line in running.stdout if word in line)
+    os.kill(pid, signal.SIGINT)  # of which the process hears nothing
+    time.sleep(0.1)
+    for _ in range(num_times):
+        os.killpg(running.pid, signal.SIGINT)
+        time.sleep(0.05)
+    _, error = running.communicate(timeout=20)
+    assert running.returncode in (130, -signal.SIGINT) and error in ("", "Interrupted.\n")
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # multiprocessing's own process ends a moment later
+            os.killpg(running.pid, 0)
+            time.sleep(0.03)
+    assert [path.name for path in tmp_path.iterdir() if "waits" not in path.name] == []
 
 
 def test_help_is_light() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import re
 import resource
 import shlex
@@ -177,7 +178,8 @@ DAMAGE: tuple[Callable[[dict[str, Any]], Any], ...] = (
 
 def test_a_spoilt_state(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
     """Edited, cut short, or with another bit. Kills: an entry that is not looked at before it is used; weights
-    of another shape that are spread over ours, or with bits that are not theirs; a traceback of torch's or pickle's."""
+    of another shape that are spread over ours, or with bits that are not theirs; a traceback of torch's or pickle's; a
+    pipe that is waited for."""
     settings, path = replace(SETTINGS, steps=1), tmp_path / core.STATE_FILE
     expected = train(base, rows, settings, tmp_path).state_dict()
     whole, files = path.read_bytes(), [io.BytesIO() for _ in DAMAGE]
@@ -195,6 +197,10 @@ def test_a_spoilt_state(base: BaseModel, rows: list[list[int]], tmp_path: Path) 
             assert str(error) == f"--out must be a folder whose {core.STATE_FILE} is whole, not {tmp_path}."
             continue
         assert data not in refused and all(torch.equal(weights[name], expected[name]) for name in expected)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=f"whose {core.STATE_FILE} is whole"):
+        train(base, rows, settings, tmp_path)
 
 
 @pytest.mark.parametrize(("num_rows", "batch_rows"), [(7, 3), (2, 5), (10, 10)])

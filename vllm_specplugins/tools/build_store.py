@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     file = StoreFile(args.out, fingerprint(tokenize, vocab_size), vocab_size, sys.maxsize)
     with writing("--out", "file", file.path):  # in the place of another store, if there is one; of nothing else
         with suppress(DamagedError):  # or of another model
-            file.open()
+            if file.path.exists():
+                file.open()
         file.write(records)
         file.close()
     Console().print(f"{len(records)} texts of {num_tokens} tokens in {args.out}")

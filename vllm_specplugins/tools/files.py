@@ -1,7 +1,9 @@
 """Folders that tools write to, and which of many they pick. Knows nothing of models."""
 
-from collections.abc import Callable
-from contextlib import closing
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,21 @@ def make_folder(path: Path) -> Path:
     with writing("--out", "folder", path):
         path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+@contextmanager
+def scratch(stays: Callable[[], bool] = lambda: False) -> Iterator[Path]:
+    """A folder for as long as a `with` block lasts; it stays where a ConfigError or a report names a log in it."""
+    folder = Path(tempfile.mkdtemp(prefix="specplugins-"))
+    try:
+        yield folder
+    except ConfigError:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if not stays():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def other_run(name: str, stored: Any, value: Any, folder: Path) -> ConfigError:

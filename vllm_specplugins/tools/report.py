@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.structures.whole_file import write_all, write_whole
 
 WIDTH = 100
 # Panel and name in it, what it is of, a speed-up, and the ends of its range.
@@ -63,7 +66,7 @@ def check_files(args: argparse.Namespace) -> None:
     """Raises ConfigError if --json or --plot cannot be written, or nothing can be drawn; before any work."""
     for option in ("json", "plot"):
         path: Path | None = getattr(args, option, None)
-        if path and not path.parent.is_dir():
+        if path and (path.is_dir() or not path.parent.is_dir()):
             raise ConfigError(f"--{option} must be a file in a folder that is there, not {path}.")
         if path and option == "plot" and find_spec("matplotlib") is None:
             raise ConfigError("--plot needs matplotlib, which is not there (pip install 'vllm-specplugins[tools]').")
@@ -79,10 +82,24 @@ def writing(option: str, kind: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{option} must be a {kind} that can be written, not {path} ({cause}).") from error
 
 
+def write_file(option: str, kind: str, path: Path, data: bytes) -> None:
+    """Writes a file as a whole, or else the old one stays; ConfigError where that cannot be."""
+    with writing(option, kind, path):
+        if path.exists() and not path.is_file():  # a terminal or a pipe, to which somebody must listen
+            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.set_blocking(descriptor, True)
+            write_all(descriptor, data)
+        else:
+            os.umask(mask := os.umask(0))
+            mode = path.stat().st_mode if path.exists() else 0o666 & ~mask
+            descriptor = write_whole(path, data)
+            os.fchmod(descriptor, mode)
+        os.close(descriptor)
+
+
 def write_json(facts: Mapping[str, Any], path: Path) -> None:
     """Writes a report; ConfigError where that cannot be."""
-    with writing("--json", "file", path):
-        path.write_text(json.dumps(facts, indent=1) + "\n")
+    write_file("--json", "file", path, json.dumps(facts, indent=1).encode() + b"\n")
 
 
 def publish(args: argparse.Namespace, facts: Mapping[str, Any], title: str, points: Points) -> None:
@@ -113,5 +130,6 @@ def plot(path: Path, title: str, points: Points) -> None:
     drawn[0].set_ylabel("speed-up over no speculation")
     handles = [drawn[0].plot([], [], "o", color=f"C{number}", label=name)[0] for number, name in enumerate(names)]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
-    with writing("--plot", "PNG file", path):
-        figure.savefig(path, dpi=100)
+    picture = BytesIO()
+    figure.savefig(picture, dpi=100, format="png")
+    write_file("--plot", "PNG file", path, picture.getvalue())

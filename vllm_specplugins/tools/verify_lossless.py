@@ -6,20 +6,18 @@ nothing of vLLM; at temperature 0, outputs are held against those without specul
 """
 
 import argparse
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.harness.samples import SETTINGS, Draw, sampling_engine
+from vllm_specplugins.tools.files import scratch
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.exact import ExactModel
-from vllm_specplugins.tools.lossless.report import DIED, Judged, Report, facts, show
+from vllm_specplugins.tools.lossless.report import Judged, Report, facts, show
 from vllm_specplugins.tools.lossless.statistics import chi_squared
 from vllm_specplugins.tools.picker import pick
 from vllm_specplugins.tools.progress import progress
@@ -94,11 +92,10 @@ def run(args: argparse.Namespace) -> int:
     """The command; prints its report, and returns 0 if nothing is wrong, else 1."""
     methods = pick_methods(args.method)
     check_files(args)
-    cells, folder = grid.cells(), Path(tempfile.mkdtemp(prefix="specplugins-"))
-    model = write_checkpoint(folder / "model", args.seed)
-    write_parts(folder, args.seed)
-    judged: list[Judged] = []
-    with progress() as bars:
+    cells, judged = grid.cells(), list[Judged]()
+    with scratch(lambda: any(cell.failure for cell in judged)) as folder, progress() as bars:
+        model = write_checkpoint(folder / "model", args.seed)
+        write_parts(folder, args.seed)
         task = bars.add_task("", total=(len(cells) + 1) * (len(methods) + 1))
         verification = Verification(model, cells, args.samples, args.seed, lambda: bars.advance(task))
         for number, (method, config) in enumerate([(NO_SPECULATION, None), *methods.items()]):
@@ -111,8 +108,6 @@ def run(args: argparse.Namespace) -> int:
     show(report, stdout())
     if args.json:
         write_json(facts(report), args.json)
-    if DIED not in report.verdicts:  # its log tells why
-        shutil.rmtree(folder)
     return 0 if report.is_lossless else 1
 
 

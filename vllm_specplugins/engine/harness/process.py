@@ -5,8 +5,10 @@ import os
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
+from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, pthread_sigmask
 from typing import Any, Self
 
 from vllm_specplugins.config import ConfigError
@@ -37,16 +39,25 @@ class EngineProcess:
         self._process = context.Process(target=_run, args=(self._theirs, log, work, arguments))
 
     def __enter__(self) -> Self:
-        self._process.start()
+        resource_tracker.ensure_running()  # which the first start would do, and unblock the signal
+        before = pthread_sigmask(SIG_BLOCK, [SIGINT])  # which a process inherits: Ctrl-C is for this one alone
+        try:
+            self._process.start()
+        finally:
+            pthread_sigmask(SIG_SETMASK, before)
         self._theirs.close()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Ends the process, gently if it listens."""
-        with suppress(OSError):  # it may have ended
-            self._pipe.send(None)
-        self._process.join(timeout=30)
-        self._process.kill()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends the process, gently if it listens and nothing was raised."""
+        try:
+            if kind is None or issubclass(kind, Exception):
+                with suppress(OSError):  # it may have ended
+                    self._pipe.send(None)
+                self._process.join(timeout=30)
+        finally:
+            self._process.kill()
+            self._process.join()
 
     def send(self, message: Any) -> None:
         """Hands the process something to do."""

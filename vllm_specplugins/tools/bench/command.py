@@ -1,11 +1,8 @@
 """The command `bench`: starts an engine for each method, lets them take turns, and reports."""
 
 import argparse
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from vllm_specplugins.tools.bench.figures import Cell, rows_of
 from vllm_specplugins.tools.bench.report import Report, tell
 from vllm_specplugins.tools.bench.trace import arrivals, plain_turns, read_log
 from vllm_specplugins.tools.bench.workloads import DEFAULT, Workload, make_workload, read_workloads
+from vllm_specplugins.tools.files import scratch
 from vllm_specplugins.tools.picker import Config, pick_methods
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_files
@@ -168,8 +166,7 @@ def engines_up(
     Raises:
         ConfigError: one that does not start; its log is kept.
     """
-    logs = Path(tempfile.mkdtemp(prefix="specplugins-"))
-    with ExitStack() as stack:
+    with scratch() as logs, ExitStack() as stack:
         engines: dict[str, EngineProcess] = {}
         for number, (name, config) in enumerate(configs.items()):
             advance(f"{name}: starting vLLM")
@@ -178,4 +175,3 @@ def engines_up(
             machine = engine.receive()
             advance()
         yield engines, machine
-    shutil.rmtree(logs)

@@ -5,6 +5,7 @@ import json
 import sys
 import zlib
 from dataclasses import fields
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 from rich.progress import Progress
 
 from vllm_specplugins.config import ConfigError
+from vllm_specplugins.structures.whole_file import BEGUN
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.bench.library import is_held_out, library_files
 from vllm_specplugins.tools.data import rows_of, token_rows
 from vllm_specplugins.tools.files import every_nth, make_folder, save_whole
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.training.core import Settings, train
+from vllm_specplugins.tools.training.core import STATE_FILE, Settings, train
 from vllm_specplugins.tools.training.kinds import ExitHeadSettings, JumpSettings, LookAheadSettings
 from vllm_specplugins.tools.training.report import Trained, card, show_all
 from vllm_specplugins.tools.training.scores import own_texts, scores
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device must be cpu, not cuda: torch finds no GPU.")
-    make_folder(args.out)
+    _check_out(make_folder(args.out))
     with progress() as bars:
         rows = _rows(args, bars)
         heldout = set(every_nth(len(rows), max(1, round(len(rows) * args.heldout))))
@@ -54,9 +56,17 @@ def run(args: argparse.Namespace) -> int:
             return 130
         except torch.OutOfMemoryError:
             raise ConfigError("--batch-tokens and --row-tokens must be smaller: the GPU's memory is full.") from None
-    save_whole(args.out, lambda folder: (folder / "README.md").write_text(card(found)))
+    text = card(found).encode(errors="backslashreplace")
+    save_whole(args.out, lambda folder: (folder / "README.md").write_bytes(text))
     show_all(found, args.out)
     return 0
+
+
+def _check_out(folder: Path) -> None:
+    """ConfigError for a folder with files of something else, which those of the part would replace."""
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(BEGUN)}
+    if names and STATE_FILE not in names:
+        raise ConfigError(f"--out must be a new or empty folder, or one of an earlier run, not {folder}.")
 
 
 def _trained(

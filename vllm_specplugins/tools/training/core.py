@@ -4,6 +4,7 @@ The loss is proposers/heads/distillation.py's. A step's rows follow from its num
 goes on as if it had not been.
 """
 
+import os
 import time
 import zipfile
 from abc import abstractmethod
@@ -17,6 +18,7 @@ import torch
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.proposers.heads.distillation import Guesser, distil
 from vllm_specplugins.proposers.heads.trained import TrainedPart
+from vllm_specplugins.structures.whole_file import open_regular
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.files import other_run, save_whole
 
@@ -139,10 +141,12 @@ def resume(path: Path, settings: Settings, part: TrainedPart, optimizer: torch.o
     if not path.exists():
         return 0
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load looks at no checksum
-            if archive.testzip() is not None:
-                raise ValueError("a damaged archive")
-        state = torch.load(path, weights_only=True, map_location=next(part.parameters()).device)
+        with open(open_regular(path, os.O_RDONLY), "rb") as file:
+            with zipfile.ZipFile(file) as archive:  # torch.load looks at no checksum
+                if archive.testzip() is not None:
+                    raise ValueError("a damaged archive")
+            file.seek(0)
+            state = torch.load(file, weights_only=True, map_location=next(part.parameters()).device)
         stored, step = dict(state["settings"]), state["step"]
         differing = [name for name, value in asdict(settings).items() if stored.get(name) != value]
         if not differing:
