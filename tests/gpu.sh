@@ -6,7 +6,7 @@
 # left for is listed as not run, and a table at the end says what became of each part, however the script ends. Send the
 # report: docs/figures.md lists what nobody has run yet. PARTS='Steps|Identity' runs the parts whose titles match;
 # SKIP_INSTALL=1 takes the `python3` that is there; MODEL is measured in place of the demo model, widened to 3.6 B
-# parameters.
+# parameters; LOG, of token ids below 128,256, is what engines are forced to emit.
 set +e -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 dry_run= python=python3 patience=20
@@ -102,9 +102,9 @@ model=${MODEL:-gpu-report-model}
 for config in null "$lookup" "$ngram: 5}" "$ngram: 31}" "$cascade" "$exit"; do
     part "Steps: $config" 240 tests/gpu/steps.py "$config" --model "$model" --plain "$report.json"
 done
-if [[ -e tests/gpu/forced_trace.py ]]; then
-    part "Forced trace" 300 tests/gpu/forced_trace.py --model "$model"
-fi
+forced=(420 tests/gpu/forced_trace.py --shape llama-3.1-8b --folder "$report.models" ${LOG:+--log "$LOG"})
+part "Forced trace: llama-3.1-8b" "${forced[@]}"
+part "Forced trace: llama-3.1-8b, a head of EAGLE-3's shape" "${forced[@]}" --drafter
 part "Identity" 360 "${pytest[@]}" -m gpu tests/engine/test_gpu.py -k identity
 VLLM_BATCH_INVARIANT=1 part "In bfloat16, VLLM_BATCH_INVARIANT=1" 240 "${pytest[@]}" -m gpu tests/engine/test_gpu.py \
     -k invariant

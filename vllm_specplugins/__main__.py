@@ -173,7 +173,7 @@ def _bench(add: Add) -> None:
     Example: python -m vllm_specplugins bench --model MODEL --methods ngram,prompt_lookup --workloads edit,chat
     --batch 1,4
     """
-    _model(add, "--model", required=True)
+    _model(add, "--model", " (default: the chat model that examples/chat_model.py makes)")
     words = "names, names with K as in ngram:31, or values of --speculative-config, as many as you like (default: "
     methods = "ngram,prompt_lookup,cascade"
     add("--methods", nargs="+", default=[methods], metavar="METHOD", help=f"{words}{methods})")
@@ -220,8 +220,10 @@ def _replay(add: Add) -> None:
     add("--max-output", type=whole(1, 10_000_000), help="leave out requests with more tokens of output")
     words = "also play a drafter that the log holds accepted lengths of, its ms of a draft, and K: eagle3:2.14:5"
     add("--drafter", metavar="NAME:MS[:MS_A_TOKEN]:K", help=words)
-    words = "the model with the published step times on an H100 that count (default: llama-2-7b)"
-    add("--costs", choices=("llama-2-7b", "llama-3.1-8b"), default="llama-2-7b", help=words)
+    words = (
+        "step times: those published of llama-2-7b or llama-3.1-8b on an H100, or those in a file that `bench --json` "
+    )
+    add("--costs", default="llama-2-7b", metavar="COSTS", help=f"{words}wrote (default: llama-2-7b)")
     add("--step-ms", type=positive, help="instead, the time of a step without drafts, and with it --token-ms")
     add("--token-ms", type=positive, help="what one more token to verify adds to it")
     add("--context-us", type=positive, default=0.0, help="the time that a token of context adds to it (default: 0)")

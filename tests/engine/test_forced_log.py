@@ -14,6 +14,7 @@ from recorded import runner
 
 from vllm_specplugins.engine.harness.forced import _Log, _OnV1, _OnV2
 from vllm_specplugins.engine.harness.serving import LOGGED
+from vllm_specplugins.gate.gate import Gate
 
 WITHOUT_TAPES = "the hook makes its tensors outside of the simulated device"
 VOCAB_SIZE, NUM_DRAFT = 60, 4
@@ -42,16 +43,18 @@ def forced(llm: Any, outputs: Any, accepted: Any = None) -> Iterator[None]:
         yield
 
 
-def serve(llm: Any, **options: Any) -> tuple[list[list[int]], list[int]]:
+def serve(
+    llm: Any, log: Sequence[Sequence[int]] = OUTPUTS, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any
+) -> tuple[list[list[int]], list[int]]:
     """The outputs, and in how many steps after its first token each came."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    engine, outputs, steps = llm.llm_engine, [[] for _ in OUTPUTS], [-1] * len(OUTPUTS)
-    for index, output in enumerate(OUTPUTS):
+    engine, outputs, steps = llm.llm_engine, [[] for _ in log], [-1] * len(log)
+    for index, output in enumerate(log):
         own = SamplingParams(temperature=0, max_tokens=len(output), ignore_eos=True, detokenize=False,
                              output_kind=RequestOutputKind.DELTA, extra_args={LOGGED: index, **options})  # fmt: skip
-        engine.add_request(str(index), {"prompt_token_ids": PROMPTS[index]}, own)
+        engine.add_request(str(index), {"prompt_token_ids": prompts[index]}, own)
     while engine.has_unfinished_requests():
         for result in engine.step():
             outputs[int(result.request_id)] += result.outputs[0].token_ids
@@ -72,14 +75,60 @@ ARGUMENTS: dict[str, Any] = {"max_num_batched_tokens": 96, "enable_chunked_prefi
 def test_outputs_are_the_log(name: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts taken in in pieces, rows with and without drafts. Fails if a row's place in the log is off by one, for
     decoding or after a draft, if a request reads another one's row, or if drafts are verified otherwise than greedily;
-    and if a log shifted by one passes."""
+    if a log shifted by one passes; and if a lookup without a gate emits other than `replay`'s tokens a step."""
     llm = engine(CONFIGS[name], **ARGUMENTS)
     with forced(llm, OUTPUTS):
         outputs, steps = serve(llm)
         assert outputs == OUTPUTS
         assert (name == "none") is (steps == [len(output) - 1 for output in OUTPUTS])
+        if name == "prompt_lookup":
+            assert per_step(OUTPUTS, steps) == pytest.approx(played(CONFIGS[name], PROMPTS, OUTPUTS), rel=0.02)
         monkeypatch.setattr(_Log, "force", _shifted(_Log.force))
         assert not any(got == wanted for got, wanted in zip(serve(llm)[0], OUTPUTS, strict=True))
+
+
+def per_step(outputs: Sequence[Sequence[int]], steps: Sequence[int]) -> float:
+    return sum(len(output) - 1 for output in outputs) / sum(steps)
+
+
+def played(config: dict[str, Any], prompts: Any, outputs: Any) -> float:
+    """Tokens a step that `replay` predicts where all requests come at once, a step of none takes 10 ms and a draft
+    token adds 0.5 ms."""
+    from vllm_specplugins.tools.replay.candidates import Candidate
+    from vllm_specplugins.tools.replay.costs import CostTable, Load
+    from vllm_specplugins.tools.replay.data import Traffic
+    from vllm_specplugins.tools.replay.simulate import simulate
+
+    traffic, num_draft = Traffic(), config["num_speculative_tokens"]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        traffic.add(prompt, output)
+    candidate = Candidate(config["method"], config["gate"], config)
+    totals = simulate(traffic, candidate.build, num_draft, Load(CostTable.line(10.0, 0.5), len(prompts), 100.0))
+    return totals.emitted / totals.steps
+
+
+STEP_MS, TOKEN_MS = 10.0, 2.0
+LONGER = [[*output, *RNG.choices(range(3, VOCAB_SIZE), k=20), *prompt[8:38], *RNG.choices(range(3, VOCAB_SIZE), k=20)]
+          for prompt, output in zip(PROMPTS, OUTPUTS, strict=True)]  # fmt: skip
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="there the scheduler has the gate; see docs/figures.md")
+def test_a_gate_decides_as_in_a_replay(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have the same step times. Fails if an engine's gate learns of other drafts or outcomes than a replay's, if
+    its steps go to another batch size, or if the steps that take prompts in count."""
+    add = Gate.add_step
+
+    def timed(gate: Gate, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
+        add(gate, num_reqs, STEP_MS + TOKEN_MS * num_draft, 0.1, num_draft, num_emitted)
+
+    monkeypatch.setattr(Gate, "add_step", timed)
+    monkeypatch.setattr(Gate, "add_drafting", lambda *args: None)
+    config = {**CONFIGS["prompt_lookup"], "gate": "auto"}
+    with forced(llm := engine(config, **ARGUMENTS), LONGER):
+        outputs, steps = serve(llm, LONGER)
+    assert outputs == LONGER
+    found, wide = per_step(LONGER, steps), played({**config, "gate": "off"}, PROMPTS, LONGER)
+    assert found == pytest.approx(played(config, PROMPTS, LONGER), rel=0.05) and found < 0.95 * wide
 
 
 def _shifted(force: Any) -> Any:

@@ -1,10 +1,6 @@
 """The OpenAI-compatible server with a cascade, asked by the OpenAI client: options of requests, and hostile ones."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +14,7 @@ import pytest
 from bad_options import known, predictions, variants
 from cases import mixed_prompts
 from conftest import DEMO_MODEL, RUNNER
+from openai_server import served
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_specplugins.engine.metrics.names import PREFIX, TABLE
@@ -29,29 +26,9 @@ CASCADE = {"method": "cascade", "num_speculative_tokens": 4, "gate": "off", "sta
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL)]
-    command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--enforce-eager", "--max-model-len", "512", "--speculative-config", json.dumps(CASCADE)]
-    command += ["--per-request-spec-decode-metrics", "summary"]
-    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "NO_PROXY": "127.0.0.1"}
-    environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"  # a connection that it closes may be in use again by then
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    try:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        for _ in range(1200):
-            try:
-                client.models.list()
-                break
-            except openai.APIConnectionError:
-                assert server.poll() is None, "the server did not come up"
-                time.sleep(0.5)
+    arguments = ["--speculative-config", json.dumps(CASCADE), "--per-request-spec-decode-metrics", "summary"]
+    with served(DEMO_MODEL, *arguments) as client:
         yield client
-    finally:
-        server.terminate()
-        server.wait(60)
 
 
 def complete(client: openai.OpenAI, prompt: list[int], options: Any = None) -> str:

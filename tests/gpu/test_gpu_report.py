@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = 20
+PARTS = 22
 DRY_RUN = ["bash", str(ROOT / "tests" / "gpu.sh"), "--dry-run"]
 
 
@@ -37,6 +37,9 @@ def test_every_part_is_there(tmp_path: Path) -> None:
     assert found["Graph smoke"] == "out of time after 2 s" and "FAILED test_smoke[jump]" in report
     assert found["Steps: null"] == "done, and printed nothing"
     assert found['Steps: {"method": "prompt_lookup"}'] == "exit status 1, and printed nothing"
+    forced = "Forced trace: llama-3.1-8b"
+    assert found[forced] == "done" and "8 at a time: 2.700 tokens a step; replay 2.690" in report
+    assert found[f"{forced}, a head of EAGLE-3's shape"] == "exit status 2" and "an engine failed" in report
     assert found["Identity"] == "exit status 1" and "23 passed, 1 failed in 99 s" in report
     assert "a traceback" in file.with_name("report.md.log").read_text()
 

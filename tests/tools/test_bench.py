@@ -16,6 +16,7 @@ import torch
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.harness.serving import Answer, Turn, _Clock
+from vllm_specplugins.tools.bench import command
 
 pytest.importorskip("vllm")
 Run = Callable[..., tuple[int, str]]
@@ -37,7 +38,8 @@ def ask(engine: Any, message: object) -> Turn | int:
     drafts = 0 if plain else num_steps * len(answers) // 2
     noise = engine.noise.get(engine.name, {}).get(engine.round, 1.0)
     wall = 2 * seconds if engine.busy and engine.name == "ngram" and engine.round == 3 else seconds
-    return Turn(wall * noise, answers, seconds * noise, drafts, 4 * drafts, 3 * drafts)
+    taken = [(1 if plain else 5, step_ms * slow)] * num_steps
+    return Turn(wall * noise, answers, seconds * noise, drafts, 4 * drafts, 3 * drafts, steps=taken)
 
 
 @pytest.fixture
@@ -75,10 +77,12 @@ def test_little_memory(gib: int, in_turns: bool, run: Run, engines: Any, monkeyp
 def test_figures(tiny_model: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: a step of 3 tokens takes 20 ms where 3 steps take 30 ms. Kills: the first token counted as a step, the
     round that warms up counted, ratios of other rounds' times, a range that is not the rounds' own, lines of more than
-    100 columns.
+    100 columns, step times of one method alone.
     """
     status, output = run("--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"))
-    plain, lookup = json.loads((tmp_path / "a.json").read_text())["rows"]
+    found = json.loads((tmp_path / "a.json").read_text())
+    plain, lookup = found["rows"]
+    assert found["step_ms"] == pytest.approx({"1": 10 * 1.35, "5": 20 * 1.35})
     assert status == 0 and lookup["ratio"].pop("rounds") == pytest.approx([320 / 220] * 4)
     assert lookup["ratio"] == pytest.approx(dict.fromkeys(("median", "low", "high"), 320 / 220))
     assert lookup["decoding"]["median"] == pytest.approx(1.5)
@@ -190,10 +194,12 @@ def test_all_cells(run: Run, tmp_path: Path) -> None:
 LOG = [{"prompt": [5, 6, 7], "output": [8, 9, 8], "accepted": {"eagle": [1, 0, 0]}}, {"prompt": [5], "output": [6]}]
 
 
-def test_forced_logs(tiny_model: Path, engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_logs(
+    tiny_model: Path, engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All rounds ask the log's requests, each up to its length; at a rate they arrive at that share of the rate that no
     speculation served. Fails if a request gets another one's length or row, if outputs are not compared with the log,
-    or if the rate is another method's."""
+    if the rate is another method's, or if latencies are not shown beside it."""
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LOG))
     monkeypatch.setattr(engines, "ask", lambda engine, message: served(engine, engine.lie))
     given = ["bench", "--model", str(tiny_model), "--methods", "prompt_lookup", "--trace", str(tmp_path / "log.jsonl")]
@@ -209,6 +215,8 @@ def test_forced_logs(tiny_model: Path, engines: Any, tmp_path: Path, monkeypatch
     first = drawn.expovariate(0.5 * 2 / 4.0)  # two requests in 4 s without speculation
     assert open_[0].arrivals == pytest.approx([first, first + drawn.expovariate(0.25)])
     assert all(row["num_different"] == 0 for row in json.loads((tmp_path / "a.json").read_text())["rows"])
+    printed = capsys.readouterr().out
+    assert "first, ms" in printed and "1, 1" in printed and max(map(len, printed.splitlines())) <= 100
     engines.lie = True
     assert main(given) == 1
 
@@ -236,7 +244,19 @@ def test_logs_that_cannot_be_forced(words: str, tiny_model: Path, engines: Any, 
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["--methods", "prompt_lookup", "--trace", str(tmp_path / "log.jsonl"), *options]
     assert main(["bench", "--model", str(tiny_model), *given]) == 2 and not engines.configs
-    assert words in capsys.readouterr().err
+    assert words.replace("{file}", str(tmp_path / "log.jsonl")) in capsys.readouterr().err
+
+
+def test_the_chat_model_is_the_default(
+    tiny_model: Path, engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if another one is served, or if no sentence names the program that makes it where it is not there."""
+    asked = ["bench", "--methods", "prompt_lookup", "--workloads", "random", "--prompts", "2", "--rounds", "1"]
+    monkeypatch.setattr(command, "CHAT_MODEL", tmp_path / "chat")
+    assert main(asked) == 2 and not engines.configs
+    assert "`python examples/chat_model.py`" in (error := capsys.readouterr().err) and error.count("\n") == 1
+    monkeypatch.setattr(command, "CHAT_MODEL", tiny_model)
+    assert main(asked) == 0 and str(tiny_model) in capsys.readouterr().out
 
 
 REFUSED = {

@@ -17,7 +17,7 @@ from vllm_specplugins.config import ConfigError
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.replay.candidates import Candidate, candidates
-from vllm_specplugins.tools.replay.costs import H100, CostTable, Load
+from vllm_specplugins.tools.replay.costs import H100, CostTable, Load, costs_of
 from vllm_specplugins.tools.replay.data import Chosen, Traffic, read_traffic
 from vllm_specplugins.tools.replay.figures import row_of, verdict
 from vllm_specplugins.tools.replay.simulate import Totals, simulate
@@ -129,6 +129,21 @@ def test_context_and_table() -> None:
     assert table.step_ms(2, 1, num_context=20) == pytest.approx(4.0)
     steps = [H100.step_ms(batch, 0, 1000 * batch) for batch in (1, 4, 32, 128, 512, 4096)]
     assert steps == sorted(steps) and 1 < steps[0] < 30 and H100.source
+
+
+BENCHED = {"model": "a/b", "machine": {"device": "a CPU"}, "step_ms": {"5": 12.0, "1": 10.0}}
+NO_COSTS = "nothing", "[]", json.dumps({**BENCHED, "step_ms": {"1": 10.0}}), json.dumps({"step_ms": {"1": 1, "2": 2}})
+
+
+def test_costs_that_were_measured(tmp_path: Path) -> None:
+    """Fails if the file's times are not those of the steps, or if a file without two of them is taken, or raises."""
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(BENCHED))
+    assert costs_of(str(file)).step_ms(1, 2) == pytest.approx(11.0) and costs_of("llama-2-7b") is H100
+    for text in NO_COSTS:
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="--costs must be llama-2-7b, llama-3"):
+            costs_of(str(file))
 
 
 def lines(tmp_path: Path, *rows: Any) -> Path:

@@ -1,5 +1,6 @@
-"""Folders that tools write to, and which of many they pick. Knows nothing of models."""
+"""Folders that tools read and write, and which of many they pick. Knows nothing of models."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,6 +11,9 @@ from typing import Any
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.structures.whole_file import SavedFolder
 from vllm_specplugins.tools.report import writing
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-specplugins"
+CHAT_MODEL = CACHE / "SmolLM2-135M-Instruct-from-Q4_1"  # examples/chat_model.py makes it
 
 
 def every_nth(count: int, wanted: int) -> list[int]:

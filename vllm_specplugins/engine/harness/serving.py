@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.engine.harness.process import EngineProcess, build_llm, faults, totals
+from vllm_specplugins.engine.hooks import wrap
 
 SLICE_S = 0.3
 GO_ON = True  # the message
@@ -99,6 +100,7 @@ class Turn:
         num_draft_tokens: how many tokens these held.
         num_accepted_tokens: how many of them were accepted.
         num_faults: of our proposer, which cost it drafts; none without speculation.
+        steps: of each engine step in which all requests decoded: the tokens that it verified, and its ms.
     """
 
     seconds: float
@@ -108,6 +110,7 @@ class Turn:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_faults: int = 0
+    steps: Sequence[tuple[int, float]] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -212,13 +215,15 @@ def _serve_all(
     clock = _Clock(pipe, SLICE_S if on_cpu else math.inf, llm.collective_rpc if ours else None)
     keeps = "store_path" in repr(config)  # what was stored before is asked for, and stays as it is
     extra_args, salt = {"specplugins": {"learn": False}} if keeps else None, None
+    steps = _Steps(llm, clock)
     while (traffic := pipe.recv()) is not None:
         if keeps:
             traffic = replace(traffic, salt=None)
         if ours and traffic.salt != salt:  # forgets how often drafts were accepted, too
             llm.collective_rpc("specplugins_store", args=("reset",))
         salt = traffic.salt
-        pipe.send(_serve(llm, traffic, clock, extra_args))
+        turn = _serve(llm, traffic, clock, extra_args)
+        pipe.send(replace(turn, steps=steps.taken()))
 
 
 def _processor_name() -> str:
@@ -254,6 +259,31 @@ class _Clock:
         if self.now() - self._resumed >= self._slice_s:
             self._pipe.send(num_tokens)
             self.wait()
+
+
+class _Steps:
+    """The steps of an engine in which all requests decoded; see Turn. Each takes from the end of the step before."""
+
+    def __init__(self, llm: Any, clock: _Clock):
+        from vllm_specplugins.engine.v2.feedback.report import VERIFIED
+
+        self._verified = VERIFIED
+        self._clock, self._ended, self._steps = clock, math.nan, list[tuple[int, float]]()
+        wrap(llm.llm_engine.engine_core.engine_core.scheduler, "update_from_output", self._update)
+
+    def _update(self, update: Any, scheduled: Any, output: Any) -> Any:
+        before, self._ended = self._ended, self._clock.now()
+        num_reqs, num_tokens = len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens
+        num_drafted = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+        if num_reqs and num_tokens == num_reqs + num_drafted and self._ended > before:
+            num_trimmed = num_drafted - min(num_drafted, getattr(output, self._verified, num_drafted))
+            self._steps.append((num_tokens - num_trimmed, 1000 * (self._ended - before)))
+        return update(scheduled, output)
+
+    def taken(self) -> list[tuple[int, float]]:
+        """The steps since the last call; until the next one the engine rests."""
+        steps, self._steps, self._ended = self._steps, [], math.nan
+        return steps
 
 
 def _serve(llm: Any, traffic: Traffic, clock: _Clock, extra_args: Any) -> Turn:

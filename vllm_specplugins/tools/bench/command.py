@@ -12,11 +12,11 @@ from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError
 from vllm_specplugins.engine.harness.process import EngineProcess, fit_together
 from vllm_specplugins.engine.harness.serving import Forced, Machine, Traffic, Turn, serve_rounds, serving_engine
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
-from vllm_specplugins.tools.bench.figures import Cell, rows_of
+from vllm_specplugins.tools.bench.figures import Cell, rows_of, step_ms
 from vllm_specplugins.tools.bench.report import Report, tell
 from vllm_specplugins.tools.bench.trace import arrivals, plain_turns, read_log
 from vllm_specplugins.tools.bench.workloads import DEFAULT, Workload, make_workload, read_workloads
-from vllm_specplugins.tools.files import scratch
+from vllm_specplugins.tools.files import CHAT_MODEL, scratch
 from vllm_specplugins.tools.picker import Config, pick_methods
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_files
@@ -30,6 +30,7 @@ Turns = dict[Cell, dict[str, list[Turn]]]  # by cell and method
 def run(args: argparse.Namespace) -> int:
     """The command; prints its report, and returns 0, or 1 if speculation changed an output."""
     configs = pick_methods(args.methods)
+    args.model = args.model or chat_model()
     check_files(args)
     workloads = [read_log(args, configs)] if args.trace else pick_workloads(args)
     if not args.trace and (args.rate or args.drafter):
@@ -39,6 +40,20 @@ def run(args: argparse.Namespace) -> int:
     with progress() as bars:
         report = measure(args, configs, workloads, bars, fit_together(args.model, len(configs)), {})
     return tell(args, report)
+
+
+def chat_model() -> str:
+    """The folder of the chat model that is served where the user names none.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if not (CHAT_MODEL / "config.json").is_file():
+        raise ConfigError(
+            f"--model must name a model, or {CHAT_MODEL} must hold the chat model, which `python "
+            "examples/chat_model.py`, in a clone of this repository, makes in half a minute."
+        )
+    return str(CHAT_MODEL)
 
 
 def measure(
@@ -87,7 +102,8 @@ def measure(
     }
     on_cpu = not torch.cuda.is_available()
     rows = [row for cell, own in turns.items() for row in rows_of(cell, own, on_cpu, logs.get(cell.workload))]
-    return Report(rows, configs, machine, conditions)
+    closed = (turn for cell, own in turns.items() if not cell.rate for its in own.values() for turn in its[1:])
+    return Report(rows, configs, machine, conditions, step_ms(closed))
 
 
 def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, plain: Sequence[Turn] = ()) -> list[Traffic]:

@@ -6,7 +6,8 @@ emits over what a step costs: `ratio = tokens per step / step cost`, where no sp
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,6 +18,7 @@ from vllm_specplugins.engine.harness.serving import Turn
 NGRAM = 8  # tokens in a row that count as a repetition
 LOOPS = 0.5  # an output that repeats more of itself than this is called a loop
 NOISE = 0.02  # of a ratio
+SOME_STEPS = 3  # of as many tokens: the time of fewer may be that of a hiccup
 WIDE = 0.3  # share of the median that a range of ratios may cover before other load on the machine is suspected
 
 
@@ -191,6 +193,21 @@ def _row(
         num_faults=total("num_faults"),
         clock=clock,
     )
+
+
+def step_ms(turns: Iterable[Turn]) -> dict[int, float]:
+    """Median ms of an engine's steps by the tokens that they verified, where there were SOME_STEPS of them or more; a
+    step of more tokens never takes less, or else neighbours have their mean."""
+    from vllm_specplugins.gate.step_times import never_less  # engines do not start where numba is loaded before vLLM
+
+    times = defaultdict(list)
+    for turn in turns:
+        for num_tokens, ms in turn.steps:
+            times[num_tokens].append(ms)
+    known = sorted(num_tokens for num_tokens, own in times.items() if len(own) >= SOME_STEPS)
+    medians = [statistics.median(times[num_tokens]) for num_tokens in known]
+    counts = [float(len(times[num_tokens])) for num_tokens in known]
+    return dict(zip(known, never_less(np.array(medians), np.array(counts)).tolist(), strict=True))
 
 
 def repeated_share(outputs: Sequence[Sequence[int]], ngram: int = NGRAM) -> float:

@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,17 @@ from vllm_specplugins.tools.picker import NONE, Config
 from vllm_specplugins.tools.report import publish, say, show_table, stdout, table_of, versions
 
 COLUMNS = ("tokens/s", "ratio", "decoding alone", "tok/step", "step cost", "same")
+AT_RATES = ("tokens/s", "ratio", "tok/step", "first, ms", "next, ms", "same")
 LEGEND = (
     "tokens/s: prompts included, median. ratio: to no speculation in the same round, median (range). decoding alone: "
     "without the time to a request's first token; it is tok/step (mean tokens of a request's step) by step cost (its "
     "time, in that of a step without speculation). same: outputs that are those of no speculation, token for token."
+)
+RATES_LEGEND = (
+    "tokens/s: prompts included, median; at a rate those of the arrivals, and the advice is that of the batches. "
+    "ratio: to no speculation in the same round (range). tok/step: mean tokens of a request's step. first: from "
+    "a request's arrival to its first token, median. next: from its tokens to the next ones, median and 99th "
+    "percentile. same: outputs that are those of no speculation, or of the log, token for token."
 )
 FRESH = (
     "Each round asks prompts of its own, as a tenant of its own, without a prefix cache: nothing is drafted from what "
@@ -37,12 +44,19 @@ class Report:
         configs: of the methods, no speculation first.
         machine: that the engines ran on.
         conditions: what it was run with.
+        step_ms: of all engines: ms of a step by the tokens that it verified. `replay --costs` reads them.
     """
 
     rows: list[Row]
     configs: Mapping[str, Config | None]
     machine: Machine
     conditions: dict[str, Any]
+    step_ms: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether requests arrive at a rate somewhere."""
+        return any(row.cell.rate for row in self.rows)
 
     @property
     def is_lossless(self) -> bool:
@@ -56,7 +70,7 @@ class Report:
             if self.conditions["forced"]:
                 return "An output differs from the log that the engines were forced to emit.", None
             return "Speculation changed an output, which it must not in float32.", None
-        return verdict(self.rows, self.configs)
+        return verdict([row for row in self.rows if not row.cell.rate], self.configs)
 
     def notes(self) -> Iterator[str]:
         """What to know before believing the figures."""
@@ -77,6 +91,7 @@ def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | Non
         "machine": asdict(report.machine),
         "versions": versions("vllm", "torch", "transformers"),
         "methods": dict(report.configs),
+        "step_ms": dict(report.step_ms),
         "lossless": report.is_lossless,
         "rows": [asdict(row) | {"loops": row.loops, "beats_its_steps": row.beats_its_steps} for row in report.rows],
         "notes": list(report.notes()),
@@ -97,15 +112,17 @@ def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | Non
 
 def _show(report: Report, console: Console) -> None:
     """Prints the table, what to know about it, and what follows."""
-    table = table_of("", COLUMNS)
+    columns = AT_RATES if report.has_rates else COLUMNS
+    table = table_of("", columns)
     for cell in dict.fromkeys(row.cell for row in report.rows):
         table.add_section()
         table.add_row(f"[bold]{cell}[/bold]")
         for row in report.rows:
             if row.cell == cell:
-                table.add_row(f"  {row.method}", *_figures(row))
+                figures = _figures(row)
+                table.add_row(f"  {row.method}", *(figures[column] for column in columns))
     show_table(console, table)
-    for words in (LEGEND, *report.notes(), _conditions(report)):
+    for words in (RATES_LEGEND if report.has_rates else LEGEND, *report.notes(), _conditions(report)):
         say(console, words)
     for name, config in report.configs.items():
         if config:
@@ -113,15 +130,20 @@ def _show(report: Report, console: Console) -> None:
     say(console, f"\n{report.verdict()[0]}", style=None if report.is_lossless else "bold red")
 
 
-def _figures(row: Row) -> list[str]:
+def _figures(row: Row) -> dict[str, str]:
+    """All columns."""
     same = "sampled" if row.num_different is None else f"{row.num_outputs - row.num_different}/{row.num_outputs}"
-    return [
-        f"{row.tokens_per_second:.1f}",
-        *("1.00x" if row.method == NONE else str(ratio) for ratio in (row.ratio, row.decoding)),
-        f"{row.tokens_per_step:.2f}",
-        f"{row.step_cost.median:.2f}",
-        f"[bold red]{same}[/bold red]" if row.num_different else same,
-    ]
+    median_ms, p99_ms = row.gap_ms
+    return {
+        "tokens/s": f"{row.tokens_per_second:.1f}",
+        "ratio": "1.00x" if row.method == NONE else str(row.ratio),
+        "decoding alone": "1.00x" if row.method == NONE else str(row.decoding),
+        "tok/step": f"{row.tokens_per_step:.2f}",
+        "step cost": f"{row.step_cost.median:.2f}",
+        "first, ms": f"{row.first_ms:.0f}",
+        "next, ms": f"{median_ms:.0f}, {p99_ms:.0f}",
+        "same": f"[bold red]{same}[/bold red]" if row.num_different else same,
+    }
 
 
 def _conditions(report: Report) -> str:

@@ -14,7 +14,7 @@ from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.picker import NONE
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.replay.candidates import GATED, LADDER, Candidate, beside, candidates
-from vllm_specplugins.tools.replay.costs import COSTS, H100, HOST_SOURCE, LOOKUP, NO_SPECULATION, CostTable, Load
+from vllm_specplugins.tools.replay.costs import H100, HOST_SOURCE, LOOKUP, NO_SPECULATION, CostTable, Load, costs_of
 from vllm_specplugins.tools.replay.data import Chosen, Traffic, read_traffic
 from vllm_specplugins.tools.replay.figures import Row, compared, row_of
 from vllm_specplugins.tools.replay.report import tell
@@ -27,8 +27,9 @@ def run(args: argparse.Namespace) -> int:
     """The command; prints its report, and returns 0."""
     if (args.step_ms is None) != (args.token_ms is None):
         raise ConfigError("--step-ms and --token-ms must be given together, not one alone.")
-    costs = COSTS[args.costs]
-    if args.step_ms is not None:
+    if args.step_ms is None:
+        costs = costs_of(args.costs)
+    else:
         costs = CostTable.line(args.step_ms, args.token_ms, args.context_us / 1000, args.verify_ms)
     drafter = Drafter.parse(args.drafter) if args.drafter else None
     found = candidates(args.methods, args.num_draft or LADDER) + ([beside(drafter)] if drafter else [])

@@ -1,10 +1,14 @@
 """What a step costs: the time of a forward pass that verifies so many tokens, and of the host. Measured by others, or
 given by hand."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+
+from vllm_specplugins.config import ConfigError, brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +102,23 @@ LLAMA_3_1_8B = CostTable(
     "around it, 21.0 us for each token, 39.3 ns for each token of context",
 )
 COSTS = {"llama-2-7b": H100, "llama-3.1-8b": LLAMA_3_1_8B}
+
+
+def costs_of(name: str) -> CostTable:
+    """The costs with a name of COSTS, or those in a file that `bench --json` wrote.
+
+    Raises:
+        ConfigError: neither of the two.
+    """
+    if name in COSTS:
+        return COSTS[name]
+    allowed = f"--costs must be {', '.join(COSTS)}, or a file that bench --json wrote, with steps of two lengths"
+    try:
+        found = json.loads(Path(name).read_text())
+        ms = {int(tokens): float(its) for tokens, its in found["step_ms"].items()}
+        source = f"{Path(found['model']).name}, {found['machine']['device']}: steps that bench measured"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{allowed}, not {brief(name)} ({type(error).__name__}).") from None
+    if len(ms) < 2:
+        raise ConfigError(f"{allowed}, not {brief(name)}.")
+    return CostTable(dict(sorted(ms.items())), source=source)
