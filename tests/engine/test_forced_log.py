@@ -18,6 +18,7 @@ from vllm_specplugins.gate.gate import Gate
 
 WITHOUT_TAPES = "the hook makes its tensors outside of the simulated device"
 VOCAB_SIZE, NUM_DRAFT = 60, 4
+STEP_MS, TOKEN_MS = 10.0, 1.0
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(3, VOCAB_SIZE) for _ in range(40)] for _ in range(6)]
 # Half of each output copies from its prompt, in two pieces with other tokens around them.
@@ -92,8 +93,7 @@ def per_step(outputs: Sequence[Sequence[int]], steps: Sequence[int]) -> float:
 
 
 def played(config: dict[str, Any], prompts: Any, outputs: Any) -> float:
-    """Tokens a step that `replay` predicts where all requests come at once, a step of none takes 10 ms and a draft
-    token adds 0.5 ms."""
+    """Tokens a step that `replay` predicts where all requests come at once."""
     from vllm_specplugins.tools.replay.candidates import Candidate
     from vllm_specplugins.tools.replay.costs import CostTable, Load
     from vllm_specplugins.tools.replay.data import Traffic
@@ -103,11 +103,10 @@ def played(config: dict[str, Any], prompts: Any, outputs: Any) -> float:
     for prompt, output in zip(prompts, outputs, strict=True):
         traffic.add(prompt, output)
     candidate = Candidate(config["method"], config["gate"], config)
-    totals = simulate(traffic, candidate.build, num_draft, Load(CostTable.line(10.0, 0.5), len(prompts), 100.0))
+    totals = simulate(traffic, candidate.build, num_draft, Load(CostTable.line(STEP_MS, TOKEN_MS), len(prompts), 100.0))
     return totals.emitted / totals.steps
 
 
-STEP_MS, TOKEN_MS = 10.0, 2.0
 LONGER = [[*output, *RNG.choices(range(3, VOCAB_SIZE), k=20), *prompt[8:38], *RNG.choices(range(3, VOCAB_SIZE), k=20)]
           for prompt, output in zip(PROMPTS, OUTPUTS, strict=True)]  # fmt: skip
 
@@ -124,7 +123,7 @@ def test_a_gate_decides_as_in_a_replay(engine: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Gate, "add_step", timed)
     monkeypatch.setattr(Gate, "add_drafting", lambda *args: None)
     config = {**CONFIGS["prompt_lookup"], "gate": "auto"}
-    with forced(llm := engine(config, **ARGUMENTS), LONGER):
+    with forced(llm := engine(config), LONGER):
         outputs, steps = serve(llm, LONGER)
     assert outputs == LONGER
     found, wide = per_step(LONGER, steps), played({**config, "gate": "off"}, PROMPTS, LONGER)
