@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--drafter", action="store_true")
+    parser.add_argument("--methods", nargs="+", help="in place of ngram_gpu:5 and prompt_lookup, or of the drafter's")
     parser.add_argument("--batch", default="1,8,32")
     parser.add_argument("--rate", default="0.5,0.9")
     parser.add_argument("--rounds", default="2")
@@ -67,7 +68,8 @@ def main() -> int:
     log = args.log or made_log(args.folder / f"{args.shape}.jsonl", SHAPES[args.shape]["vocab_size"], most)
     found, played = (args.folder / f"{args.shape}-{name}.json" for name in ("bench", "replay"))
     asked = ["bench", "--model", model, "--load-format", "dummy", "--trace", str(log), "--json", str(found)]
-    asked += ["--methods", *methods_of(args.folder, args.shape, args.drafter), "--engine-args", args.engine_args]
+    methods = args.methods or methods_of(args.folder, args.shape, args.drafter)
+    asked += ["--methods", *methods, "--engine-args", args.engine_args]
     asked += ["--batch", args.batch, "--rate", args.rate, "--rounds", args.rounds, "--prompts", str(most)]
     if (status := command(asked + (["--drafter", "eagle"] if args.drafter else []))) or args.drafter:
         return status

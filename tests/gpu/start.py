@@ -45,7 +45,7 @@ QWEN: dict[str, Any] = {
     "rope_theta": 1000000.0,
     "rms_norm_eps": 1e-6,
 }
-TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64}
+TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4, "head_dim": 64}
 # "tiny" is for trying this program out.
 SHAPES = {
     "llama-3.1-8b": LLAMA,
