@@ -82,7 +82,7 @@ def test_figures(tiny_model: Path, run: Run, tmp_path: Path, capsys: pytest.Capt
     status, output = run("--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"))
     found = json.loads((tmp_path / "a.json").read_text())
     plain, lookup = found["rows"]
-    assert found["step_ms"] == pytest.approx({"1": 10 * 1.35, "5": 20 * 1.35})
+    assert found["step_ms_by_tokens"] == pytest.approx({"1": 10 * 1.35, "5": 20 * 1.35})
     assert status == 0 and lookup["ratio"].pop("rounds") == pytest.approx([320 / 220] * 4)
     assert lookup["ratio"] == pytest.approx(dict.fromkeys(("median", "low", "high"), 320 / 220))
     assert lookup["decoding"]["median"] == pytest.approx(1.5)

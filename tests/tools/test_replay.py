@@ -131,8 +131,13 @@ def test_context_and_table() -> None:
     assert steps == sorted(steps) and 1 < steps[0] < 30 and H100.source
 
 
-BENCHED = {"model": "a/b", "machine": {"device": "a CPU"}, "step_ms": {"5": 12.0, "1": 10.0}}
-NO_COSTS = "nothing", "[]", json.dumps({**BENCHED, "step_ms": {"1": 10.0}}), json.dumps({"step_ms": {"1": 1, "2": 2}})
+BENCHED = {"model": "a/b", "machine": {"device": "a CPU"}, "step_ms_by_tokens": {"5": 12.0, "1": 10.0}}
+NO_COSTS = (
+    "nothing",
+    "[]",
+    json.dumps({**BENCHED, "step_ms_by_tokens": {"1": 10.0}}),
+    json.dumps({"step_ms_by_tokens": {"1": 1, "2": 2}}),
+)
 
 
 def test_costs_that_were_measured(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError
 from vllm_specplugins.engine.harness.process import EngineProcess, fit_together
 from vllm_specplugins.engine.harness.serving import Forced, Machine, Traffic, Turn, serve_rounds, serving_engine
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
-from vllm_specplugins.tools.bench.figures import Cell, rows_of, step_ms
+from vllm_specplugins.tools.bench.figures import Cell, rows_of, step_ms_by_tokens
 from vllm_specplugins.tools.bench.report import Report, tell
 from vllm_specplugins.tools.bench.trace import arrivals, plain_turns, read_log
 from vllm_specplugins.tools.bench.workloads import DEFAULT, Workload, make_workload, read_workloads
@@ -103,7 +103,7 @@ def measure(
     on_cpu = not torch.cuda.is_available()
     rows = [row for cell, own in turns.items() for row in rows_of(cell, own, on_cpu, logs.get(cell.workload))]
     closed = (turn for cell, own in turns.items() if not cell.rate for its in own.values() for turn in its[1:])
-    return Report(rows, configs, machine, conditions, step_ms(closed))
+    return Report(rows, configs, machine, conditions, step_ms_by_tokens(closed))
 
 
 def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, plain: Sequence[Turn] = ()) -> list[Traffic]:

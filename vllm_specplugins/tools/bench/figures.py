@@ -195,7 +195,7 @@ def _row(
     )
 
 
-def step_ms(turns: Iterable[Turn]) -> dict[int, float]:
+def step_ms_by_tokens(turns: Iterable[Turn]) -> dict[int, float]:
     """Median ms of an engine's steps by the tokens that they verified, where there were SOME_STEPS of them or more; a
     step of more tokens never takes less, or else neighbours have their mean."""
     from vllm_specplugins.gate.step_times import never_less  # engines do not start where numba is loaded before vLLM

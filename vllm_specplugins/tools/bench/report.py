@@ -44,14 +44,14 @@ class Report:
         configs: of the methods, no speculation first.
         machine: that the engines ran on.
         conditions: what it was run with.
-        step_ms: of all engines: ms of a step by the tokens that it verified. `replay --costs` reads them.
+        step_ms_by_tokens: of all engines: ms of a step by the tokens that it verified. `replay --costs` reads them.
     """
 
     rows: list[Row]
     configs: Mapping[str, Config | None]
     machine: Machine
     conditions: dict[str, Any]
-    step_ms: Mapping[int, float] = field(default_factory=dict)
+    step_ms_by_tokens: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def has_rates(self) -> bool:
@@ -91,7 +91,7 @@ def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | Non
         "machine": asdict(report.machine),
         "versions": versions("vllm", "torch", "transformers"),
         "methods": dict(report.configs),
-        "step_ms": dict(report.step_ms),
+        "step_ms_by_tokens": dict(report.step_ms_by_tokens),
         "lossless": report.is_lossless,
         "rows": [asdict(row) | {"loops": row.loops, "beats_its_steps": row.beats_its_steps} for row in report.rows],
         "notes": list(report.notes()),

@@ -115,7 +115,7 @@ def costs_of(name: str) -> CostTable:
     allowed = f"--costs must be {', '.join(COSTS)}, or a file that bench --json wrote, with steps of two lengths"
     try:
         found = json.loads(Path(name).read_text())
-        ms = {int(tokens): float(its) for tokens, its in found["step_ms"].items()}
+        ms = {int(tokens): float(its) for tokens, its in found["step_ms_by_tokens"].items()}
         source = f"{Path(found['model']).name}, {found['machine']['device']}: steps that bench measured"
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{allowed}, not {brief(name)} ({type(error).__name__}).") from None
