@@ -1,8 +1,10 @@
 """Engines that are forced to emit a log (harness/forced.py), on the runner's real path of verification."""
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from families import checkpoint
 from recorded import runner
 
 from vllm_specplugins.engine.harness.forced import _Log, _OnV1, _OnV2
-from vllm_specplugins.engine.harness.serving import LOGGED
+from vllm_specplugins.engine.harness.serving import LOGGED, _Steps
 from vllm_specplugins.gate.gate import Gate
 
 WITHOUT_TAPES = "the hook makes its tensors outside of the simulated device"
@@ -76,16 +78,30 @@ ARGUMENTS: dict[str, Any] = {"max_num_batched_tokens": 96, "enable_chunked_prefi
 def test_outputs_are_the_log(name: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts taken in in pieces, rows with and without drafts. Fails if a row's place in the log is off by one, for
     decoding or after a draft, if a request reads another one's row, or if drafts are verified otherwise than greedily;
-    if a log shifted by one passes; and if a lookup without a gate emits other than `replay`'s tokens a step."""
+    if a log shifted by one passes; if a lookup without a gate emits other than `replay`'s tokens a step; and if steps
+    that take prompts in are timed, or tokens of drafts are none of a step's."""
     llm = engine(CONFIGS[name], **ARGUMENTS)
-    with forced(llm, OUTPUTS):
+    with forced(llm, OUTPUTS), timed_steps(llm) as times:
         outputs, steps = serve(llm)
+        taken = times.taken()
         assert outputs == OUTPUTS
+        assert max(steps) - 4 <= len(taken) <= max(steps) and all(ms > 0 for _, ms in taken)
+        assert (name == "none") is all(num_tokens <= len(OUTPUTS) for num_tokens, _ in taken)
         assert (name == "none") is (steps == [len(output) - 1 for output in OUTPUTS])
         if name == "prompt_lookup":
             assert per_step(OUTPUTS, steps) == pytest.approx(played(CONFIGS[name], PROMPTS, OUTPUTS), rel=0.02)
         monkeypatch.setattr(_Log, "force", _shifted(_Log.force))
         assert not any(got == wanted for got, wanted in zip(serve(llm)[0], OUTPUTS, strict=True))
+
+
+@contextmanager
+def timed_steps(llm: Any) -> Iterator[_Steps]:
+    """Times the steps of an engine, for the length of a block."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(scheduler, "update_from_output", scheduler.update_from_output)
+        clock: Any = SimpleNamespace(now=time.perf_counter)
+        yield _Steps(llm, clock)
 
 
 def per_step(outputs: Sequence[Sequence[int]], steps: Sequence[int]) -> float:
