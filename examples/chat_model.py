@@ -9,7 +9,6 @@ here. Figures that are measured with the checkpoint say "from Q4_1": the origina
 
 import contextlib
 import io
-import os
 import subprocess
 import sys
 import tempfile
