@@ -56,6 +56,11 @@ def request(options: Any = None, salt: str | None = None) -> EngineCoreRequest:
     return EngineCoreRequest("a", [1, 2], None, SamplingParams(extra_args=extra), None, 0.0, None, salt, None)
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the module under test logged: `caplog` has the lines of all threads, and of other tests' objects."""
+    return [record.getMessage() for record in caplog.records if record.module == "entrances"]
+
+
 def arrived(core: Any, core_request: EngineCoreRequest) -> Mapping[str, Any]:
     """The options of a request that went through vLLM's messages, as the worker reads them."""
     received = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(core_request))
@@ -70,13 +75,13 @@ def test_options_are_checked(caplog: pytest.LogCaptureFixture) -> None:
     engine = core(method="prompt_lookup")
     with caplog.at_level(logging.WARNING, "vllm.specplugins"):
         found = arrived(engine, request('{"max_draft": 2, "reference": [5, 6]}'))
-        assert found["max_draft"] == 2 and found["reference"].tolist() == [5, 6] and not caplog.records
+        assert found["max_draft"] == 2 and found["reference"].tolist() == [5, 6] and not said(caplog)
         for raw in (json.dumps({"max_draft": 1, "reference": TEXT}), {"max_draft": 1, "reference": TEXT}):
             assert arrived(engine, request(raw)) == {"max_draft": 1, **NONE}
         unchecked = {"reference": [9999]}, {"reference": b"abcd"}, {"tenant": "b", "max_draft": -1}
         for bad in ("{", '{"max_draft": -1}', {"tenant": "b"}, [1], 7, *unchecked):
             assert arrived(engine, request(bad)) == NONE, bad
-    sentences = [record.getMessage() for record in caplog.records]
+    sentences = said(caplog)
     assert len(sentences) == 2 and "must be token ids there" in sentences[0]
     assert "specplugins must be a dictionary or its JSON text, not '{'." in sentences[1]
     assert arrived(engine, request(None)) == {} and arrived(engine, request(False)) == NONE
@@ -164,8 +169,8 @@ def test_the_front_end_in_rust_is_warned_of(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setitem(vars(envs), "VLLM_USE_RUST_FRONTEND", True)  # an engine in this process has cached them
     vllm_config.parallel_config._api_process_rank = 0
     check_front_end(vllm_config)
-    assert not caplog.records
+    assert not said(caplog)
     vllm_config.parallel_config._api_process_rank = -1
     check_front_end(vllm_config)
-    [record] = caplog.records
-    assert "VLLM_USE_RUST_FRONTEND is set" in record.getMessage()
+    [sentence] = said(caplog)
+    assert "VLLM_USE_RUST_FRONTEND is set" in sentence

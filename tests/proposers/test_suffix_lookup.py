@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from threading import Event
+from threading import Event, RLock
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,36 +216,56 @@ def test_another_text_of_the_same_name():
     assert own.store_stats()["texts"] == 3 and own.num_bytes() == own.store.num_bytes
 
 
+class Turn:
+    """The lock of a proposer, which notes who waits for it once a call `began`."""
+
+    def __init__(self, began: Event):
+        self._lock, self._began, self.is_wanted = RLock(), began, False
+
+    def __enter__(self) -> None:
+        self.is_wanted |= self._began.is_set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+
 def test_a_call_that_was_left_behind(monkeypatch: pytest.MonkeyPatch):
-    """Compiled code runs beside the engine's thread, and past its budget; a reset comes meanwhile, and a last output.
-    Fails if it holds the interpreter's lock, or if the ring is cleared or written to while it is being read.
+    """Compiled code runs beside the engine's thread, and past its budget, until a reset waits for it. Threads take no
+    turns here, so this one runs only where that one lets it. Fails if compiled code holds the interpreter's lock, or if
+    the ring is cleared or written to while it is being read.
     """
     own = proposer(store_bytes=1 << 24)
-    for number in range(200):
+    for number in range(20):
         step(own, {str(number): np.random.default_rng(number).integers(0, 3, 2_000).astype(np.int32)}, {"tenant": b"x"})
         own.forget([str(number)])
     own.store.work()
-    states, began, compiled = [], Event(), suffix_lookup.draft_step
+    states, began, compiled, ends = [], Event(), suffix_lookup.draft_step, [False]
+    own._turn = turn = Turn(began)
 
     def slow(*arguments: Any) -> None:
         states.append(arguments[-1][-1].copy())
         began.set()
-        for _ in range(30):
+        until = time.monotonic() + 60
+        while not (turn.is_wanted or ends[0]) and time.monotonic() < until:
             compiled(*arguments)
+        compiled(*arguments)
         states.append(arguments[-1][-1].copy())
 
     monkeypatch.setattr(suffix_lookup, "draft_step", slow)
-    names = [f"new {number}" for number in range(100)]
+    names = [f"new {number}" for number in range(20)]
     histories = [np.resize(np.array([0, 1, 2, 1], np.int32), 2_000)] * len(names)
     batch = DraftBatch(names, histories, np.full(len(names), K, np.int32), [{"tenant": b"x"}] * len(names))
-    guard, num_turns = Guard(own, "It", Counters(), 1.0, in_thread=True), 0
+    guard, interval_s = Guard(own, "It", Counters(), 1.0, in_thread=True), sys.getswitchinterval()
     guard.begin_step()
-    assert guard.call(batch, lambda: own.propose(batch)) is None and began.wait(60)
-    while len(states) < 2 and num_turns < 50:
-        num_turns += 1
-        time.sleep(0)
-    assert len(states) == 1, "this thread ran, too"
-    own.reset_store()
+    sys.setswitchinterval(1000)
+    try:
+        assert guard.call(batch, lambda: own.propose(batch)) is None and began.wait(60)
+        assert len(states) == 1, "this thread ran, too"
+        own.reset_store()
+    finally:
+        sys.setswitchinterval(interval_s)
+        ends[0] = True
     assert len(states) == 2 and np.array_equal(*states), "the ring was as it had been"
     assert own.store_stats()["texts"] == 0
     own.close()
