@@ -107,6 +107,15 @@ def ask_turns(llm: Any, turns: list[list[int]], each: Any = (), **sampling: Any)
     return answers[:-1]
 
 
+def answered_alone(llm: Any, turns: list[list[int]], answers: list[list[int]], **sampling: Any) -> list[list[int]]:
+    """What a session's turns are answered as prompts of the same tokens, without drafts."""
+    so_far, whole, off = list[int](), list[list[int]](), {"specplugins": {"enabled": False}}
+    for turn, answer in zip(turns, answers, strict=True):
+        whole.append([*so_far, *turn])
+        so_far = [*whole[-1], *answer[:-1]]  # vLLM goes on after the last computed token
+    return generate(llm, whole, [len(whole)], **{"extra_args": off, **sampling})
+
+
 def progress(llm: Any) -> np.ndarray:
     """Decoding steps of single requests, and draft tokens that they emitted, as our counters have them at rest."""
     for _ in range(3):  # as a server does when nothing is left to do
@@ -126,12 +135,9 @@ def check_stops(llm: Any, prompts: list[list[int]], answers: list[list[int]]) ->
 
 def check_session(llm: Any, prompt: list[int], num_tokens: int = 11, **sampling: Any) -> None:
     """Three turns, a long one and one of a single token after it, are answered as prompts of the same tokens are."""
-    turns, so_far, whole = [prompt, prompt[3:11], prompt[5:6]], list[int](), list[list[int]]()
+    turns = [prompt, prompt[3:11], prompt[5:6]]
     answers = ask_turns(llm, turns, max_tokens=num_tokens, **sampling)
-    for turn, answer in zip(turns, answers, strict=True):
-        whole.append([*so_far, *turn])
-        so_far = [*whole[-1], *answer[:-1]]  # vLLM goes on after the last computed token
-    assert generate(llm, whole, [3], max_tokens=num_tokens, **sampling) == answers
+    assert answered_alone(llm, turns, answers, max_tokens=num_tokens, **sampling) == answers
 
 
 def edit_params(rng: np.random.Generator, vocab_size: int) -> list[Any]:

@@ -1,9 +1,13 @@
 """True draft lengths are honoured: what was not found is not verified; and references are looked up."""
 
+import asyncio
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
-from cases import PROMPT_LOOKUP, ask_turns, check_session, early_exit, generate, progress
+from async_front_end import answers_of, async_llm
+from cases import PROMPT_LOOKUP, answered_alone, ask_turns, check_session, early_exit, generate, progress
 from conftest import RUNNER, spec_metrics
 
 
@@ -16,6 +20,7 @@ def drafted(llm: Any, prompts: list[list[int]], **sampling: Any) -> dict[str, fl
 
 # Scheduled behind the drafts, whose lengths are then known from the first step on.
 SYNCHRONOUS = {"async_scheduling": False}
+OFF = {"extra_args": {"specplugins": {"enabled": False}}}
 
 
 def allowed_only(*tokens: int) -> dict[str, Any]:
@@ -51,14 +56,44 @@ def test_session(engine: Any, asynchronous: bool) -> None:
     check_session(engine(PROMPT_LOOKUP, async_scheduling=asynchronous), [5, 6, 7, 8] * 10, stop_token_ids=[7])
 
 
+def test_sessions_of_the_asynchronous_front_end(engine: Any) -> None:
+    """Side by side, with turns that wait for answers and turns that do not, each with options and an end of its own.
+    Fails if a turn is answered otherwise than a prompt of the same tokens, has another's options or end, or if nothing
+    is drafted."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    llm = engine(PROMPT_LOOKUP, async_scheduling=RUNNER == "v2")
+    turns = [[[5, 6, 7, 8] * 10, [5, 6, 7, 8, 5, 6, 7], [8]], [[9, 10, 11] * 9, [9], [10, 11, 9]]]
+    own = [{"max_tokens": 8}, {"max_tokens": 5, "extra_args": {"specplugins": '{"max_draft": 3}'}}, {"max_tokens": 6}]
+    common = {"temperature": 0, "ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
+
+    def params(stop: int) -> Callable[[int], Any]:
+        return lambda number: SamplingParams(**common, stop_token_ids=[stop], **own[number])
+
+    async def served() -> Any:
+        async with async_llm(llm) as made:
+            sessions = [(each, waits) for each in turns for waits in (True, False)]
+            asked = (
+                answers_of(made, str(number), each, waits, params(each[0][2]))
+                for number, (each, waits) in enumerate(sessions)
+            )
+            return zip(sessions, await asyncio.gather(*asked), strict=True)
+
+    before = progress(llm)[1]
+    for (each, _), tokens in asyncio.run(served()):
+        answers = list[list[int]]()
+        for number, options in enumerate(own):
+            own_end = {"stop_token_ids": [each[0][2]], **options, **OFF}
+            answers.append(answered_alone(llm, each[: number + 1], [*answers, [0]], **own_end)[-1])
+        assert tokens == [*chain.from_iterable(answers)]
+    assert progress(llm)[1] > before
+
+
 def test_options_of_a_turn(engine: Any) -> None:
     """Fails if a session's turn has the options of the one before, or its end."""
-    llm, turns, off = (
-        engine(PROMPT_LOOKUP, **SYNCHRONOUS),
-        [[5, 6, 7, 8] * 10, [5, 6]],
-        {"specplugins": {"enabled": False}},
-    )
-    short, without = {"max_tokens": 2}, {"max_tokens": 9, "extra_args": off}
+    llm, turns = engine(PROMPT_LOOKUP, **SYNCHRONOUS), [[5, 6, 7, 8] * 10, [5, 6]]
+    short, without = {"max_tokens": 2}, {"max_tokens": 9, **OFF}
     for each, drafts in (([short, without], False), ([without, {"max_tokens": 9}], True)):
         before = progress(llm)[1]
         ask_turns(llm, turns, each)

@@ -25,10 +25,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4,
 def engine_config(speculative_config: Any = None, **arguments: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    args = EngineArgs(
-        model=str(DEMO_MODEL), max_model_len=512, speculative_config=speculative_config, enforce_eager=True, **arguments
-    )
-    return args.create_engine_config()
+    defaults = {"model": str(DEMO_MODEL), "max_model_len": 512, "enforce_eager": True}
+    return EngineArgs(**{**defaults, **arguments}, speculative_config=speculative_config).create_engine_config()
 
 
 def described(speculative_config: Any) -> str:
