@@ -1,4 +1,5 @@
-"""Early exit where vLLM compiles its models: a cut body runs code of its own, fresh and from vLLM's cache on disk."""
+"""Layers that draft where vLLM compiles its models: a cut body runs code of its own, fresh and from vLLM's cache on
+disk."""
 
 import json
 import logging
@@ -13,7 +14,7 @@ import pytest
 import torch
 from cases import mixed_prompts
 from conftest import DEMO_MODEL, RUNNER, first_layers
-from test_early_exit import own_head
+from parts import write_head
 
 from vllm_specplugins.engine.target import compiled
 
@@ -59,7 +60,7 @@ def start(cold):
     if cold:
         result["plain"] = answer(llm, enabled=False)
         LlamaDecoderLayer.forward = layer
-        llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.adapter.first_layers._compiled.clear()
+        llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.adapter.first_layers._run.clear()
         result["eager"] = answer(llm)
     result["faults"] = llm.collective_rpc("specplugins_stats")[0]["faults"]
     result["code"] = [compilation_counter.num_aot_artifacts_saved, compilation_counter.num_aot_artifacts_loaded]
@@ -80,13 +81,14 @@ NUM_TOKENS = 21  # one from the prompt and four whole steps of K + 1, so that no
 @ONCE
 @pytest.mark.slow
 def test_compiled(tmp_path: Path) -> None:
-    """An exit with a head of its own, checked by all layers, in two engines of which the second finds all code on disk.
+    """A jump after one layer, checked by all layers, in two engines of which the second finds all code on disk.
     Kills: the body's code for a cut, one cut's for another, or a cut's for the body, in memory or from the cache; a
-    norm that is compiled in; a draft token of a type that was not compiled for.
+    norm that is compiled in; a draft token of a type that was not compiled for; late layers that stay eager, or are fed
+    with tokens in place of states.
     """
     model = str(first_layers(DEMO_MODEL, NUM_LAYERS))
     stages = [
-        {"method": "early_exit", "exit_layer": 1, "exit_head": str(own_head(tmp_path / "head", 1))},
+        {"method": "jump", "head": write_head(tmp_path / "head", 1, 1, 0.01, num_layers=NUM_LAYERS)["head"]},
         {"method": "early_exit", "exit_layer": NUM_LAYERS},
     ]
     arguments = {
@@ -122,9 +124,9 @@ def test_compiled(tmp_path: Path) -> None:
     assert outputs == cold["plain"][0]
     assert cold["plain"][1]["drafted_tokens"] == 0
     assert counts["drafted_tokens"] == counts["accepted_tokens"] == len(outputs) * (NUM_TOKENS - 1) * 4 // 5
-    assert 0 < counts["0 early_exit kept"] < counts["0 early_exit drafted"]
+    assert 0 < counts["0 jump kept"] < counts["0 jump drafted"]
     assert cold["eager"] == warm["compiled"] == cold["compiled"], "the same tokens, of the same stages"
-    assert cold["code"] == [3, 0] and warm["code"] == [3, 3], "the target's and two cuts', stored and then loaded"
+    assert cold["code"] == [4, 0] and warm["code"] == [4, 4], "the target's and three cuts', stored and then loaded"
     assert cold["faults"] == warm["faults"] == {}
 
 
@@ -137,7 +139,7 @@ def test_compiler_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     monkeypatch.setattr(compiled, "_compile", no_compiler)
     cut = SimpleNamespace(forward=torch.neg)
     with caplog.at_level(logging.WARNING, "vllm.specplugins"):
-        assert compiled.compile_cut(cut, "exit_1") is torch.neg
+        assert compiled.compile_cut(cut, "layers_0_1") is torch.neg
     assert [record.message for record in caplog.records] == [
-        "early_exit: exit_1 stays eager, for it does not compile (RuntimeError: there is no g++)."
+        "Drafting: layers_0_1 stays eager, for it does not compile (RuntimeError: there is no g++)."
     ]

@@ -17,7 +17,7 @@ from transformers import GPT2Config, JambaConfig, Lfm2Config, Mamba2Config, Mamb
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.frontend import spec_config
 from vllm_specplugins.engine.target.admission import check_target
-from vllm_specplugins.engine.target.layers import FirstLayers
+from vllm_specplugins.engine.target.layers import Cut, FirstLayers
 from vllm_specplugins.engine.target.model_source import may_be_cut
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.heads.exit_head import ExitHead, ExitHeadConfig
@@ -63,11 +63,11 @@ def test_exit_head(engine: Any, prompts: Any, expected: Any, tmp_path: Path) -> 
 @pytest.mark.skipif(RUNNER == "v2", reason="the same code")
 def test_one_pass(engine: Any, prompts: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of one pass are those that the exit says behind a text that ends in the embeddings; one pass a step. Fails
-    if the layers run once for each token, or if states are handed to compiled code, which takes tokens alone.
+    if the layers run once for each token, or if states are handed to code that was compiled for tokens.
     """
     llm = engine(with_embeddings(tmp_path, NUM_LAYERS // 2, 4))
     layers, lengths = runner(llm).drafter.adapter.first_layers, []
-    monkeypatch.setitem(layers._compiled, (NUM_LAYERS // 2, True), lambda token_ids, positions, tensors: None)
+    monkeypatch.setitem(layers._run, Cut(0, NUM_LAYERS // 2, True), lambda token_ids, positions, tensors: None)
     of_states = FirstLayers.of_states
 
     def counted(self: Any, first: int, end: int, states: torch.Tensor, *rest: Any) -> torch.Tensor:

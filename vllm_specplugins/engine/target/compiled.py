@@ -25,23 +25,24 @@ def compiles(body: nn.Module) -> bool:
     return isinstance(body, TorchCompileWithNoGuardsWrapper) and not getattr(body, "do_not_compile", True)
 
 
-def compile_cut(cut: Any, tag: str) -> Callable[..., torch.Tensor]:
-    """Compiles a copy of the target's body, and returns what to call in place of its `forward`.
+def compile_cut(cut: Any, tag: str, takes_states: bool = False) -> Callable[..., torch.Tensor]:
+    """Compiles a copy of the target's body, which takes tokens or states, and returns what to call in place of its
+    `forward`.
 
     To be called before anything is drafted: it takes as long as vLLM's own compilation does, for as many layers.
     What fails costs the compiled code, not the engine.
     """
     forward: Callable[..., torch.Tensor] = cut.forward
     try:
-        return _compile(cut, tag)
+        return _compile(cut, tag, takes_states)
     except Exception as error:
         sentence = str(error).strip().partition("\n")[0]
-        words = "early_exit: %s stays eager, for it does not compile (%s: %s)."
+        words = "Drafting: %s stays eager, for it does not compile (%s: %s)."
         logger.warning(words, tag, type(error).__name__, sentence, exc_info=logger.isEnabledFor(logging.DEBUG))
         return forward
 
 
-def _compile(cut: Any, tag: str) -> Callable[..., torch.Tensor]:
+def _compile(cut: Any, tag: str, takes_states: bool) -> Callable[..., torch.Tensor]:
     body, forward = type(cut), cut.forward
     cut.__class__ = type(f"{body.__name__}_{tag}", (body,), {"forward": _own(body.forward, tag)})
     cut.aot_compiled_fn = None  # the copy's are the whole body's
@@ -56,12 +57,15 @@ def _compile(cut: Any, tag: str) -> Callable[..., torch.Tensor]:
     with set_model_tag(tag), set_current_vllm_config(config):
         TorchCompileWithNoGuardsWrapper.__init__(cut)
         with set_forward_context(None, config, num_tokens=rows), torch.inference_mode():
-            cut(token_ids, token_ids.long(), None)
+            states = {"inputs_embeds": cut.embed_input_ids(token_ids)} if takes_states else {}
+            cut(None if takes_states else token_ids, token_ids.long(), None, **states)
 
-    def run(token_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: None) -> torch.Tensor:
-        if len(token_ids) > most:  # what vLLM compiles ends there
-            return forward(token_ids, positions, intermediate_tensors)
-        return cut(token_ids.int(), positions, intermediate_tensors)
+    def run(token_ids: Any, positions: torch.Tensor, intermediate_tensors: None, **states: Any) -> torch.Tensor:
+        if len(positions) > most:  # what vLLM compiles ends there
+            return forward(token_ids, positions, intermediate_tensors, **states)
+        if not takes_states:
+            return cut(token_ids.int(), positions, intermediate_tensors)
+        return cut(None, positions, intermediate_tensors, inputs_embeds=states["inputs_embeds"].contiguous())
 
     return run
 

@@ -5,21 +5,43 @@ import copy
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import nn
 
-from vllm_specplugins.config import ConfigError, EarlyExitConfig, SpecConfig, stage_configs
+from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, SpecConfig, stage_configs
 from vllm_specplugins.engine.excepthook import sentence_instead_of_traceback
 from vllm_specplugins.engine.target.compiled import compile_cut, compiles
 from vllm_specplugins.engine.target.model_source import PARTS, takes_no_states, uncuttable
 from vllm_specplugins.methods import drafters, enters_states
+from vllm_specplugins.proposers.heads.jump_head import JumpHead
 
 logger = logging.getLogger("vllm.specplugins")
 
 _CLAIMS = ("supports_draft_decode_metadata_update", "update_draft_decode_metadata", "__init__")
+
+
+class Cut(NamedTuple):
+    """Layers [first_layer, end_layer), the final norm after them if `normed`, fed with tokens or with states."""
+
+    first_layer: int
+    end_layer: int
+    normed: bool
+    takes_states: bool = False
+
+
+def _cuts(config: SpecConfig) -> set[Cut]:
+    """The layers that a method drafts with."""
+    exits = {
+        Cut(0, part.exit_layer, part.exit_head is None, part.look_ahead is not None)
+        for part in stage_configs(config, EarlyExitConfig)
+    }
+    jumps = [JumpHead.read_config(part.head) for part in stage_configs(config, JumpConfig)]
+    early = {Cut(0, jump.early_layers, False) for jump in jumps}
+    late = {Cut(jump.late_layer, jump.num_layers, True, True) for jump in jumps}
+    return {cut for cut in exits | early | late if cut.first_layer < cut.end_layer}
 
 
 class FirstLayers:
@@ -31,11 +53,9 @@ class FirstLayers:
     """
 
     def __init__(self, target: nn.Module, config: SpecConfig):
-        # By the last layer, and whether the norm follows; it takes tokens, not states.
-        self._compiled: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {}
         self._target: Any = target
         self._body: Any = getattr(target, "model", None)
-        self._run: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}  # by first and last layer, and norm
+        self._run: dict[Cut, Callable[..., torch.Tensor]] = {}
         model = type(target).__name__
         if any(row.cuts_layers for row, _ in drafters(config)) and not all(hasattr(self._body, name) for name in PARTS):
             _refuse(uncuttable(config.method, model))
@@ -46,8 +66,7 @@ class FirstLayers:
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] after layers [0, end_layer) and, if `normed`, the final norm."""
-        run = self._compiled.get((end_layer, normed)) or self._cut(0, end_layer, normed)
-        return run(token_ids, positions, None)
+        return self._cut(Cut(0, end_layer, normed))(token_ids, positions, None)
 
     def embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
         """What stands in front of the first layer: [num_tokens, hidden_size] of token ids [num_tokens]."""
@@ -64,12 +83,13 @@ class FirstLayers:
         if first_layer == end_layer:  # a body's forward expects a residual that only layers leave
             alone: torch.Tensor = self._body.norm(states) if normed else states
             return alone
-        return self._cut(first_layer, end_layer, normed)(None, positions, None, inputs_embeds=states)
+        cut = Cut(first_layer, end_layer, normed, takes_states=True)
+        return self._cut(cut)(None, positions, None, inputs_embeds=states)
 
-    def _cut(self, *layers: Any) -> Callable[..., torch.Tensor]:
-        if layers not in self._run:  # `forward`, not a call: the body's compiled code, if there is any, has all layers
-            self._run[layers] = self._cut_body(*layers).forward
-        return self._run[layers]
+    def _cut(self, cut: Cut) -> Callable[..., torch.Tensor]:
+        if cut not in self._run:  # `forward`, not a call: the body's compiled code, if there is any, has all layers
+            self._run[cut] = self._cut_body(cut).forward
+        return self._run[cut]
 
     @torch.inference_mode()
     def _takes_states(self) -> bool:
@@ -78,27 +98,25 @@ class FirstLayers:
         states = torch.ones_like(self._body.norm.weight)[None]
         first = torch.zeros(1, dtype=torch.int64, device=states.device)
         try:
-            known = self._cut(0, 0, False)(None, first, None, inputs_embeds=states.clone())
+            known = self._cut(Cut(0, 0, False, True))(None, first, None, inputs_embeds=states.clone())
         except (AttributeError, TypeError):
             return False
         return hasattr(self._body, "embed_input_ids") and torch.equal(known, states)
 
     def compile(self, config: SpecConfig) -> None:
-        """Compiles what the exits of a method run, if vLLM compiles the target; before the first request."""
-        exits = {(part.exit_layer, part.exit_head is None) for part in stage_configs(config, EarlyExitConfig)}
-        if not exits or not compiles(self._body):
-            return
-        for end_layer, normed in sorted(exits - self._compiled.keys()):
-            tag = f"exit_{end_layer}" + ("" if normed else "_unnormed")
-            self._compiled[end_layer, normed] = compile_cut(self._cut_body(0, end_layer, normed), tag)
+        """Compiles the layers that a method drafts with, if vLLM compiles the target; before the first request."""
+        for cut in sorted(_cuts(config)) if compiles(self._body) else ():
+            words = (*("unnormed",) * (not cut.normed), *("states",) * cut.takes_states)
+            tag = "_".join((f"layers_{cut.first_layer}_{cut.end_layer}", *words))
+            self._run[cut] = compile_cut(self._cut_body(cut), tag, cut.takes_states)
 
-    def _cut_body(self, first_layer: int, end_layer: int, normed: bool) -> nn.Module:
-        cut = copy.copy(self._body)
-        cut.start_layer, cut.end_layer = first_layer, end_layer
-        cut.aux_hidden_state_layers = ()
-        if not normed:
-            cut._modules = {**cut._modules, "norm": _Sum()}
-        return cut
+    def _cut_body(self, cut: Cut) -> nn.Module:
+        body = copy.copy(self._body)
+        body.start_layer, body.end_layer = cut.first_layer, cut.end_layer
+        body.aux_hidden_state_layers = ()
+        if not cut.normed:
+            body._modules = {**body._modules, "norm": _Sum()}
+        return body
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's logits [num_tokens, vocab_size] of normed hidden states."""
