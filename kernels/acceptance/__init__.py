@@ -6,9 +6,9 @@ grows along a draft. A request's own record fades by draft; that of all requests
 by step, and what one step adds to it is limited: requests of one step are often of one kind, and would all at once make
 a grade look hopeless.
 
-Front doors: `learn` and `predict` pick the implementation. They wait for nothing, so a CUDA graph can
-record them. On the host gate/ledger.py has the same model. R: rows of the batch, S: slots of requests, M: stages, G:
-grades, K: most tokens of a draft.
+Front doors: `learn` and `predict` pick the implementation. They wait for nothing, so a CUDA graph can record them. On
+the host gate/ledger.py has the same model, with a smaller PRIOR_WEIGHT. R: rows of the batch, S: slots of requests, M:
+stages, G: grades, K: most tokens of a draft.
 """
 
 from importlib import import_module
@@ -19,7 +19,7 @@ from ..implementations import implementation_of
 DECAY = 0.8  # of a request's record of a grade, by draft; half of it is forgotten after three drafts
 SHARED_DECAY = 0.99  # of the record of all requests, by step
 MOST_OF_A_STEP = 8.0  # tokens of a grade that one step adds to it
-PRIOR_WEIGHT = 4.0  # the record of all requests counts as so many tokens of a request's own
+PRIOR_WEIGHT = 8.0  # the record of all requests counts as so many tokens of a request's own
 # Each grade's largest confidence, but for the last one's: a match of 2 tokens is right every other time, one of 32
 # hardly ever wrong. And what the record of all requests begins with, as if PRIOR_WEIGHT tokens had been tried.
 GRADES = 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 31.0

@@ -120,13 +120,13 @@ def test_budget_price(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
 
 @pytest.mark.parametrize("width", [5, 31])
 def test_learned_chances(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """With our estimates, and K as the gate chooses it. 256 requests that are all alike are told apart by chance, which
-    costs 5 %. Fails if a gate that does not know that drafts are trimmed never tries a longer one."""
+    """With our estimates, and K as the gate chooses it. Fails if many requests that are all alike are told apart by
+    chance, or if a gate that does not know that drafts are trimmed never tries a longer one."""
     played = Played(monkeypatch, width)
-    for prob in (0.5, 0.97):
-        for num_reqs, context in ((1, 200), (32, 32768), (256, 200)):
+    for prob in (0.5, 0.97, 0.99):
+        for num_reqs, context in ((1, 200), (32, 32768), (128, 200), (256, 200)):
             of_best, of_none = played.learned(prob, num_reqs, context)
-            assert of_best >= (0.94 if num_reqs == 256 else 0.95) and of_none >= 0.99, (prob, num_reqs, context)
+            assert of_best >= 0.95 and of_none >= 0.99, (prob, num_reqs, context)
 
 
 def test_vllms_own_table(monkeypatch: pytest.MonkeyPatch) -> None:

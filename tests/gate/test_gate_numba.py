@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_specplugins.kernels.acceptance import Drafts, learn, predict
+from vllm_specplugins.kernels.acceptance import Drafts, learn, predict, state
+from vllm_specplugins.kernels.acceptance import reference as of_device
 from vllm_specplugins.kernels.acceptance.state import new_state
 
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.gate.costs import StepCosts, break_even_rate
 from vllm_specplugins.gate.gate import GOOD_ACCEPTANCE, Gate
-from vllm_specplugins.gate.ledger import Ledger, accept_prob
+from vllm_specplugins.gate.ledger import PRIOR_WEIGHT, Ledger, accept_prob
 from vllm_specplugins.structures.arrays import DraftArrays, of_stage
 
 K, NUM_STAGES, NUM_ROWS = 5, 3, 9
@@ -44,10 +45,12 @@ def plain_counts(drafts: DraftArrays, most: Sequence[int], stage: int) -> tuple[
     return sum(counts), sum(map(bool, counts))
 
 
-def test_ledger() -> None:
-    """Beside plain loops, and the reference of what is learned. Fails if a row is mixed up, if a fate counts twice, if
-    a token that was not verified counts, or a draft once for each token; if a grade, a prior or a decay is another, or
-    if one step adds more to the record of all requests than it may."""
+def test_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside plain loops, and the reference of what is learned, with the host's prior. Fails if a row is mixed up, if a
+    fate counts twice, if a token that was not verified counts, or a draft once for each token; if a grade, a prior or a
+    decay is another, or if one step adds more to the record of all requests than it may."""
+    for module in (of_device, state):
+        monkeypatch.setattr(module, "PRIOR_WEIGHT", PRIOR_WEIGHT)
     rng = np.random.default_rng(1)
     ledger, reference = Ledger(NUM_STAGES, K), new_state(NUM_STAGES, NUM_ROWS, K, "cpu")
     ledger.make_room(NUM_ROWS)

@@ -18,12 +18,13 @@ from vllm_specplugins.kernels.acceptance import (
     GRADES,
     MOST_OF_A_STEP,
     NUM_GRADES,
-    PRIOR_WEIGHT,
     SHARED_DECAY,
 )
 from vllm_specplugins.kernels.compiled import compiled, inlined
 from vllm_specplugins.structures.arrays import DraftArrays, Ints, dense_logits, with_room
 
+# As in kernels/acceptance, but half as much: here a draft is chosen for each request, and what fails has to end soon.
+PRIOR_WEIGHT = 4.0
 KEPT, DRAFTS, VERIFIED = range(3)  # of a stage: tokens that go to the target, drafts that have any, tokens it looked at
 
 
