@@ -14,7 +14,7 @@ import torch
 from .acceptance import learn, predict
 from .acceptance.state import new_state
 from .acceptance.testing import make_steps
-from .acceptance.worth import num_worth
+from .acceptance.worth import Other, worth
 from .budget.testing import make_shares, shared
 from .history_match import history_match
 from .history_match.testing import make_lookup
@@ -24,8 +24,8 @@ from .rejection.adjust.testing import make_edits
 from .rejection.drafts import sample_with_q
 from .rejection.step import sample_step
 from .rejection.testing import Batch, as_step, make_spiky, to_device
-from .steps import limit, tally
-from .steps.testing import make_step, new_totals
+from .steps import RULES, join, limit, newest, tally
+from .steps.testing import make_chains, make_step, new_totals
 from .trees import attend, compact, walk
 from .trees.testing import make_attention, make_moves, make_walks
 
@@ -149,14 +149,17 @@ def _looks_up(shapes: Shapes, device: torch.device, seed: int = 1) -> int:
 
 
 def _counts(shapes: Shapes, device: torch.device) -> int:
-    def operation(*step: Any, implementation: str) -> list[torch.Tensor]:
-        rows, lengths, limits, most, num_draft, staged = step
+    def operation(rows: Any, lengths: Any, *others: Any, implementation: str) -> list[torch.Tensor]:
+        limits, most, num_draft, staged, first, second = others
         mapping, totals = torch.zeros_like(num_draft), new_totals(len(lengths), shapes.max_num_draft, num_draft.device)
-        slots, wanted = limit(rows, lengths, limits, most, mapping, implementation)
+        slots, wanted, of_stages = limit(rows, lengths, limits, most, mapping, (2, 1), implementation)
         tally(totals, rows, wanted, num_draft, shapes.max_num_draft, staged, implementation)
-        return [slots, wanted, mapping, *totals[:2]]
+        read = newest(mapping, lengths, lengths.long(), (lengths.float(), lengths.long()), implementation)
+        joined = [join(first, second, rule, True, implementation) for rule in RULES]
+        return [slots, wanted, mapping, *totals[:2], *of_stages, *read, *(own for every in joined for own in every)]
 
-    return 2 * _rows(_both(operation, tuple(make_step(40, shapes.max_num_draft)), device))
+    step, chains = make_step(40, shapes.max_num_draft), make_chains(40, shapes.max_num_draft)
+    return 2 * _rows(_both(operation, (*step, *chains), device))
 
 
 def _shares(shapes: Shapes, device: torch.device) -> int:
@@ -201,15 +204,19 @@ def _rates(shapes: Shapes, device: torch.device, num_stages: int = 2) -> int:
     steps = make_steps(4, 20, num_stages, shapes.max_num_draft)
 
     def operation(*_: Any, implementation: str) -> list[torch.Tensor]:
-        there, results = device if implementation == "fused" else torch.device("cpu"), []
+        there = device if implementation == "fused" else torch.device("cpu")
+        results: list[torch.Tensor] = []
         state = new_state(num_stages, 41, shapes.max_num_draft, there)
         for slots, drafts, sampled, rejected in to_device(tuple(steps), there):
             accept_probs = torch.zeros_like(drafts.confidence)
             tables = tuple(torch.zeros(2, 41, drafts.stage.shape[1], device=there))
-            worth = num_worth(state, slots, drafts, 1, shapes.max_num_draft, implementation=implementation)
+            copies, asked = torch.zeros(41, 1, device=there), (slots % 3).int()
+            for continues in (True, False):
+                other = Other(1, shapes.max_num_draft, continues, asked)
+                results += worth(state, slots, drafts, other, (copies, 1.0), implementation)
             predict(state, slots, drafts, accept_probs, implementation, tables=tables)
             learn(state, slots, sampled, rejected, implementation)
-            results += [worth, accept_probs, *tables]
+            results += [copies, accept_probs, *tables]
         # What the last steps predict and what is known go by all of what was learned.
         return [*results, *state[:4]]
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from . import DECAY, GRADES, MOST_OF_A_STEP, NUM_GRADES, PRIOR_WEIGHT, SHARED_DECAY, Drafts, State
+from .worth import Other, Worth
 
 # Tokens of a tile: of all rows' last drafts, and of a program's rows where each program has some.
 _LEARNED, _RATED = 128, 32
@@ -75,6 +76,19 @@ def _learn_kernel(
     tl.store(state.shared_accepted + own, decay * old_right + share * all_right, mask=is_new)
 
 
+@triton.jit
+def _accept_probs(state, slots, drafts, tokens, mask, M: tl.constexpr):
+    """Of drafts' tokens the stage, the confidence and the acceptance probability; 0 where there is none."""
+    stage = tl.load(drafts.stage + tokens, mask=mask, other=0).to(tl.int32)
+    confidence = tl.load(drafts.confidence + tokens, mask=mask, other=1).to(tl.float64)
+    cell = stage * _G + _grades(confidence)
+    prior = tl.load(state.shared_accepted + cell, mask=mask, other=0.0)
+    prior /= tl.load(state.shared_tried + cell, mask=mask, other=1.0)
+    own = slots[:, None] * (M * _G) + cell
+    found = tl.load(state.accepted + own, mask=mask, other=0.0) + _PRIOR_WEIGHT * prior
+    return stage, confidence, found / (tl.load(state.tried + own, mask=mask, other=0.0) + _PRIOR_WEIGHT)
+
+
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr", "accept_probs_ptr"])
 def _predict_kernel(
     # [R, K]
@@ -97,14 +111,7 @@ def _predict_kernel(
     slots = tl.load(slots_ptr + rows, mask=inside, other=0)
     num_draft = tl.load(drafts.num_draft + rows, mask=inside, other=0)
     mask, tokens = places < num_draft[:, None], rows[:, None] * K + places
-    stage = tl.load(drafts.stage + tokens, mask=mask, other=0).to(tl.int32)
-    confidence = tl.load(drafts.confidence + tokens, mask=mask, other=1).to(tl.float64)
-    cell = stage * _G + _grades(confidence)
-    prior = tl.load(state.shared_accepted + cell, mask=mask, other=0.0)
-    prior /= tl.load(state.shared_tried + cell, mask=mask, other=1.0)
-    own = slots[:, None] * (M * _G) + cell
-    found = tl.load(state.accepted + own, mask=mask, other=0.0) + _PRIOR_WEIGHT * prior
-    found /= tl.load(state.tried + own, mask=mask, other=0.0) + _PRIOR_WEIGHT
+    stage, confidence, found = _accept_probs(state, slots, drafts, tokens, mask, M)
     written, sent = inside[:, None] & (places < K), slots[:, None] * K + places
     tl.store(accept_probs_ptr + tokens, found, mask=written)
     if tables is not None:
@@ -116,10 +123,65 @@ def _predict_kernel(
         tl.store(state.sent_confidence + sent, confidence, mask=mask)
 
 
-def _tiles(state: State, num_tokens: int) -> dict[str, int]:
-    """Constants of a launch whose tiles have so many tokens."""
+@triton.jit(do_not_specialize=["num_rows", "other", "depth"], do_not_specialize_on_alignment=["slots_ptr", "asked_ptr"])
+def _worth_kernel(
+    # Worth, written
+    result,
+    state,
+    slots_ptr,
+    drafts,
+    # [R], or None: no other stage drafts
+    asked_ptr,
+    other,
+    depth,
+    # [S, 1] or None
+    copies_ptr,
+    least,
+    num_rows,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CONTINUES: tl.constexpr,
+):
+    """Some rows' drafts, by where they may end; one token fewer ends there than its place says."""
+    rows, ends = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
+    inside, is_token = rows < num_rows, ends > 0
+    slots = tl.load(slots_ptr + rows, mask=inside, other=0)
+    num_draft = tl.load(drafts.num_draft + rows, mask=inside, other=0).to(tl.int32)
+    mask = is_token & (ends <= num_draft[:, None])
+    _, _, found = _accept_probs(state, slots, drafts, rows[:, None] * K + ends - 1, mask, M)
+    alive = tl.cumprod(tl.where(is_token, found, 1.0), axis=1)
+    survival = tl.where(is_token, alive, 0.0)
+    gain = tl.sum(survival, axis=1)
+    tl.store(result.gain + rows, gain, mask=inside)
+    if copies_ptr is not None:
+        tl.store(copies_ptr + slots, (gain >= least).to(tl.float32), mask=inside)
+    kept = num_draft
+    if asked_ptr is not None:
+        grades = tl.arange(0, _LANES_OF_GRADES)[None, :]
+        shared, is_grade = other * _G + grades, grades < _G
+        own, is_own = slots[:, None] * (M * _G) + shared, is_grade & inside[:, None]
+        prior = tl.sum(tl.load(state.shared_accepted + shared, mask=is_grade, other=0.0), axis=1)
+        prior /= tl.sum(tl.load(state.shared_tried + shared, mask=is_grade, other=0.0), axis=1)
+        right = tl.sum(tl.load(state.accepted + own, mask=is_own, other=0.0), axis=1)
+        tried = tl.sum(tl.load(state.tried + own, mask=is_own, other=0.0), axis=1)
+        rate = (right + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT)
+        more, others = rate * 0.0, alive * 0.0  # tokens of the other stage: of so many, and after each end
+        for length in range(1, depth + 1):
+            more = rate * (1.0 + more)
+            others = tl.where(depth - ends == length, more[:, None], others)
+        expected = tl.cumsum(survival, axis=1) + tl.where(is_token & (not CONTINUES), 0.0, alive * others)
+        expected += 1e-6 * ends.to(tl.float64)  # the draft's own, among equals
+        best = tl.argmax(tl.where(ends <= num_draft[:, None], expected, -1.0), axis=1)
+        kept = tl.where(tl.load(asked_ptr + rows, mask=inside, other=0) > 0, best, kept)
+    tl.store(result.num_kept + rows, kept, mask=inside)
+
+
+def _tiles(state: State, num_tokens: int, num_more: int = 0) -> dict[str, int]:
+    """Constants of a launch whose tiles have so many tokens, with some places more than a draft."""
     width = state.sent_stage.shape[1]
-    lanes = max(2, triton.next_power_of_2(width))  # Triton 3.6 cannot compile a scan over one token
+    lanes = max(2, triton.next_power_of_2(width + num_more))  # Triton 3.6 cannot compile a scan over one token
     return {"K": width, "M": len(state.shared_tried), "LANES": lanes, "ROWS": max(1, num_tokens // lanes)}
 
 
@@ -147,3 +209,21 @@ def predict(
     _predict_kernel[grid](
         accept_probs, state, slots, drafts, tables or None, len(slots), **tiles, KEEPS=keeps, num_warps=1
     )
+
+
+def worth(
+    state: State,
+    slots: torch.Tensor,  # [R]
+    drafts: Drafts,
+    other: Other | None,
+    copies: tuple[torch.Tensor, float] | None,  # [S, 1]
+) -> Worth:
+    tiles, drafts = _tiles(state, _RATED, 1), Drafts(*(part.contiguous() for part in drafts))
+    result = Worth(state.tried.new_empty(len(slots)), torch.empty_like(drafts.num_draft, dtype=torch.int32))
+    stage, depth, continues, asked = other or Other(0, 0, False, None)
+    table, least = copies or (None, 0)
+    _worth_kernel[(triton.cdiv(len(slots), tiles["ROWS"]),)](
+        result, state, slots, drafts, asked, stage, depth, table, float(least), len(slots), **tiles,
+        CONTINUES=continues, num_warps=1,
+    )  # fmt: skip
+    return result

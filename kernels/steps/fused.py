@@ -4,17 +4,19 @@ import torch
 import triton
 import triton.language as tl
 
-from . import KINDS, SUMS, Rows, Staged, Totals
+from . import AFTER, COMPARED, KINDS, SUMS, Chain, Joined, Rows, Staged, Totals, Wanted
 
 _ROWS, _TOKENS = 256, 512  # of a program
+_AFTER, _COMPARED = tl.constexpr(AFTER), tl.constexpr(COMPARED)
 _KINDS, _SUMS = tl.constexpr(len(KINDS)), tl.constexpr(len(SUMS))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_slots"])
+@triton.jit(do_not_specialize=["num_rows", "num_slots", "most_first", "most_second"])
 def _limit_kernel(
-    # [R] int64 and int32, written
+    # [R] int64 and int32, written; and two of int32, or ()
     own_ptr,
     wanted_ptr,
+    of_stages,
     # Rows
     rows,
     lengths_ptr,
@@ -23,6 +25,9 @@ def _limit_kernel(
     mapping_ptr,
     num_rows,
     num_slots,
+    # tokens of each stage
+    most_first,
+    most_second,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -37,7 +42,84 @@ def _limit_kernel(
     is_asked = (before <= tl.load(limits_ptr + 1)) & (tl.load(rows.num_sampled + index, mask=inside, other=0) > 0)
     tl.store(mapping_ptr + index, tl.where(slots < num_slots, slots, -1).to(tl.int32), mask=inside)
     tl.store(own_ptr + index, own, mask=inside)
-    tl.store(wanted_ptr + index, tl.where(is_asked, wanted, 0), mask=inside)
+    wanted = tl.where(is_asked, wanted, 0)
+    tl.store(wanted_ptr + index, wanted, mask=inside)
+    if len(of_stages) > 0:
+        first, second = wanted * tl.load(limits_ptr + 3), wanted * tl.load(limits_ptr + 4)
+        tl.store(of_stages[0] + index, tl.minimum(first, most_first), mask=inside)
+        tl.store(of_stages[1] + index, tl.minimum(second, most_second), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["mapping_ptr"])
+def _newest_kernel(
+    # [R] each, written
+    result,
+    mapping_ptr,
+    computed_ptr,
+    sampled_ptr,
+    tables,
+    num_rows,
+    ROWS: tl.constexpr,
+):
+    """Of some rows."""
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = index < num_rows
+    mapping = tl.load(mapping_ptr + index, mask=inside, other=-1)
+    slots = tl.maximum(mapping, 0)
+    tl.store(result[0] + index, tl.load(sampled_ptr + slots).to(tl.int32), mask=inside)
+    lengths = tl.where(mapping >= 0, tl.load(computed_ptr + slots) + 1, 0)
+    tl.store(result[1] + index, lengths.to(tl.int64), mask=inside)
+    for number in tl.static_range(len(tables)):
+        tl.store(result[2 + number] + index, tl.load(tables[number] + slots), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_steps"])
+def _join_kernel(
+    # Joined, written
+    joined,
+    # Chain
+    first,
+    second,
+    num_rows,
+    num_steps,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    RULE: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    """Some rows' drafts."""
+    rows, places = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
+    inside, offsets = rows < num_rows, rows[:, None] * K + places
+    mask = inside[:, None] & (places < K)
+    ends = tl.load(first.num_draft + rows, mask=inside, other=0)
+    others = tl.load(second.num_draft + rows, mask=inside, other=0)
+    token_ids = tl.load(first.token_ids + offsets, mask=mask, other=0)
+    confidence = tl.load(first.confidence + offsets, mask=mask, other=0).to(tl.float32)
+    is_step, steps = mask & (places < num_steps), rows[:, None] * num_steps + places
+    own, sure = tl.load(second.token_ids + steps, mask=is_step, other=0), (places + 1).to(tl.float32)
+    if second.confidence is not None:
+        sure = tl.where(is_step, tl.load(second.confidence + steps, mask=is_step, other=0.0), sure)
+    confirmed = ends * 0
+    if RULE == _AFTER:
+        start, num_draft, exited = ends, tl.maximum(ends, others), tl.where(others > ends, others - ends, -1)
+    elif RULE == _COMPARED:
+        is_right = (own == token_ids) & (places < tl.minimum(ends, others)[:, None])
+        confirmed = tl.min(tl.where(is_right, LANES, places), axis=1)
+        if ADDS:
+            sure += tl.where(places < confirmed[:, None], confidence, 0.0)
+        start, num_draft = tl.where(others > 0, 0, K), tl.where(others > 0, others, ends)
+        exited = tl.where(others > 0, others, -1)
+    else:
+        start, num_draft = tl.where(ends > 0, K, 0), tl.where(ends > 0, ends, others)
+        exited = tl.where(ends > 0, -1, others)
+    is_first = places < start[:, None]
+    tl.store(joined.token_ids + offsets, tl.where(is_first, token_ids, own), mask=mask)
+    tl.store(joined.stage + offsets, tl.where(is_first, 0, 1), mask=mask)
+    tl.store(joined.confidence + offsets, tl.where(is_first, confidence, sure), mask=mask)
+    tl.store(joined.num_draft + rows, num_draft, mask=inside)
+    tl.store(joined.exited + rows, exited, mask=inside)
+    tl.store(joined.confirmed + rows, confirmed, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -104,14 +186,44 @@ def limit(
     limits: torch.Tensor,  # [S, >= 3]
     most: torch.Tensor,  # []
     mapping: torch.Tensor,  # [R]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    of_stages: tuple[int, ...],
+) -> Wanted:
     num_rows, own = len(rows.slots), torch.empty_like(rows.slots)
     wanted = torch.empty_like(own, dtype=torch.int32)
+    staged = tuple(torch.empty_like(wanted) for _ in of_stages)
     _limit_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        own, wanted, rows, lengths, limits, most, mapping, num_rows, len(lengths), WIDTH=limits.shape[1], ROWS=_ROWS,
-        num_warps=2,
+        own, wanted, staged, rows, lengths, limits, most, mapping, num_rows, len(lengths), *(of_stages or (0, 0)),
+        WIDTH=limits.shape[1], ROWS=_ROWS, num_warps=2,
     )  # fmt: skip
-    return own, wanted
+    return Wanted(own, wanted, staged)
+
+
+def newest(
+    mapping: torch.Tensor,  # [R]
+    num_computed: torch.Tensor,  # [S]
+    last_sampled: torch.Tensor,  # [S]
+    tables: tuple[torch.Tensor, ...],  # [S] each
+) -> tuple[torch.Tensor, ...]:
+    num_rows, dtypes = len(mapping), (torch.int32, torch.int64, *(table.dtype for table in tables))
+    result = tuple(torch.empty_like(mapping, dtype=dtype) for dtype in dtypes)
+    _newest_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        result, mapping, num_computed, last_sampled, tables, num_rows, ROWS=_ROWS, num_warps=2
+    )
+    return result
+
+
+def join(first: Chain, second: Chain, rule: int, adds: bool) -> Joined:
+    (num_rows, width), counts = first.token_ids.shape, [torch.empty_like(first.num_draft) for _ in range(3)]
+    lanes, confidence = triton.next_power_of_2(width), torch.empty_like(first.token_ids, dtype=torch.float32)
+    joined = Joined(
+        torch.empty_like(first.token_ids), counts[0], torch.empty_like(first.token_ids), confidence, *counts[1:]
+    )
+    size = max(1, _TOKENS // lanes)
+    _join_kernel[(triton.cdiv(num_rows, size),)](
+        joined, first, second, num_rows, second.token_ids.shape[1], K=width, LANES=lanes, ROWS=size, RULE=rule,
+        ADDS=adds, num_warps=4,
+    )  # fmt: skip
+    return joined
 
 
 def tally(

@@ -2,7 +2,7 @@
 
 import torch
 
-from . import ACCEPTED, KEPT, KINDS, SUMS, VERIFIED, Rows, Staged, Totals
+from . import ACCEPTED, AFTER, COMPARED, KEPT, KINDS, SUMS, VERIFIED, Chain, Joined, Rows, Staged, Totals, Wanted
 
 
 def limit(
@@ -11,12 +11,52 @@ def limit(
     limits: torch.Tensor,  # [S, >= 3]
     most: torch.Tensor,  # []
     mapping: torch.Tensor,  # [R]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    of_stages: tuple[int, ...],
+) -> Wanted:
     mapping.copy_(rows.slots).masked_fill_(rows.slots >= len(lengths), -1)
     slots = rows.slots.clamp(max=len(lengths) - 1)
     before, own = lengths[slots], limits[slots]
     wanted = torch.minimum(own[:, 0], own[:, 2] - before).minimum(most).clamp_(min=0)
-    return slots, wanted.mul_((before <= own[:, 1]) & (rows.num_sampled > 0)).int()
+    wanted = wanted.mul_((before <= own[:, 1]) & (rows.num_sampled > 0)).int()
+    staged = ((wanted * own[:, 3 + stage]).clamp(max=longest) for stage, longest in enumerate(of_stages))
+    return Wanted(slots, wanted, tuple(staged))
+
+
+def newest(
+    mapping: torch.Tensor,  # [R]
+    num_computed: torch.Tensor,  # [S]
+    last_sampled: torch.Tensor,  # [S]
+    tables: tuple[torch.Tensor, ...],  # [S] each
+) -> tuple[torch.Tensor, ...]:
+    slots = mapping.clamp(min=0)
+    lengths = (num_computed[slots].long() + 1) * (mapping >= 0)
+    return last_sampled[slots].int(), lengths, *(table[slots] for table in tables)
+
+
+def join(first: Chain, second: Chain, rule: int, adds: bool) -> Joined:
+    width, num_steps, device = first.token_ids.shape[1], second.token_ids.shape[1], first.token_ids.device
+    places, own, (ends, others) = torch.arange(width, device=device), first.token_ids * 0, (first[1], second[1])
+    own[:, :num_steps] = second.token_ids
+    sure = (places + 1).float().repeat(len(own), 1)
+    if second.confidence is not None:
+        sure[:, :num_steps] = second.confidence
+    confirmed = ends * 0
+    if rule == AFTER:
+        start, num_draft, exited = ends, torch.maximum(ends, others), torch.where(others > ends, others - ends, -1)
+    elif rule == COMPARED:
+        both = torch.minimum(ends, others)[:, None]
+        is_right = ((own == first.token_ids) & (places < both)).int().cumprod(dim=1)
+        if adds:
+            sure += is_right * first.confidence
+        confirmed = is_right.sum(dim=1, dtype=torch.int32)  # none where the second stage was not asked
+        start, num_draft = (others == 0) * width, torch.where(others > 0, others, ends)
+        exited = torch.where(others > 0, others, -1)
+    else:
+        start, num_draft = (ends > 0) * width, torch.where(ends > 0, ends, others)
+        exited = torch.where(ends > 0, -1, others)
+    is_first = places < start[:, None]
+    token_ids, confidence = torch.where(is_first, first.token_ids, own), torch.where(is_first, first.confidence, sure)
+    return Joined(token_ids, num_draft, (~is_first).int(), confidence.float(), exited, confirmed)
 
 
 def tally(

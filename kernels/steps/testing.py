@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import KINDS, SUMS, Rows, Staged, Totals
+from . import KINDS, SUMS, Chain, Rows, Staged, Totals
 
 
 class Step(NamedTuple):
@@ -30,7 +30,8 @@ def make_step(num_rows: int, max_num_draft: int, seed: int = 1) -> Step:
     if num_rows > 4:
         slots[-2:], sampled[-2:] = num_slots, 0
     rejected = numbers(max_num_draft + 2 - sampled, num_rows) * (sampled > 0)
-    limits = torch.stack((numbers(max_num_draft + 1, num_slots), *numbers(50, 2, num_slots), slots.new_ones(num_slots)))
+    allowed = (torch.arange(num_slots) % number > 0 for number in (2, 3))  # two stages
+    limits = torch.stack((numbers(max_num_draft + 1, num_slots), *numbers(50, 2, num_slots), *allowed))
     looked_up, exited = (numbers(max_num_draft + 2, num_rows) - 1 for _ in range(2))
     sent = numbers(max_num_draft + 1, num_slots + 1), numbers(2, num_slots + 1, max_num_draft)
     stage, confirmed = numbers(2, num_rows, max_num_draft), numbers(2, num_rows)
@@ -38,6 +39,22 @@ def make_step(num_rows: int, max_num_draft: int, seed: int = 1) -> Step:
     most = torch.tensor(max_num_draft, dtype=torch.int32)
     rows, lengths = Rows(slots, sampled, rejected), numbers(40, num_slots)
     return Step(rows, lengths, limits.T.int().contiguous(), most, numbers(max_num_draft + 1, num_rows), staged)
+
+
+def make_chains(num_rows: int, max_num_draft: int, seed: int = 1) -> tuple[Chain, Chain]:
+    """A lookup's, and those of a stage that takes a step fewer where it can, and agrees with most of these tokens."""
+    rng, num_steps = torch.Generator().manual_seed(seed), max(1, max_num_draft - 1)
+
+    def numbers(high: int, *shape: int) -> torch.Tensor:
+        return (torch.rand(shape, generator=rng) * high).to(torch.int32)
+
+    first = numbers(99, num_rows, max_num_draft)
+    second = (first + (numbers(8, num_rows, max_num_draft) == 0))[:, :num_steps].int().contiguous()
+    confidence = 1 + torch.rand(num_rows, num_steps, generator=rng)
+    lengths = numbers(max_num_draft + 1, num_rows), numbers(num_steps + 1, num_rows)
+    for every, own in zip((4, 3), lengths, strict=True):
+        own[::every] = 0
+    return Chain(first, lengths[0], numbers(9, num_rows, max_num_draft).long()), Chain(second, lengths[1], confidence)
 
 
 def new_totals(num_slots: int, max_num_draft: int, device: Any, once: int = 1) -> Totals:

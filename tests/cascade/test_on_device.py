@@ -11,7 +11,7 @@ import pytest
 import torch
 from prompts import edit_answer, load_prompts
 from transformers import AutoTokenizer
-from vllm_specplugins.kernels.acceptance.worth import num_kept
+from vllm_specplugins.kernels.acceptance.reference import num_kept
 from vllm_specplugins.kernels.history_match import NO_MATCH, References, Texts, history_match
 
 from vllm_specplugins.cascade.on_device import LOOKUP, OnDevice, keep_logits
@@ -121,7 +121,7 @@ def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> 
     allow, or longer than that stage's own most, if the exit does not follow the lookup's tokens under `auto`, or
     follows them under `verify`, or if it takes more steps under `auto` than a draft of its own has tokens."""
     cascade = on_host(policy, most)
-    device = OnDevice(dict(cascade.named_stages())["1 early_exit"], policy, rates, most[1])
+    device = OnDevice(dict(cascade.named_stages())["1 early_exit"], policy, rates)
     stages, num_mixed, distances = [0, 0], 0, {}
     for batch in batches():
         expected: Draft = cascade.propose(batch)
@@ -129,13 +129,13 @@ def test_drafts_of_the_host(policy: str, rates: bool, most: tuple[int, int]) -> 
             [[name in own.get("stages", (name,)) for name in ("prompt_lookup", "early_exit")] for own in batch.options]
         )
         max_draft = torch.from_numpy(batch.max_num_draft)
-        own = max_draft * allowed[:, 1]
+        own = (max_draft * allowed[:, 1]).clamp(max=most[1])
         limit = (max_draft - (own > 0).int()).clamp(min=0) if policy == "verify" else max_draft
         found = looked_up(batch, (limit * allowed[:, 0]).clamp(max=most[0]), distances)
-        drafts, _, told = device.draft(batch.target, found, own, device.max_num_draft)
+        drafts, _, told = device.draft(batch.target, found, own, most[1])
         lengths = expected.num_draft
         if policy == "auto":  # it begins when the lookup does
-            lengths = np.minimum(lengths, np.maximum(found.num_draft.numpy(), own.clamp(max=most[1]).numpy()))
+            lengths = np.minimum(lengths, np.maximum(found.num_draft.numpy(), own.numpy()))
         assert drafts.num_draft.tolist() == lengths.tolist()
         for row, length in enumerate(lengths):
             assert drafts.token_ids[row, :length].tolist() == expected.token_ids[row, :length].tolist()

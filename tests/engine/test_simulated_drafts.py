@@ -1,6 +1,7 @@
 """What drafts on the simulated device, a lookup, alone or beside what runs the target: the host sees nothing in it."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from parts import learner_of, learning, medusa, swaps_weights, with_embeddings, 
 from recorded import check_nothing_found_costs_one_token, on_device, replays, runner, verified
 from shortened import new_folder
 from simulated_device.device import Device
+from simulated_device.tape import recording
 from vllm import SamplingParams
+
+from vllm_specplugins.engine.target.layers import FirstLayers
 
 ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 K, PROMPTS, NUM_TOKENS = 4, FEW, 16
@@ -91,6 +95,34 @@ def test_an_exit_as_deep_as_is_asked(engine: Any, device: Device, prompts: Any, 
         assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     assert {own for own, count in drafted(llm).items() if count > before[own]} <= {0, most}
     assert most == 0 or drafted(llm)[most] > before[most]
+
+
+def test_launches_beside_an_exit(engine: Any, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a graph beside the target's layers. Fails if a step, or a token that the exit drafts, takes more launches than
+    it was brought down to."""
+    llm = on_device(engine, cascade("auto", EXIT, draft_sample_method="greedy"))
+    speculator, of_layers, call = runner(llm).speculator, Counter[Any](), FirstLayers.__call__
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        graph = recording()
+        before = 0 if graph is None else graph.contents.total()
+        states = call(*arguments, **options)
+        of_layers[graph] += 0 if graph is None else graph.contents.total() - before
+        return states
+
+    monkeypatch.setattr(FirstLayers, "__call__", counted)
+    monkeypatch.setattr(speculator, "_graphs_of", {})
+    monkeypatch.setattr(speculator, "_depths", (0, 1, 2))
+    with device.guard.active():
+        speculator.init_cudagraph_manager(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode)
+        for manager in speculator._graphs_of.values():
+            for sizes in manager._capture_descs.values():
+                del sizes[1:]  # one has as many as another
+        speculator.capture()
+    for depth, manager in speculator._graphs_of.items():
+        for graph in manager.graphs.values():
+            assert (of_layers[graph] > 0) == (depth > 0)
+            assert graph.contents.total() - of_layers[graph] <= 24 + 32 * depth, graph.contents
 
 
 def test_who_copies_needs_no_exit(engine: Any, device: Device) -> None:

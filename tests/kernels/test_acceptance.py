@@ -13,7 +13,7 @@ from launch_keys import recorded
 from vllm_specplugins.kernels.acceptance import Drafts, State, learn, predict
 from vllm_specplugins.kernels.acceptance.state import clear, new_state
 from vllm_specplugins.kernels.acceptance.testing import Step, make_steps
-from vllm_specplugins.kernels.acceptance.worth import num_worth
+from vllm_specplugins.kernels.acceptance.worth import Other, worth
 
 POISON = 77.0
 
@@ -26,7 +26,10 @@ def run(steps: list[Step], num_stages: int, width: int, implementation: str) -> 
         slots, sampled, rejected = (tensor.to(device) for tensor in (step.slots, *step[2:]))
         drafts = Drafts(*(part.to(device) for part in step.drafts))
         accept_probs = torch.full(drafts.stage.shape, POISON, dtype=torch.float64, device=device)
-        found.append(num_worth(state, slots, drafts, num_stages - 1, index % (width + 1), implementation))
+        copies = torch.full((len(state.tried), 1), POISON, device=device)
+        other = Other(num_stages - 1, index % (width + 1), index % 2 == 0, (slots % 4).int())
+        found += worth(state, slots, drafts, other if index % 5 else None, (copies, width / 4), implementation)
+        found.append(copies)
         tables = tuple(torch.full((2, *state.sent_stage.shape), POISON, device=device)) if index % 2 else ()
         predict(state, slots, drafts, accept_probs, implementation, tables=tables)
         found += tables
@@ -66,7 +69,8 @@ def test_among_equals(implementation: str) -> None:
     state, lengths = new_state(1, 5, 4, DEVICE), torch.arange(5, device=DEVICE)
     state.shared_accepted.copy_(0.5 * state.shared_tried)
     drafts = Drafts(lengths, torch.zeros(5, 4, dtype=torch.int32, device=DEVICE), torch.ones(5, 4, device=DEVICE))
-    assert num_worth(state, lengths, drafts, 0, 4, implementation).tolist() == lengths.tolist()
+    other = Other(0, 4, True, torch.ones_like(lengths).int())
+    assert worth(state, lengths, drafts, other, None, implementation).num_kept.tolist() == lengths.tolist()
 
 
 @needs_triton
@@ -90,5 +94,5 @@ def test_few_variants() -> None:
                     learn(state, slots, sampled, rejected, "fused")
                     predict(state, slots, drafts, torch.zeros(num_rows, 5)[first:], "fused")
                     for depth in (1, 4):
-                        num_worth(state, slots, drafts, depth % 2, depth, "fused")
-    assert sorted(name for name, _ in keys) == ["_learn_kernel", "_predict_kernel", "_predict_kernel"]
+                        worth(state, slots, drafts, Other(depth % 2, depth, True, sampled), None, "fused")
+    assert sorted(name for name, _ in keys) == ["_learn_kernel", "_predict_kernel", "_worth_kernel"]

@@ -19,6 +19,7 @@ MAX_NUM_DRAFT, NUM_SLOTS = 31, 1024  # of a default start
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
 MAX_REGISTERS = {"_scan_kernel": 64, "_draw_kernel": 64, "_weigh_kernel": 64, "_keep_kernel": 80, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64, "_limit_kernel": 64, "_tally_kernel": 64}
+MAX_REGISTERS |= {"_newest_kernel": 64, "_join_kernel": 64, "_worth_kernel": 64}
 MAX_REGISTERS |= {"_attend_kernel": 128, "_walk_kernel": 64, "_compact_kernel": 64}
 # One program of 16 warps, which has a multiprocessor for itself, one of 4, and small ones.
 MAX_REGISTERS |= {"_share_kernel": 128, "_learn_kernel": 128, "_predict_kernel": 64}
@@ -46,7 +47,7 @@ def record_launches() -> list:
     from vllm_specplugins.kernels.acceptance import learn, predict
     from vllm_specplugins.kernels.acceptance.state import new_state
     from vllm_specplugins.kernels.acceptance.testing import make_steps
-    from vllm_specplugins.kernels.acceptance.worth import num_worth
+    from vllm_specplugins.kernels.acceptance.worth import Other, worth
     from vllm_specplugins.kernels.budget import Layout, share_budget
     from vllm_specplugins.kernels.budget.testing import make_shares
     from vllm_specplugins.kernels.history_match import history_match
@@ -57,8 +58,8 @@ def record_launches() -> list:
     from vllm_specplugins.kernels.rejection.drafts import rated_sample
     from vllm_specplugins.kernels.rejection.step import sample_step
     from vllm_specplugins.kernels.rejection.testing import as_step
-    from vllm_specplugins.kernels.steps import limit, tally
-    from vllm_specplugins.kernels.steps.testing import make_step, new_totals
+    from vllm_specplugins.kernels.steps import RULES, join, limit, newest, tally
+    from vllm_specplugins.kernels.steps.testing import make_chains, make_step, new_totals
     from vllm_specplugins.kernels.trees import attend, compact, walk
     from vllm_specplugins.kernels.trees.testing import make_attention, make_moves, make_walks
 
@@ -89,7 +90,11 @@ def record_launches() -> list:
     share = next(make_shares(NUM_SLOTS, MAX_NUM_DRAFT, NUM_SLOTS))
     share_budget(Layout(*torch.zeros(2, 1025, dtype=torch.int32)), *share, 1, "fused")
     rows, lengths, limits, most, num_draft, staged = make_step(NUM_SLOTS // 2, MAX_NUM_DRAFT)
-    limit(rows, lengths, limits, most, num_draft, "fused")
+    limit(rows, lengths, limits, most, num_draft, (), "fused")
+    limit(rows, lengths, limits, most, num_draft, (31, 5), "fused")
+    newest(num_draft, lengths, lengths.long(), (*torch.zeros(2, NUM_SLOTS), lengths.long()), "fused")
+    for rule in RULES:
+        join(*make_chains(NUM_SLOTS // 2, MAX_NUM_DRAFT), rule, True, "fused")
     for own in (None, staged):
         tally(new_totals(NUM_SLOTS, MAX_NUM_DRAFT, "cpu"), rows, num_draft, num_draft, MAX_NUM_DRAFT, own, "fused")
     width = MAX_NUM_DRAFT + 1
@@ -102,7 +107,9 @@ def record_launches() -> list:
         learn(known, slots, sampled, rejected, "fused")
         tables = tuple(torch.zeros(2, 17, MAX_NUM_DRAFT))
         predict(known, slots, drafts, torch.zeros(8, MAX_NUM_DRAFT), "fused", tables=tables)
-        num_worth(known, slots, drafts._replace(confidence=drafts.confidence.long()), 1, 3, "fused")
+        own, table = drafts._replace(confidence=drafts.confidence.long()), torch.zeros(17, 1)
+        worth(known, slots, own, Other(1, 31, True, sampled), (table, 5), "fused")
+        worth(known, slots, own, None, None, "fused")
     return launches
 
 

@@ -106,10 +106,13 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
         ("nothing learned", "old_tried * _DECAY + tried", "old_tried", ("acceptance", 2100, False)),
         ("one grade", "(confidence > _BOUNDS[at])", "(confidence > _BOUNDS[0])", ("acceptance", 2100, False)),
         ("a table", "tables[1] + sent, found", "tables[1] + sent, 0.5 * found", ("acceptance", 2100, False)),
+        ("one token more", "more = rate * (1.0 + more)", "more = rate", ("acceptance", 2100, False)),
     ],
     "steps/fused.py": [
         ("padding", "slots < num_slots, slots", "slots <= num_slots, slots", ("rows", 2100, False)),
         ("a kind", "_KINDS * before + 1", "_KINDS * before + 2", ("rows", 2100, False)),
+        ("a length", "tl.load(computed_ptr + slots) + 1", "tl.load(computed_ptr + slots)", ("rows", 2100, False)),
+        ("another's token", "tl.where(is_first, token_ids, own)", "own", ("rows", 2100, False)),
     ],
     "budget/fused.py": [("one less", "left = budget -", "left = budget - 1 -", ("budget", 2100, False))],
     "trees/fused.py": [

@@ -11,8 +11,8 @@ import torch
 from interpreted import DEVICE, needs_triton
 from launch_keys import recorded
 from vllm_specplugins.kernels.rejection.testing import to_device
-from vllm_specplugins.kernels.steps import limit, tally
-from vllm_specplugins.kernels.steps.testing import Step, make_step, new_totals
+from vllm_specplugins.kernels.steps import RULES, join, limit, newest, tally
+from vllm_specplugins.kernels.steps.testing import Step, make_chains, make_step, new_totals
 
 
 def run(step: Step, max_num_draft: int, implementation: str, once: int = 1, has_stages: bool = True) -> list[Any]:
@@ -20,30 +20,54 @@ def run(step: Step, max_num_draft: int, implementation: str, once: int = 1, has_
     device = DEVICE if implementation == "fused" else "cpu"
     rows, lengths, limits, most, num_draft, staged = to_device(tuple(step), device)
     mapping, totals = torch.full_like(num_draft, 77), new_totals(len(lengths), max_num_draft, device, once)
-    slots, wanted = limit(rows, lengths, limits, most, mapping, implementation)
+    most_of_stages = (max_num_draft // 2, 1) if has_stages else ()
+    slots, wanted, of_stages = limit(rows, lengths, limits, most, mapping, most_of_stages, implementation)
     tally(totals, rows, wanted, num_draft, max_num_draft, staged if has_stages else None, implementation)
-    return [found.cpu() for found in (slots, wanted, mapping, *totals[:2])]
+    tables = (lengths.float(), lengths.long(), lengths) if has_stages else ()
+    read = newest(mapping, lengths, lengths.long() + 7, tables, implementation)
+    return [found.cpu() for found in (slots, wanted, mapping, *totals[:2], *of_stages, *read)]
 
 
 @needs_triton
 @pytest.mark.parametrize(("num_rows", "max_num_draft"), [(1, 1), (3, 5), (9, 31), (70, 2), (300, 5)])
 def test_equals_reference(num_rows: int, max_num_draft: int) -> None:
     """Over several programs. Fails if a row of padding, or of a prompt, wants or counts anything; if a limit, a place,
-    a kind or a stage is another's; if a rehearsal counts."""
+    a kind or a stage is another's; if a rehearsal counts; if a stage that is not allowed may draft, or more than its
+    most; if what drafting begins with is another slot's, or a row of padding has a text."""
     step = make_step(num_rows, max_num_draft)
     for options in ({}, {"has_stages": False}, {"once": 0}):
         found, expected = (run(step, max_num_draft, name, **options) for name in ("fused", "reference"))
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other)
-        assert bool(expected[3].any()) == (options != {"once": 0})
+        assert bool(expected[3].any()) == (options != {"once": 0}), "a rehearsal"
     if num_rows > 3:
         assert 0 < int((expected[1] > 0).sum()) < num_rows
 
 
 @needs_triton
+@pytest.mark.parametrize(("num_rows", "max_num_draft"), [(1, 1), (9, 31), (300, 5)])
+@pytest.mark.parametrize("rule", RULES)
+def test_joined(num_rows: int, max_num_draft: int, rule: int) -> None:
+    """To the last bit. Fails if a token stands in the place of another stage's, is another stage's, or has another
+    confidence; if tokens count as confirmed after one that is not."""
+    first, second = make_chains(num_rows, max_num_draft, seed=rule)
+    for own, adds in ((second, True), (second, False), (second._replace(confidence=None), True)):
+        moved = to_device((first, own), DEVICE)
+        found, expected = join(*moved, rule, adds, "fused"), join(first, own, rule, adds, "reference")
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype and torch.equal(one.cpu(), other)
+    if num_rows > 1:
+        assert 0 < expected.stage.sum() < expected.stage.numel()
+
+
+@needs_triton
 def test_few_variants() -> None:
-    """Fails if Triton compiles a kernel for each number of rows."""
+    """Fails if Triton compiles a kernel for each number of rows, or of steps."""
     with recorded("vllm_specplugins.kernels.steps") as keys:
         for num_rows in (1, 2, 16, 33):
             run(make_step(num_rows, 5), 5, "fused")
-    assert len(keys) == 2, keys
+            first, second = make_chains(num_rows, 5)
+            for depth in (1, 2, 4):
+                shorter = second._replace(token_ids=second.token_ids[:, :depth].contiguous(), confidence=None)
+                join(first, shorter, 0, implementation="fused")
+    assert len(keys) == 4, keys

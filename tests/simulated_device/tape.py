@@ -38,8 +38,13 @@ def memory_info(device: Any = None) -> tuple[int, int]:
     return total - GRAPH_BYTES * len(alive), total
 
 
+def recording() -> "TapeGraph | None":
+    """The graph whose capture is open in this thread."""
+    return getattr(_open, "graph", None)
+
+
 def capturing() -> bool:
-    return getattr(_open, "graph", None) is not None
+    return recording() is not None
 
 
 class TapeGraph:

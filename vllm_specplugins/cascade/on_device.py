@@ -17,8 +17,9 @@ from vllm_specplugins.cascade.built_in import BuiltIn, guard_of
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.isolation.guard import Guard
+from vllm_specplugins.kernels.steps import AFTER, COMPARED, INSTEAD, Chain, join
 from vllm_specplugins.proposers.draft_sampler import ModelProposer, Steps, token_confidence
-from vllm_specplugins.structures.arrays import DraftArrays, either, of_stage
+from vllm_specplugins.structures.arrays import DraftArrays, of_stage
 from vllm_specplugins.target import Target
 
 LOOKUP, EXIT = 0, 1  # stages
@@ -75,15 +76,15 @@ class OnDevice:
         stage: that runs the target, here called the exit.
         policy: that a cascade carries out ("first" is `auto` without a gate); None: the exit is alone.
         rates: whether to say each token's confidence.
-        max_num_draft: of the exit, at most K.
         sees: of an exit that is alone, who is shown the logits of its steps.
+        implementation: of kernels/steps.
     """
 
     stage: ModelProposer
     policy: str | None
     rates: bool
-    max_num_draft: int
     sees: Callable[[int, torch.Tensor], None] | None = None
+    implementation: str | None = None
 
     @property
     def continues(self) -> bool:
@@ -94,72 +95,38 @@ class OnDevice:
         self,
         target: Target,
         found: DraftArrays | None,  # of the lookup; under `verify` shorter than is wanted of the exit; None without one
-        max_draft: torch.Tensor,  # [R], of the exit
+        own: torch.Tensor,  # [R], most tokens of the exit, at most num_steps
         num_steps: int,
     ) -> tuple[DraftArrays, Steps | None, Parts]:
         """The drafts; what the exit said, if it was asked for any token; and what each stage did."""
-        own = torch.clamp(max_draft, max=num_steps)  # the end of its tokens
         if found is None:
             steps, drafts = self._alone(target, own, num_steps)
             return drafts, steps, Parts(own * 0 - 1, own, own * 0)
-        none = found.num_draft * 0
         if num_steps == 0:
-            nobody = none - 1
-            return found, None, Parts(found.num_draft, nobody, none)
-        if self.continues:
-            return self._extended(target, found, own, num_steps)
-        steps, drafts = self._alone(target, own, num_steps)
-        if self.policy == "verify":
-            return self._verified(drafts, found, own, steps)
-        is_first = found.num_draft > 0
-        asked = torch.where(is_first, -1, own)
-        return either(is_first, found, drafts), steps, Parts(found.num_draft, asked, none)
+            none = found.num_draft * 0
+            return found, None, Parts(found.num_draft, none - 1, none)
+        followed = {"followed": found.token_ids, "num_followed": found.num_draft} if self.continues else {}
+        steps = self.stage.draft_steps(target, num_steps, self.sees, self.rates, **followed)
+        sure = None if steps.largest_probs is None else token_confidence(steps.largest_probs)
+        rule = COMPARED if self.policy == "verify" else AFTER if self.continues else INSTEAD
+        adds = self.rates and self.stage.is_one_hot  # a drawn token must not say how likely it is to be verified
+        *drafted, exited, confirmed = join(
+            Chain(found.token_ids, found.num_draft, found.confidence),
+            Chain(steps.token_ids, own, sure),
+            rule,
+            adds,
+            self.implementation,
+        )
+        token_ids, num_draft, stage, confidence = drafted
+        drafts = DraftArrays(token_ids, num_draft, stage, confidence)
+        return drafts, steps, Parts(found.num_draft, exited, confirmed)
 
     def _alone(self, target: Target, own: torch.Tensor, num_steps: int) -> tuple[Steps | None, DraftArrays]:
-        max_num_draft, index = self.stage.max_num_draft, EXIT if self.policy else 0
-        drafts = of_stage(index, own.new_zeros((len(own), max_num_draft), dtype=torch.int32), own, own * 0.0 + 1)
-        steps = self._follow(target, num_steps, drafts) if num_steps else None
-        return steps, self._said(drafts, steps)
-
-    def _follow(self, target: Target, num_steps: int, drafts: DraftArrays, found: DraftArrays | None = None) -> Steps:
-        """The exit's steps, which say their confidence in a draft's tokens."""
-        followed = {} if found is None else {"followed": found.token_ids, "num_followed": found.num_draft}
-        steps = self.stage.draft_steps(target, num_steps, self.sees, self.rates, **followed)
-        if steps.largest_probs is not None:
-            drafts.confidence[:, :num_steps] = token_confidence(steps.largest_probs)
-        return steps
-
-    def _extended(
-        self, target: Target, found: DraftArrays, own: torch.Tensor, num_steps: int
-    ) -> tuple[DraftArrays, Steps | None, Parts]:
-        is_found = found.is_drafted
-        own = torch.minimum(own, found.num_draft + self.max_num_draft)
-        num_draft = torch.maximum(found.num_draft, own)
-        said = of_stage(EXIT, torch.zeros_like(found.token_ids), num_draft, own * 0.0 + 1)
-        steps = self._follow(target, num_steps, said, found)
-        said = self._said(said, steps)
-        parts = ((getattr(found, name), getattr(said, name)) for name in ("token_ids", "stage", "confidence"))
-        token_ids, stage, confidence = (torch.where(is_found, one, other) for one, other in parts)
-        more = num_draft - found.num_draft
-        exited = torch.where(own > found.num_draft, more, -1)
-        return DraftArrays(token_ids, num_draft, stage, confidence), steps, Parts(found.num_draft, exited, more * 0)
-
-    def _verified(
-        self, drafts: DraftArrays, found: DraftArrays, own: torch.Tensor, steps: Steps | None
-    ) -> tuple[DraftArrays, Steps | None, Parts]:
-        is_asked = own > 0  # the lookup drafts alone for requests that do not allow the exit
-        is_right = (drafts.token_ids == found.token_ids) & found.is_drafted & drafts.is_drafted
-        is_right = is_right.int().cumprod(dim=1)
-        if self.rates and self.stage.is_one_hot:  # a drawn token must not say how likely it is to be verified
-            drafts = drafts._replace(confidence=drafts.confidence + is_right * found.confidence)
-        told = Parts(found.num_draft, torch.where(is_asked, own, -1), torch.where(is_asked, is_right.sum(dim=1), 0))
-        return either(is_asked, drafts, found), steps, told
-
-    def _said(self, drafts: DraftArrays, steps: Steps | None) -> DraftArrays:
-        """The first columns of a draft as the exit has said them."""
+        token_ids = own.new_zeros((len(own), self.stage.max_num_draft), dtype=torch.int32)
+        steps = self.stage.draft_steps(target, num_steps, self.sees) if num_steps else None
         if steps is not None:
-            drafts.token_ids[:, : steps.token_ids.shape[1]] = steps.token_ids
-        return drafts
+            token_ids[:, :num_steps] = steps.token_ids
+        return steps, of_stage(0, token_ids, own, own * 0.0 + 1)
 
 
 def keep_logits(

@@ -17,7 +17,7 @@ from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengt
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.kernels import acceptance
 from vllm_specplugins.kernels.acceptance.state import clear, new_state
-from vllm_specplugins.kernels.acceptance.worth import num_worth, survivals
+from vllm_specplugins.kernels.acceptance.worth import Other, Worth, survivals, worth
 from vllm_specplugins.kernels.steps import Rows, Staged
 from vllm_specplugins.structures.arrays import DraftArrays
 
@@ -93,12 +93,12 @@ class DraftTracker:
         slots, *told = self.told(num_rows)
         acceptance.learn(self._known, slots, *(self.fates or told), self.implementation)
 
-    def num_worth(self, drafts: DraftArrays, than: int, depth: int, continues: bool) -> torch.Tensor:
-        """[R] int32: how many tokens of each draft to keep, for most to be accepted, where another stage drafts until
-        there are so many: after them, or in their place."""
-        slots = self._slots[: len(drafts.num_draft)]
-        kept: torch.Tensor = num_worth(self._known, slots, _rated(drafts), than, depth, self.implementation, continues)
-        return kept
+    def worth(self, drafts: DraftArrays, copies_from: int | None = None, other: Other | None = None) -> Worth:
+        """What drafts are worth beside another stage's. `copies_from`: rows copy whose drafts gain so many tokens."""
+        slots, copies = self._slots[: len(drafts.num_draft)], None
+        if copies_from is not None and self._copying is not None:
+            copies = self._copying.mapped, copies_from
+        return worth(self._known, slots, _rated(drafts), other, copies, self.implementation)
 
     def survivals(self, drafts: DraftArrays) -> torch.Tensor:
         """[R, K]: how likely all tokens of each draft up to each place are accepted."""
@@ -109,11 +109,6 @@ class DraftTracker:
     def watch_copies(self) -> None:
         """From now on the host sees which requests copy."""
         self._copying = new_confidences(self._req_states.max_num_reqs, 1, self.device)
-
-    def keep_copies(self, copies: torch.Tensor) -> None:
-        """Which rows do, [R] bool."""
-        if self._copying is not None:
-            self._copying.mapped[self._slots[: len(copies)], 0] = copies.float()
 
     def copies(self, slots: np.ndarray) -> bool:
         """Whether all requests of these slots did when the host last heard of it, a step ago or two."""

@@ -26,11 +26,10 @@ from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.verify import draft_seeds
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.kernels.rejection import Sampling as Verified
+from vllm_specplugins.kernels.steps import newest
 from vllm_specplugins.methods import drafters, learns
 from vllm_specplugins.proposers.learning.learner import learner_of
 from vllm_specplugins.target import Sampling, Target
-
-_NOBODY = -1  # whose request a row is that pads a graph, or belongs to a dummy run
 
 
 class Speculator(DraftModelSpeculator):
@@ -50,6 +49,7 @@ class Speculator(DraftModelSpeculator):
     adapters_of: Callable[[Any, bool], Adapters] | None = None  # of a batch; set by runner.attach where there are any
     adapters: Adapters | None = None
     verified: Verified | None = None  # of all slots of requests
+    rows_implementation: str | None = None  # of kernels/steps; the reference where a kernel failed its check
     readings: Readings | None = None  # for a part that learns
     _last_hidden_states: torch.Tensor | None = None  # by rows; exits begin with the newest token alone
 
@@ -198,18 +198,19 @@ class Speculator(DraftModelSpeculator):
 
     def _target(self, num_rows: int, forward: Any, edit: Any) -> Target:
         """As the states of requests have it; of nobody's rows, no token of any request."""
-        own, req_states = self.idx_mapping[:num_rows], self._req_states
-        slots = own.clamp(min=0)
-        num_tokens = (req_states.num_computed_tokens.gpu[slots].long() + 1) * (own != _NOBODY)
-        seeds = self.seeds[slots]
+        states, verified = self._req_states, self.verified
+        limits = () if verified is None else (verified.top_k, verified.top_p, verified.min_p)
+        last_token_ids, num_tokens, temperature, seeds, *limits = newest(
+            self.idx_mapping[:num_rows],
+            states.num_computed_tokens.gpu,
+            states.last_sampled_tokens.view(-1),
+            (self.temperature, self.seeds, *limits),
+            self.rows_implementation,
+        )
+        if verified is not None:
+            verified = Verified(temperature, seeds, *limits)
         if self.draft_logits is not None:  # drafts have noise of their own
             seeds = draft_seeds(seeds, num_tokens, self._rejection)
-        verified = None if self.verified is None else self.verified.at(slots)
-        return Target(
-            forward=forward,
-            last_token_ids=req_states.last_sampled_tokens.view(-1)[slots].int(),
-            num_tokens=num_tokens,
-            last_hidden_states=None if self._last_hidden_states is None else self._last_hidden_states[:num_rows],
-            sampling=Sampling(self.temperature[slots], seeds, verified),
-            edit=edit,
-        )
+        last_hidden_states = None if self._last_hidden_states is None else self._last_hidden_states[:num_rows]
+        sampling = Sampling(temperature, seeds, verified)
+        return Target(forward, last_token_ids, num_tokens, last_hidden_states, sampling, edit)

@@ -30,6 +30,7 @@ from vllm_specplugins.engine.v2.speculators.draft_limits import DraftLimits
 from vllm_specplugins.engine.v2.speculators.lookups import Lookups
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.gate.step_times import lengths_up_to
+from vllm_specplugins.kernels.acceptance.worth import Other
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.structures.arrays import DraftArrays, of_stage
 
@@ -57,7 +58,7 @@ class DeviceSpeculator(Speculator):
         if self._policy is not None and vllm_config.parallel_config.data_parallel_size == 1:
             self.outcomes.watch_copies()  # others run a drafter's experts together
         self.report = LateReport()
-        self._wanted: Any = None  # slots of the rows that were mapped last, and how many tokens each wants
+        self._wanted: Any = None  # of the rows that were mapped last: kernels.steps.Wanted
         self._depth = 0  # how many tokens are drafted by what runs the target
         self._depths: tuple[int, ...] = (0,)
         if self.runs_target:
@@ -194,10 +195,10 @@ class DeviceSpeculator(Speculator):
         num_rows = batch.num_reqs
         if self._rates:
             self.outcomes.learn(num_rows)
-        slots, max_draft = self._wanted
+        slots, max_draft, _ = self._wanted
         told: Parts | None = None
         if self.offers is not None:
-            (drafts, told), logits = self._beside_offer(self.offers, slots, max_draft, longest), None
+            (drafts, told), logits = self._beside_offer(self.offers, slots, longest), None
         elif self._policy is not None:
             drafts, logits, told = self._cascaded(batch, slots, max_draft, longest, num_steps)
         elif self.lookups:
@@ -217,7 +218,7 @@ class DeviceSpeculator(Speculator):
         assert batch.target is not None
         proposer: Any = self.barrier.proposer
         if self._steps_alone:
-            drafts, steps, _ = OnDevice(proposer, None, False, num_steps, self._sees).draft(
+            drafts, steps, _ = OnDevice(proposer, None, False, self._sees).draft(
                 batch.target, None, max_draft, num_steps
             )
             return drafts, None if steps is None else steps.logits
@@ -229,17 +230,13 @@ class DeviceSpeculator(Speculator):
             drafts.token_ids[:, :num_steps], logits = own.token_ids, own.logits
         return drafts, logits
 
-    def _beside_offer(
-        self, offers: DeviceOffer, slots: torch.Tensor, max_draft: torch.Tensor, longest: int | None
-    ) -> tuple[DraftArrays, Parts]:
+    def _beside_offer(self, offers: DeviceOffer, slots: torch.Tensor, longest: int | None) -> tuple[DraftArrays, Parts]:
         """By a lookup and a drafter built into vLLM, which has drafted; what each did."""
-        own, room = (self.limits.of_stage(max_draft, slots, stage) for stage in (EXIT, LOOKUP))
-        found = self.lookups.found(slots, room.clamp_(max=self.limits.of_stages[LOOKUP]), longest)
-        offered = offers.drafts(EXIT, own)
+        room, own = self._wanted.of_stages
+        found, offered = self.lookups.found(slots, room, longest), offers.drafts(EXIT, own)
         gains = None
         if self._rates:
-            gains = tuple(self.outcomes.survivals(drafts).sum(dim=1) for drafts in (found, offered))
-            self.outcomes.keep_copies(gains[0] >= offers.max_num_draft)
+            gains = self.outcomes.worth(found, offers.max_num_draft).gain, self.outcomes.worth(offered).gain
         told = Parts(found.num_draft, torch.where(own > 0, offered.num_draft, -1), own * 0)
         return better(found, offered, gains), told
 
@@ -248,20 +245,18 @@ class DeviceSpeculator(Speculator):
     ) -> tuple[DraftArrays, torch.Tensor | None, Parts]:
         """By a lookup and what runs the target; what each did."""
         assert batch.target is not None
-        own = self.limits.of_stage(max_draft, slots, EXIT).clamp_(max=num_steps)
-        room = self.limits.of_stage(max_draft, slots, LOOKUP).clamp_(max=self.limits.of_stages[LOOKUP])
+        room, own = self._wanted.of_stages
+        own = own.clamp(max=num_steps)
         if self._policy == "verify":  # the exit's own choice comes after it
             room = (room - (own > 0).int()).clamp_(min=0)
         kept = found = self.lookups.found(slots, room, longest)
         held: Any = self.barrier.proposer
-        exits = OnDevice(held.exit, self._policy, self._rates, self.limits.of_stages[EXIT])
+        exits = OnDevice(held.exit, self._policy, self._rates, implementation=self.rows_implementation)
         if self._policy != "verify" and self._rates:
-            gain = self.outcomes.survivals(found).sum(dim=1)
-            self.outcomes.keep_copies(gain >= self.limits.of_stages[EXIT])
-        if self._policy != "verify" and self._rates and num_steps:
             # By what is known before the exit has drawn a token: which draft is taken must not go by what was drawn.
-            num_worth = self.outcomes.num_worth(found, EXIT, num_steps, exits.continues)
-            kept = found._replace(num_draft=torch.where(own > 0, num_worth, found.num_draft))
+            other = Other(EXIT, num_steps, exits.continues, own)
+            worth = self.outcomes.worth(found, self.limits.of_stages[EXIT], other)
+            kept = found._replace(num_draft=worth.num_kept)
         drafts, steps, told = exits.draft(batch.target, kept, own, num_steps)
         return drafts, None if steps is None else steps.logits, replace(told, looked_up=found.num_draft)
 

@@ -10,7 +10,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_specplugins.config import StageConfig
 from vllm_specplugins.engine.frontend.options import length_limit, request_options
 from vllm_specplugins.engine.v2.feedback.report import warms_up
-from vllm_specplugins.kernels.steps import Rows, limit
+from vllm_specplugins.kernels.steps import Rows, Wanted, limit
 from vllm_specplugins.request_options import MAX_CONTEXT
 
 
@@ -66,11 +66,7 @@ class DraftLimits:
         values = async_tensor_h2d(np.array(rows, np.int64), self._limits.device)
         self._limits[values[:, 0]] = values[:, 1:].int()
 
-    def wanted(self, rows: Rows, mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of the rows, and how many tokens each wants, `draft_limit` of them; `mapping`: see kernels/steps."""
+    def wanted(self, rows: Rows, mapping: torch.Tensor) -> Wanted:
+        """How many tokens each row wants, `draft_limit` of them; `mapping`: see kernels/steps."""
         limits = self._req_states.total_len.gpu, self._limits, self._most_there
-        return limit(rows, *limits, mapping, self.implementation)
-
-    def of_stage(self, max_draft: torch.Tensor, slots: torch.Tensor, stage: int) -> torch.Tensor:
-        """The same of a request that allows one stage, [num_reqs] int32: 0 where it does not."""
-        return max_draft * self._limits[slots, 3 + stage]
+        return limit(rows, *limits, mapping, tuple(self.of_stages), self.implementation)

@@ -79,11 +79,11 @@ class TreeSpeculator(DeviceSpeculator):
             learned = drafts
         else:
             held: Any = self.barrier.proposer
-            is_asked = self.limits.of_stage(max_draft, slots, EXIT) > 0
-            room = self.limits.of_stage(max_draft, slots, LOOKUP).clamp_(max=self.limits.of_stages[LOOKUP])
-            learned, depth = self.lookups.found(slots, room, longest), self.limits.of_stages[EXIT]
+            room, own = self._wanted.of_stages
+            is_asked, depth = own > 0, self.limits.of_stages[EXIT]
+            learned = self.lookups.found(slots, room, longest)
+            self.outcomes.worth(learned, depth)
             survival = self.outcomes.survivals(learned)
-            self.outcomes.keep_copies(survival.sum(dim=1) >= depth)
             # A request that does not allow the exit has the lookup's chain.
             survival = survival.log().float().masked_fill(~is_asked[:, None], 0.0)
             drafts = self._grown(batch, held.exit, max_draft, is_asked, (learned.token_ids, survival))

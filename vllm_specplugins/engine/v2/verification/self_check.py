@@ -62,6 +62,7 @@ def _replace(findings: list[Finding], runner: Any, speculator: Any) -> None:
         speculator.outcomes.implementation = "reference"
     if "rows" in failed and hasattr(speculator, "limits"):
         speculator.limits.implementation = speculator.tally.implementation = "reference"
+        speculator.rows_implementation = "reference"
     if "budget" in failed:
         speculator.budget_implementation = "reference"
 
