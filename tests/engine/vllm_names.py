@@ -57,6 +57,7 @@ OBJECTS: dict[str, str] = {
     "ECConnectorOutput": "sent",
     "EngineCoreOutput": "core_output",
     "EngineCoreRequest": "core_request",
+    "InprocClient EngineCore": "engine_core",
     "ExecuteModelState": "step",
     "GPUModelRunner LoRAModelRunnerMixin": "_runner runner",
     "GPUModelRunner v1/worker/gpu/model_runner.py": "model_runner",

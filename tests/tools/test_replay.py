@@ -145,6 +145,7 @@ def test_costs_that_were_measured(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(BENCHED))
     assert costs_of(str(file)).step_ms(1, 2) == pytest.approx(11.0) and costs_of("llama-2-7b") is H100
+    assert CostTable({1: 1.0, 3: 3.0, 4: 2.0}).step_ms(1, 9) == pytest.approx(2.0)  # and not less
     for text in NO_COSTS:
         file.write_text(text)
         with pytest.raises(ConfigError, match="--costs must be llama-2-7b, llama-3"):

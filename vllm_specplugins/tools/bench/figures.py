@@ -196,18 +196,12 @@ def _row(
 
 
 def step_ms_by_tokens(turns: Iterable[Turn]) -> dict[int, float]:
-    """Median ms of an engine's steps by the tokens that they verified, where there were SOME_STEPS of them or more; a
-    step of more tokens never takes less, or else neighbours have their mean."""
-    from vllm_specplugins.gate.step_times import never_less  # engines do not start where numba is loaded before vLLM
-
+    """Median ms of an engine's steps by the tokens that they verified, where there were SOME_STEPS of them or more."""
     times = defaultdict(list)
     for turn in turns:
         for num_tokens, ms in turn.steps:
             times[num_tokens].append(ms)
-    known = sorted(num_tokens for num_tokens, own in times.items() if len(own) >= SOME_STEPS)
-    medians = [statistics.median(times[num_tokens]) for num_tokens in known]
-    counts = [float(len(times[num_tokens])) for num_tokens in known]
-    return dict(zip(known, never_less(np.array(medians), np.array(counts)).tolist(), strict=True))
+    return {number: statistics.median(own) for number, own in sorted(times.items()) if len(own) >= SOME_STEPS}
 
 
 def repeated_share(outputs: Sequence[Sequence[int]], ngram: int = NGRAM) -> float:

@@ -13,7 +13,8 @@ from vllm_specplugins.config import ConfigError, brief
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Time of a step by the tokens in it; between those that were measured it follows the line, after them the last.
+    """Time of a step by the tokens in it; between those that were measured it follows the line, after them the last,
+    if that does not fall.
 
     Args:
         ms: by tokens verified, in their order, those of all requests together; a request without a draft verifies one.
@@ -42,7 +43,7 @@ class CostTable:
         """ms of a step of num_reqs requests with so many draft tokens and tokens of context, in all."""
         tokens, ms = list(self.ms), list(self.ms.values())
         count, slope = num_reqs + num_draft, (ms[-1] - ms[-2]) / (tokens[-1] - tokens[-2])
-        after = slope * max(0, count - tokens[-1])
+        after = max(0.0, slope) * max(0, count - tokens[-1])
         more = after + self.context_ms * num_context + self.draft_ms * (num_draft > 0)
         return float(np.interp(count, tokens, ms)) + more
 
