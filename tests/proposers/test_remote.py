@@ -389,6 +389,25 @@ def test_many_requests_at_once(drafter: Drafter, make: Callable[..., Remote]) ->
         assert own.exchange_stats()["asked"] == most
 
 
+def test_open_connections(drafter: Drafter, make: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are answered, over a bounded number of connections. Fails if each question opens one, which ends an engine
+    that may open no more files."""
+    monkeypatch.setattr(server, "MOST_OPEN", 4)
+    own, texts = make(), {str(number): TEXT[: 20 + number] for number in range(12)}
+    step(own, texts)  # asks what the drafter takes, too
+    wait_for(lambda: step(own, texts) and own.exchange_stats()["answered"] == 12)
+    drafter.may_answer.clear()
+    drafter.questions.clear()
+    own.forget(list(texts))
+    step(own, texts)
+    wait_for(lambda: len(drafter.questions) >= 4)
+    time.sleep(0.05)
+    num_open = len(drafter.questions)
+    drafter.may_answer.set()
+    assert num_open == 4
+    wait_for(lambda: step(own, texts) and own.exchange_stats()["answered"] == 24)
+
+
 def test_a_text_fits_the_drafter(drafter: Drafter, make: Callable[..., Remote]) -> None:
     """So does a text, if each of its bytes were a token. Fails if it is cut by the target's tokens."""
     drafter.models, own = json.dumps({"data": [{"id": "m", "max_model_len": 100}]}).encode(), make(tokenizer="other")

@@ -140,7 +140,7 @@ def test_a_report_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monk
 
 # A command that starts a process, as `bench` starts engines, and waits for it. The process prints when it begins.
 WAITS = """
-import os, sys, time
+import os, signal, sys, time
 from types import SimpleNamespace
 from vllm_specplugins import __main__
 from vllm_specplugins.engine.harness.process import EngineProcess
@@ -162,6 +162,7 @@ def run(args):
 
 __main__.import_module = lambda name: SimpleNamespace(run=run)
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
     sys.exit(__main__.program())
 """
 

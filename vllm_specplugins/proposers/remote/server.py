@@ -22,6 +22,7 @@ logger = logging.getLogger("vllm.specplugins")
 
 TIMEOUT_S = 10.0  # for an answer
 MOST_BYTES = 1 << 20  # of one
+MOST_OPEN = 256  # connections; other questions wait, as an engine has other uses for its open files
 TOKEN_EVENTS, MORE_EVENTS = 4, 16  # of an answer: at most so many a token, and so many more
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # after questions in vain
 DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
@@ -57,7 +58,7 @@ class Server:
         self._thread.join(1.0)
 
     async def _open(self) -> aiohttp.ClientSession:
-        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=TIMEOUT_S)
+        connector, timeout = aiohttp.TCPConnector(limit=MOST_OPEN), aiohttp.ClientTimeout(total=TIMEOUT_S)
         return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False)
 
     async def _end(self) -> None:
