@@ -44,6 +44,10 @@ REFUSED = {
         ["calibrate", "TOKENLESS", "--data", "DATA"],
         "MODEL must be a checkpoint that transformers can load",
     ),
+    "broken tokenizer": (
+        ["replay", "--data", "DATA", "--tokenizer", "BROKEN"],
+        "error: MODEL must be a checkpoint that ",
+    ),
     "report is a folder": (
         ["verify-lossless", "--json", "/tmp"],
         "--json must be a file in a folder that is there, not ",

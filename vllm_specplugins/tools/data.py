@@ -56,7 +56,8 @@ def samples(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Sample]:
             for prompt, output in parsed(row, tokenizer):
                 yield Sample(place, row, prompt, output)
         except ConfigError as error:
-            raise ConfigError(f"--data: {place} {error}") from None
+            is_of_model = str(error).startswith("MODEL")  # whose tokenizer was loaded for this text
+            raise ConfigError(f"{error}" if is_of_model else f"--data: {place} {error}") from None
 
 
 def answered(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Sample]:
