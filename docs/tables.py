@@ -1,8 +1,12 @@
-"""Makes the field table: data from what `replay --json` wrote, and the Markdown of docs/figures.md from these data.
+"""Makes the tables of docs/figures.md from the data in docs/figures/, and these data from the programs that measure.
 
-    python docs/field_table.py REPLAY.json --key public --command "python -m vllm_specplugins replay ..."
+    python docs/tables.py                                                     prints all tables, and README's rows
+    python docs/tables.py field_table REPLAY.json --command "python -m vllm_specplugins replay ..."
+    python docs/tables.py chat_model BENCH.json --command "python -m vllm_specplugins bench ..."
+    python docs/tables.py step_costs HOST.json --command "python tests/bench/bench_host_step.py ..."
 
-It prints the Markdown; without arguments that of the data as they are.
+The last three take figures out of a program's JSON file. The measured code must be that of a commit of `main`, which
+the data name.
 """
 
 import argparse
@@ -10,15 +14,15 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).parent / "figures" / "field_table.json"
-CLOCK = "none: steps cost what the source says; drafting and the host are left out"
-INTERVAL = "95 % of 1,000 bootstrap draws of requests"
+FIGURES = Path(__file__).parent / "figures"
+CODE = "vllm_specplugins", "kernels"
 FIELDS = "task", "batch", "method", "policy", "num_draft", "speed_up", "low", "high", "tokens_per_step", "beside"
-RULE, NONE = "match of 4 first", "none"
+RULE, NONE, NGRAM = "match of 4 first", "none", "ngram:5"
+Facts = dict[str, Any]
 
 
 def rounded(value: Any) -> Any:
@@ -33,22 +37,66 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def facts_of(replay: dict[str, Any], command: str) -> dict[str, Any]:
-    """The figures of a replay, with the command, commit and clock that made them."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+def commit_of_main() -> str:
+    """The last commit of `main` that changed the code, which must be the code that is here."""
+    if subprocess.run(["git", "diff", "--quiet", "main", "--", *CODE]).returncode:
+        sys.exit("error: the code differs from that of main: land it, and measure again.")
+    log = ["git", "log", "-1", "--format=%h", "main", "--", *CODE]
+    return subprocess.run(log, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def of_replay(replay: Facts) -> Facts:
+    """The figures of a replay."""
     names = "requests", "prompt_tokens", "output_tokens", "costs", "drafter", "versions"
+    made = {
+        "clock": "none: steps cost what the source says; drafting and the host are left out",
+        "interval": "95 % of 1,000 bootstrap draws of requests",
+    }
     rows = [{name: rounded(row[name]) for name in FIELDS} for row in replay["rows"]]
-    made = {"command": command, "commit": commit.strip(), "clock": CLOCK, "interval": INTERVAL}
     return {**made, **{name: replay[name] for name in names}, "rows": rows}
 
 
-def best(rows: list[dict[str, Any]], method: str) -> dict[str, Any]:
+def of_bench(bench: Facts) -> Facts:
+    """The figures of a benchmark at one batch size and temperature."""
+    made: Facts = {
+        "clock": "wall, or where a range was wide the CPU time of the engine's thread: `clock` of each row",
+        "interval": "95 %, Student's t of the rounds' logarithms",
+    }
+    from vllm_specplugins.tools.bench.figures import Spread
+
+    names = "tokens_per_second", "tokens_per_step", "repeats", "num_outputs", "num_different", "clock"
+    rows, rounds = [], {}
+    for row in bench["rows"]:
+        own = Spread.of(row["ratio"]["rounds"])
+        rounds.setdefault(row["method"], []).append(own.rounds)
+        low, high = own.interval()
+        figures = {"speed_up": mean(own.rounds), "low": low, "high": high, "step_cost": row["step_cost"]["median"]}
+        rows.append({"task": row["cell"]["workload"], "method": row["method"], **{n: row[n] for n in names}, **figures})
+    means = {name: Spread.of([*map(mean, zip(*own, strict=True))]) for name, own in rounds.items()}
+    made["mean"] = {name: [mean(own.rounds), *own.interval()] for name, own in means.items()}
+    made["of_ngram"] = {name: list(own.interval(means[NGRAM])) for name, own in means.items()}
+    return rounded({**made, "machine": bench["machine"], "versions": bench["versions"], "rows": rows})
+
+
+def of_host_step(host: Facts) -> Facts:
+    """The figures of the null device."""
+    made = {
+        "clock": "CPU time of the engine's thread",
+        "interval": "least and largest of the rounds' minima",
+    }
+    return {**made, **rounded(host)}
+
+
+READERS = {"field_table": of_replay, "chat_model": of_bench, "step_costs": of_host_step}
+
+
+def best(rows: list[Facts], method: str) -> Facts:
     """The row with the fastest K of a method, with its gate if it has one."""
-    own = [row for row in rows if row["method"] == method and (row["policy"] != "always" or method == NONE)]
-    return max(own, key=lambda row: row["speed_up"])
+    candidates = [row for row in rows if row["method"] == method and (row["policy"] != "always" or method == NONE)]
+    return max(candidates, key=lambda row: row["speed_up"])
 
 
-def ratio_of(rows: list[dict[str, Any]], method: str, others: list[str]) -> list[float]:
+def ratio_of(rows: list[Facts], method: str, others: list[str]) -> list[float]:
     """The speed of a method of the best of others, and its range."""
     rival = max((best(rows, other) for other in others), key=lambda row: row["speed_up"])
     name = NONE if rival["method"] == NONE else f"{rival['method']}, K = {rival['num_draft']}"
@@ -56,54 +104,181 @@ def ratio_of(rows: list[dict[str, Any]], method: str, others: list[str]) -> list
     return ratio
 
 
-def cells(data: dict[str, Any]) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
+def cells(data: Facts) -> Iterator[tuple[str, int, list[Facts]]]:
     """Each task and number of requests, with its rows."""
     rows = data["rows"]
     for task, batch in dict.fromkeys((row["task"], row["batch"]) for row in rows):
-        yield task, batch, [row for row in rows if (row["task"], row["batch"]) == (task, batch)]
+        name = task.removeprefix("combined_")
+        yield name, batch, [row for row in rows if (row["task"], row["batch"]) == (task, batch)]
 
 
-def markdown(data: dict[str, Any]) -> str:
-    """The table of a lookup, and with a cascade that of both."""
-    lookup = ["| task, requests | `ngram_gpu`, best K | `prompt_lookup` | of the best |", "|---|---|---|---|"]
-    cascade = [
-        "| task, requests | drafter | rule | cascade | oracle | of the rule | of the better stage |",
-        "|" + "---|" * 7,
-    ]
-    gains, drafter = [], data["drafter"].partition(":")[0]
-    for task, batch, rows in cells(data):
-        ratio, low, high = ratio_of(rows, "prompt_lookup", [NONE, "ngram_gpu"])
+def table(*columns: str, rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(row)} |" for row in (columns, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]]).replace("|  |", "| |").replace("|  |", "| |")
+
+
+def mean(ratios: Sequence[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def lookup_table(data: Facts) -> str:
+    """A lookup beside vLLM's, on public answers."""
+    rows, gains = [], []
+    for task, batch, own in cells(data):
+        ratio, low, high = ratio_of(own, "prompt_lookup", [NONE, "ngram_gpu"])
         gains.append(ratio)
-        speeds = {name: best(rows, name)["speed_up"] for name in ("ngram_gpu", "prompt_lookup", drafter, RULE)}
-        lookup.append(
-            f"| {task.removeprefix('combined_')}, {batch} | {speeds['ngram_gpu']:.2f} | {speeds['prompt_lookup']:.2f} "
-            f"| {ratio:.2f} ({low:.2f}-{high:.2f}) |"
+        theirs, ours = (best(own, name) for name in ("ngram_gpu", "prompt_lookup"))
+        rows.append([f"{task}, {batch}", speed(theirs), speed(ours), f"{ratio:.2f} ({low:.2f}-{high:.2f})"])
+    rows.append(["geometric mean", "", "", f"{mean(gains):.2f}"])
+    return table("task, requests", "`ngram_gpu`, best K", "`prompt_lookup`", "of the best", rows=rows)
+
+
+def cascade_table(data: Facts) -> str:
+    """A lookup and a drafter, on public answers; nothing where no cascade was played."""
+    if not any(row["method"] == "cascade" for row in data["rows"]):
+        return ""
+    rows, drafter = [], data["drafter"].partition(":")[0]
+    for task, batch, own in cells(data):
+        names = drafter, RULE, "cascade", "oracle of both"
+        speeds = [f"{best(own, name)['speed_up']:.2f}" for name in names]
+        ratio, low, high = ratio_of(own, "cascade", [RULE])
+        of_stage = ratio_of(own, "cascade", [drafter])[0]
+        of_stage = min(of_stage, best(own, "cascade")["speed_up"] / best(own, "prompt_lookup")["speed_up"])
+        rows.append([f"{task}, {batch}", *speeds, f"{ratio:.2f} ({low:.2f}-{high:.2f})", f"{of_stage:.2f}"])
+    columns = "task, requests", "drafter", "rule", "cascade", "oracle", "of the rule", "of the better stage"
+    return table(*columns, rows=rows)
+
+
+def speed(row: Facts) -> str:
+    """A speed-up with its range."""
+    return f"{row['speed_up']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
+
+
+def chat_table(data: Facts) -> str:
+    """The chat model in an engine, by task."""
+    methods = [name for name in dict.fromkeys(row["method"] for row in data["rows"]) if name != NONE]
+    rows, found = [], {(row["task"], row["method"]): row for row in data["rows"]}
+    for task in dict.fromkeys(row["task"] for row in data["rows"]):
+        own = [found[task, name] for name in methods]
+        steps = ", ".join(f"{row['tokens_per_step']:.2f}" for row in own)
+        rows.append([task, *map(speed, own), steps, f"{found[task, NONE]['repeats']:.0%}"])
+    means = ["{:.2f} ({:.2f}-{:.2f})".format(*data["mean"][name]) for name in methods]
+    rows.append(["geometric mean", *means, "", ""])
+    return table("task", *(f"`{name}`" for name in methods), "tokens/step", "repeats", rows=rows)
+
+
+def gpu_table(data: Facts) -> str:
+    """What was measured on GPUs."""
+    rows = [
+        [row["task"], *("{:.2f}x ({:.2f}-{:.2f}), {:.2f}, {:.2f}".format(*figures) for figures in row["by_requests"])]
+        for row in data["rows"]
+    ]
+    return table("requests at a time", *map(str, data["requests"]), rows=rows)
+
+
+def cost_table(data: Facts) -> str:
+    """What a step of each method costs the host."""
+    rows = []
+    for row in data["rows"]:
+        figures = " / ".join(f"{us[0]:.0f}" for us in row["us"].values())
+        counts: Mapping[str, float] = row["counts"]
+        spent = ", ".join(f"{count:g} {name}" for name, count in sorted(counts.items()))
+        rows.append([row["arm"], figures, of_none(data, row), spent])
+    sizes = " / ".join(data["rows"][0]["us"])
+    return table("method", f"us at {sizes} requests", "of none", "a step", rows=rows)
+
+
+def of_none(data: Facts, row: Facts) -> str:
+    """The least time of a step, in that of a step without speculation."""
+    plain = next(other for other in data["rows"] if other["arm"] == NONE)
+    return " / ".join(f"{us[0] / plain['us'][size][0]:.2f}" for size, us in row["us"].items())
+
+
+def readme_rows() -> str:
+    """README's rows of these tables."""
+    public, chat, gpu, costs = map(read, ("field_table", "chat_model", "gpu", "step_costs"))
+    own = {(task.replace("instructcoder", "edits"), batch): rows for task, batch, rows in cells(public)}
+
+    def speeds(method: str, *tasks: str) -> str:
+        """At 1 and 32 requests, of one task or the range of several."""
+        found = [[best(own[task, batch], method)["speed_up"] for task in tasks] for batch in (1, 32)]
+        return " / ".join("-".join(dict.fromkeys(f"{end(of):.2f}" for end in (min, max))) + "x" for of in found)
+
+    def mean_of(method: str) -> tuple[float, float, float]:
+        found = [row["speed_up"] for row in chat["rows"] if row["method"] == method]
+        return mean(found), min(found), max(found)
+
+    def us(arm: str) -> str:
+        row = next(row for row in costs["rows"] if row["arm"] == arm)
+        return f"{row['us']['1'][0]:.0f} / {row['us']['32'][0]:.0f} us"
+
+    played = [
+        [
+            words,
+            "`prompt_lookup`",
+            speeds("prompt_lookup", *tasks),
+            f"n-gram {speeds('ngram_gpu', *tasks)}",
+        ]
+        for words, tasks in (
+            ("edits of code, played, 1 / 32", ["edits"]),
+            ("summaries, chat, maths", ["cnn", "sharegpt", "gsm8k"]),
         )
-        if not any(row["method"] == "cascade" for row in rows):
-            continue
-        own, oracle = best(rows, "cascade"), best(rows, "oracle of both")["speed_up"]
-        ratio, low, high = ratio_of(rows, "cascade", [RULE])
-        of_stage = own["speed_up"] / max(speeds["prompt_lookup"], speeds[drafter])
-        cascade.append(
-            f"| {task.removeprefix('combined_')}, {batch} | {speeds[drafter]:.2f} | {speeds[RULE]:.2f} | {own['speed_up']:.2f} | {oracle:.2f} "
-            f"| {ratio:.2f} ({low:.2f}-{high:.2f}) | {of_stage:.2f} |"
-        )
-    mean = math.exp(sum(map(math.log, gains)) / len(gains))
-    lookup.append(f"| geometric mean | | | {mean:.2f} |")
-    return "\n".join([*lookup, "", *cascade] if cascade[2:] else lookup)
+    ]
+    if cascade_table(public):
+        rule = f"TensorRT-LLM's rule {speeds(RULE, 'edits')}"
+        played.append(["edits beside EAGLE, played, 1 / 32", "`cascade`", speeds("cascade", "edits"), rule])
+    ours, theirs = ("{:.2f}x ({:.2f}-{:.2f})".format(*mean_of(name)) for name in ("prompt_lookup", NGRAM))
+    served = ["a chat model, eight tasks, a CPU", "`prompt_lookup`", ours, f"n-gram {theirs}"]
+    found = {row["task"]: row["by_requests"] for row in gpu["rows"]}
+    vllm, lookup = (
+        " / ".join(f"{found[name][at][0]:.2f}x" for at in (0, 2))
+        for name in ("copy, vLLM's `ngram_gpu`", "copy, `prompt_lookup`")
+    )
+    card = ["edits, demo model, one H100 (0.1.0), 1 / 32", "vLLM's `ngram_gpu`", f"ours {lookup}", vllm]
+    other = f"n-gram {us('ngram_gpu')}"
+    cost = ["the host's time for a step, 1 / 32", "`prompt_lookup`", us("prompt_lookup"), other]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [*played, served, card, cost])
+
+
+TABLES = {
+    "field_table": (lookup_table, cascade_table),
+    "chat_model": (chat_table,),
+    "gpu": (gpu_table,),
+    "step_costs": (cost_table,),
+}
+
+
+def read(name: str) -> Facts:
+    """The data of a table; of the field table those of public answers."""
+    data: Facts = json.loads((FIGURES / f"{name}.json").read_text())
+    return data.get("public", data)
+
+
+def write(name: str, key: str | None, facts: Facts) -> None:
+    """Stores data, one row on a line."""
+    path = FIGURES / f"{name}.json"
+    if key is not None:
+        facts = {**(json.loads(path.read_text()) if path.exists() else {}), key: facts}
+    text = json.dumps(facts, separators=(",", ":"))
+    path.write_text(text.replace('{"task"', '\n{"task"').replace('{"arm"', '\n{"arm"') + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("replay", type=Path, nargs="?")
-    parser.add_argument("--key", default="public")
+    parser.add_argument("name", choices=list(READERS), nargs="?")
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--key", help="part of the data: field_table has public and made")
     parser.add_argument("--command", default="")
+    parser.add_argument("--commit", help="the commit of main that was measured (default: its last one)")
     args = parser.parse_args()
-    known = json.loads(DATA.read_text()) if DATA.exists() else {}
-    if args.replay:
-        known[args.key] = facts_of(json.loads(args.replay.read_text()), args.command)
-        DATA.write_text(json.dumps(known, separators=(",", ":")).replace('{"task"', '\n{"task"') + "\n")
-    sys.stdout.write(markdown(known[args.key]) + "\n")
+    if args.name:
+        made = {"command": args.command, "commit": args.commit or commit_of_main()}
+        write(args.name, args.key, {**made, **READERS[args.name](json.loads(args.file.read_text()))})
+    for name, tables in TABLES.items():
+        sys.stdout.write("".join(f"{made}\n\n" for make in tables if (made := make(read(name)))))
+    sys.stdout.write(f"{readme_rows()}\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The documentation against the code: pages that are generated, links, the size of the README."""
 
+import json
 import re
 import subprocess
 import sys
@@ -43,11 +44,16 @@ def test_readme_is_short() -> None:
     assert len(lines) <= 100 and max(map(len, lines)) <= 110
 
 
-def test_field_table_is_current() -> None:
-    """Fails if the tables of docs/figures.md are not those of its data."""
-    made = subprocess.run([sys.executable, "docs/field_table.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for table in made.stdout.split("\n\n"):
-        assert table.strip() in (ROOT / "docs" / "figures.md").read_text(), "run python docs/field_table.py"
+def test_tables_are_current() -> None:
+    """Fails if a table of docs/figures.md or README's is not that of the data, or data lack their command, commit,
+    versions, clock or interval."""
+    made = subprocess.run([sys.executable, "docs/tables.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    page = (ROOT / "docs" / "figures.md").read_text() + (ROOT / "README.md").read_text()
+    for table in made.stdout.strip().split("\n\n"):
+        assert table.strip() in page, f"run python docs/tables.py: {table[:80]}"
+    facts = {path.name: json.loads(path.read_text()) for path in (ROOT / "docs" / "figures").glob("*.json")}
+    for name, data in {**facts, "field_table.json": facts["field_table.json"]["public"]}.items():
+        assert {"command", "commit", "versions", "clock", "interval"} <= set(data), name
 
 
 def test_metrics_are_documented() -> None:

@@ -28,6 +28,8 @@ from typing import Any
 
 import null_device
 
+from vllm_specplugins.tools.report import versions
+
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 2, "max_ngram": 8}
 EXIT = {"method": "early_exit", "exit_layer": 1, "draft_sample_method": "greedy"}
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -70,6 +72,8 @@ BARS = [
     ("lookup and eagle3", "eagle3", (1.05, 1.05, 1.05), (1.40, 1.25, 1.25)),
 ]
 BATCHES = (1, 8, 32)
+COUNTED = "none", "prompt_lookup", "suffix_lookup", "cascade"  # arms of which --check holds the launches to the table
+TABLE = Path(__file__).parents[2] / "docs" / "figures" / "step_costs.json"
 TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
 TREES = "vllm_specplugins.engine.v2.trees.attention.TreeAttentionBackend"
 MODEL = {
@@ -306,8 +310,14 @@ def started(arms: Iterable[str]) -> dict[str, Any]:
     return connections
 
 
-def measure(arms: Iterable[str], rounds: int, steps: int, profiled: int) -> dict[tuple[str, int], float]:
-    """Minima by arm and number of requests, also as rows of a table."""
+def measure(
+    arms: Iterable[str], rounds: int, steps: int, profiled: int, found: list[dict[str, Any]] | None = None
+) -> dict[tuple[str, int], float]:
+    """Minima by arm and number of requests, also as rows of a table.
+
+    Args:
+        found: gets for each arm the least time and the largest of the rounds' minima, and what a step launches.
+    """
     connections = started(arms)
     runs: dict[tuple[str, int], list[Any]] = {}
     for _ in range(rounds):
@@ -321,13 +331,28 @@ def measure(arms: Iterable[str], rounds: int, steps: int, profiled: int) -> dict
         for base in ("none", "ngram_gpu, K = 31" if "K = 31" in arm else "ngram_gpu"):
             known = base in connections
             values.append(" / ".join(f"{minima[arm, n] / minima[base, n]:.2f}" for n in BATCHES) if known else "-")
-        spent = ", ".join(f"{count:g} {name}" for name, count in sorted(runs[arm, BATCHES[0]][0][1].items()))
+        counts = runs[arm, BATCHES[0]][0][1]
+        if found is not None:
+            us = {n: [end(min(times) for times, _ in runs[arm, n]) for end in (min, max)] for n in BATCHES}
+            found.append({"arm": arm, "us": us, "counts": counts})
+        spent = ", ".join(f"{count:g} {name}" for name, count in sorted(counts.items()))
         print(f"| {arm} | {' | '.join(values)} | {spent} |", flush=True)
         if profiled:
             connection.send(("profile", profiled, steps))
             print("\n".join(f"{whole:8.1f} us {calls:6.1f} x {name}" for name, calls, whole in connection.recv()[:100]))
         connection.send(None)
     return minima
+
+
+def changed(found: Iterable[dict[str, Any]]) -> list[str]:
+    """Arms that launch, copy or wait otherwise in a step than the table of docs/figures.md has it."""
+    known = {row["arm"]: row["counts"] for row in json.loads(TABLE.read_text())["rows"]}
+    return [
+        f"{row['arm']}: a step has {row['counts']}, in {TABLE.name} {known[row['arm']]}"
+        for row in found
+        if row["arm"] in COUNTED
+        and any(abs(row["counts"].get(name, 0) - n) > 0.25 for name, n in known[row["arm"]].items())
+    ]
 
 
 def missed(minima: dict[tuple[str, int], float]) -> list[str]:
@@ -351,13 +376,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--profile", type=int, default=0, metavar="REQUESTS", help="by function, at so many requests")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     print(f"| arm | {' | '.join(f'{n}, us' for n in BATCHES)} | of none | of ngram_gpu | a step |\n{'|---' * 7}|")
-    minima = measure(args.arms, args.rounds, args.steps, args.profile)
+    found: list[dict[str, Any]] = []
+    minima = measure(args.arms, args.rounds, args.steps, args.profile, found)
+    if args.json:
+        args.json.write_text(json.dumps({"versions": versions("vllm", "torch", "triton"), "rows": found}))
     if args.check and missed(minima):  # once more: other work on the machine is not the code's fault
         again = measure(args.arms, args.rounds, args.steps, args.profile)
         minima = {cell: min(microseconds, again[cell]) for cell, microseconds in minima.items()}
-    if args.check and (problems := missed(minima)):
+    if args.check and (problems := [*missed(minima), *changed(found)]):
         sys.exit("\n".join(problems))
 
 

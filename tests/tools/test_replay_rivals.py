@@ -15,12 +15,14 @@ from vllm_specplugins.structures.arrays import view
 from vllm_specplugins.target import Offer
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.data import samples
+from vllm_specplugins.tools.replay.candidates import ALWAYS, candidates
 from vllm_specplugins.tools.replay.costs import CostTable, Load
 from vllm_specplugins.tools.replay.data import Traffic
 from vllm_specplugins.tools.replay.rivals import LONG_MATCH, NGRAM_GPU, Drafter, Fixed, match_end, oracle
 from vllm_specplugins.tools.replay.simulate import simulate
 
 ROOT = Path(__file__).parents[2]
+FIGURES = ROOT / "docs" / "figures"
 DEMO_MODEL = ROOT / "examples" / "demo" / "model"
 DRAFTER = Drafter("head", 2.0, 0.1, 3)
 
@@ -151,12 +153,27 @@ def test_command_with_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[st
     compared = next(row for row in rows if row["method"] == "cascade")["beside"]
     assert compared["eagle3, K = 5"][0] == pytest.approx(speeds["cascade", "gated", 31] / speeds["eagle3", "fixed", 5])
     assert all(low < ratio < high for ratio, low, high in compared.values()) and "none" in compared
-    for known in json.loads((ROOT / "docs" / "figures" / "field_table.json").read_text())["made"]["rows"]:
+    for known in json.loads((FIGURES / "field_table.json").read_text())["made"]["rows"]:
         names = "batch", "method", "policy", "num_draft"
         row = next(row for row in facts["rows"] if all(row[name] == known[name] for name in names))
         assert row["speed_up"] == pytest.approx(known["speed_up"], rel=0.01), known
     alone = next(row for row in rows if row["method"] == "eagle3")
     assert alone["draft_us"] == pytest.approx(2140, rel=0.15) and len(alone["along"]) > 2
+
+
+def test_a_cell_of_the_chat_model() -> None:
+    """Answers of the chat model to the task "edit", without a gate. Fails if a step brings more or fewer tokens than in
+    the engine that docs/figures has the figures of: a lookup that finds other text, or answers of other prompts."""
+    rows = json.loads((FIGURES / "chat_model.json").read_text())["rows"]
+    name = "prompt_lookup #2"  # the second configuration of it, whose gate is off
+    known = next(row for row in rows if (row["task"], row["method"]) == ("edit", name))
+    traffic = Traffic()
+    lines = (FIGURES / "chat_answers.jsonl").read_text().splitlines()
+    for line in lines[1 : 1 + known["num_outputs"]]:  # the first one warmed up
+        traffic.add(json.loads(line)["prompt"], json.loads(line)["output"])
+    [found] = [one for one in candidates(["prompt_lookup"], [31]) if one.policy == ALWAYS]
+    totals = simulate(traffic, found.build, 31, Load(CostTable.line(10.0, 0.5), draft_us=0.0))
+    assert totals.emitted / totals.steps == pytest.approx(known["tokens_per_step"], rel=0.02)
 
 
 BAD_DRAFTERS = "eagle3", "eagle3:2.14", ":2:5", "eagle3:2:65", "eagle3:2:0", "eagle3:-1:5", "eagle3:nan:5", "a:1:2:3:4"
