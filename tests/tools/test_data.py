@@ -97,6 +97,10 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
         lambda path: written(path, '{"messages": [{"role": "assistant", "content": "x", "tool_calls": 7}]}'),
         "must hold a list of calls as tool_calls, not 7",
     ),
+    "calls of BFCL that are none": (
+        lambda path: written(path, '{"id": "a", "question": [[]], "ground_truth": [{"f": {"a": 7}}]}'),
+        "must hold calls as ground_truth",
+    ),
     "deep nesting": (lambda path: written(path, "[" * 100_000), "must be a JSON object"),
     "what never ends": (lambda path: "/dev/zero", "--data must be files whose lines have at most"),
     "nothing": (lambda path: written(path, " \n"), "which is empty"),
@@ -139,6 +143,23 @@ def test_wrong_options(options: dict[str, Any], tmp_path: Path, capsys: Any) -> 
     assert main(["replay", "--data", file]) == 2
     error = capsys.readouterr().err
     assert f"{next(iter(options))}" in error and error.startswith("error: --data: line 1 of") and error.count("\n") == 1
+
+
+def test_token_ids(tmp_path: Path, capsys: Any) -> None:
+    """Ids that the model does not have, in commands that hand them to it or save them; `replay` needs no model. Fails
+    if training ends in torch's IndexError, or if a store is built of which a server drops what follows such a text."""
+    rows = [{"prompt": [1, 2], "output": [*range(10, 40), last]} for last in (40, 1 << 20)]
+    file = written(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    for command in commands(file, tmp_path)[1:]:
+        assert main(command) == 2
+        assert f"--data: line 2 of {file} must hold token ids below " in capsys.readouterr().err
+    assert not (tmp_path / "store.bin").exists()
+    written(tmp_path / "a.jsonl", json.dumps({"prompt": [1, 2], "output": [1 << 20]}))
+    assert main(["replay", "--data", file]) == 2
+    assert "whose output has two tokens or more" in capsys.readouterr().err
+    deep = '{"prompt": [1], "output": [2, 3], "options": ' + '{"a":' * 500 + "1" + "}" * 501
+    assert main(["replay", "--data", written(tmp_path / "a.jsonl", deep)]) == 2
+    assert "of at most 64 levels as options" in capsys.readouterr().err
 
 
 def test_deep_arguments(capsys: Any) -> None:

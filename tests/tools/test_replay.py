@@ -220,7 +220,7 @@ DAMAGED: dict[str, tuple[Any, str]] = {
     "time": ({**IDS, "time": 0.5}, "hold a time in seconds, not before the last line's"),
     "no time": ({**IDS, "time": "soon"}, "hold a time in seconds"),
     "tenant": ({**IDS, "tenant": 7}, "hold text as tenant, not 7"),
-    "options": ({**IDS, "options": 3}, "hold a JSON object as options, not 3"),
+    "options": ({**IDS, "options": 3}, "hold a JSON object of at most 64 levels as options, not 3"),
 }
 
 

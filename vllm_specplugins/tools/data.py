@@ -44,7 +44,7 @@ class Sample:
     output: list[int] | None
 
 
-def samples(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Sample]:
+def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
     """All that the files hold, in order; the file "-" is standard input. A conversation is a sample for each answer in
     it, and one for an answer that is still to come.
 
@@ -54,20 +54,22 @@ def samples(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Sample]:
     for place, row in _with_answers(chain.from_iterable(map(_rows, files))):
         try:
             for prompt, output in parsed(row, tokenizer):
+                if (highest := max((*prompt, *(output or ())), default=0)) >= vocab_size:
+                    raise ConfigError(f"must hold token ids below {vocab_size}, not {highest}.")
                 yield Sample(place, row, prompt, output)
         except ConfigError as error:
             is_of_model = str(error).startswith("MODEL")  # whose tokenizer was loaded for this text
             raise ConfigError(f"{error}" if is_of_model else f"--data: {place} {error}") from None
 
 
-def answered(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Sample]:
+def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
     """The samples that have an output.
 
     Raises:
         ConfigError: see samples; a line without an answer.
     """
     last: Mapping[str, Any] | None = None
-    for sample in samples(files, tokenizer):
+    for sample in samples(files, tokenizer, vocab_size):
         if sample.output is None and sample.row is not last:
             raise ConfigError(f"--data: {sample.place} must hold an answer, as in {FORMATS}, not {brief(sample.row)}.")
         last = sample.row
@@ -77,7 +79,7 @@ def answered(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Sample]:
 
 def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[list[int]]:
     """All that the files hold as rows; see rows_of. Of a conversation that is its last answer, with all before it."""
-    by_row = {id(sample.row): sample for sample in list(samples(files, lambda: tokenizer))}
+    by_row = {id(sample.row): sample for sample in list(samples(files, lambda: tokenizer, len(tokenizer)))}
     return _cut(([*sample.prompt, *(sample.output or ())] for sample in by_row.values()), tokenizer, row_tokens)
 
 

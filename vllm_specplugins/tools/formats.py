@@ -130,7 +130,7 @@ def _called(
 ) -> Iterator[tuple[list[int], list[int] | None]]:
     """A question of BFCL after its functions. Its answer is the calls, with the first value of each argument."""
     calls = row.get("ground_truth", [])
-    if not all(isinstance(call, dict) and all(isinstance(given, dict) for given in call.values()) for call in calls):
+    if not (isinstance(calls, list) and all(map(_is_call, calls))):
         raise ConfigError(f"must hold calls as ground_truth, not {brief(calls)}.")
     answer = [
         {"name": name, "arguments": {key: values[0] for key, values in given.items() if values and values[0] != ""}}
@@ -139,6 +139,12 @@ def _called(
     functions = {"role": "system", "content": json.dumps(row.get("function", []), ensure_ascii=False)}
     said = [{"role": "assistant", "tool_calls": answer}] if answer else []
     return _conversation([functions, *messages, *said], {}, tokenizer)
+
+
+def _is_call(call: Any) -> bool:
+    """Whether it is {function: {argument: [each value that is right]}}."""
+    named = list(call.values()) if isinstance(call, dict) else [None]
+    return all(isinstance(given, dict) and all(isinstance(each, list) for each in given.values()) for given in named)
 
 
 def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> list[int]:

@@ -82,7 +82,7 @@ def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> l
         ConfigError: see samples; a file without a prompt.
     """
     prompts: dict[str, list[list[int]]] = {}
-    for sample in samples([file], lambda: tokenizer):
+    for sample in samples([file], lambda: tokenizer, len(tokenizer)):
         own = prompts.setdefault(_task(sample.row) or file.stem, [])
         cut = isinstance(sample.row.get("text"), str) and not sample.prompt
         asked = rows_of([sample.row["text"]], tokenizer, num_tokens) if cut else [sample.prompt]

@@ -18,6 +18,7 @@ from vllm_specplugins.tools.formats import Tokenizer, accepted_lengths, token_id
 LARGE_VOCABULARY = 1 << 18  # as large as that of any model of today
 CHECKED = ("enabled", "learn", "max_draft", "max_context", "reference")  # others are a method's own
 Accepted = Mapping[str, Int32Array]
+DEEPEST = 64  # levels of options: proposers get a copy of them
 LIMITS = Limits(parse_config({"method": "prompt_lookup"}), vocab_size=1 << 31, max_model_len=MAX_CONTEXT)
 
 
@@ -126,8 +127,8 @@ def read_traffic(
         except ConfigError as error:
             raise ConfigError(f"--data: {sample.place} {error}") from None
         advance()
-    if not traffic.histories:
-        raise ConfigError("--data must hold a request whose output is not empty.")
+    if traffic.num_output_tokens <= len(traffic.histories):
+        raise ConfigError("--data must hold a request whose output has two tokens or more.")
     return traffic
 
 
@@ -138,11 +139,16 @@ def _start_ms(row: Mapping[str, Any], earliest: float) -> float:
     return 1000.0 * float(seconds)
 
 
+def _is_deep(value: Any, most: int = DEEPEST) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(most == 0 or _is_deep(item, most - 1) for item in items)
+
+
 def _options(row: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:
     """A request's own, and whose it is, as the engine tells a proposer."""
     options, tenant = row.get("options", {}), row.get("tenant", "")
-    if not isinstance(options, dict):
-        raise ConfigError(f"must hold a JSON object as options, not {brief(options)}.")
+    if not isinstance(options, dict) or _is_deep(options):
+        raise ConfigError(f"must hold a JSON object of at most {DEEPEST} levels as options, not {brief(options)}.")
     if not isinstance(tenant, str):
         raise ConfigError(f"must hold text as tenant, not {brief(tenant)}.")
     if "reference" in options:
