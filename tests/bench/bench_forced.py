@@ -3,7 +3,8 @@
     python tests/bench/bench_forced.py --model MODEL [--rounds 8] [--batch 1]
 
 Two engines without speculation serve the same prompts in turns, and one of them is forced to emit a log. The hook's
-functions are timed alone, too, on logits of the model's shape. It returns 1 where they take more than 1 % of a step.
+functions are timed alone, too, on logits of the model's shape, since two processes differ by some percent whatever they
+do. It returns 1 where the functions take more than 1 % of a step.
 """
 
 import argparse
