@@ -77,6 +77,11 @@ def run(llm: Any, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> lis
     return generate(llm, prompts, [8], max_tokens=num_tokens)
 
 
+def hits(llm: Any) -> float:
+    """How many tokens the prefix cache has held of all prompts."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:prefix_cache_hits")
+
+
 class Offers:
     """What the built-in proposer offered at each step, by the history that it saw."""
 
@@ -181,10 +186,10 @@ def test_a_fault_is_its_own_loss(engine: Any, prompts: Any, expected: Any, monke
 @pytest.mark.parametrize("method", ["eagle", "eagle3", *(PARALLEL if INTERPRETED else ["mtp"])])
 def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
     """Under stress and behind prompt lookup, whose drafts are three times as long, it offers what it offers where it
-    drafts alone and nothing happens.
+    drafts alone and nothing happens, also for a prompt that the prefix cache holds.
 
-    Kills: hidden states of another layer, row or step; KV that misses tokens that others drafted; chances of another
-    row.
+    Kills: hidden states of another layer, row or step; KV that misses tokens that others drafted, or that were cached;
+    chances of another row.
     """
     if method == "mtp":
         stage, target = {"method": method}, {"model": str(mtp_model())}
@@ -200,6 +205,10 @@ def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatc
         llm = engine(config, **target, **arguments)
         offers.__init__(llm, monkeypatch)  # type: ignore[misc]
         assert run(llm, prompts) == wanted
+    for _ in range(2):  # 84 tokens: two full blocks, of which vLLM's drafters compute the last one anew
+        before = hits(llm)
+        assert run(llm, prompts[3:4]) == wanted[3:4]
+    assert hits(llm) == before + 32
     assert all(counters["kept"] for counters in stats_of(llm))
     both = alone.by_history.keys() & beside.by_history.keys()
     assert len(both) > 3 * len(prompts)
