@@ -127,7 +127,7 @@ LONGER = [[*output, *RNG.choices(range(3, VOCAB_SIZE), k=20), *prompt[8:38], *RN
           for prompt, output in zip(PROMPTS, OUTPUTS, strict=True)]  # fmt: skip
 
 
-@pytest.mark.skipif(RUNNER == "v2", reason="there the scheduler has the gate; see docs/figures.md")
+@pytest.mark.skipif(RUNNER == "v2", reason="there the scheduler has the gate: one length for all")
 def test_a_gate_decides_as_in_a_replay(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have the same step times. Fails if an engine's gate learns of other drafts or outcomes than a replay's, if
     its steps go to another batch size, or if the steps that take prompts in count."""
