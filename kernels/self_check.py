@@ -43,8 +43,6 @@ class Shapes(NamedTuple):
     max_num_draft: int
     # Whether drafts are drawn, so that verification has a dense q
     samples: bool
-    # Whether whole drafts are verified at once
-    block: bool
     # Whether drafts are looked up in texts on the device, and rated there
     looks_up: bool = False
     # Whether drafts are trimmed on the device to a budget
@@ -56,7 +54,7 @@ class Shapes(NamedTuple):
 # Of a check: rows of requests with as many drafts as can be, and numbers of drafts of the others: what follows one that
 # is rejected does not matter. A reference takes 0.4 ms a row of 128 k tokens on a core, all checks less than 1 s.
 _Requests = tuple[int, list[int]]
-_ONE_HOT, _SAMPLED, _BLOCKS = (12, [1, 0, 0, 0] * 9), (12, [2, 1, 1, 1] * 6), (72, [1, 0])
+_ONE_HOT, _SAMPLED = (12, [1, 0, 0, 0] * 9), (12, [2, 1, 1, 1] * 6)
 _EDITED, _DRAWN = (18, [1, 0] * 3), (0, [0] * 16)
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # what the kernels give, and what their references do
 
@@ -111,9 +109,8 @@ def _checks(shapes: Shapes) -> Iterator[tuple[str, Callable[[torch.device], int]
 
 
 def _verifies(shapes: Shapes, dense: bool, truncated: bool, device: torch.device) -> int:
-    blocks = dense and shapes.block
-    batch = _batch(shapes, _BLOCKS if blocks else _SAMPLED if dense else _ONE_HOT, dense, truncated)
-    return _rows(_both(partial(rejection_sample, block=blocks), batch, device))
+    batch = _batch(shapes, _SAMPLED if dense else _ONE_HOT, dense, truncated)
+    return _rows(_both(rejection_sample, batch, device))
 
 
 def _verifies_in_place(shapes: Shapes, device: torch.device) -> int:

@@ -44,7 +44,7 @@ RUBBISH: list[Any] = [
     "x" * 10_000,
 ]
 LOOKUP, EXIT = {"method": "prompt_lookup"}, {"method": "early_exit"}
-FIELDS = ["num_speculative_tokens", "time_budget_ms", "verification", "rejection", "max_ngram", "min_ngram"]
+FIELDS = ["num_speculative_tokens", "time_budget_ms", "verification", "max_ngram", "min_ngram"]
 
 
 def malformed() -> list[dict[str, Any]]:

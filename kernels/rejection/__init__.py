@@ -3,8 +3,7 @@
 Front door: `rejection_sample` picks the implementation; `Sampling` holds the requests' parameters. Logit bias,
 penalties and other edits of the logits come before it (adjust/). Knows neither requests nor engines. Leviathan et al.
 2023, "Fast Inference from Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model
-Decoding with Speculative Sampling"; Sun et al. 2024, "Block Verification Accelerates Speculative Decoding". num_logits:
-rows of all requests, num_states: rows of the per-request arrays.
+Decoding with Speculative Sampling". num_logits: rows of all requests, num_states: rows of the per-request arrays.
 """
 
 from dataclasses import dataclass
@@ -67,8 +66,6 @@ def rejection_sample(
     # q is one-hot. Tokens that the proposer does not know have q = 0
     draft_logits: Any = None,
     implementation: str | None = None,
-    *,
-    block: bool = False,
 ) -> tuple[Any, Any]:
     """The accepted drafts of each request and one token more: recovered after a rejection, else the bonus token.
 
@@ -81,9 +78,6 @@ def rejection_sample(
     Args:
         implementation: "reference", "host" (one-hot q on a CPU) or "fused"; None: fused on a GPU, host where it can be,
             else the reference.
-        block: a step looks at all of its drafts before it decides, and accepts at least as many as one by one. Drafts
-            must then be drawn with noise that is fresh in every step, not of (seed, position) alone: what a step
-            rejects depends on drafts further on, whose noise the next step would use again.
 
     Returns:
         sampled [num_reqs, max_num_draft + 1] int64, padded with -1, and num_sampled [num_reqs] int32.
@@ -102,9 +96,7 @@ def rejection_sample(
     on_cpu = "host" if draft_logits is None or max_num_draft == 0 else "reference"
     layout = Layout(cu_num_logits, draft_token_ids, positions, idx_mapping)
     module = module_of(__name__, target_logits, implementation, on_cpu)
-    sampled, num_sampled, *_ = module.rejection_sample(
-        target_logits, layout, sampling, max_num_draft, draft_logits, block
-    )
+    sampled, num_sampled, *_ = module.rejection_sample(target_logits, layout, sampling, max_num_draft, draft_logits)
     return sampled, num_sampled
 
 

@@ -120,7 +120,7 @@ def _draw_kernel(
             else:
                 position = tl.load(layout.positions + row)
             p = row_ptr, target.vocab_size, limit, maximum, total
-            token = race(p, None, scale, 1.0, tl.load(parameters.seeds + state), position, maxima, totals, GROUPS)
+            token = race(p, None, scale, tl.load(parameters.seeds + state), position, maxima, totals, GROUPS)
         tl.store(token_ptr + slot, token)
         tl.store(limit_ptr + slot, limit)
         if largest_ptr is not None:
@@ -152,10 +152,10 @@ def load_weighed(weighed, target, drafts, begin, num_rows, state, step, first):
 
 @triton.jit
 def write_accepted(
-    result, num_accepted, ratio, weighed, scanned, target, drafts, layout, parameters, request, width,
+    result, num_accepted, weighed, scanned, target, drafts, layout, parameters, request, width,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the accepted drafts of a request, and the token after: of max(ratio * p - q, 0), or the bonus token."""
+    """Writes the accepted drafts of a request, and the token after: of max(p - q, 0), or the bonus token."""
     begin, num_rows, state, temperature = load_request(layout, parameters, request)
     last = 0
     if num_rows > 0:
@@ -167,7 +167,7 @@ def write_accepted(
         else:
             p, q = load_weighed(weighed, target, drafts, begin, num_rows, state, num_accepted, request * width)
             seed, position = tl.load(parameters.seeds + state), tl.load(layout.positions + begin + num_accepted)
-            last = race(p, q, scale, ratio, seed, position, maxima, totals, GROUPS)
+            last = race(p, q, scale, seed, position, maxima, totals, GROUPS)
     steps = tl.arange(0, WIDTH)
     tokens = tl.load(layout.draft_token_ids + begin + 1 + steps, mask=steps < num_accepted, other=-1)
     tokens = tl.where(steps == num_accepted, last, tokens.to(tl.int32))
@@ -208,7 +208,6 @@ def _num_accepted(weighed, layout, parameters, request, width, WIDTH: tl.constex
 
 @triton.jit(do_not_specialize=["given", "num_logits"])
 def _weigh_kernel(
-    # Result, or None: only weigh
     result,
     weighed,
     # [num_rows, num_groups] int32 to truncate with
@@ -248,11 +247,10 @@ def _weigh_kernel(
                 slot = num_logits + row
                 ratio = _draft_ratio(weighed, place, scanned, slot, p, drafts, draft_row_ptr, draft, scale, GROUPS)
         tl.store(weighed.ratio + place, ratio)
-    if result is not None and is_last(scanned.arrivals + request, step, num_rows):
+    if is_last(scanned.arrivals + request, step, num_rows):
         num_accepted = _num_accepted(weighed, layout, parameters, request, width, WIDTH)
         write_accepted(
-            result, num_accepted, 1.0, weighed, scanned, target, drafts, layout, parameters, request, width, WIDTH,
-            GROUPS,
+            result, num_accepted, weighed, scanned, target, drafts, layout, parameters, request, width, WIDTH, GROUPS
         )  # fmt: skip
 
 
@@ -277,18 +275,16 @@ def draw(
 
 
 def weigh(
-    # None: only weigh
-    result: Result | None,
+    result: Result,
     scanned: Scan,
     target: Target,
     drafts: Drafts,
     layout: Layout,
     parameters: Parameters,
     given: int,
-    width: int,
 ) -> Weighed:
-    """One launch for the batch."""
-    num_reqs = len(layout.idx_mapping)
+    """Drafts that were drawn from q, in one launch for the batch."""
+    num_reqs, width = result.sampled.shape
     weighed = Weighed(*(scanned.maximum.new_empty(num_reqs, width) for _ in Weighed._fields))
     groups = torch.empty_like(scanned.maximum, dtype=torch.int32)
     _weigh_kernel[(width, num_reqs)](

@@ -1,8 +1,8 @@
 """Modified rejection sampling in Triton, in two launches; see reference.py for the algorithm.
 
 The first scans: a program has a tile of a row, and leaves the maximum and the weight of each group of its tokens. With
-these the second finds a row's thresholds, lets few groups race, and decides what a request emits; block verification
-takes a third. No launch waits for the host, so a CUDA graph can record them.
+these the second finds a row's thresholds, lets few groups race, and decides what a request emits. No launch waits for
+the host, so a CUDA graph can record them.
 """
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from . import Layout, Sampling
 from .accept_fused import GREEDY, draw, weigh
 from .arguments import Drafts, Result, layout_of, parameters_of, target_of
-from .block_fused import keep
 from .scan_fused import scan
 
 
@@ -20,7 +19,6 @@ def rejection_sample(
     sampling: Sampling,
     max_num_draft: int,
     draft_logits: torch.Tensor | None = None,
-    block: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """See the front door; also how many drafts were rejected, where rows say where their tokens stand; and with a
     one-hot q the smallest logit that each row keeps, [num_reqs, width]."""
@@ -34,9 +32,7 @@ def rejection_sample(
         return *result, draw(result, scanned, target, layout, parameters, given)
     drafts = Drafts(draft_logits, draft_logits.stride(0), draft_logits.stride(1), draft_logits.shape[-1])
     scanned = scan(target, drafts, layout, parameters)
-    weighed = weigh(None if block else result, scanned, target, drafts, layout, parameters, given, width)
-    if block:
-        keep(result, weighed, scanned, target, drafts, layout, parameters)
+    weigh(result, scanned, target, drafts, layout, parameters, given)
     return *result, None
 
 

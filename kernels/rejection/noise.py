@@ -8,7 +8,7 @@ counters.
 import torch
 
 # What a number is for. The position is below 2**56, so that a stream changes other bits of the state.
-GROUP, TOKEN, ACCEPT, RECOVERED_GROUP, RECOVERED_TOKEN, BLOCK = range(1, 7)
+GROUP, TOKEN, ACCEPT, RECOVERED_GROUP, RECOVERED_TOKEN = range(1, 6)
 STREAM_SHIFT = 56
 _MASK = (1 << 64) - 1
 

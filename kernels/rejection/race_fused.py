@@ -76,11 +76,11 @@ def weights_of(p, q, scale, tokens):
 
 
 @triton.jit
-def _residual(p, q, scale, ratio, tokens):
-    """max(ratio * p - q, 0) of some tokens; p without a draft."""
+def _residual(p, q, scale, tokens):
+    """max(p - q, 0) of some tokens; p without a draft."""
     p_weights, q_weights = weights_of(p, q, scale, tokens)
     if q is not None:
-        p_weights = tl.maximum(ratio * p_weights - q_weights, 0.0) + p_weights * _REST
+        p_weights = tl.maximum(p_weights - q_weights, 0.0) + p_weights * _REST
     return p_weights
 
 
@@ -92,8 +92,6 @@ def race(
     # vocab_size of 0: there was none
     q,
     scale,
-    # of block verification; else 1
-    ratio,
     seed,
     position,
     # [GROUPS] from load_scan
@@ -101,22 +99,22 @@ def race(
     totals,
     GROUPS: tl.constexpr,
 ):
-    """The token that arrives first, in weights max(ratio * p - q, 0), or p where there was no draft."""
+    """The token that arrives first, in weights max(p - q, 0), or p where there was no draft."""
     recovers = False
     if q is not None:
         recovers = q[1] > 0
     key = stream_key(seed, position, tl.where(recovers, _RECOVERED_GROUP, _GROUP).to(tl.int64))
     groups, within = tl.arange(0, GROUPS), tl.arange(0, GROUP)
-    share = tl.where(recovers, ratio + _REST, 1.0)
+    share = tl.where(recovers, 1.0 + _REST, 1.0)
     rates = tl.where(maxima >= p[2], share * totals / p[4], 0.0) / exponential(key, groups)
     best, winner = -1.0, 0
     bound, group = tl.max(rates, axis=0, return_indices=True)
     while bound * _ROUNDING > best:
-        rate = tl.sum(_residual(p, q, scale, ratio, group * GROUP + within), axis=0) / exponential(key, group)
+        rate = tl.sum(_residual(p, q, scale, group * GROUP + within), axis=0) / exponential(key, group)
         winner = tl.where(rate > best, group, winner)
         best = tl.maximum(rate, best)
         rates = tl.where(groups == group, -2.0, rates)
         bound, group = tl.max(rates, axis=0, return_indices=True)
     tokens = winner * GROUP + within
     key = stream_key(seed, position, tl.where(recovers, _RECOVERED_TOKEN, _TOKEN).to(tl.int64))
-    return winner * GROUP + tl.argmax(_residual(p, q, scale, ratio, tokens) / exponential(key, tokens), axis=0)
+    return winner * GROUP + tl.argmax(_residual(p, q, scale, tokens) / exponential(key, tokens), axis=0)

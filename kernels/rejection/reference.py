@@ -7,11 +7,6 @@ With a one-hot q this is one draw: let x ~ p, accept if x = d, else emit x. It a
 p(d) / 1), and given that it does not, x is distributed as p without d, normalised: the residual. Either way x is
 emitted: the noise alone decides what is emitted, and the draft only how many tokens a step has.
 
-Block verification (Sun et al. 2024, algorithm 2) lets the joint ratio be r_0 = 1, r_i = min(1, r_{i-1} p(d_i) /
-q(d_i)). The first i drafts are kept with probability h_i = R_i / (R_i + 1 - r_i), where R_i = sum(max(r_i p - q, 0))
-over the token that follows them; all K with r_K. The largest i that is kept counts, and what follows is drawn from
-max(r_i p - q, 0), or from p after the last draft.
-
 A draw is a race in two heats. If token v arrives after E_v / w_v, E_v ~ Exponential(1), it is the first of all with
 probability w_v / sum(w) (the Gumbel-max trick, exponentiated). Of a group of tokens, the first arrives after
 Exponential(1) / sum of the group's w, whichever it is: so first a group wins with its own noise, then a token of
@@ -25,7 +20,7 @@ from collections.abc import Iterator
 import torch
 
 from . import Layout, Sampling
-from .noise import ACCEPT, BLOCK, GROUP, RECOVERED_GROUP, RECOVERED_TOKEN, TOKEN, exponential, keys, uniform
+from .noise import ACCEPT, GROUP, RECOVERED_GROUP, RECOVERED_TOKEN, TOKEN, exponential, keys, uniform
 from .truncation import thresholds
 
 GROUP_SIZE = 256
@@ -38,29 +33,12 @@ def draft_ratio(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.where(p > 0, p / q, 0.0).clamp_(max=torch.finfo(p.dtype).max)
 
 
-def residual(p: torch.Tensor, q: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
-    """Weights [..., V] of what follows drafts of a joint ratio [...], which is 1 token by token; not normalised.
+def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Weights [..., V] of what follows a rejected draft; not normalised.
 
-    Where rounding leaves nothing of max(ratio * p - q, 0) it is p that is left.
+    Where rounding leaves nothing of max(p - q, 0) it is p that is left.
     """
-    return (ratio[..., None] * p - q).clamp_(min=0).add_(p, alpha=2.0**-80)
-
-
-def keep_probs(
-    p: torch.Tensor,  # [B, K + 1, V]
-    q: torch.Tensor,  # [B, K, V]
-    ratio: torch.Tensor,  # [B, K] p / q of the drafts, 0: reject
-    num_draft: torch.Tensor,  # [B] int64
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Joint ratios and probabilities of keeping the first 0..K drafts as a block, [B, K + 1] each; none are always."""
-    joint, kept = [torch.ones_like(ratio[:, 0])], [torch.ones_like(ratio[:, 0])]
-    for i in range(1, ratio.shape[1] + 1):
-        joint.append((joint[-1] * ratio[:, i - 1]).clamp(max=1))
-        # After the last draft q is 0, and nothing is left to gain by stopping earlier.
-        rest = (joint[-1][:, None] * p[:, i] - q[:, min(i, q.shape[1] - 1)]).clamp_(min=0).sum(-1)
-        keep = torch.where(num_draft == i, joint[-1], torch.nan_to_num(rest / (rest + 1 - joint[-1])))
-        kept.append(torch.where(num_draft < i, 0.0, keep))
-    return torch.stack(joint, 1), torch.stack(kept, 1)
+    return (p - q).clamp_(min=0).add_(p, alpha=2.0**-80)
 
 
 def finite_with_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,7 +154,6 @@ def _verify(
     num_draft: torch.Tensor,  # [B]
     positions: torch.Tensor,  # [B, K + 1]
     sampling: Sampling,  # of the requests
-    block: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How many drafts are accepted, and the token after them, [B] int64 each."""
     num_reqs, width, vocab_size = target_logits.shape
@@ -189,17 +166,11 @@ def _verify(
     known &= is_distribution(draft_logits) | (sampling.temperature == 0)[:, None]
     token = drafts.clamp(0, vocab_size - 1)[..., None]
     ratio = draft_ratio(p[:, :-1].gather(2, token)[..., 0], q.gather(2, token)[..., 0]).where(known, 0.0)
-    if block:
-        joint, keep = keep_probs(p, q, ratio, num_draft)
-        # Keyed by the step's first position: no other step has it, and no position is looked at twice with one number.
-        numbers = uniform(keys(sampling.seeds, positions[:, 0], BLOCK)[:, None], steps)
-        num_accepted = torch.where((numbers < keep) | (steps == 0), steps, 0).amax(-1)
-    else:
-        numbers = uniform(keys(sampling.seeds[:, None], positions[:, :-1], ACCEPT), torch.zeros_like(drafts))
-        joint, num_accepted = torch.ones_like(p[..., 0]), (numbers < ratio).cumprod(1).sum(1)
+    numbers = uniform(keys(sampling.seeds[:, None], positions[:, :-1], ACCEPT), torch.zeros_like(drafts))
+    num_accepted = (numbers < ratio).cumprod(1).sum(1)
     is_bonus = num_accepted == num_draft
     last_q = torch.where(is_bonus[:, None], 0.0, q[every, num_accepted.clamp(max=width - 2)])
-    left = residual(p[every, num_accepted], last_q, joint[every, num_accepted].masked_fill_(is_bonus, 1))
+    left = residual(p[every, num_accepted], last_q)
     streams = torch.where(is_bonus, GROUP, RECOVERED_GROUP), torch.where(is_bonus, TOKEN, RECOVERED_TOKEN)
     return num_accepted, draw(left, sampling.seeds, positions[every, num_accepted], streams)
 
@@ -210,7 +181,6 @@ def rejection_sample(
     sampling: Sampling,
     max_num_draft: int,
     draft_logits: torch.Tensor | None,
-    block: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cu_num_logits, draft_token_ids, positions, idx_mapping, *_ = layout
     num_rows, states = cu_num_logits.diff().long(), idx_mapping.long()
@@ -226,7 +196,7 @@ def rejection_sample(
         for part in chunks(len(states), target_logits.shape[-1] * len(steps)):
             arguments = drafts[part], num_rows[part] - 1, positions[rows[part]], sampling.at(states[part])
             q_logits = draft_logits[states[part], :max_num_draft]
-            num_accepted[part], last = _verify(target_logits[rows[part]], q_logits, *arguments, block)
+            num_accepted[part], last = _verify(target_logits[rows[part]], q_logits, *arguments)
             tokens[part].scatter_(1, num_accepted[part, None], last[:, None])
     num_sampled = torch.where(num_rows > 0, num_accepted + 1, 0).int()
     return torch.where(steps < num_sampled[:, None], tokens, -1), num_sampled

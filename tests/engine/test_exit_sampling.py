@@ -49,12 +49,9 @@ def early_exit(method: str) -> dict[str, Any]:
     return {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 2, "draft_sample_method": method}
 
 
-@pytest.fixture(params=["probabilistic"] if INTERPRETED else ["greedy", "probabilistic", "coupled", "block"])
+@pytest.fixture(params=["probabilistic"] if INTERPRETED else ["greedy", "probabilistic", "coupled"])
 def drafting(request: pytest.FixtureRequest, engine: Any, checkpoint: Path) -> Iterator[Any]:
-    config = early_exit(request.param)
-    if request.param == "block":
-        config = {**early_exit("probabilistic"), "rejection": "block"}
-    yield engine(config, model=str(checkpoint), **ARGUMENTS)
+    yield engine(early_exit(request.param), model=str(checkpoint), **ARGUMENTS)
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_only(on_a_device: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     from vllm_specplugins.config import ConfigError
     from vllm_specplugins.engine import self_check
 
-    monkeypatch.setattr(self_check, "shapes_of", lambda _: Shapes(300, torch.float32, 1, samples=False, block=False))
+    monkeypatch.setattr(self_check, "shapes_of", lambda _: Shapes(300, torch.float32, 1, samples=False))
     monkeypatch.setenv(self_check.VARIABLE, "1")
     self_check.stop_if_only(None)
     monkeypatch.setenv(self_check.VARIABLE, "only")
@@ -72,18 +72,18 @@ def test_only(on_a_device: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_warm(engine: Any, on_a_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What serving launches was launched before. Kills: a variant that is left out; one that a batch size adds. In
-    bfloat16 and with block verification, where variants are most; test_warm_up.py has the others.
+    bfloat16, where variants are most; test_warm_up.py has the others.
     """
     from launch_keys import recorded
 
     monkeypatch.setenv("VLLM_SPECPLUGINS_SELF_CHECK", "0")
     with recorded("vllm_specplugins.kernels") as warmed:
-        llm = engine({**CONFIG, "rejection": "block"}, max_num_seqs=3, dtype="bfloat16")
+        llm = engine(CONFIG, max_num_seqs=3, dtype="bfloat16")
     with recorded("vllm_specplugins.kernels") as served:
         for chosen in parameters():
             llm.generate(PROMPTS[:1], chosen, use_tqdm=False)
         llm.generate([*PROMPTS, *PROMPTS[:1]], parameters()[-3:], use_tqdm=False)
-    kernels = "_draw_kernel", "_weigh_kernel", "_keep_kernel", "_adjust_kernel"
+    kernels = "_draw_kernel", "_weigh_kernel", "_adjust_kernel"
     assert {name for name, _ in served} >= set(kernels)
     assert served <= warmed, sorted(served - warmed)
 

@@ -16,7 +16,6 @@ from conftest import INTERPRETED, RUNNER
 from vllm_specplugins.kernels import rejection
 from vllm_specplugins.kernels.rejection import reference
 
-from vllm_specplugins.engine import verify
 from vllm_specplugins.engine.harness.samples import SETTINGS, draw
 from vllm_specplugins.tools.lossless import grid
 from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint, write_parts
@@ -98,7 +97,8 @@ def forget_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace_operation(monkeypatch: pytest.MonkeyPatch, operation: Callable[..., Any]) -> None:
-    monkeypatch.setitem(verify.OPERATIONS, "token", operation)
+    where = "v2.verification" if RUNNER == "v2" else "v1"
+    monkeypatch.setattr(f"vllm_specplugins.engine.{where}.verify.rejection_sample", operation)
 
 
 SAMPLED = "early_exit-probabilistic"

@@ -15,7 +15,6 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "num_speculative_tokens": st.integers(1, 64),
     "time_budget_ms": st.integers(1, 60_000),
     "verification": st.sampled_from(["fused", "vllm"]),
-    "rejection": st.sampled_from(["token", "block"]),
 }
 CLASSES = ["json:loads", "json:nothing", "nope.x:Y", "os:sep", "a:", ":b", "json", "json:loads:x"]
 OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {

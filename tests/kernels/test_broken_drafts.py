@@ -1,7 +1,6 @@
 """Draft logits that are no distribution, or hardly one: what is emitted follows p, in every implementation."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ WHOLE = {
     "some -inf": torch.tensor([3.0, -INF, -INF, 1.0, 0.0, 0.0, 0.0, 0.0]),
     "largest": torch.tensor([3e38, 3e38, 0.0, 1.0, 0.0, -3e38, 0.0, 0.0]),
 }
-OPERATIONS = {"token": rejection_sample, "block": partial(rejection_sample, block=True)}
 by_reference = pytest.mark.skipif(RUNS, reason="of the reference, which the kernels are held against")
 
 
@@ -63,53 +61,47 @@ def follows_p(tokens: torch.Tensor, temperature: float = 1.0) -> bool:
 @by_reference
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.parametrize("method", OPERATIONS)
-def test_no_distribution_is_no_draft(method: str, name: str, temperature: float) -> None:
+def test_no_distribution_is_no_draft(name: str, temperature: float) -> None:
     """Kills: p / 0 that accepts; NaN that counts as -inf in q, where it was drawn otherwise; a residual of NaN."""
     rows = [BROKEN[name]]
-    sampled, num_sampled = OPERATIONS[method](*batch_of(rows, drawn(rows), temperature))
+    sampled, num_sampled = rejection_sample(*batch_of(rows, drawn(rows), temperature))
     assert (num_sampled == 1).all() and follows_p(sampled[:, 0], temperature)
 
 
 @by_reference
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.parametrize("method", OPERATIONS)
-def test_drafts_end_there(method: str, name: str) -> None:
+def test_drafts_end_there(name: str) -> None:
     """What stands before is verified as ever, what comes after is not reached. Kills: one row that spoils all."""
     whole = torch.linspace(2, -2, SIZE)
     rows = [whole, BROKEN[name], whole]
-    sampled, num_sampled = OPERATIONS[method](*batch_of(rows, drawn(rows)))
+    sampled, num_sampled = rejection_sample(*batch_of(rows, drawn(rows)))
     shorter = batch_of([whole], drawn([whole]))
-    alone = OPERATIONS[method](*shorter)[1]
+    alone = rejection_sample(*shorter)[1]
     assert num_sampled.max() == 2 and follows_p(sampled[:, 0])
     assert follows_p(sampled[num_sampled == 2, 1])
-    if method == "token":
-        assert torch.equal(num_sampled, alone)
+    assert torch.equal(num_sampled, alone)
 
 
 @by_reference
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("method", OPERATIONS)
-def test_odd_distributions_are_drafts(method: str, name: str) -> None:
+def test_odd_distributions_are_drafts(name: str) -> None:
     """Kills: a check that refuses what can be drawn from; a sum that overflows."""
     rows = [WHOLE[name]]
-    sampled, num_sampled = OPERATIONS[method](*batch_of(rows, drawn(rows)))
+    sampled, num_sampled = rejection_sample(*batch_of(rows, drawn(rows)))
     assert (num_sampled == 2).any() and follows_p(sampled[:, 0])
 
 
 @by_reference
 @pytest.mark.parametrize("name", {**BROKEN, **WHOLE})
-@pytest.mark.parametrize("method", OPERATIONS)
-def test_temperature_0(method: str, name: str) -> None:
+def test_temperature_0(name: str) -> None:
     """Only p decides. Kills: a draft that is right and rejected for its q."""
     rows = [{**BROKEN, **WHOLE}[name]]
-    sampled, num_sampled = OPERATIONS[method](*batch_of(rows, torch.full((NUM_REQS, 1), int(P.argmax())), 0.0))
+    sampled, num_sampled = rejection_sample(*batch_of(rows, torch.full((NUM_REQS, 1), int(P.argmax())), 0.0))
     assert (num_sampled == 2).all() and (sampled == P.argmax()).all()
 
 
 @needs_triton
-@pytest.mark.parametrize("method", OPERATIONS)
-def test_fused_equals_reference(method: str) -> None:
+def test_fused_equals_reference() -> None:
     """Every kind of row in every place of three drafts, at three temperatures. Kills: as above, in the kernels."""
     kinds, rng = list({**BROKEN, **WHOLE}.values()), torch.Generator().manual_seed(2)
     num_reqs = 3 * len(kinds)
@@ -117,6 +109,6 @@ def test_fused_equals_reference(method: str) -> None:
     batch = make_batch([3] * num_reqs, SIZE, dense=True, temperature=heat, agreement=0.9)
     for request, state in enumerate(batch.idx_mapping.tolist()):
         batch.draft_logits[state, int(torch.randint(3, (1,), generator=rng))] = kinds[request % len(kinds)]
-    expected = OPERATIONS[method](*batch, implementation="reference")
-    for ours, own in zip(OPERATIONS[method](*to_device(batch, DEVICE), implementation="fused"), expected, strict=True):
+    expected = rejection_sample(*batch, implementation="reference")
+    for ours, own in zip(rejection_sample(*to_device(batch, DEVICE), implementation="fused"), expected, strict=True):
         assert torch.equal(ours.cpu(), own)

@@ -17,7 +17,7 @@ import pytest
 VOCAB_SIZE = 128_256
 MAX_NUM_DRAFT, NUM_SLOTS = 31, 1024  # of a default start
 # At 8 warps, 80 leave room for three programs on a multiprocessor of 65,536: enough to hide the memory's latency.
-MAX_REGISTERS = {"_scan_kernel": 64, "_draw_kernel": 64, "_weigh_kernel": 64, "_keep_kernel": 80, "_adjust_kernel": 64}
+MAX_REGISTERS = {"_scan_kernel": 64, "_draw_kernel": 64, "_weigh_kernel": 64, "_adjust_kernel": 64}
 MAX_REGISTERS |= {"_match_kernel": 64, "_copy_kernel": 64, "_limit_kernel": 64, "_tally_kernel": 64}
 MAX_REGISTERS |= {"_newest_kernel": 64, "_join_kernel": 64, "_worth_kernel": 64}
 MAX_REGISTERS |= {"_attend_kernel": 128, "_walk_kernel": 64, "_compact_kernel": 64}
@@ -29,7 +29,7 @@ LIMITS["sm_80"] = MAX_REGISTERS | {"_draw_kernel": 80, "_weigh_kernel": 80}  # w
 LIMITS["gfx942"] = {name: min(most, 64) for name, most in MAX_REGISTERS.items()}
 LIMITS["gfx942"] |= {"_weigh_kernel": 72, "_learn_kernel": 128, "_share_kernel": 128, "_attend_kernel": 168}
 # Logits of each row that a program reads, where it does not choose some.
-TILE_SIZES = {"_scan_kernel": 8192, "_keep_kernel": 8192, "_adjust_kernel": 2048}
+TILE_SIZES = {"_scan_kernel": 8192, "_adjust_kernel": 2048}
 TILE_SIZES |= {"_match_kernel": 2 * 1024}  # of tokens, in a text and in a reference
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -82,8 +82,6 @@ def record_launches() -> list:
             sample_step(*as_step(batch), implementation="fused")
         if not dense and dtype == torch.bfloat16:
             rated_sample(batch.target_logits, batch.positions, batch.sampling, implementation="fused")
-        if not parameters:
-            rejection_sample(*batch, implementation="fused", block=True)
         if not parameters and not dense:
             adjust(*batch[:5], make_edits(batch), 1, implementation="fused")
     history_match(*make_lookup(MAX_NUM_DRAFT), implementation="fused")

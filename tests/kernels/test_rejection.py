@@ -14,7 +14,6 @@ from vllm_specplugins.kernels.rejection.drafts import coupled_sample
 from vllm_specplugins.kernels.rejection.testing import Batch, as_step
 
 NUM_DRAWS = 200_000
-ONE = torch.ones((), dtype=torch.float64)
 
 
 def simplex(vocab_size: int, parts: int) -> torch.Tensor:
@@ -43,7 +42,7 @@ def test_law_of_a_token(vocab_size: int, parts: int) -> None:
     p = simplex(vocab_size, parts)[:, None]
     q = simplex(vocab_size, parts)[None]
     accepted = q * acceptance(p.expand(-1, q.shape[1], -1), q)
-    recovered = normal(reference.residual(p, q, ONE))
+    recovered = normal(reference.residual(p, q))
     law = accepted + (1 - accepted.sum(-1, keepdim=True)) * recovered
     assert (law - p).abs().max() < 1e-12
 
@@ -75,7 +74,7 @@ def outcomes_dense(target, proposer, drafts: tuple[int, ...], monkeypatch) -> li
             probability *= float(a if accepted else 1 - a)
         p = target(drafts[: n - 1])
         q = proposer(drafts[: n - 1]) if n < width else torch.zeros_like(p)
-        probability *= float(normal(reference.residual(p, q, ONE))[case[-1]])
+        probability *= float(normal(reference.residual(p, q))[case[-1]])
         result.append((row[:n].tolist(), probability))
     return result
 
@@ -93,7 +92,6 @@ def verify(num_reqs: int, drafts: tuple[int, ...], vocab_size: int, draft_logits
         Sampling(torch.ones(num_reqs), torch.zeros(num_reqs, dtype=torch.int64)),
         len(drafts),
         draft_logits,
-        False,
     )
 
 

@@ -4,24 +4,19 @@ On a GPU as it is, else in Triton's interpreter, which has to be chosen before T
 """
 
 import math
-from functools import partial
 
 import pytest
 import torch
 from batches import TRUNCATIONS, make_batch, of_states
 from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
 from vllm_specplugins.kernels.rejection import rejection_sample
-from vllm_specplugins.kernels.rejection.arguments import Drafts, layout_of, parameters_of, target_of
+from vllm_specplugins.kernels.rejection.arguments import Drafts, Result, layout_of, parameters_of, target_of
 from vllm_specplugins.kernels.rejection.step import sample_step
 from vllm_specplugins.kernels.rejection.testing import Batch, as_step, to_device
 from vllm_specplugins.kernels.rejection.truncation import thresholds
 
-# The operation, and whether q is dense.
-KINDS = {
-    "one-hot": (rejection_sample, False),
-    "dense": (rejection_sample, True),
-    "block": (partial(rejection_sample, block=True), True),
-}
+# Whether q is dense.
+KINDS = {"one-hot": False, "dense": True}
 
 
 ROWS = "target_logits", "draft_token_ids", "positions"
@@ -29,9 +24,8 @@ ROWS = "target_logits", "draft_token_ids", "positions"
 
 def assert_same(kind: str, batch: Batch, num_near_ties: int = 0) -> None:
     """Request by request; a near tie (arrivals closer than float32 can tell) may go either way."""
-    operation = KINDS[kind][0]
-    sampled, num_sampled = operation(*batch, implementation="reference")
-    ours, num_ours = operation(*to_device(batch, DEVICE), implementation="fused")
+    sampled, num_sampled = rejection_sample(*batch, implementation="reference")
+    ours, num_ours = rejection_sample(*to_device(batch, DEVICE), implementation="fused")
     assert ours.dtype == torch.int64 and num_ours.dtype == torch.int32
     same = (ours.cpu() == sampled).all(1) & (num_ours.cpu() == num_sampled)
     assert int((~same).sum()) <= num_near_ties, (sampled[~same], ours[~same.to(DEVICE)])
@@ -48,7 +42,7 @@ def test_equals_reference(kind: str, vocab_size: int, truncation: str) -> None:
     dtype = torch.bfloat16 if vocab_size % 2 else torch.float32
     drafts = [3, 0, 4, 1, 2] if vocab_size < 9000 else [2, 0, 1]
     parameters = of_states(truncation, 2 * len(drafts))
-    assert_same(kind, make_batch(drafts, vocab_size, dense=KINDS[kind][1], dtype=dtype, **parameters))
+    assert_same(kind, make_batch(drafts, vocab_size, dense=KINDS[kind], dtype=dtype, **parameters))
 
 
 @needs_triton
@@ -69,8 +63,7 @@ def test_step_equals_reference(drafts: list[int], truncation: str) -> None:
 @pytest.mark.parametrize("truncation", ["whole", "all"])
 def test_strange_logits(truncation: str, kind: str) -> None:
     """-inf, NaN and +inf, whole rows of them, in float16. Kills: an id outside of the vocabulary; NaN that wins."""
-    operation, dense = KINDS[kind]
-    batch = make_batch([4] * 5, 300, dense=dense, dtype=torch.float16, **of_states(truncation, 10))
+    batch = make_batch([4] * 5, 300, dense=KINDS[kind], dtype=torch.float16, **of_states(truncation, 10))
     logits = batch.target_logits
     rng = torch.Generator().manual_seed(5)
     for value, share in ((-math.inf, 0.5), (math.nan, 0.3), (math.inf, 0.005)):
@@ -78,7 +71,7 @@ def test_strange_logits(truncation: str, kind: str) -> None:
     logits[3], logits[11], logits[17] = -math.inf, math.nan, math.inf
     logits[22:25, 1:] = -math.inf
     assert_same(kind, batch)
-    sampled, num_sampled = operation(*to_device(batch, DEVICE), implementation="fused")
+    sampled, num_sampled = rejection_sample(*to_device(batch, DEVICE), implementation="fused")
     assert (num_sampled >= 1).all() and (sampled < 300).all() and (sampled[:, 0] >= 0).all()
 
 
@@ -107,7 +100,10 @@ def test_flat_rows(dtype: torch.dtype, truncation: str) -> None:
     drafts = Drafts(own, own.stride(0), own.stride(1), own.shape[-1])
     parameters, given = parameters_of(moved.sampling, layout)
     scanned = scan(target, drafts, layout, parameters)
-    weighed = weigh(None, scanned, target, drafts, layout, parameters, given, 2)
+    result = Result(
+        torch.empty(2, 2, dtype=torch.int64, device=DEVICE), torch.empty(2, dtype=torch.int32, device=DEVICE)
+    )
+    weighed = weigh(result, scanned, target, drafts, layout, parameters, given)
     limit, total = weighed.limit.flatten().cpu(), weighed.total.flatten().cpu()
     rows = batch.sampling.at(batch.idx_mapping.long().repeat_interleave(2))
     logits, scale = batch.target_logits.float(), LOG2_E.value / rows.temperature
@@ -122,7 +118,7 @@ def test_flat_rows(dtype: torch.dtype, truncation: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rejected_and_padded(kind: str) -> None:
     """Drafts of -1, a request without rows, a draft vocabulary that is narrower, a width beyond the drafts."""
-    batch = make_batch([2, 3, 1], 300, dense=KINDS[kind][1], agreement=1.0)
+    batch = make_batch([2, 3, 1], 300, dense=KINDS[kind], agreement=1.0)
     assert_same(kind, batch._replace(draft_token_ids=torch.full_like(batch.draft_token_ids, -1)))
     more = torch.cat([batch.cu_num_logits, batch.cu_num_logits[-1:]])
     states = torch.cat([batch.idx_mapping, batch.idx_mapping[:1]])
@@ -139,7 +135,7 @@ def test_rejected_and_padded(kind: str) -> None:
 def test_many_draws(kind: str) -> None:
     """Near ties are rare. Kills: noise of another stream or position; a race that is called off too early."""
     num_reqs = 1000 if DEVICE == "cuda" else 60
-    assert_same(kind, make_batch([2] * num_reqs, 1500, dense=KINDS[kind][1], agreement=0.5), num_near_ties=1)
+    assert_same(kind, make_batch([2] * num_reqs, 1500, dense=KINDS[kind], agreement=0.5), num_near_ties=1)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="reorders the interpreter's loop")
@@ -156,7 +152,7 @@ def test_programs_in_any_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", place_backwards)
     for truncation in ("whole", "top_p"):
         parameters = of_states(truncation, 6) | {"temperature": torch.ones(6)}
-        assert_same(kind, make_batch([2, 0, 1], 9001, dense=KINDS[kind][1], **parameters))
+        assert_same(kind, make_batch([2, 0, 1], 9001, dense=KINDS[kind], **parameters))
 
 
 @needs_triton
@@ -169,16 +165,15 @@ def test_programs_of_the_scan(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     kernel, grids = scan_fused._scan_kernel, []
     launcher = type("", (), {"__getitem__": lambda _, grid: grids.append(grid) or kernel[grid]})()
     monkeypatch.setattr(scan_fused, "_scan_kernel", launcher)
-    batch = make_batch([1, -1, 0, 3, -1], 9001, dense=KINDS[kind][1])
+    batch = make_batch([1, -1, 0, 3, -1], 9001, dense=KINDS[kind])
     batch = batch._replace(max_num_draft=31)
     if batch.draft_logits is not None:
         batch = batch._replace(draft_logits=torch.nn.functional.pad(batch.draft_logits, (0, 0, 0, 28), value=torch.nan))
     own = {name: torch.cat((getattr(batch, name), getattr(batch, name)[:2])) for name in ROWS}
-    whole, operation = batch._replace(**own), KINDS[kind][0]
-    ours = operation(*to_device(whole, DEVICE), implementation="fused")
-    for mine, theirs in zip(ours, operation(*batch, implementation="reference"), strict=True):
+    ours = rejection_sample(*to_device(batch._replace(**own), DEVICE), implementation="fused")
+    for mine, theirs in zip(ours, rejection_sample(*batch, implementation="reference"), strict=True):
         assert torch.equal(mine.cpu(), theirs.to(mine.dtype))
-    assert grids == [(2 * 9 * (2 if KINDS[kind][1] else 1),)]
+    assert grids == [(2 * 9 * (2 if KINDS[kind] else 1),)]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")

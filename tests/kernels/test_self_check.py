@@ -15,15 +15,14 @@ from interpreted import DEVICE, INTERPRETED, needs_triton
 
 from vllm_specplugins import kernels
 
-# What of `Shapes` is of vocab_size and block, beside the check that must find it. A tile of edits is of 2048 tokens, of
+# What of `Shapes` is of vocab_size, beside the check that must find it. A tile of edits is of 2048 tokens, of
 # a scan of 8192; 2100 tokens are 9 groups.
-_DRAW = "verification", 8300, False
-_CUT, _DENSE = ("verification, truncated", 2100, False), ("verification, sampled drafts", 2100, False)
-_DENSE_CUT, _BLOCK = ("verification, sampled drafts, truncated", 2100, False), (_DENSE[0], 2100, True)
-_SOUND_BLOCKS = "vllm_specplugins.kernels", 2100, True, _DENSE[0]
-_EDITS, _NOISE, _PLACE = ("edits", 2100, False), ("noise", 2100, False), ("verification, in place", 2100, False)
+_DRAW = "verification", 8300
+_CUT, _DENSE = ("verification, truncated", 2100), ("verification, sampled drafts", 2100)
+_DENSE_CUT = "verification, sampled drafts, truncated", 2100
+_EDITS, _NOISE, _PLACE = ("edits", 2100), ("noise", 2100), ("verification, in place", 2100)
 # By the kernels' files: what it is, what stands there, what is planted, who must find it.
-PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
+PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int]]]] = {
     "rejection/accept_fused.py": [
         ("swapped", "(tl.int32) == tokens", "(tl.int32) != tokens", _DRAW),
         ("one too few", "tl.min(rejected, axis=0) + 1, num_rows", "tl.min(rejected, axis=0), num_rows", _DRAW),
@@ -62,28 +61,13 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
         ("seed", "_splitmix64(_splitmix64(seed.to(tl.uint64)) ^", "_splitmix64(seed.to(tl.uint64) ^", _DRAW),
         ("constant", "0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB", _NOISE),
         ("numbers", "state + 0x9E3779B97F4A7C15", "state", _NOISE),
-        ("p + q", "ratio * p_weights - q_weights", "ratio * p_weights + q_weights", _DENSE),
-        ("p", "ratio * p_weights - q_weights", "ratio * p_weights", _DENSE),
+        ("p + q", "p_weights - q_weights", "p_weights + q_weights", _DENSE),
+        ("p", "p_weights - q_weights", "p_weights", _DENSE),
         ("another stream", "_RECOVERED_TOKEN, _TOKEN).to", "_TOKEN, _TOKEN).to", _DENSE),
         ("a draw's stream", "_RECOVERED_TOKEN, _TOKEN).to", "_RECOVERED_TOKEN, _GROUP).to", _DRAW),
         ("a group's noise", "axis=0) / exponential(key, group)", "axis=0)", _DENSE),
         ("likeliest", "logits == largest", "logits <= largest", _DENSE),
         ("limit", "tl.where(logits >= limit,", "tl.where(logits == logits,", _CUT),
-    ],
-    "rejection/block_fused.py": [
-        ("denominator", "rest / (rest + 1.0 - joint)", "rest / (rest + 1.0)", _BLOCK),
-        ("residual", "joint * p_weights - q_weights", "p_weights - q_weights", _BLOCK),
-        ("p + q", "joint * p_weights - q_weights", "joint * p_weights + q_weights", _BLOCK),
-        (
-            "joint ratio",
-            "tl.minimum(joint * tl.load(weighed.ratio + first + i - 1), 1.0)",
-            "joint * tl.load(weighed.ratio + first + i - 1)",
-            _BLOCK,
-        ),
-        ("last draft", "rest + 1.0 - joint), joint)", "rest + 1.0 - joint), 1.0)", _BLOCK),
-        ("numbers", "0, tl.int64) + i)", "0, tl.int64) + 1)", _BLOCK),
-        ("recovered", "num_accepted, ratio, weighed", "num_accepted, 0.0, weighed", _BLOCK),
-        ("tiles", "mask=tiles < num_rests", "mask=tiles < num_rests - 1", _BLOCK),
     ],
     "rejection/adjust/fused.py": [
         ("presence", "logits -= presence * is_said", "logits -= 0.0", _EDITS),
@@ -100,37 +84,37 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int, bool]]]] = {
         ("words in drafts", "drafts_ptr + 1 - back", "drafts_ptr", _EDITS),
     ],
     "history_match/fused.py": [
-        ("place", "tl.where(found > 0, place, 0)", "tl.where(found > 0, place - 1, 0)", ("lookup", 2100, False))
+        ("place", "tl.where(found > 0, place, 0)", "tl.where(found > 0, place - 1, 0)", ("lookup", 2100))
     ],
     "acceptance/fused.py": [
-        ("nothing learned", "old_tried * _DECAY + tried", "old_tried", ("acceptance", 2100, False)),
-        ("one grade", "(confidence > _BOUNDS[at])", "(confidence > _BOUNDS[0])", ("acceptance", 2100, False)),
-        ("a table", "tables[1] + sent, found", "tables[1] + sent, 0.5 * found", ("acceptance", 2100, False)),
-        ("one token more", "more = rate * (1.0 + more)", "more = rate", ("acceptance", 2100, False)),
+        ("nothing learned", "old_tried * _DECAY + tried", "old_tried", ("acceptance", 2100)),
+        ("one grade", "(confidence > _BOUNDS[at])", "(confidence > _BOUNDS[0])", ("acceptance", 2100)),
+        ("a table", "tables[1] + sent, found", "tables[1] + sent, 0.5 * found", ("acceptance", 2100)),
+        ("one token more", "more = rate * (1.0 + more)", "more = rate", ("acceptance", 2100)),
     ],
     "steps/fused.py": [
-        ("padding", "slots < num_slots, slots", "slots <= num_slots, slots", ("rows", 2100, False)),
-        ("a kind", "_KINDS * before + 1", "_KINDS * before + 2", ("rows", 2100, False)),
-        ("a length", "tl.load(computed_ptr + slots) + 1", "tl.load(computed_ptr + slots)", ("rows", 2100, False)),
-        ("another's token", "tl.where(is_first, token_ids, own)", "own", ("rows", 2100, False)),
+        ("padding", "slots < num_slots, slots", "slots <= num_slots, slots", ("rows", 2100)),
+        ("a kind", "_KINDS * before + 1", "_KINDS * before + 2", ("rows", 2100)),
+        ("a length", "tl.load(computed_ptr + slots) + 1", "tl.load(computed_ptr + slots)", ("rows", 2100)),
+        ("another's token", "tl.where(is_first, token_ids, own)", "own", ("rows", 2100)),
     ],
-    "budget/fused.py": [("one less", "left = budget -", "left = budget - 1 -", ("budget", 2100, False))],
+    "budget/fused.py": [("one less", "left = budget -", "left = budget - 1 -", ("budget", 2100))],
     "trees/fused.py": [
-        ("siblings", "(bit == 1) |", "(bit >= 0) |", ("trees, attention", 2100, False)),
-        ("any child", "(tokens == token) &", "(tokens >= 0) &", ("trees, paths", 2100, False)),
+        ("siblings", "(bit == 1) |", "(bit >= 0) |", ("trees, attention", 2100)),
+        ("any child", "(tokens == token) &", "(tokens >= 0) &", ("trees, paths", 2100)),
         (
             "a slot",
             "target = root + node, root + step",
             "target = root + node, root + step + 1",
-            ("trees, moves", 2100, False),
+            ("trees, moves", 2100),
         ),
     ],
 }
 
 
-def problems(package: str, vocab_size: int, block: bool, only: str | None = None) -> dict[str, str]:
+def problems(package: str, vocab_size: int, only: str | None = None) -> dict[str, str]:
     check = importlib.import_module(f"{package}.self_check")
-    served = {"samples": True, "block": block, "looks_up": True, "trims": True}
+    served = {"samples": True, "looks_up": True, "trims": True}
     dtype = torch.bfloat16
     if (only or "").startswith("trees"):  # Triton's interpreter multiplies no bfloat16
         dtype, served["heads"] = torch.float32, (4, 2, 16)
@@ -142,12 +126,11 @@ def problems(package: str, vocab_size: int, block: bool, only: str | None = None
 @needs_triton
 def test_sound() -> None:
     """Kills: a check that finds fault with what is right, or leaves one out."""
-    found = problems("vllm_specplugins.kernels", 2100, block=False)
+    found = problems("vllm_specplugins.kernels", 2100)
     assert len(found) == 11
     for name in ("trees, attention", "trees, paths", "trees, moves"):
-        found |= problems("vllm_specplugins.kernels", 2100, block=False, only=name)
-    found |= {f"block, {name}": problem for name, problem in problems(*_SOUND_BLOCKS).items()}
-    assert len(found) == 15 and not any(found.values()), found
+        found |= problems("vllm_specplugins.kernels", 2100, only=name)
+    assert len(found) == 14 and not any(found.values()), found
 
 
 def planted() -> list[Any]:
@@ -166,11 +149,11 @@ def test_planted(
     file: str, name: str, old: str, new: str, shapes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kills: inputs that do not reach what they are to check."""
-    check, vocab_size, block = shapes
+    check, vocab_size = shapes
     package = tmp_path / ("planted_" + "".join(filter(str.isalpha, file + name)))
     shutil.copytree(Path(kernels.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     source = (package / file).read_text()
     assert source.count(old) >= 1, "the planted error has no place"
     (package / file).write_text(source.replace(old, new))
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert problems(package.name, vocab_size, block, check) == {check: "differs from its reference"}
+    assert problems(package.name, vocab_size, check) == {check: "differs from its reference"}

@@ -32,6 +32,7 @@ ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
 GONE = {
     "cost_table": "leave it out, for the gate learns what steps cost while it serves",
     "max_index_bytes": "leave it out, for no index is kept of a request's own text",
+    "rejection": "leave it out, for draft tokens are accepted one by one",
     "token_recycling": "use suffix_lookup",
     "train-medusa": "use train-jump, whose parts draft better",
 }

@@ -25,22 +25,15 @@ class CommonConfig:
         verification: "fused" verifies and samples with kernels/rejection: exact for every sampling parameter, with
             noise that depends on neither drafts nor batch; "vllm" leaves both to vLLM.
         gate: "auto" chooses by request and step how many tokens are drafted, down to none; "off" drafts all.
-        rejection: "token" accepts draft tokens one by one; "block" decides on a whole draft, which keeps more of
-            sampled ones (draft_sample_method "probabilistic").
     """
 
     num_speculative_tokens: int = integer(SHORT, 1, MAX_NUM_SPECULATIVE_TOKENS)
     time_budget_ms: int = integer(1000, 1, 60_000)
     verification: str = choice("fused", "vllm")
     gate: str = choice("auto", "off")
-    rejection: str = choice("token", "block")
 
     def __post_init__(self) -> None:
         check_fields(self, "speculative_config")
-        if self.verification == "vllm" and self.rejection != "token":
-            raise ConfigError(
-                f"speculative_config: rejection must be 'token' where verification is 'vllm', not {self.rejection!r}."
-            )
 
 
 def chain_length(num_nodes: int) -> int:

@@ -43,7 +43,6 @@ def shapes_of(vllm_config: Any) -> Shapes:
         dtype=model_config.head_dtype,
         max_num_draft=vllm_config.num_speculative_tokens,
         samples=config.draft_sample_method == "probabilistic",
-        block=config.plugin_config.common.rejection == "block",
         looks_up=config.use_ngram(),
         trims=config.enable_adaptive_verification,
         heads=_heads(vllm_config) if config.plugin_config.tree else None,

@@ -1,9 +1,7 @@
-"""What the verification of both runners shares: the choice of the operation, the noise of drafts that it needs, and
-what it leaves for who learns from it."""
+"""What the verification of both runners shares: the noise of drafts, edited rows behind a draft, and the likeliest
+tokens of verified rows."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -11,28 +9,11 @@ import torch
 
 from vllm_specplugins.draft import ArgmaxTokens
 from vllm_specplugins.isolation.exchange import likeliest_at
-from vllm_specplugins.kernels.rejection import rejection_sample
 from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "token": rejection_sample,
-    "block": partial(rejection_sample, block=True),
-}
 EDITED_ROWS = 512  # that a step with drafts edits at once, in a float32 copy
-_STEP, _DRAFTS = 0x9E3779B97F4A7C15 - (1 << 64), 0x3C6EF372FE94F82B
-
-
-def draft_seeds(seeds: torch.Tensor, num_tokens: torch.Tensor, rejection: str) -> torch.Tensor:
-    """Seeds of a step's draft noise, [num_reqs] int64, from the requests' seeds and lengths.
-
-    Verification draws with none of them. What "block" rejects depends on drafts further on: it needs noise that no
-    earlier step has drafted with.
-
-    >>> at_first, lengths = torch.tensor([7]), torch.tensor([0])
-    >>> draft_seeds(at_first, lengths, "block") == draft_seeds(at_first, lengths, "token")
-    tensor([True])
-    """
-    return seeds + (num_tokens * _STEP + _DRAFTS if rejection == "block" else _DRAFTS)
+# What is added to a request's seed for the noise of its drafts, so that verification draws with none of it.
+DRAFT_NOISE = 0x3C6EF372FE94F82B
 
 
 def edit_drafted(

@@ -77,8 +77,6 @@ def _missing(vllm_config: Any) -> str | None:
     parallel, model, config = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
     if config.method == "draft_model" or (config.built_in is not None and config.use_multi_module_mtp()):
         return "vLLM's drafter takes its longest query from the lengths that the host knows"
-    if config.plugin_config.common.rejection == "block" and config.draft_sample_method == "probabilistic":
-        return "block verification decides on drafts that are sampled as a whole"
     if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         return "it needs full CUDA graphs"
     for name, is_set in (

@@ -205,7 +205,7 @@ def _shapes() -> list[Any]:
 
     from vllm_specplugins.kernels.self_check import Shapes
 
-    model: dict[str, Any] = {"vocab_size": 32_000, "dtype": torch.bfloat16, "block": False}
+    model: dict[str, Any] = {"vocab_size": 32_000, "dtype": torch.bfloat16}
     return [
         Shapes(**model, max_num_draft=31, samples=False, looks_up=True, trims=True),
         Shapes(**model, max_num_draft=15, samples=True, heads=(32, 8, 128)),

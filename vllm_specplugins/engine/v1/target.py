@@ -10,7 +10,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, PagedLayers
-from vllm_specplugins.engine.verify import draft_seeds
+from vllm_specplugins.engine.verify import DRAFT_NOISE
 from vllm_specplugins.proposers.learning.exits import ExitStates
 from vllm_specplugins.target import Reading, Sampling, Target
 
@@ -32,13 +32,12 @@ def target_of(
     computed = torch.from_numpy(input_batch.num_computed_tokens_cpu[rows]).long()
     temperature = torch.from_numpy(input_batch.temperature_cpu[rows].astype(np.float32))
     newest = starts + lengths - 2 - computed
-    rejection = runner.speculative_config.plugin_config.common.rejection
     return Target(
         forward=_PagedForward(runner, first_layers, rows, lengths),
         last_token_ids=torch.from_numpy(input_batch.token_ids_cpu[rows, num_tokens - 1]).to(device),
         num_tokens=lengths.to(device),
         last_hidden_states=hidden_states[newest.to(device)],
-        sampling=Sampling(temperature.to(device), draft_seeds(torch.tensor(seeds), lengths, rejection).to(device)),
+        sampling=Sampling(temperature.to(device), (torch.tensor(seeds) + DRAFT_NOISE).to(device)),
     )
 
 

@@ -22,8 +22,8 @@ from vllm_specplugins.engine.grammar.output import Forced
 from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.engine.v1.edits import custom, edit, edit_of_drafts
 from vllm_specplugins.engine.v1.rows import Rows
-from vllm_specplugins.engine.verify import OPERATIONS, ArgmaxLog
-from vllm_specplugins.kernels.rejection import Sampling, host
+from vllm_specplugins.engine.verify import ArgmaxLog
+from vllm_specplugins.kernels.rejection import Sampling, host, rejection_sample
 from vllm_specplugins.kernels.rejection.reference import truncated
 
 
@@ -50,7 +50,6 @@ class Verifier:
     def __init__(self, runner: Any, seed_of: Callable[[str], int]):
         self._runner = runner
         self._seed_of = seed_of
-        self._rejection = runner.speculative_config.plugin_config.common.rejection
         self._seen = ArgmaxLog(runner.speculative_config.reads_likeliest)
         self._counts = np.zeros(0, np.int64)  # rows of each request in the newest step
         self._draft_logits: torch.Tensor | None = None
@@ -120,8 +119,7 @@ class Verifier:
                 token_ids = host.draw_rows(verified[0], rows.requests, rows.positions, verified[1])
             sampled = _accepted(token_ids, rows)
         else:
-            operation = OPERATIONS[self._rejection]
-            sampled, _ = operation(verified[0], *rows.layout, verified[1], max_num_draft, q)
+            sampled, _ = rejection_sample(verified[0], *rows.layout, verified[1], max_num_draft, q)
         logprobs = None
         if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
             if not sampler.logprobs_mode.startswith("raw"):
@@ -147,18 +145,13 @@ class Verifier:
     def _q(self, rows: Rows, max_num_draft: int) -> torch.Tensor | None:
         """[B, >= max_num_draft, V] logits of the drafts, or None where all are certain.
 
-        A request that sat out a step has lost them: its drafts count as certain, which is as exact. So do those that a
-        grammar has cut short, which is no matter of the tokens before, where a whole draft decides. The scheduler pads
+        A request that sat out a step has lost them: its drafts count as certain, which is as exact. The scheduler pads
         a request that begins with one token to compute to 1 + K, with ids of -1: rows of -inf, which are no drafts.
         """
         if self._draft_logits is None or max_num_draft == 0:
             return None
         request_ids = self._runner.input_batch.req_ids
         place = {request_id: index for index, request_id in enumerate(self._drafted_for)}
-        if self._rejection == "block":
-            for request_id in request_ids:
-                if self._runner.requests[request_id].sampling_params.structured_outputs is not None:
-                    place.pop(request_id, None)
         if list(place) == request_ids and self._draft_logits.shape[1] >= max_num_draft and not self.forced:
             return self._draft_logits
         logits = self._draft_logits

@@ -23,7 +23,7 @@ from vllm_specplugins.engine.v2.feedback.readings import Readings
 from vllm_specplugins.engine.v2.feedback.report import warms_up
 from vllm_specplugins.engine.v2.speculators.built_in import HostOffer
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
-from vllm_specplugins.engine.verify import draft_seeds
+from vllm_specplugins.engine.verify import DRAFT_NOISE
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.kernels.rejection import Sampling as Verified
 from vllm_specplugins.kernels.steps import newest
@@ -62,7 +62,6 @@ class Speculator(DraftModelSpeculator):
 
     def _make_buffers(self, config: Any) -> None:
         rows, device = self.max_num_reqs, self.device
-        self._rejection = config.plugin_config.common.rejection
         self.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         kinds = {type(own) for row, own in drafters(config.plugin_config) if row.runs_target}
         if kinds != {EarlyExitConfig} or learns(config.plugin_config):
@@ -209,8 +208,8 @@ class Speculator(DraftModelSpeculator):
         )
         if verified is not None:
             verified = Verified(temperature, seeds, *limits)
-        if self.draft_logits is not None:  # drafts have noise of their own
-            seeds = draft_seeds(seeds, num_tokens, self._rejection)
+        if self.draft_logits is not None:
+            seeds = seeds + DRAFT_NOISE
         last_hidden_states = None if self._last_hidden_states is None else self._last_hidden_states[:num_rows]
         sampling = Sampling(temperature, seeds, verified)
         return Target(forward, last_token_ids, num_tokens, last_hidden_states, sampling, edit)

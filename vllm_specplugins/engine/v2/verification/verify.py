@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _
 from vllm_specplugins.draft import ArgmaxTokens
 from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.engine.v2.verification.edits import LogitsEditor
-from vllm_specplugins.engine.verify import EDITED_ROWS, OPERATIONS, ArgmaxLog
+from vllm_specplugins.engine.verify import EDITED_ROWS, ArgmaxLog
 from vllm_specplugins.kernels.rejection import Layout, Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection.step import sample_step
 
@@ -77,7 +77,6 @@ class FusedRejectionSampler(RejectionSampler):
 
     def __init__(self, sampler: Any, spec_config: Any, device: torch.device):
         super().__init__(sampler, spec_config, device)
-        self.operation = OPERATIONS[spec_config.plugin_config.common.rejection]
         self.editor = LogitsEditor(sampler)
         self._seen = ArgmaxLog(spec_config.reads_likeliest)
         self._idx_mapping_np = np.zeros(0, np.int32)
@@ -202,7 +201,7 @@ class FusedRejectionSampler(RejectionSampler):
             seq_lens_upper_bound_np,
         )  # fmt: skip
         layout = cu_num_logits, verify_draft_sampled, pos + 1, idx_mapping
-        operation = self.operation
+        operation: Callable[..., Any] = rejection_sample
         if self.trees is not None:
             operation = partial(self.trees.verify, expanded_idx_mapping, expanded_local_pos)
         return self._run(operation, logits, layout, batch, self.num_speculative_steps, draft_logits)

@@ -61,8 +61,7 @@ def _verify(
         places = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
         bounds = torch.arange(0, len(rows) + 1, width, dtype=torch.int32, device=logits.device)
         layout = bounds, places.int(), places, torch.arange(num_own, device=logits.device)  # of V2's types
-        operation, q = (sampler.operation, draft_logits) if num_tokens else (rejection_sample, None)
         chosen = adjust(rows, *layout, sampler.editor.edits(), num_tokens) if is_edited else rows
-        operation(chosen, *layout, sampling, num_tokens, q)
+        rejection_sample(chosen, *layout, sampling, num_tokens, draft_logits if num_tokens else None)
         step = Layout(*layout, places, bounds[:-1], sampler.sampler.req_states.prefill_len.gpu)
         sample_step(rows, step, sampling, num_tokens)
