@@ -147,6 +147,9 @@ class Exits(type):
         raise SystemExit(3)
 
 class Property(metaclass=Exits): ...
+
+class Likeliest:
+    reads_likeliest = True
 """
 
 
@@ -155,6 +158,7 @@ class Property(metaclass=Exits): ...
     [
         ("Odd", "protocol_version of the proposer cannot be read (no protocol_version)."),
         ("Number", "check_options of odd_classes:Number must be a function, not 5."),
+        ("Likeliest", "reads_likeliest went: a proposer reads the requests' tokens alone."),
         ("Property", "check_options of the proposer cannot be read (3)."),
     ],
 )
@@ -295,6 +299,7 @@ STAGE = {"method": "cascade", "stages": [LOOKUP]}
         ({**STAGE, "policy": "extend"}, "not 'extend': " + GONE_VALUES["policy", "'extend'"] + "."),
         ({**STAGE, "cost_table": "f.json"}, f"cost_table went: {GONE['cost_table']}."),
         ({"method": "suffix_lookup", "max_index_bytes": 1 << 20}, f"max_index_bytes went: {GONE['max_index_bytes']}."),
+        ({**LOOKUP, "rejection": "block"}, f"rejection went: {GONE['rejection']}."),
         ({**STAGE, "stages": [{"method": "token_recycling"}]}, "token_recycling went: use suffix_lookup."),
         ({**EXIT, "exit_layer": "auto"}, "not 'auto': `calibrate` finds the layer."),
         ({**EXIT, "exit_layer": [1, 2]}, "not [1, 2]: `calibrate` finds the layer."),

@@ -108,9 +108,10 @@ def option_checks(config: SpecConfig) -> list[OptionCheck]:
     return [check for check in found.values() if check is not None]
 
 
-def reads_likeliest(config: SpecConfig) -> bool:
-    """Whether a proposer of the user's own asks for `DraftBatch.likeliest`: its class has `reads_likeliest = True`."""
-    return any(asks is True for asks in _attributes(config, "reads_likeliest").values())
+def check_gone(config: SpecConfig) -> None:
+    """Refuses classes that ask for what proposers of earlier versions were given."""
+    if any(asks is True for asks in _attributes(config, "reads_likeliest").values()):
+        raise ConfigError(f"{config.method}: reads_likeliest went: a proposer reads the requests' tokens alone.")
 
 
 def may_be_late(config: SpecConfig) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.target import ArgmaxTokens, Int32Array, Offer, Target
+from vllm_specplugins.target import Int32Array, Offer, Target
 
 PROTOCOL_VERSION = 1
 
@@ -96,8 +96,6 @@ class DraftBatch:
         options: `SamplingParams.extra_args["specplugins"]` of each request, empty where it has none; lists are tuples.
         target: for a model proposer.
         offer: the drafts of a cascade's stage that is built into the engine; None where it could not draft.
-        likeliest: None unless the proposer's class has `reads_likeliest = True`, and of a cascade's stage in steps in
-            which it is asked for no draft.
     """
 
     request_ids: Sequence[str]
@@ -106,7 +104,6 @@ class DraftBatch:
     options: Sequence[Mapping[str, Any]]
     target: Target | None = None
     offer: Offer | None = None
-    likeliest: ArgmaxTokens | None = None
 
     @property
     def num_reqs(self) -> int:

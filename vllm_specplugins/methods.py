@@ -20,7 +20,7 @@ from vllm_specplugins.config import (
     SuffixLookupConfig,
     methods_of,
 )
-from vllm_specplugins.custom import build_custom, import_object, may_be_late, reads_likeliest
+from vllm_specplugins.custom import build_custom, import_object, may_be_late
 from vllm_specplugins.draft import Proposer, ProposerContext
 
 
@@ -168,7 +168,7 @@ def drafts_late(config: SpecConfig) -> bool:
     tokens a step or two old."""
     if config.stages:
         return _copies_or_asks(config) and method_of(config.stages[0].method).is_late
-    return method_of(config.method).is_late or (may_be_late(config) and not reads_likeliest(config))
+    return method_of(config.method).is_late or may_be_late(config)
 
 
 def _copies_or_asks(config: SpecConfig) -> bool:

@@ -23,9 +23,9 @@ from vllm_specplugins.config import (
 from vllm_specplugins.custom import (
     Registered,
     attribute,
+    check_gone,
     import_object,
     option_checks,
-    reads_likeliest,
     registrations,
 )
 from vllm_specplugins.methods import BUILT_IN, LOOKUPS, METHODS
@@ -60,6 +60,7 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
         config = with_tree(config if says_length else config.with_length(config.tree))
     elif not says_length:
         config = with_default_length(config, (*LOOKUPS, "grammar"))
+    check_gone(config)
     option_checks(config)
     check_stages(config)
     verification = config.common.verification
@@ -72,11 +73,6 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
         raise ConfigError(
             f"{method}: draft_sample_method must be 'greedy' beside grammar where verification is {verification!r}, "
             "which would take forced tokens for drawn ones, not 'probabilistic'."
-        )
-    if reads_likeliest(config) and verification != "fused":
-        raise ConfigError(
-            f"{method}: verification must be 'fused' for a proposer that reads DraftBatch.likeliest, not "
-            f"{verification!r}."
         )
     return config
 

@@ -112,21 +112,6 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class ArgmaxTokens:
-    """The target's argmax after each of the N tokens that it read in the step before, rejected drafts included.
-
-    Args:
-        requests: [N] int32, whose token it is, an index into the batch; in ascending order.
-        token_ids: [N] int32, the token that was read.
-        next_ids: [N] int32, the likeliest after it.
-    """
-
-    requests: Int32Array
-    token_ids: Int32Array
-    next_ids: Int32Array
-
-
-@dataclass(frozen=True, slots=True)
 class Reading:
     """What the target read in a step at places whose tokens stay, and what it emitted after them. N: places.
 

@@ -10,7 +10,6 @@ from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit
 from combinations import PROMPTS, RANKS, Results, results_of
 from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS
 from parts import medusa, with_embeddings, write_head
-from recycling import LIKELIEST
 
 pytestmark = pytest.mark.slow
 LONG = os.environ.get("SPECPLUGINS_METHODS") == "all"
@@ -34,7 +33,7 @@ FAULTY = {
 SAMPLES = {"samples": True}
 TO_THE_END = {"async_scheduling": False}  # which plans a step too much
 OF_STATES = ("look_ahead", "medusa")  # what drafts from states that each rank has
-OF_HISTORY = ("prompt_lookup", "likeliest", "suffix_lookup")
+OF_HISTORY = ("prompt_lookup", "suffix_lookup")
 
 
 def runs(folder: Path) -> dict[str, dict[str, Any]]:
@@ -52,7 +51,6 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
             "gated": (GATED, {}),
             "look_ahead": ({**with_embeddings(folder / "look_ahead", NUM_LAYERS, 4), **COUPLED}, SAMPLES),
             "medusa": ({**medusa(folder / "medusa"), **COUPLED}, SAMPLES),
-            "likeliest": (LIKELIEST, SAMPLES),
         }
     if LONG:
         made |= {"suffix_lookup": (SUFFIX_LOOKUP, SAMPLES), "half of the layers": (early_exit(HALF), TO_THE_END)}
@@ -102,7 +100,7 @@ def test_two_ranks_draft_from_states(results: Results, name: str) -> None:
     assert [rank["faults"] for rank in result["stats"]] == [{}, {}]
 
 
-@pytest.mark.parametrize("name", ["one rank", "all layers", "jump", *OF_STATES, "likeliest"])
+@pytest.mark.parametrize("name", ["one rank", "all layers", "jump", *OF_STATES])
 def test_seeded_requests_say_the_same(results: Results, name: str) -> None:
     """At temperature 0.9, with any drafts, on one rank and on two. Fails if ranks verify with noise of their own."""
     assert of(results, name)["sampled"] == results["prompt_lookup"]["sampled"]

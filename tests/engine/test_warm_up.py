@@ -75,7 +75,6 @@ def make_server(kind: str, dtype: torch.dtype, vocab_size: int, num_draft: int) 
         rejection_sample_method="standard",
         fly_entropy_threshold=None,  # of vLLM 0.33
         fly_entropy_top_k=None,
-        reads_likeliest=False,
     )
     head = torch.empty(MAX_NUM_REQS * (num_draft + 1), -(-vocab_size // 64) * 64, dtype=dtype)[:, :vocab_size]
     runner = SimpleNamespace(

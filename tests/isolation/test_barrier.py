@@ -16,7 +16,7 @@ import pytest
 import torch
 from hostile import HANGS, HOSTILE, RAISED, VOCAB_SIZE, HostileProposer, K
 
-from vllm_specplugins.draft import ArgmaxTokens, Draft, DraftBatch, Feedback, RequestFault
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
 from vllm_specplugins.isolation.barrier import Acceptance, FaultBarrier
 from vllm_specplugins.isolation.exchange import for_proposer, rows_of
 from vllm_specplugins.isolation.faults import (
@@ -456,19 +456,6 @@ def test_histories_of_adapters() -> None:
     for array in (*given.token_ids, *chosen.token_ids, given.token_ids[0].base, own):
         with pytest.raises(ValueError, match="cannot set WRITEABLE"):
             array.flags.writeable = True
-
-
-def test_some_rows() -> None:
-    """A batch of some requests has what the target found for them alone. Fails if a pair of another's, or with
-    another's number, is left; if it can be written to."""
-    requests, token_ids, next_ids = np.array([[0, 10, 11], [1, 12, 13], [1, 14, 15], [2, 16, 17]], np.int32).T.copy()
-    given = replace(batch("a", "b", "c"), likeliest=ArgmaxTokens(requests, token_ids, next_ids))
-    some = rows_of(given, [0, 2], given.max_num_draft[:2]).likeliest
-    assert some is not None
-    found = [array.tolist() for array in (some.requests, some.token_ids, some.next_ids)]
-    assert found == [[0, 1], [10, 16], [11, 17]]
-    with pytest.raises(ValueError, match="read-only"):
-        some.next_ids[0] = 1
 
 
 def test_options_are_frozen() -> None:

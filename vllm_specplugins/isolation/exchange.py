@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplugins.draft import ArgmaxTokens, Draft, DraftBatch, Feedback, Int32Array, Proposer
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer
 from vllm_specplugins.structures.arrays import Ints, Views, view
 
 _IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
@@ -67,24 +67,7 @@ def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -
         own,
         copy(max_num_draft),
         tuple(frozen(batch.options[row]) for row in rows),
-        likeliest=likeliest_at(batch.likeliest, {row: place for place, row in enumerate(rows)}, batch.num_reqs),
     )
-
-
-def likeliest_at(likeliest: ArgmaxTokens | None, places: Mapping[int, int], num_reqs: int) -> ArgmaxTokens | None:
-    """That of those of num_reqs requests which have a place in another batch, in ascending order.
-
-    >>> ids = np.array([7, 8, 9], np.int32)
-    >>> likeliest_at(ArgmaxTokens(np.array([0, 1, 2], np.int32), ids, ids), {0: 0, 2: 1}, 3).requests.tolist()
-    [0, 1]
-    """
-    if likeliest is None:
-        return None
-    place_of = np.full(num_reqs, -1, np.int32)
-    place_of[list(places)] = list(places.values())
-    requests = place_of[likeliest.requests]
-    kept = requests >= 0
-    return ArgmaxTokens(*(copy(array[kept]) for array in (requests, likeliest.token_ids, likeliest.next_ids)))
 
 
 def feedback_for_proposer(feedback: Feedback) -> Feedback:

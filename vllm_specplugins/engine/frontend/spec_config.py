@@ -23,7 +23,6 @@ from vllm_specplugins.config import (
     built_in_stage,
     sample_methods,
 )
-from vllm_specplugins.custom import reads_likeliest
 from vllm_specplugins.engine.adaptive import conditions
 from vllm_specplugins.engine.frontend import scheduling
 from vllm_specplugins.engine.frontend.entrances import check_arrivals
@@ -100,10 +99,6 @@ class PluginSpeculativeConfig(SpeculativeConfig):
     def reads_history(self) -> bool:
         """Whether the method reads tokens: on the host, if it does not draft on the device."""
         return reads_history(self.plugin_config)
-
-    @property
-    def reads_likeliest(self) -> bool:
-        return reads_likeliest(self.plugin_config)
 
     @property
     def drafts_on_device(self) -> bool:
@@ -255,11 +250,6 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
         check_trees(vllm_config)
     if speculative_config.built_in is None:  # or else vLLM reserves these slots itself, and knows the name
         vllm_config.__class__ = PluginVllmConfig
-    if speculative_config.reads_likeliest and vllm_config.parallel_config.enable_batch_sharded_sampling:
-        raise ConfigError(
-            f"{method}: enable_batch_sharded_sampling must be false where DraftBatch.likeliest is read, not True: "
-            "the rank that drafts would see a part of the requests."
-        )
     worker = vllm_config.parallel_config.worker_cls
     if worker not in WORKERS:
         raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")

@@ -215,7 +215,6 @@ class _Adapter:
             options=[request.options for request in requests],
             target=self._target(rows, num_tokens, requests, *step),
             offer=offer,
-            likeliest=None if self.verifier is None else self.verifier.likeliest(rows),
         )
         if self._learner is not None and self._learner.exits is not None:
             self._learner.exits.forget()

@@ -17,12 +17,10 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, MinPLogitsProcessor
 from vllm.v1.worker import gpu_model_runner
 
-from vllm_specplugins.draft import ArgmaxTokens
 from vllm_specplugins.engine.grammar.output import Forced
 from vllm_specplugins.engine.hooks import replaced
 from vllm_specplugins.engine.v1.edits import custom, edit, edit_of_drafts
 from vllm_specplugins.engine.v1.rows import Rows
-from vllm_specplugins.engine.verify import ArgmaxLog
 from vllm_specplugins.kernels.rejection import Sampling, host, rejection_sample
 from vllm_specplugins.kernels.rejection.reference import truncated
 
@@ -50,8 +48,6 @@ class Verifier:
     def __init__(self, runner: Any, seed_of: Callable[[str], int]):
         self._runner = runner
         self._seed_of = seed_of
-        self._seen = ArgmaxLog(runner.speculative_config.reads_likeliest)
-        self._counts = np.zeros(0, np.int64)  # rows of each request in the newest step
         self._draft_logits: torch.Tensor | None = None
         self._drafted_for: Sequence[str] = ()
         self.forced: Forced = {}  # in the newest step
@@ -83,19 +79,6 @@ class Verifier:
         runner = self._runner
         return edit_of_drafts(metadata, runner.input_batch, rows, runner.model_config.get_vocab_size(), runner.device)
 
-    def likeliest(self, rows: list[int]) -> ArgmaxTokens | None:
-        """`draft.DraftBatch.likeliest` for these rows of the batch."""
-        return self._seen.take(self._counts, {row: place for place, row in enumerate(rows)})
-
-    def _note(self, rows: Rows, edited: torch.Tensor) -> None:
-        """Keeps the likeliest tokens of a step."""
-        input_batch, fed = self._runner.input_batch, rows.fed.copy()
-        indexes = np.arange(input_batch.num_reqs)
-        fed[rows.starts[:-1]] = input_batch.token_ids_cpu[indexes, input_batch.num_tokens_no_spec[indexes] - 1]
-        self._counts = rows.counts
-        self._seen.begin()
-        self._seen.add(rows.as_tensor(fed), edited)
-
     def sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         """vLLM's signature; `logits` [N, V]."""
         input_batch = self._runner.input_batch
@@ -106,8 +89,6 @@ class Verifier:
             drafts = spec_decode_metadata.num_draft_tokens, spec_decode_metadata.draft_token_ids.tolist()
         rows = Rows(*drafts, input_batch.num_tokens_no_spec, logits.device)
         edited, sampler = edit(logits, metadata, input_batch, rows), self._runner.sampler
-        if self._seen.is_read:
-            self._note(rows, edited)
         sampling, max_num_draft = self.sampling(metadata), max(rows.num_draft)
         verified, q = (edited, sampling), None if metadata.all_greedy else self._q(rows, max_num_draft)
         if not metadata.all_greedy and any(custom(metadata.logitsprocs.argmax_invariant)):

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_specplugins.config import ConfigError, built_in_stage
-from vllm_specplugins.custom import reads_likeliest
 from vllm_specplugins.draft import Proposer, ProposerContext
 from vllm_specplugins.methods import METHODS, behind_gate, build_proposer, drafters, drafts_on_device
 from vllm_specplugins.parsing import parse_config, registered_methods
@@ -85,4 +84,4 @@ def _reads_histories_alone(config: Config) -> bool:
         return False
     parsed = parse_config(config)
     reads_more = any(row.runs_target or not row.reads_tokens_alone for row, _ in drafters(parsed))
-    return not (reads_more or reads_likeliest(parsed) or built_in_stage(parsed))
+    return not (reads_more or built_in_stage(parsed))

@@ -21,7 +21,6 @@ from vllm_specplugins.engine.v2.feedback.report import DraftReport
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.request_history import RequestHistory
-from vllm_specplugins.engine.v2.verification.verify import likeliest_of
 from vllm_specplugins.isolation.exchange import spread
 from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.structures.arrays import Views, view
@@ -131,7 +130,6 @@ class HostSpeculator(Speculator):
             request = self._requests[request_ids[row]]
             token_ids[row], options[row] = request.token_ids, request.options
             max_num_draft[row] = draft_limit(request.options, request.num_tokens, most, request.length_limit)
-        places = {row: place for place, row in enumerate(asked)}
         batch = replace(
             self._batch_of(input_batch, self._edit_of(input_batch) if self.runs_target else None),
             request_ids=[request_ids[row] for row in asked],
@@ -139,7 +137,6 @@ class HostSpeculator(Speculator):
             options=[options[row] for row in asked],
             max_num_draft=max_num_draft[asked],
             offer=None if self.offer is None else self.offer.of(asked),
-            likeliest=likeliest_of(self.rejection_sampler(), input_batch, {row: places[row] for row in rows}),
         )
         # After the offer, which was waited for: what the stage built into vLLM takes is part of the step's time.
         step_ms = (time.perf_counter() - self._drafted_at) * 1000

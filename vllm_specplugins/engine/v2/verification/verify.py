@@ -5,7 +5,7 @@ and positions as the runner has them, in two launches, whether anything was draf
 What comes before the temperature is v2/verification/edits.py's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,9 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, _flatten_sampled_kernel
 
-from vllm_specplugins.draft import ArgmaxTokens
 from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.engine.v2.verification.edits import LogitsEditor
-from vllm_specplugins.engine.verify import EDITED_ROWS, ArgmaxLog
+from vllm_specplugins.engine.verify import EDITED_ROWS
 from vllm_specplugins.kernels.rejection import Layout, Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection.step import sample_step
 
@@ -78,15 +77,9 @@ class FusedRejectionSampler(RejectionSampler):
     def __init__(self, sampler: Any, spec_config: Any, device: torch.device):
         super().__init__(sampler, spec_config, device)
         self.editor = LogitsEditor(sampler)
-        self._seen = ArgmaxLog(spec_config.reads_likeliest)
         self._idx_mapping_np = np.zeros(0, np.int32)
         self._expanded_idx_mapping: torch.Tensor | None = None
-        self._is_ever_plain = not (
-            spec_config.reads_likeliest
-            or sampler.compute_nans
-            or sampler.trace_replay_state
-            or sampler.return_sampling_mask
-        )
+        self._is_ever_plain = not (sampler.compute_nans or sampler.trace_replay_state or sampler.return_sampling_mask)
         self._batch: tuple[int, list[str]] = 0, []  # that is known to be plain, or not
         self._plain: Sampling | None = None  # its parameters, if it is
         sampler.__class__, sampler.rejection = FusedSampler, self  # it is called as it is, and known by many names
@@ -95,7 +88,6 @@ class FusedRejectionSampler(RejectionSampler):
         self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
     ) -> Any:
         """vLLM's signature; vLLM's own way may verify in several pieces."""
-        self._seen.begin()
         if draft_logits is None and invalid_drafts is None:
             output = self.plain(logits, input_batch, self.num_speculative_steps)
             if output is not None:
@@ -133,10 +125,6 @@ class FusedRejectionSampler(RejectionSampler):
         """Whether this step's batch has needed nothing but the operation, as far as is known without asking anew."""
         return self._plain is not None and self._batch == (self.editor.num_added, input_batch.req_ids)
 
-    def likeliest(self, input_batch: Any, places: Mapping[int, int]) -> ArgmaxTokens | None:
-        """`draft.DraftBatch.likeliest`, see ArgmaxLog.take; waits for the device."""
-        return self._seen.take(np.diff(input_batch.cu_num_logits_np), places)
-
     def _sampling(self, idx_mapping_np: np.ndarray) -> Sampling:
         """The parameters of all request states, those without which this batch can do left out."""
         states = self.sampler.sampling_states
@@ -162,7 +150,6 @@ class FusedRejectionSampler(RejectionSampler):
         sampler, (expanded, idx_mapping, requests, pos, input_ids, local_pos, seq_lens) = self.sampler, batch
         context = LogitsContext(expanded, idx_mapping, requests, local_pos, input_ids, pos, seq_lens)
         edited = self.editor.edit(logits, layout, max_num_draft, context)
-        self._seen.add(input_ids, edited)
         sampled, num_sampled = operation(edited, *layout, self._sampling(requests), max_num_draft, draft_logits)
         asked = sampler.get_logprobs_dims(requests) is not None and sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         if asked or sampler.return_sampling_mask:  # of what vLLM's samplers hand on: after all parameters
@@ -173,7 +160,6 @@ class FusedRejectionSampler(RejectionSampler):
         self, logits: torch.Tensor, *batch: Any, return_logprobs: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As of vLLM's sampler; every row is a request that nothing was drafted for."""
-        self._seen.begin()
         idx_mapping, _, _, pos, input_ids, *_ = batch
         rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
         layout = rows, input_ids, pos + 1, idx_mapping
@@ -248,10 +234,3 @@ class FusedRejectionSampler(RejectionSampler):
             max_per_req_token_ids=num_token_ids,
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
-
-
-def likeliest_of(rejection_sampler: Any, input_batch: Any, places: Mapping[int, int]) -> ArgmaxTokens | None:
-    """See FusedRejectionSampler.likeliest; vLLM's own has nothing to tell."""
-    if isinstance(rejection_sampler, FusedRejectionSampler):
-        return rejection_sampler.likeliest(input_batch, places)
-    return None
