@@ -1,6 +1,5 @@
 """How many tokens a step drafts, chosen in the scheduler by what steps took and brought."""
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,7 +185,7 @@ def test_graphs_where_nothing_trims(engine: Any, monkeypatch: pytest.MonkeyPatch
 def planned(found: list[int], most: int, room: int = 100, **attributes: Any) -> list[int]:
     """How many of so many tokens are planned for requests whose last drafts had so many, and that may have so many."""
     scheduler = PlannedScheduler.__new__(PlannedScheduler)
-    scheduler._num_steps, scheduler._dropped = 0, Counter()
+    scheduler._emitted = 0, {}
     scheduler._planned = {str(row): length for row, length in enumerate(found)}
     scheduler._has_options, scheduler._plans_trees, scheduler._lengths = False, False, None
     scheduler.num_spec_tokens, scheduler.max_model_len, scheduler._drafted = most, 9 + room, 0

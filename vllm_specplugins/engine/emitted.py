@@ -21,23 +21,40 @@ class CountsEmitted:
         super().__init__(*args, **kwargs)
         self._num_steps, self._dropped = 0, Counter[int]()  # of single requests, without their first tokens; by place
         self._num_reported, self._to_report = 0, Counter[int]()
-        self._told = 0, 0
+        self._told = self._emitted = 0, dict[int, int]()  # to the worker, and of now: made anew where one changes
+
+    def add_request(self, request: Any) -> None:
+        if request.resumable:  # others' tokens take vLLM's way
+            self._update_request_with_output = self._update_session
+        super().add_request(request)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         num_sampled = list(map(len, model_runner_output.sampled_token_ids))  # vLLM cuts them
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        emitting = [core_output for own in outputs.values() for core_output in own.outputs if core_output.new_token_ids]
-        self._num_steps += sum(core_output.prefill_stats is None for core_output in emitting)
-        emitted = {core_output.request_id: len(core_output.new_token_ids) for core_output in emitting}
-        if sum(num_sampled) > sum(emitted.values()):
-            for request_id, row in model_runner_output.req_id_to_index.items():
-                places = range(max(1, emitted.get(request_id, 0)) - 1, num_sampled[row] - 1)
-                self._dropped.update(places)
-                self._to_report.update(places)
+        num_emitted = 0
+        for own in outputs.values():
+            for core_output in own.outputs:
+                if core_output.new_token_ids:
+                    num_emitted += len(core_output.new_token_ids)
+                    self._num_steps += core_output.prefill_stats is None
+        if sum(num_sampled) > num_emitted:
+            self._drop(outputs, model_runner_output.req_id_to_index, num_sampled)
+        if self._num_steps != self._emitted[0]:
+            self._emitted = self._num_steps, self._emitted[1]
         sent = model_runner_output.ec_connector_output
         if sent is not None and sent.ec_connector_stats and REPORT in sent.ec_connector_stats.data:
             self._correct(sent.ec_connector_stats.data[REPORT])
         return outputs
+
+    def _drop(self, outputs: Any, rows: dict[str, int], num_sampled: list[int]) -> None:
+        """Counts what was sampled and not emitted."""
+        emitted = {own.request_id: len(own.new_token_ids) for every in outputs.values() for own in every.outputs}
+        for request_id, row in rows.items():
+            places = range(max(1, emitted.get(request_id, 0)) - 1, num_sampled[row] - 1)
+            self._dropped.update(places)
+            self._to_report.update(places)
+        if self._dropped != self._emitted[1]:
+            self._emitted = self._num_steps, dict(self._dropped)
 
     def _correct(self, report: dict[str, Any]) -> None:
         """Takes off what was dropped as far as the report has it; the device's counts come later."""
@@ -54,7 +71,7 @@ class CountsEmitted:
                 self._to_report[place] -= num
         self._to_report = +self._to_report
 
-    def _update_request_with_output(self, request: Any, new_token_ids: list[int], *is_stale: Any, **kw: Any) -> Any:
+    def _update_session(self, request: Any, new_token_ids: list[int], *is_stale: Any, **kw: Any) -> Any:
         """A session goes on after its last computed token. vLLM's synchronous scheduler counts dropped tokens, too."""
         session, num_sampled = request, len(new_token_ids)
         result = super()._update_request_with_output(request, new_token_ids, *is_stale, **kw)  # type: ignore[misc]
@@ -64,9 +81,9 @@ class CountsEmitted:
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
-        setattr(scheduler_output, EMITTED, (self._num_steps, dict(self._dropped)))
-        self._told = self._num_steps, self._dropped.total()
+        self._told = self._emitted
+        setattr(scheduler_output, EMITTED, self._told)
 
     def has_finished_requests(self) -> bool:
         """Also where the worker has to hear of a last step, which asynchronously comes after an empty one."""
-        return super().has_finished_requests() or self._told != (self._num_steps, self._dropped.total())  # type: ignore[misc]
+        return self._told is not self._emitted or super().has_finished_requests()  # type: ignore[misc]

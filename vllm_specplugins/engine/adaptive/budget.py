@@ -143,11 +143,11 @@ class Budget:
     def get_num_tokens(self, num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]]) -> int:
         """Of a step, by request; how many it runs in all."""
         num_reqs, total = len(num_tokens), sum(num_tokens.values())
-        num_drafts = np.array([len(drafts.get(request_id, ())) for request_id in num_tokens])
-        most = int(num_drafts.sum())
+        num_drafts = [len(drafts.get(request_id, ())) for request_id in num_tokens]
+        most = sum(num_drafts)
         num_fixed, (draft_ms, verify_ms) = total - most, self._manager.cost_tables
-        is_uniform = total == num_reqs + most and (num_drafts == num_drafts[0]).all()
-        self._uniform = int(num_drafts[0]) if is_uniform else -1
+        is_uniform = total == num_reqs + most and num_drafts.count(num_drafts[0]) == num_reqs
+        self._uniform = num_drafts[0] if is_uniform else -1
         most_rows = self._manager._max_total_logits
         if most + num_reqs > EDITED_ROWS and self._edits_any(self._slots(num_tokens)):
             most_rows = min(most_rows, EDITED_ROWS)
@@ -158,7 +158,7 @@ class Budget:
         self._step = own_ms, token_ms, num_fixed, total
         if most > room or own_ms + verify_ms[total] + most * token_ms > FREE * (own_ms + verify_ms[num_fixed]):
             costs = own_ms, verify_ms, token_ms, min(most, room)
-            most = self._chosen(num_tokens, num_drafts, num_fixed, costs)
+            most = self._chosen(num_tokens, np.array(num_drafts), num_fixed, costs)
         self.num_verified = most
         self._manager._batch_budget = None, None, most
         return num_fixed + most
