@@ -5,6 +5,7 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+import pytest
 from conftest import INTERPRETED, NUM_LAYERS
 from prompts import load_prompts
 from transformers import AutoTokenizer
@@ -116,6 +117,11 @@ def answered_alone(llm: Any, turns: list[list[int]], answers: list[list[int]], *
     return generate(llm, whole, [len(whole)], **{"extra_args": off, **sampling})
 
 
+def num_dropped(llm: Any) -> int:
+    """Accepted tokens that came after an end, as the scheduler counts them."""
+    return int(llm.llm_engine.engine_core.engine_core.scheduler._dropped.total())
+
+
 def progress(llm: Any) -> np.ndarray:
     """Decoding steps of single requests, and draft tokens that they emitted, as our counters have them at rest."""
     for _ in range(3):  # as a server does when nothing is left to do
@@ -124,13 +130,50 @@ def progress(llm: Any) -> np.ndarray:
     return np.array([stats["request_steps"], stats["accepted_tokens"]])
 
 
-def check_stops(llm: Any, prompts: list[list[int]], answers: list[list[int]]) -> None:
-    """Requests that end at a stop id, within a draft or at its end, are counted up to it."""
-    stops, before = [answer[7] for answer in answers], progress(llm)
-    short = generate(llm, prompts, [len(prompts)], max_tokens=len(answers[0]), stop_token_ids=stops)
-    for answer, cut in zip(answers, short, strict=True):
-        assert answer[: len(cut)] == cut and cut[-1] in stops and not set(cut[:-1]) & set(stops)
-    assert (progress(llm) - before).sum() == sum(map(len, short)) - len(short)
+def check_counted(llm: Any, before: np.ndarray, answers: list[list[int]]) -> None:
+    """Tokens a step since then are those of these requests' answers."""
+    assert (progress(llm) - before).sum() == sum(map(len, answers)) - len(answers), "tokens a step, exactly"
+
+
+def check_ends(llm: Any, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Requests side by side that end at a stop id, an end token, a stop string or `max_tokens`, and copies (n = 2), are
+    counted up to their ends: exactly what the engine gives out, which knows no strings."""
+    from vllm import SamplingParams
+
+    tokenizer, longest = llm.get_tokenizer(), llm.llm_engine.vllm_config.num_speculative_tokens
+    params = []
+    for index, answer in enumerate(answers):
+        own = SamplingParams(temperature=0, max_tokens=len(answer) - index % 3, ignore_eos=True)
+        match index % 4:
+            case 0:
+                own.stop_token_ids = [answer[7]]
+            case 1:
+                own._eos_token_id = answer[9]
+            case 2:
+                own.stop, own.output_text_buffer_length = [tokenizer.decode(answer[4:6])], 8
+            case 3:
+                own.n, own.temperature, own.top_k = 2, 1.0, 1
+        params.append(own)
+    before, given = progress(llm), [0]
+    take, core = llm.llm_engine.engine_core.get_output, llm.llm_engine.engine_core
+
+    def counted() -> Any:
+        taken = take()
+        given[0] += sum(len(output.new_token_ids) for output in taken.outputs)
+        return taken
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "get_output", counted)
+        results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    outputs = [output for result in results for output in result.outputs]
+    for answer, own, result in zip(answers, params, results, strict=True):
+        found = [list(output.token_ids) for output in result.outputs]
+        assert found == [answer[: len(found[0])]] * own.n and set(found[0][:-1]).isdisjoint(own.stop_token_ids)
+    reasons = [output.stop_reason for output in outputs if output.finish_reason == "stop"]
+    assert len(reasons) > len(prompts) // 2 and any(isinstance(reason, str) for reason in reasons)
+    assert (progress(llm) - before).sum() == given[0] - len(outputs)
+    num_strings = sum(bool(own.stop) for own in params)
+    assert 0 <= given[0] - sum(len(output.token_ids) for output in outputs) <= longest * num_strings
 
 
 def check_session(llm: Any, prompt: list[int], num_tokens: int = 11, **sampling: Any) -> None:
