@@ -5,13 +5,15 @@ tests/isolation/test_barrier.py has each of them alone, and what is kept of them
 
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cases import generate
+from cases import ask_turns, generate, num_dropped, progress
 from conftest import INTERPRETED
 from hostile import HANGS, HOSTILE, HostileProposer, K
+from scripted import Scripted
 
 from vllm_specplugins.counters import Counters
 from vllm_specplugins.engine.worker import _process_as_it_was
@@ -59,6 +61,32 @@ def test_outputs_are_those_of_no_speculation(engine_of_one: Any, expected: Any, 
     assert set(stats["faults"]) == (set() if kind is None else {kind})
     if kind not in (None, HANGS):  # one that sleeps is at work, and not asked, for the rest of the requests
         assert stats["faults"][kind] == MAX_FAULTS and stats["switched_off"]
+
+
+def plant_scripted(worker: Any) -> None:
+    """Runs in the worker: a proposer that drafts what a request's options say."""
+    vocab_size = worker.model_config.get_vocab_size()
+    scripted = Scripted({}, SimpleNamespace(vocab_size=vocab_size, max_num_draft=K))  # type: ignore[arg-type]
+    FaultBarrier.__init__(worker._barrier, scripted, vocab_size, K, budget_of(None))
+
+
+def test_session(engine_of_one: Any, expected: Any) -> None:
+    """Each turn ends within a draft, and has its script as an option of its own. Fails if a turn has the options of the
+    one before, goes on after tokens that were dropped, or is counted with them."""
+    llm = engine_of_one
+    llm.collective_rpc(plant_scripted)
+    turns, each, answers, so_far = [PROMPTS[1], PROMPTS[0], PROMPTS[1][:1]], [], list[list[int]](), list[int]()
+    for turn in turns:
+        so_far += turn
+        [script] = generate(llm, [so_far], [1], max_tokens=NUM_TOKENS)
+        options = {"script": script, "depth": K, "num_prompt_tokens": len(so_far)}
+        each.append({"stop_token_ids": [script[3]], "extra_args": {"specplugins": options}})  # of it a fourth is right
+        answers.append(script[: script.index(script[3]) + 1])
+        so_far += answers[-1][:-1]
+    before, dropped = progress(llm), num_dropped(llm)
+    assert ask_turns(llm, turns, each, max_tokens=NUM_TOKENS) == answers
+    assert num_dropped(llm) > dropped
+    assert (progress(llm) - before).sum() == sum(map(len, answers)) - 1
 
 
 def plant_in_cascade(worker: Any, name: str) -> None:
