@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import LOOKUP, STRESS, early_exit
+from cases import LOOKUP, STRESS, ask_turns, early_exit, progress
 from conftest import INTERPRETED, RUNNER
 from hostile_grammars import hostile
 from vllm import SamplingParams
@@ -28,6 +28,7 @@ SCHEMA = {
 BACKENDS = "xgrammar", "guidance"
 PROMPTS = ["def area(x, y):\n    return x * y\n", "{}\n", "x = 1\nx = 1\nx = 1\n"][: 2 if INTERPRETED else 3]
 NUM_TOKENS = 48
+OFF = {"extra_args": {"specplugins": {"enabled": False}}}
 ON_V1 = pytest.mark.skipif(RUNNER == "v2", reason="V1's")
 
 
@@ -81,7 +82,7 @@ def test_outputs_and_steps(llm: Any, expected: Any) -> None:
     outputs, (steps, _, accepted) = counted(llm)
     num_tokens = sum(map(len, outputs))
     assert outputs == expected
-    assert num_tokens >= 1.5 * (steps + len(outputs)) and steps + accepted + len(outputs) >= num_tokens
+    assert num_tokens >= 1.5 * (steps + len(outputs)) and steps + accepted + len(outputs) == num_tokens
 
 
 def stages_of(llm: Any) -> tuple[dict[str, dict[str, Any]], list[int]]:
@@ -138,6 +139,22 @@ def test_seeded(llm: Any) -> None:
     without, (_, drafted, _) = counted(llm, temperature=0.8, specplugins={"enabled": False})
     assert drafted == 0
     assert counted(llm, temperature=0.8)[0] == without
+
+
+def test_session(llm: Any) -> None:
+    """Turns that end at a stop id within what a grammar forces, at `max_tokens`, or where they like. Fails if a turn is
+    answered otherwise than without drafts, or tokens that were dropped count."""
+    tokenizer, structured = llm.get_tokenizer(), StructuredOutputsParams(json=SCHEMA)
+    turns = [tokenizer.encode(text) for text in (PROMPTS[0], "{", "x")]
+    common = {"ignore_eos": False, "max_tokens": 2 * K, "structured_outputs": structured}
+    [whole, *_] = ask_turns(llm, turns[:1], **common, **OFF)
+    each = [{"stop_token_ids": [whole[K - 2]]}, {"max_tokens": 5}, {}]
+    without = ask_turns(llm, turns, [own | OFF for own in each], **common)
+    before = progress(llm)
+    assert ask_turns(llm, turns, each, **common) == without
+    steps, accepted = progress(llm) - before
+    assert accepted > 0
+    assert steps + accepted == sum(map(len, without)) - 1
 
 
 def test_options(llm: Any, expected: Any) -> None:
@@ -317,7 +334,7 @@ def test_q_of_forced_tokens() -> None:
 
     verifier = Verifier.__new__(Verifier)
     verifier._runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c"]))
-    drawn = torch.randn(2, 2, 6)
+    verifier._rejection, drawn = "token", torch.randn(2, 2, 6)
     verifier.keep_draft(["b", "a"], drawn)
     verifier.forced = {"a": (1, [3, 4]), "c": (0, [5])}
     rows = Rows([3, 2, 1], [1, 3, 4, 2, 2, 5], np.zeros(3, np.int64), torch.device("cpu"))
