@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import NUM_TOKENS, STRESS, early_exit, generate
+from cases import NUM_TOKENS, STRESS, check_ends, early_exit, generate
 from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, TAPES, spec_metrics
 from parts import medusa, write_head
 from recorded import replays, runner
@@ -71,6 +71,7 @@ def test_exit(attention: None, engine: Any, prompts: Any, expected: Any, kind: A
     check(llm, 50)
     assert generate(llm, prompts, [3, 5], max_tokens=NUM_TOKENS) == expected, "from the prefix cache"
     assert spec_metrics(llm)["preemptions"] > 0
+    check_ends(llm, prompts, expected)
     assert not TAPES or min(map(replays, (runner(llm).cudagraph_manager, runner(llm).speculator._graphs_of[N]))) > 0
 
 
@@ -205,6 +206,7 @@ def test_medusa(attention: None, engine: Any, prompts: Any, expected: Any, tmp_p
     llm = engine({"method": "medusa", "heads": heads, "tree": N, "gate": "off"})
     assert generate(llm, prompts, [8], max_tokens=NUM_TOKENS) == expected
     check(llm, 1)
+    check_ends(llm, prompts, expected)
 
 
 @on_v2
