@@ -25,7 +25,8 @@ from chat_model import chat_model
 
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
-from vllm_specplugins.engine.harness.serving import Traffic, Turn, serve_round
+from vllm_specplugins.engine.harness.serving import serve_round
+from vllm_specplugins.engine.harness.traffic import Traffic, Turn
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.advice import mean_ratio
 from vllm_specplugins.tools.bench.command import Turns, engine_arguments, engines_up

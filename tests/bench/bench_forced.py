@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from vllm_specplugins.engine.harness.forced import _Log, _OnV1
-from vllm_specplugins.engine.harness.serving import LOGGED, Forced, Traffic, serve_rounds, serving_engine
+from vllm_specplugins.engine.harness.serving import LOGGED, serve_rounds, serving_engine
+from vllm_specplugins.engine.harness.traffic import Forced, Traffic
 from vllm_specplugins.tools.base_model import load_config
 from vllm_specplugins.tools.bench.figures import Spread
 

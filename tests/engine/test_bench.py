@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import DEMO_MODEL, RUNNER
 
-from vllm_specplugins.engine.harness.serving import Traffic, Turn, serve_round, serving_engine
+from vllm_specplugins.engine.harness.serving import serve_round, serving_engine
+from vllm_specplugins.engine.harness.traffic import Traffic, Turn
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.bench.command import rounds_of
 from vllm_specplugins.tools.bench.figures import Cell

@@ -65,7 +65,7 @@ class MadeUpEngine:
         pass
 
     def receive(self) -> Any:
-        from vllm_specplugins.engine.harness.serving import Machine
+        from vllm_specplugins.engine.harness.traffic import Machine
 
         return Machine("a made-up machine", self.dtype, "V1")
 

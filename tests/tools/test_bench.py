@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.engine.harness.serving import Answer, Turn, _Clock
+from vllm_specplugins.engine.harness.serving import _Clock
+from vllm_specplugins.engine.harness.traffic import Answer, Turn
 from vllm_specplugins.tools.bench import command
 
 pytest.importorskip("vllm")

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from vllm_specplugins.__main__ import main
-from vllm_specplugins.engine.harness.serving import Answer, Turn
+from vllm_specplugins.engine.harness.traffic import Answer, Turn
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.bench.figures import Row
 from vllm_specplugins.tools.exits import agreements, tokens_per_step

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_specplugins.engine.harness.serving import Answer, Turn
+from vllm_specplugins.engine.harness.traffic import Answer, Turn
 
 pytest.importorskip("vllm")
 GPU = Path(__file__).parents[1] / "gpu"

@@ -11,6 +11,7 @@ from typing import Any
 from vllm_specplugins.engine.metrics.names import REPORT, SEPARATOR, key
 
 EMITTED = "specplugins_emitted"  # attribute of SchedulerOutput: decoding steps; dropped draft tokens by their place
+VERIFIED = "specplugins_num_verified"  # of ModelRunnerOutput: draft tokens that were verified, if drafts were trimmed
 _BY_PLACE = "accepted_tokens_by_position"
 
 

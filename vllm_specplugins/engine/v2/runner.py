@@ -17,13 +17,14 @@ from vllm.v1.worker.gpu import model_runner
 from vllm_specplugins.cascade.on_device import LOOKUP, Stages
 from vllm_specplugins.config import methods_of
 from vllm_specplugins.engine.adaptive.conditions import or_planned
+from vllm_specplugins.engine.emitted import VERIFIED
 from vllm_specplugins.engine.frontend.spec_config import without_built_in
 from vllm_specplugins.engine.frontend.trees import register
 from vllm_specplugins.engine.grammar.output import forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.v2 import memory
 from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
-from vllm_specplugins.engine.v2.feedback.report import REPORT, VERIFIED
+from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.built_in import DeviceOffer, rating, run_before
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator

@@ -17,9 +17,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.engine.adaptive.conditions import chooses_length
-from vllm_specplugins.engine.emitted import CountsEmitted
+from vllm_specplugins.engine.emitted import VERIFIED, CountsEmitted
 from vllm_specplugins.engine.frontend.options import length_limit, request_options
-from vllm_specplugins.engine.v2.feedback.report import REPORT, VERIFIED
+from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.gate.step_times import CLIFF, StepTimes
 from vllm_specplugins.request_options import draft_limit
 

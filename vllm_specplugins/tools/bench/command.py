@@ -10,7 +10,8 @@ from rich.progress import Progress
 
 from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError
 from vllm_specplugins.engine.harness.process import EngineProcess, fit_together
-from vllm_specplugins.engine.harness.serving import Forced, Machine, Traffic, Turn, serve_rounds, serving_engine
+from vllm_specplugins.engine.harness.serving import serve_rounds, serving_engine
+from vllm_specplugins.engine.harness.traffic import Forced, Machine, Traffic, Turn
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
 from vllm_specplugins.tools.bench.figures import Cell, rows_of, step_ms_by_tokens
 from vllm_specplugins.tools.bench.report import Report, tell

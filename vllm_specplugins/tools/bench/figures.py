@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from vllm_specplugins.engine.harness.serving import Turn
+from vllm_specplugins.engine.harness.traffic import Turn
 
 NGRAM = 8  # tokens in a row that count as a repetition
 LOOPS = 0.5  # an output that repeats more of itself than this is called a loop

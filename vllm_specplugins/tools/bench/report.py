@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_specplugins.engine.harness.serving import Machine
+from vllm_specplugins.engine.harness.traffic import Machine
 from vllm_specplugins.tools.bench.advice import notes, verdict
 from vllm_specplugins.tools.bench.figures import Row
 from vllm_specplugins.tools.picker import NONE, Config

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, NoReturn
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine.harness.serving import Forced, Turn
+from vllm_specplugins.engine.harness.traffic import Forced, Turn
 from vllm_specplugins.methods import METHODS, runs_target
 from vllm_specplugins.parsing import parse_config, registered_methods
 from vllm_specplugins.tools.base_model import load_config

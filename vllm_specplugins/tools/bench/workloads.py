@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplugins.config import ConfigError, brief
-from vllm_specplugins.engine.harness.serving import Forced
+from vllm_specplugins.engine.harness.traffic import Forced
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files, snippets
 from vllm_specplugins.tools.data import rows_of, samples
 

@@ -10,7 +10,6 @@ from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengt
 
 REPORT = "specplugins_num_draft"  # attribute of ModelRunnerOutput: request id -> length of its newest draft
 
-VERIFIED = "specplugins_num_verified"  # the same: of its drafts, how many tokens were verified, if they were trimmed
 
 _WARM_UP = ("_warmup_", "_v2_")  # how the names of the requests begin with which vLLM warms up
 
