@@ -196,6 +196,7 @@ def test_jump(attention: None, engine: Any, prompts: Any, expected: Any, tmp_pat
     drafts, accepted = (after[name] - before[name] for name in ("drafts", "accepted_tokens"))
     check(llm, 50)
     assert accepted >= (drafts - len(prompts)) * chain_length(N)
+    check_ends(llm, prompts, expected)
 
 
 @on_v2
