@@ -150,9 +150,9 @@ def test_spared_while_text_is_copied() -> None:
         return num_draft
 
     def needs(*accepted: int) -> bool:
-        ids, counts = [str(row) for row in range(len(accepted))], np.array(accepted, np.int32)
-        needed: bool = proposer.needs_built_in(ids, counts)
-        proposer.observe(Feedback(ids, counts, counts, step_ms=20.0))
+        batch, counts = batch_of([new] * len(accepted), None), np.array(accepted, np.int32)
+        needed: bool = proposer.needs_built_in(batch, counts)
+        proposer.observe(Feedback(batch.request_ids, counts, counts, step_ms=20.0))
         return needed
 
     assert needs(0), "nothing was drafted yet"
@@ -163,3 +163,42 @@ def test_spared_while_text_is_copied() -> None:
     assert step(copied, new) == [6, 3] and needs(6, 3), "of one alone"
     assert step(copied) == [6] and not needs(6)
     assert told == [20.0, 20.0 + 8.0, 20.0, 20.0, 20.0, 20.0, 20.0 + 7.0]
+
+
+def test_spared_where_the_lookup_is_worth_more() -> None:
+    """The model is right about its first token alone, copies about all of theirs. Fails if the model is asked for while
+    all requests copy and a draft was cut short, if it is spared before it was tried or where one of two has nothing to
+    copy, if the lookup searches twice in a step, or if its drafts of another step are taken."""
+    context = replace(CONTEXT, max_num_draft=6)
+    stages = [LOOKUP, {**MODEL, "num_speculative_tokens": 3}]
+    config = {"method": "cascade", "num_speculative_tokens": 6, "stages": stages}
+    proposer: Any = build_proposer(parse_config(config), context)
+    copied, new, searches = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3], [5, 6], list[int]()
+    lookup = proposer._stages[0].proposer
+    search = lookup.continue_drafts
+    lookup.continue_drafts = lambda *given: (searches.append(1), search(*given))[1]
+
+    def step(*histories: list[int]) -> tuple[bool, list[int]]:
+        batch = batch_of(list(histories), [[7, 8, 9]] * len(histories), 6)
+        cut_short = np.full(len(histories), 2, np.int32)
+        needed: bool = proposer.needs_built_in(batch, cut_short)
+        assert batch.offer is not None
+        offer = batch.offer if needed else replace(batch.offer, token_ids=batch.offer.token_ids[:, :0])
+        num_draft = proposer.propose(replace(batch, offer=offer)).num_draft
+        right = np.minimum(num_draft, [6 if history is copied else 1 for history in histories]).astype(np.int32)
+        proposer.observe(Feedback(batch.request_ids, num_draft, right, step_ms=10.0 + 0.1 * int(num_draft.sum())))
+        return needed, num_draft.tolist()
+
+    for _ in range(10):
+        assert step(copied)[0], "it has never drafted"
+    for _ in range(30):
+        step(new)
+        step(copied)
+    searches.clear()
+    assert step(copied) == (False, [6]) and searches == [1]
+    assert step(new)[0]
+    for _ in range(10):
+        step(copied, new)
+    assert step(copied, new)[0] and not step(copied, copied)[0]
+    proposer.needs_built_in(batch_of([copied], None, 6), np.zeros(1, np.int32))
+    assert proposer.propose(batch_of([new], None, 6)).num_draft.tolist() == [0]

@@ -52,13 +52,13 @@ class Cascade:
         self._built_in = next((stage for stage in self._stages if isinstance(stage.proposer, BuiltIn)), None)
         self.built_in_guard = self._built_in.guard if self._built_in else None  # whom the engine calls it by
         self._drafting_ms, self._num_context = 0.0, 0  # of the last step
+        self._looked_up: tuple[Any, DraftArrays] | None = None  # the lookup's drafts where it was asked before a step
 
     def propose(self, batch: DraftBatch) -> Draft:
         """The stages' drafts, combined by the policy, as long as the gate thinks they pay."""
         start = time.perf_counter()
-        for guard in self._guards:
-            if guard is not self.built_in_guard:
-                guard.begin_step()
+        if self._looked_up is None or self._looked_up[0] != _texts_of(batch):
+            self._begin_step()
         if batch.offer is not None and self._built_in is not None:
             self._built_in.counters.ms += self._built_in.proposer.took(batch.offer)
         rows = self._rows.of(batch.request_ids)
@@ -66,21 +66,45 @@ class Cascade:
         if self._gate is not None:
             self._num_context = int(places_of(batch.token_ids)[1].sum())
         draft = self._ledger.put(rows, self._draft(batch, batch.max_num_draft.astype(np.int64)))
-        self._drafting_ms = (time.perf_counter() - start) * 1000
+        self._drafting_ms, self._looked_up = (time.perf_counter() - start) * 1000, None
         return draft
 
-    def needs_built_in(self, request_ids: Sequence[str], num_accepted: Int32Array) -> bool:
-        """Whether anybody may use what the stage built into the engine would draft in this step; asked before it runs.
+    def _begin_step(self) -> None:
+        """Gives each stage but the one that has run its time for another step."""
+        self._looked_up = None
+        for guard in self._guards:
+            if guard is not self.built_in_guard:
+                guard.begin_step()
 
-        Nobody may where of all requests a draft at least twice as long as its own, which another stage made or ended,
-        has just been accepted whole: as long as text is copied it costs no more than the tokens that it has to see.
+    def needs_built_in(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
+        """Whether this step needs a draft of the stage built into the engine; asked before that stage runs.
+
+        It needs none while all requests copy: each had a draft at least twice as long as that stage's, which another
+        stage made or ended, accepted whole. Nor does it where a lookup stands first and has a draft for each request
+        that is expected to gain as much as that stage's would. As long as text is copied the stage then costs no more
+        than the tokens that it has to see.
         """
-        stage, rows = self._built_in, self._rows.known(request_ids)
-        if stage is None or self._gate is None or self._context.num_ranks > 1:  # others do not know what was accepted
+        stage, gate = self._built_in, self._gate
+        if stage is None or gate is None or self._context.num_ranks > 1:  # other ranks do not know the accepted tokens
             return True
-        went_on = self._ledger.went_on(rows, num_accepted, stage.index, 2 * stage.max_num_draft)
-        stage.proposer.is_needed = not went_on
-        return not went_on
+        rows = self._rows.of(batch.request_ids)
+        self._ledger.make_room(self._rows.num_rows)
+        self._looked_up = None
+        least = 2 * stage.max_num_draft
+        is_needed = not self._ledger.went_on(rows, num_accepted, stage.index, least) and not self._suffices(batch, rows)
+        stage.proposer.is_needed = is_needed
+        return is_needed
+
+    def _suffices(self, batch: DraftBatch, rows: Ints) -> bool:
+        """Whether the lookup's drafts are worth those of the stage built into the engine. They count as this step's."""
+        first, built_in, gate = self._stages[0], self._built_in, self._gate
+        if len(self._stages) != 2 or not first.method.is_lookup or built_in is None or gate is None:
+            return False
+        max_draft = batch.max_num_draft.astype(np.int64)
+        self._begin_step()
+        drafts = first.draft(batch, None, first.limits(batch, max_draft))
+        self._looked_up = _texts_of(batch), drafts
+        return gate.suffices(rows, drafts, built_in.index, built_in.limits(batch, max_draft))
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """Runs each stage that runs the target as far as a step can make it, and remembers nothing."""
@@ -151,7 +175,7 @@ class Cascade:
         if first.method.runs_target:
             drafts = self._split(first, first.draft, batch, None, max_own, max_draft)
         else:
-            drafts = first.draft(batch, None, max_own)
+            drafts = first.draft(batch, None, max_own) if self._looked_up is None else self._looked_up[1]
             if not others:
                 return self._split(first, None, batch, drafts, max_own * 0, max_draft)
         for stage in others:
@@ -206,3 +230,8 @@ class Cascade:
         longer = drafts.followed_by(lookup.draft(batch, drafts, lookup.limits(batch, room)))
         pays = np.minimum(self._gate.profitable_length(rows, longer), longer.num_draft)
         return longer._replace(num_draft=np.maximum(drafts.num_draft, pays))
+
+
+def _texts_of(batch: DraftBatch) -> tuple[tuple[str, ...], list[int]]:
+    """The requests of a batch and the lengths of their histories, which tell a step from another."""
+    return tuple(batch.request_ids), list(map(len, batch.token_ids))

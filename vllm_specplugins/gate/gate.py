@@ -18,7 +18,7 @@ from vllm_specplugins.gate.costs import LoadCosts, StepCosts, break_even_rate
 from vllm_specplugins.gate.ledger import Ledger, accept_prob, drafts_type, ints, reals, records_type
 from vllm_specplugins.gate.step_times import OUTLIER_RATIO
 from vllm_specplugins.kernels.compiled import compiled, inlined
-from vllm_specplugins.structures.arrays import DraftArrays, Floats, Ints
+from vllm_specplugins.structures.arrays import FIRST_CONFIDENCE, DraftArrays, Floats, Ints
 
 EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
 FEW_CALLS = 10  # of a stage, after which its time is known
@@ -110,9 +110,7 @@ class Gate:
     ) -> tuple[Ints, Ints]:
         kept, own = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
         rate = break_even_rate(costs, len(rows))
-        K = self._max_num_draft
-        tokens_ms = costs.tokens_ms(K) if len(rows) == 1 else np.full(K, costs.slope_ms)
-        prices = rate * tokens_ms, rate * self._draft_ms.get(stage, 0.0)
+        prices = rate * self._tokens_ms(costs, len(rows)), rate * self._draft_ms.get(stage, 0.0)
         drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
         limits = np.ascontiguousarray(confidence), max_own, room
         max_length = costs.max_length(is_free=not self._drafted)
@@ -125,6 +123,25 @@ class Gate:
         if costs is None:
             return none
         return self._split_draft(costs, rows, drafts, 0, drafts.confidence, none, none)[0]
+
+    def suffices(self, rows: Ints, found: DraftArrays, stage: int, max_own: Ints) -> bool:
+        """Whether another stage's draft is expected to gain more than the draft that there is for none of the requests.
+        Never as long as few of the stage's tokens have been tried.
+
+        Args:
+            max_own: [R], tokens that the stage may draft.
+        """
+        costs = self._costs.of(len(rows), self.num_context)
+        if costs is None or not self._ledger.has_tried(stage):
+            return False
+        prices = break_even_rate(costs, len(rows)) * self._tokens_ms(costs, len(rows))
+        drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
+        return bool(_suffice(rows, drafts, stage, max_own, prices, self._ledger.records))
+
+    def _tokens_ms(self, costs: StepCosts, num_reqs: int) -> Floats:
+        """[K], the price in ms of each token more of a draft."""
+        K = self._max_num_draft
+        return costs.tokens_ms(K) if num_reqs == 1 else np.full(K, costs.slope_ms)
 
     def asks(self, stage: int, num_reqs: int, ms: float) -> bool:
         """Whether to ask a stage on the host, which takes so long. One that brought nothing EMPTY_ANSWERS times in a
@@ -190,6 +207,18 @@ def _candidates(
             if place < room - kept:
                 after[place + 1] += max(0.0, survival * own - prices[kept + place])
     return kept
+
+
+@compiled(types.boolean(ints, drafts_type, types.int64, ints, types.float64[::1], records_type))
+def _suffice(rows: Any, found: Any, stage: int, max_own: Any, prices: Any, records: Any) -> bool:
+    """See Gate.suffices; the stage has not drafted, and the first tokens' confidence counts as the usual one."""
+    alone, after = np.empty((2, found[1].shape[1] + 1))
+    usual = FIRST_CONFIDENCE + np.arange(found[1].shape[1])
+    for index in range(len(rows)):
+        _candidates(rows[index], found, index, stage, usual, max_own[index], 0, prices, records, alone, after)
+        if after[0] == 0 or alone[-1] > after[0]:
+            return False
+    return True
 
 
 @compiled(

@@ -79,6 +79,10 @@ class Ledger:
         last = stages[rows, np.maximum(num_draft, 1) - 1]
         return bool(((num_draft >= least) & (num_draft == num_accepted) & (last != stage)).all())
 
+    def has_tried(self, stage: int) -> bool:
+        """Whether as many first tokens of a stage have been tried as its first guess counts for."""
+        return bool(self._shared[0][stage, 0] >= 2 * PRIOR_WEIGHT)
+
     def num_kept(self, stage: int) -> int:
         """Tokens of a stage that went to the target, since the counts were moved."""
         return int(self._totals[0][stage, KEPT])

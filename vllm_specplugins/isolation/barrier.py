@@ -133,10 +133,10 @@ class FaultBarrier:
         guard: Guard | None = getattr(self.proposer, "built_in_guard", None)
         return guard.call_built_in(work, is_timed) if guard else work()
 
-    def needs_built_in(self, request_ids: Sequence[str], num_accepted: Int32Array) -> bool:
+    def needs_built_in(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
         """See Cascade.needs_built_in; asked as a part of that work."""
-        needed: bool = getattr(self.proposer, "needs_built_in", lambda *_: True)(request_ids, num_accepted)
-        return needed
+        asks = getattr(self.proposer, "needs_built_in", None)
+        return asks is None or bool(asks(for_proposer(batch), num_accepted))
 
     def count(self, feedback: Feedback, num_asked: int = 0) -> None:
         """Counts one step's verification, and requests that a grammar alone drafts for."""

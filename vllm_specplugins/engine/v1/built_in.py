@@ -66,11 +66,11 @@ class BuiltInDrafter:
         *tensors, common, slot_mappings = step
         if self._longest is not None and common.max_seq_len + self._runner.num_spec_tokens > self._longest:
             return None
+        most = 0 if self._runs_by_token and not is_needed() else self._most
         start = time.perf_counter()
         width = max(1, *map(len, sampled_token_ids))
         padded = np.array([tokens + [-1] * (width - len(tokens)) for tokens in sampled_token_ids], np.int32)
         scheduler_output = copy.copy(scheduler_output)  # vLLM 0.33 may want fewer than K in a step
-        most = 0 if self._runs_by_token and not is_needed() else self._most
         scheduler_output.num_spec_tokens_to_schedule = min(most, scheduler_output.num_spec_tokens_to_schedule)
         with self._as_it_expects(scheduler_output, sampled_token_ids):
             # The metadata are changed.

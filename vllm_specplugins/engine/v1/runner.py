@@ -183,10 +183,18 @@ class _Adapter:
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens and row not in unread]
         request_ids = [input_batch.req_ids[row] for row in rows]
         num_accepted = np.array([len(sampled_token_ids[row]) - 1 for row in rows], np.int32)
+        num_tokens = input_batch.num_tokens_no_spec[rows]
+        requests = [self._request(request_id) for request_id in request_ids]
+        batch = DraftBatch(
+            request_ids=request_ids,
+            token_ids=Views.of_rows(view(input_batch.token_ids_cpu), rows, num_tokens.tolist()),
+            max_num_draft=self._max_num_draft(rows, requests, num_tokens.tolist()),
+            options=[request.options for request in requests],
+        )
         offer = None
         if self._built_in is not None:
             most_decoded = len(input_batch.req_ids) * (1 + self._runner.num_spec_tokens)
-            is_needed = partial(self._barrier.needs_built_in, request_ids, num_accepted)
+            is_needed = partial(self._barrier.needs_built_in, batch, num_accepted)
             offer = self._barrier.call_built_in(
                 partial(self._built_in.offer, is_needed, rows, scheduler_output, sampled_token_ids, *step),
                 is_timed=scheduler_output.total_num_scheduled_tokens <= most_decoded,  # no prompt is taken in
@@ -198,8 +206,6 @@ class _Adapter:
         if not self._drafts:
             self._barrier.count(feedback, len(rows))
             return drafts
-        num_tokens = input_batch.num_tokens_no_spec[rows]
-        requests = [self._request(request_id) for request_id in request_ids]
         if self._learner is not None and rows:
             self._learner.step()
             if self._learner.is_on and len(self._read) < _MOST_UNREAD:
@@ -208,11 +214,8 @@ class _Adapter:
                 of_step = reading_of(*of_rows, self._learner.exits, self._drafted_rows)
                 self._read.append(replace(of_step, gone=self._gone))
                 self._gone = []
-        batch = DraftBatch(
-            request_ids=request_ids,
-            token_ids=Views.of_rows(view(input_batch.token_ids_cpu), rows, num_tokens.tolist()),
-            max_num_draft=self._max_num_draft(rows, requests, num_tokens.tolist()),
-            options=[request.options for request in requests],
+        batch = replace(
+            batch,
             target=self._target(rows, num_tokens, requests, *step),
             offer=offer,
         )

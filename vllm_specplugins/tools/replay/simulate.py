@@ -169,7 +169,7 @@ class _Engine:
     def _offered(self, drafter: Drafter, batch: DraftBatch, feedback: Feedback) -> tuple[DraftBatch, Feedback]:
         """The drafter runs before ours is asked, and its time is a part of the step, as in an engine."""
         assert self.barrier is not None
-        is_needed = self.barrier.needs_built_in(batch.request_ids, feedback.num_accepted)
+        is_needed = self.barrier.needs_built_in(batch, feedback.num_accepted)
         self._drafter_ms = drafter.step_ms(batch.num_reqs, is_needed)
         token_ids = drafter.draft(self._traffic, batch.request_ids, batch.token_ids)
         offer = Offer(token_ids[:, : None if is_needed else 0], self._drafter_ms)
