@@ -165,10 +165,11 @@ def test_spared_while_text_is_copied() -> None:
     assert told == [20.0, 20.0 + 8.0, 20.0, 20.0, 20.0, 20.0, 20.0 + 7.0]
 
 
-def test_spared_where_the_lookup_is_worth_more() -> None:
-    """The model is right about its first token alone, copies about all of theirs. Fails if the model is asked for while
-    all requests copy and a draft was cut short, if it is spared before it was tried or where one of two has nothing to
-    copy, if the lookup searches twice in a step, or if its drafts of another step are taken."""
+def test_spared_where_a_run_gains_less() -> None:
+    """The model is right about its first token alone, copies about all of theirs. Fails if the model runs while all
+    requests copy and a draft was cut short, if it is spared before it was tried, or where one of two has nothing to
+    copy and a run costs nothing; if it runs for one of two where a run is dear; if it never runs again; if the lookup
+    searches twice in a step, or if its drafts of another step are taken."""
     context = replace(CONTEXT, max_num_draft=6)
     stages = [LOOKUP, {**MODEL, "num_speculative_tokens": 3}]
     config = {"method": "cascade", "num_speculative_tokens": 6, "stages": stages}
@@ -178,12 +179,13 @@ def test_spared_where_the_lookup_is_worth_more() -> None:
     search = lookup.continue_drafts
     lookup.continue_drafts = lambda *given: (searches.append(1), search(*given))[1]
 
-    def step(*histories: list[int]) -> tuple[bool, list[int]]:
+    def step(*histories: list[int], run_ms: float = 0.0) -> tuple[bool, list[int]]:
         batch = batch_of(list(histories), [[7, 8, 9]] * len(histories), 6)
         cut_short = np.full(len(histories), 2, np.int32)
         needed: bool = proposer.needs_built_in(batch, cut_short)
         assert batch.offer is not None
-        offer = batch.offer if needed else replace(batch.offer, token_ids=batch.offer.token_ids[:, :0])
+        offer = replace(batch.offer, ms=2.5 + run_ms)
+        offer = offer if needed else Offer(offer.token_ids[:, :0], 2.5)
         num_draft = proposer.propose(replace(batch, offer=offer)).num_draft
         right = np.minimum(num_draft, [6 if history is copied else 1 for history in histories]).astype(np.int32)
         proposer.observe(Feedback(batch.request_ids, num_draft, right, step_ms=10.0 + 0.1 * int(num_draft.sum())))
@@ -200,5 +202,7 @@ def test_spared_where_the_lookup_is_worth_more() -> None:
     for _ in range(10):
         step(copied, new)
     assert step(copied, new)[0] and not step(copied, copied)[0]
+    ran = [step(copied, new, run_ms=5.0)[0] for _ in range(240)]
+    assert 2 <= sum(ran[40:]) <= 10, "runs of 5 ms in 1 % of the time"
     proposer.needs_built_in(batch_of([copied], None, 6), np.zeros(1, np.int32))
     assert proposer.propose(batch_of([new], None, 6)).num_draft.tolist() == [0]

@@ -80,9 +80,9 @@ class Cascade:
         """Whether this step needs a draft of the stage built into the engine; asked before that stage runs.
 
         It needs none while all requests copy: each had a draft at least twice as long as that stage's, which another
-        stage made or ended, accepted whole. Nor does it where a lookup stands first and has a draft for each request
-        that is expected to gain as much as that stage's would. As long as text is copied the stage then costs no more
-        than the tokens that it has to see.
+        stage made or ended, accepted whole. Nor does it where a lookup stands first, and that stage is expected to gain
+        less beside the lookup's drafts than its run costs (Gate.spares). The stage then costs no more than the tokens
+        that it has to see.
         """
         stage, gate = self._built_in, self._gate
         if stage is None or gate is None or self._context.num_ranks > 1:  # other ranks do not know the accepted tokens
@@ -91,12 +91,12 @@ class Cascade:
         self._ledger.make_room(self._rows.num_rows)
         self._looked_up = None
         least = 2 * stage.max_num_draft
-        is_needed = not self._ledger.went_on(rows, num_accepted, stage.index, least) and not self._suffices(batch, rows)
+        is_needed = not self._ledger.went_on(rows, num_accepted, stage.index, least) and not self._spares(batch, rows)
         stage.proposer.is_needed = is_needed
         return is_needed
 
-    def _suffices(self, batch: DraftBatch, rows: Ints) -> bool:
-        """Whether the lookup's drafts are worth those of the stage built into the engine. They count as this step's."""
+    def _spares(self, batch: DraftBatch, rows: Ints) -> bool:
+        """Whether the lookup's drafts do without those of the built-in stage. They count as this step's."""
         first, built_in, gate = self._stages[0], self._built_in, self._gate
         if len(self._stages) != 2 or not first.method.is_lookup or built_in is None or gate is None:
             return False
@@ -104,7 +104,8 @@ class Cascade:
         self._begin_step()
         drafts = first.draft(batch, None, first.limits(batch, max_draft))
         self._looked_up = _texts_of(batch), drafts
-        return gate.suffices(rows, drafts, built_in.index, built_in.limits(batch, max_draft))
+        own = built_in.limits(batch, max_draft)
+        return gate.spares(rows, drafts, built_in.index, own, built_in.proposer.saved_ms)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
         """Runs each stage that runs the target as far as a step can make it, and remembers nothing."""

@@ -26,7 +26,9 @@ MIN_CALLS = 3  # of a stage, before which its time may be that of a hiccup, and 
 EMPTY_ANSWERS = 8  # in a row, after which a stage on the host is asked but now and then
 EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
 GOOD_ACCEPTANCE = 0.75  # what text that suits a stage may be expected to have, whatever the record of other text
-FOUND, ASKED = 1 << 8, 1 << 9  # trials of what there is in front of a stage, and of asking it, by stage
+RUN_MARGIN = 2.0  # a stage that runs may bring so many times what is expected: a lookup continues its tokens, too
+# By stage: trials of what there is in front of it, of asking it, and steps in a row that it was spared.
+FOUND, ASKED, SPARED = 1 << 8, 1 << 9, 1 << 10
 
 
 class Gate:
@@ -124,19 +126,28 @@ class Gate:
             return none
         return self._split_draft(costs, rows, drafts, 0, drafts.confidence, none, none)[0]
 
-    def suffices(self, rows: Ints, found: DraftArrays, stage: int, max_own: Ints) -> bool:
-        """Whether another stage's draft is expected to gain more than the draft that there is for none of the requests.
-        Never as long as few of the stage's tokens have been tried.
+    def spares(self, rows: Ints, found: DraftArrays, stage: int, max_own: Ints, saved_ms: float) -> bool:
+        """Whether a step does without a stage that runs for all requests at once, before it is known whose draft is
+        taken. Its drafts are then expected to gain too little beside those that there are: RUN_MARGIN times that is
+        less than the engine emits in the time of a run. The stage runs as long as few of its tokens have been tried,
+        and once in so many steps that this takes EXPLORE_SHARE of the time.
 
         Args:
             max_own: [R], tokens that the stage may draft.
+            saved_ms: time of a run.
         """
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None or not self._ledger.has_tried(stage):
             return False
-        prices = break_even_rate(costs, len(rows)) * self._tokens_ms(costs, len(rows))
+        rate = break_even_rate(costs, len(rows))
         drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
-        return bool(_suffice(rows, drafts, stage, max_own, prices, self._ledger.records))
+        gain = _gain(rows, drafts, stage, max_own, rate * self._tokens_ms(costs, len(rows)), self._ledger.records)
+        quiet = self._quiet.get(stage + SPARED, 0) + 1
+        is_spared = RUN_MARGIN * gain <= costs.tokens_per_ms * saved_ms and quiet <= max(
+            EXPLORE_EVERY, saved_ms / costs.step_ms / EXPLORE_SHARE
+        )
+        self._quiet[stage + SPARED] = quiet if is_spared else 0
+        return is_spared
 
     def _tokens_ms(self, costs: StepCosts, num_reqs: int) -> Floats:
         """[K], the price in ms of each token more of a draft."""
@@ -209,16 +220,17 @@ def _candidates(
     return kept
 
 
-@compiled(types.boolean(ints, drafts_type, types.int64, ints, types.float64[::1], records_type))
-def _suffice(rows: Any, found: Any, stage: int, max_own: Any, prices: Any, records: Any) -> bool:
-    """See Gate.suffices; the stage has not drafted, and the first tokens' confidence counts as the usual one."""
+@compiled(types.float64(ints, drafts_type, types.int64, ints, types.float64[::1], records_type))
+def _gain(rows: Any, found: Any, stage: int, max_own: Any, prices: Any, records: Any) -> float:
+    """Tokens that a stage is expected to bring all requests more than the drafts that there are. It has not drafted:
+    the usual confidence stands for its tokens'."""
     alone, after = np.empty((2, found[1].shape[1] + 1))
     usual = FIRST_CONFIDENCE + np.arange(found[1].shape[1])
+    gain = 0.0
     for index in range(len(rows)):
         _candidates(rows[index], found, index, stage, usual, max_own[index], 0, prices, records, alone, after)
-        if after[0] == 0 or alone[-1] > after[0]:
-            return False
-    return True
+        gain += max(0.0, alone[-1] - after[0])
+    return gain
 
 
 @compiled(
