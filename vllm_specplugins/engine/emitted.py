@@ -49,7 +49,8 @@ class CountsEmitted:
 
     def _drop(self, outputs: Any, rows: dict[str, int], num_sampled: list[int]) -> None:
         """Counts what was sampled and not emitted."""
-        emitted = {own.request_id: len(own.new_token_ids) for every in outputs.values() for own in every.outputs}
+        all_outputs = (core_output for own in outputs.values() for core_output in own.outputs)
+        emitted = {core_output.request_id: len(core_output.new_token_ids) for core_output in all_outputs}
         for request_id, row in rows.items():
             places = range(max(1, emitted.get(request_id, 0)) - 1, num_sampled[row] - 1)
             self._dropped.update(places)

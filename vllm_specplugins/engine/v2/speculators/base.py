@@ -197,12 +197,12 @@ class Speculator(DraftModelSpeculator):
 
     def _target(self, num_rows: int, forward: Any, edit: Any) -> Target:
         """As the states of requests have it; of nobody's rows, no token of any request."""
-        states, verified = self._req_states, self.verified
+        req_states, verified = self._req_states, self.verified
         limits = () if verified is None else (verified.top_k, verified.top_p, verified.min_p)
         last_token_ids, num_tokens, temperature, seeds, *limits = newest(
             self.idx_mapping[:num_rows],
-            states.num_computed_tokens.gpu,
-            states.last_sampled_tokens.view(-1),
+            req_states.num_computed_tokens.gpu,
+            req_states.last_sampled_tokens.view(-1),
             (self.temperature, self.seeds, *limits),
             self.rows_implementation,
         )
