@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import STRESS, generate
+from cases import STRESS, check_counted, generate, progress
 from conftest import DEMO_MODEL, INTERPRETED, RUNNER, spec_metrics
 from eagle_heads import eagle_head, mtp_model, parallel_head
 from families import EXIT_LAYER, VOCAB_SIZE, checkpoint
@@ -149,8 +149,9 @@ def test_draft_model_keeps_in_step(engine: Any, prompts: Any, expected: Any, mon
     """
     llm = engine(beside_lookup(), model=str(checkpoint("llama")), **TINY)
     offers = Offers(llm, monkeypatch)
-    wanted = [tokens[:NUM_TOKENS] for tokens in expected]
+    wanted, begun = [tokens[:NUM_TOKENS] for tokens in expected], progress(llm)
     assert run(llm, prompts) == wanted
+    check_counted(llm, begun, wanted)
     assert run(llm, prompts[:8]) == wanted[:8], "from the prefix cache"
     assert spec_metrics(llm)["preemptions"] > 0
     assert offers.num_without == 0

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import check_counted, progress
 from conftest import INTERPRETED, RUNNER, TAPES, spec_metrics
 from parts import medusa
 from small_vocabulary import PROMPT, answered
@@ -49,9 +50,10 @@ def test_heads_that_repeat(
         prompts = [PROMPT[: 3 + index % 4] for index in range(len(asked))]
         return answered(llm, asked, prompts, extra_args={"specplugins": options})
 
-    before = spec_metrics(llm)
+    before, begun = spec_metrics(llm), progress(llm)
     drafts.clear()  # of dummy runs
     drafted = run(llm)
+    check_counted(llm, begun, drafted)
     accepted = spec_metrics(llm)["accepted_tokens"] - before["accepted_tokens"]
     greedy = [
         own == [token] * len(own)  # K, or fewer where no request may emit more

@@ -7,10 +7,13 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
+from signal import SIGKILL
+from subprocess import DEVNULL
 from typing import Any
 
 import pytest
-from cases import STRESS, generate, mixed_prompts
+from cases import STRESS, check_counted, generate, mixed_prompts, progress
 from conftest import DEMO_MODEL, RUNNER, spec_metrics
 
 pytestmark = pytest.mark.slow
@@ -26,7 +29,7 @@ def drafter() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "512"]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    server = subprocess.Popen(command, stdout=DEVNULL, stderr=DEVNULL, env=environment, start_new_session=True)
     try:
         for _ in range(1200):
             try:
@@ -37,7 +40,8 @@ def drafter() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
                 time.sleep(0.5)
         yield f"http://127.0.0.1:{port}/v1", server
     finally:
-        server.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, SIGKILL)  # its engine, too
         server.wait(60)
 
 
@@ -55,12 +59,14 @@ def test_drafts_of_a_server(
     llm = engine(remote, **STRESS)
     core, step = llm.llm_engine, llm.llm_engine.step
     monkeypatch.setattr(core, "step", lambda: (time.sleep(0.03), step())[1])  # both may have the same core
+    begun = progress(llm)
     assert generate(llm, prompts, SIZES) == expected
+    check_counted(llm, begun, expected)
     [counters] = llm.collective_rpc("specplugins_stats")
     accepted, verified = (spec_metrics(llm)[name] for name in ("accepted_tokens", "draft_tokens"))
     # On V2 drafts are late, and their lengths planned: what is not there yet is verified, too.
     assert accepted > 3 * len(prompts) if RUNNER == "v2" else accepted >= 0.9 * verified > 0
-    server.kill()
+    os.killpg(server.pid, SIGKILL)
     assert generate(llm, prompts, SIZES) == expected
     [counters] = llm.collective_rpc("specplugins_stats")
     assert counters["faults"] == {}

