@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -206,10 +207,10 @@ def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatc
         llm = engine(config, **target, **arguments)
         offers.__init__(llm, monkeypatch)  # type: ignore[misc]
         assert run(llm, prompts) == wanted
-    for _ in range(2):  # 84 tokens: two full blocks, of which vLLM's drafters compute the last one anew
+    for _ in range(2):  # 84 tokens: two full blocks, of which drafters of vLLM 0.32 compute the last one anew
         before = hits(llm)
         assert run(llm, prompts[3:4]) == wanted[3:4]
-    assert hits(llm) == before + 32
+    assert hits(llm) == before + (32 if version("vllm").startswith("0.32") else 64)
     assert all(counters["kept"] for counters in stats_of(llm))
     both = alone.by_history.keys() & beside.by_history.keys()
     assert len(both) > 3 * len(prompts)
