@@ -42,10 +42,11 @@ MAY_IMPORT = {
     "methods": {"config", "custom", "draft"},
     "parsing": {"config", "custom", "methods"},
     "arguments": {"config"},
-    "__main__": {"arguments", "config", "methods", "parsing"},
+    "commands": {"arguments"},
+    "__main__": {"commands", "config", "methods", "parsing"},
     "__init__": {"config", "engine"},
 }
-_BELOW = {*MAY_IMPORT} - {"arguments", "__main__", "__init__"}
+_BELOW = {*MAY_IMPORT} - {"arguments", "commands", "__main__", "__init__"}
 MAY_IMPORT |= {"engine": _BELOW, "tools": _BELOW - {"cascade", "gate", "options_text"} | {"engine"}}
 # Likewise the rooms of the engine.
 IN_ENGINE_MAY_IMPORT = {

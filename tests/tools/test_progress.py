@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress
 
-from vllm_specplugins.__main__ import COMMANDS, main
+from vllm_specplugins.__main__ import main
+from vllm_specplugins.commands import COMMANDS
 from vllm_specplugins.tools import progress as module
 from vllm_specplugins.tools.progress import line_of, progress
 
