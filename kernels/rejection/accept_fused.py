@@ -132,7 +132,7 @@ def _draw_kernel(
 
 
 @triton.jit
-def load_weighed(weighed, target, drafts, begin, num_rows, state, step, first):
+def _load_weighed(weighed, target, drafts, begin, num_rows, state, step, first):
     """p and q of a row, as `race` takes them."""
     # Nothing is recovered after the last draft: as if a draft had been of an empty vocabulary.
     place, has_draft = first + step, step < num_rows - 1
@@ -151,7 +151,7 @@ def load_weighed(weighed, target, drafts, begin, num_rows, state, step, first):
 
 
 @triton.jit
-def write_accepted(
+def _write_accepted(
     result, num_accepted, weighed, scanned, target, drafts, layout, parameters, request, width,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +165,7 @@ def write_accepted(
             row_ptr = target.logits + (begin + num_accepted) * target.stride
             last = first_of_largest(row_ptr, maxima, target.vocab_size)
         else:
-            p, q = load_weighed(weighed, target, drafts, begin, num_rows, state, num_accepted, request * width)
+            p, q = _load_weighed(weighed, target, drafts, begin, num_rows, state, num_accepted, request * width)
             seed, position = tl.load(parameters.seeds + state), tl.load(layout.positions + begin + num_accepted)
             last = race(p, q, scale, seed, position, maxima, totals, GROUPS)
     steps = tl.arange(0, WIDTH)
@@ -249,7 +249,7 @@ def _weigh_kernel(
         tl.store(weighed.ratio + place, ratio)
     if is_last(scanned.arrivals + request, step, num_rows):
         num_accepted = _num_accepted(weighed, layout, parameters, request, width, WIDTH)
-        write_accepted(
+        _write_accepted(
             result, num_accepted, weighed, scanned, target, drafts, layout, parameters, request, width, WIDTH, GROUPS
         )  # fmt: skip
 

@@ -143,9 +143,8 @@ class Gate:
         drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
         gain = _gain(rows, drafts, stage, max_own, rate * self._tokens_ms(costs, len(rows)), self._ledger.records)
         quiet = self._quiet.get(stage + SPARED, 0) + 1
-        is_spared = RUN_MARGIN * gain <= costs.tokens_per_ms * saved_ms and quiet <= max(
-            EXPLORE_EVERY, saved_ms / costs.step_ms / EXPLORE_SHARE
-        )
+        most_quiet = max(EXPLORE_EVERY, saved_ms / costs.step_ms / EXPLORE_SHARE)
+        is_spared = RUN_MARGIN * gain <= costs.tokens_per_ms * saved_ms and quiet <= most_quiet
         self._quiet[stage + SPARED] = quiet if is_spared else 0
         return is_spared
 
