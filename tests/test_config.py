@@ -178,7 +178,7 @@ def test_stages_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     monkeypatch.setattr(parsing, "registered_methods", lambda: (read.append(1), {})[1])
     stages = [{"method": "early_exit", "exit_layer": layer} for layer in range(1, 9)]
-    assert len(parse_config({"method": "cascade", "stages": stages}).own.stages) == 8 and len(read) == 1
+    assert len(parse_config({"method": "cascade", "stages": stages}).method_config.stages) == 8 and len(read) == 1
     for number in (9, 100_000):
         with pytest.raises(ConfigError, match="stages must be a list of 1 to 8 dictionaries or names, not"):
             parse_config({"method": "cascade", "stages": stages[:1] * number})
@@ -238,7 +238,7 @@ def test_default_lengths(raw, lengths) -> None:
     """Fails if a lookup has no long drafts, if a stage beside it has as long ones or loses what it says, or if drawn
     drafts keep the logits of 31 places."""
     config = parse_config(raw)
-    stages = getattr(config.own, "stages", ())
+    stages = getattr(config.method_config, "stages", ())
     assert [config.length, *(stage.num_speculative_tokens for stage in stages)] == lengths
     assert config.says_length == ("num_speculative_tokens" in raw)
 
@@ -246,10 +246,10 @@ def test_default_lengths(raw, lengths) -> None:
 def test_built_in_stage() -> None:
     stage = {"method": "eagle3", "model": "m", "quantization": "fp8", "num_speculative_tokens": 3}
     config = parse_config({"method": "cascade", "stages": [{"method": "prompt_lookup"}, stage]})
-    assert [own.num_speculative_tokens for own in config.own.stages] == [None, 3]
+    assert [own.num_speculative_tokens for own in config.method_config.stages] == [None, 3]
     found = built_in_stage(config)
-    assert found is config.own.stages[1] and found is not None and found.method == "eagle3"
-    assert (found.own.model, found.own.settings) == ("m", {"quantization": "fp8"})
+    assert found is config.method_config.stages[1] and found is not None and found.method == "eagle3"
+    assert (found.method_config.model, found.method_config.settings) == ("m", {"quantization": "fp8"})
     assert built_in_stage(parse_config({"method": "prompt_lookup"})) is None
 
 

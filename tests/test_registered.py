@@ -30,7 +30,7 @@ def test_by_name() -> None:
     """Kills: a broken neighbour that takes the good ones down, or is imported before it is asked for."""
     assert set(registered_methods()) == {"repeat", "repeat_plain", "breaks", "exits", "old"}
     config = parse_config({"method": "repeat", "times": 3, "num_speculative_tokens": 4})
-    assert config.method == "repeat" and isinstance(config.own, CustomConfig)
+    assert config.method == "repeat" and isinstance(config.method_config, CustomConfig)
     assert built(config)._times == 3
     assert built(parse_config({"method": "repeat_plain", "options": {"times": 1}}))._times == 1
     assert "specplugins_example.exits" not in sys.modules
@@ -39,7 +39,7 @@ def test_by_name() -> None:
 def test_as_a_stage() -> None:
     stages = [{"method": "prompt_lookup"}, {"method": "repeat", "times": 4}]
     config = parse_config({"method": "cascade", "gate": "off", "stages": stages})
-    assert [stage.method for stage in config.own.stages] == ["prompt_lookup", "repeat"]
+    assert [stage.method for stage in config.method_config.stages] == ["prompt_lookup", "repeat"]
     assert [name for name, _ in built(config).named_stages()] == ["0 prompt_lookup", "1 repeat"]
     limits = Limits(config, 100, 64)
     understood({"stages": ["repeat"], "its_own": 1}, limits)

@@ -130,7 +130,7 @@ def method_of(name: str) -> Method:
 
 def drafters(config: SpecConfig) -> list[tuple[Method, Any]]:
     """The row and the own configuration of each method that drafts: of a cascade's stages, or of the one alone."""
-    return [(method_of(part.method), part.own) for part in config.parts]
+    return [(method_of(part.method), part.method_config) for part in config.parts]
 
 
 def runs_target(config: SpecConfig) -> bool:
@@ -181,12 +181,15 @@ def behind_gate(config: SpecConfig) -> SpecConfig:
     """A method that is alone, as the one stage of a cascade; the same configuration where nothing holds it back."""
     if config.common.gate == "off" or config.stages:
         return config
-    return replace(config, own=CascadeConfig(stages=(StageConfig(method=config.method, own=config.own),)))
+    return replace(
+        config,
+        method_config=CascadeConfig(stages=(StageConfig(method=config.method, method_config=config.method_config),)),
+    )
 
 
 def build_proposer(config: SpecConfig | StageConfig, context: ProposerContext) -> Proposer:
     """The proposer that `config` names, ready to propose."""
-    own = config.own
+    own = config.method_config
     if isinstance(own, CustomConfig):
         return build_custom(config.method, own, context)
     row = METHODS["cascade"] if isinstance(own, CascadeConfig) else method_of(config.method)

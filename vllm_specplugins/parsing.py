@@ -88,7 +88,7 @@ def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecCon
     if not (isinstance(own_type, type) and is_dataclass(own_type)):
         raise ConfigError(f"{name}: Config of {path} must be a dataclass, not {brief(own_type)}.")
     config = SpecConfig.parse(name, own_type, raw)
-    return replace(config, own=CustomConfig(proposer=path, options=config.own))
+    return replace(config, method_config=CustomConfig(proposer=path, options=config.method_config))
 
 
 def _parse_stage(index: int, raw: Any, names: Sequence[str], greedy: bool) -> StageConfig:
@@ -105,5 +105,5 @@ def _parse_stage(index: int, raw: Any, names: Sequence[str], greedy: bool) -> St
     if method in BUILT_IN:
         parsed: Any = BuiltInConfig.parse(index, method, {key: own[key] for key in own if key != "method"})
     else:
-        parsed = parse_config(own, greedy).own
-    return StageConfig(method=method, own=parsed, num_speculative_tokens=raw.get("num_speculative_tokens"))
+        parsed = parse_config(own, greedy).method_config
+    return StageConfig(method=method, method_config=parsed, num_speculative_tokens=raw.get("num_speculative_tokens"))

@@ -268,9 +268,11 @@ def test_cascade(policy: str) -> None:
 
 def test_config_is_nested() -> None:
     config = parse_config({"method": "cascade", "stages": [{"method": "prompt_lookup"}, {"method": "early_exit"}]})
-    assert isinstance(config.own, CascadeConfig)
-    assert config.own.stages[1] == StageConfig(method="early_exit", own=EarlyExitConfig(), num_speculative_tokens=5)
-    assert (config.own.policy, config.common.gate) == ("auto", "auto")
+    assert isinstance(config.method_config, CascadeConfig)
+    assert config.method_config.stages[1] == StageConfig(
+        method="early_exit", method_config=EarlyExitConfig(), num_speculative_tokens=5
+    )
+    assert (config.method_config.policy, config.common.gate) == ("auto", "auto")
 
 
 def test_ranks_agree_on_times() -> None:

@@ -94,7 +94,7 @@ def test_a_sleeper_costs_one_budget(act: str) -> None:
 def test_a_stage_is_switched_off_and_on_alone(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     config = parse_config({"method": "cascade", "gate": "off", "stages": [CUSTOM, LOOKUP]})
-    assert isinstance(config.own, CascadeConfig)
+    assert isinstance(config.method_config, CascadeConfig)
     hostile = HostileProposer(HOSTILE["raises sys.exit"][0])
     proposer = Cascade(config, CONTEXT, [hostile, cascade(LOOKUP)._stages[0].proposer])
     proposer._guards[0]._breaker.clock = lambda: now[0]
@@ -201,7 +201,7 @@ def test_construction_fails_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> 
     for error in (SystemExit(3), RuntimeError("no file"), BaseException()):
         own = CustomConfig(proposer="hostile:Unbuildable", options={"error": error})
         with pytest.raises(ConfigError, match="custom: proposer 'hostile:Unbuildable' cannot be built") as caught:
-            build_proposer(replace(config, own=own), CONTEXT)
+            build_proposer(replace(config, method_config=own), CONTEXT)
         assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
     config = parse_config({"method": "custom", "proposer": "hostile:no_proposer"})
     with pytest.raises(ConfigError, match=r"has no method propose, observe, forget\."):

@@ -181,7 +181,7 @@ def test_flags() -> None:
     """--spec-method and --spec-tokens, as well as keys written with dashes."""
     config = engine_config(spec_method="prompt_lookup", spec_tokens=3)
     assert (config.speculative_config.method, config.num_speculative_tokens) == ("prompt_lookup", 3)
-    own = engine_config({"method": "prompt_lookup", "max-ngram": 5}).speculative_config.plugin_config.own
+    own = engine_config({"method": "prompt_lookup", "max-ngram": 5}).speculative_config.plugin_config.method_config
     assert own.max_ngram == 5
     with pytest.raises(ConfigError, match="given twice"):
         engine_config({"method": "prompt_lookup", "num_speculative_tokens": 3}, spec_tokens=4)

@@ -58,7 +58,7 @@ CONFIGS = st.one_of(
 def written(config: SpecConfig) -> dict[str, Any]:
     """The dictionary that says what a configuration says."""
     common = {entry.name: getattr(config.common, entry.name) for entry in fields(CommonConfig)}
-    return {**_own(config.method, config.own), **common}
+    return {**_own(config.method, config.method_config), **common}
 
 
 def _own(method: str, own: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _own(method: str, own: Any) -> dict[str, Any]:
         return {"method": method, "model": own.model, **own.settings}
     values = {entry.name: getattr(own, entry.name) for entry in fields(own)}
     if "stages" in values:
-        values["stages"] = [_own(stage.method, stage.own) for stage in own.stages]
+        values["stages"] = [_own(stage.method, stage.method_config) for stage in own.stages]
     return {"method": method, **values}
 
 

@@ -472,7 +472,7 @@ def test_what_fails_ends_the_learning_alone(
 def test_configuration() -> None:
     """One sentence each. Kills: a wrong field that is passed over; false that learns."""
     raw = {"method": "jump", "head": "x"}
-    assert parse_config({**raw, "learn": {"busy_share": 0.2}}).own.learn == LearnConfig(busy_share=0.2)
+    assert parse_config({**raw, "learn": {"busy_share": 0.2}}).method_config.learn == LearnConfig(busy_share=0.2)
     assert not learns(parse_config({**raw, "learn": False})) and not learns(parse_config(raw))
     for own in (raw, {"method": "medusa", "heads": "x"}, {"method": "early_exit", "exit_layer": 1}):
         stages = [{"method": "prompt_lookup"}, {**own, "learn": True}]

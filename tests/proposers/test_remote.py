@@ -116,7 +116,7 @@ def make(drafter: Drafter) -> Iterator[Callable[..., Remote]]:
     def of(**config: Any) -> Remote:
         parsed = parse_config({"method": "remote", "url": drafter.url, "model": "m", **config})
         context = ProposerContext(VOCAB_SIZE, 1 << 20, 8, K, tokenize=lambda text: [1], codec=codec)
-        made.append(Remote(parsed.own, context))
+        made.append(Remote(parsed.method_config, context))
         return made[-1]
 
     yield of

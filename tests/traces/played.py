@@ -125,7 +125,7 @@ def speed_of(
 ) -> float:
     """Tokens a ms of a cascade; a stage that is built into the engine offers what the last exit says."""
     parsed = parse_config(config)
-    stages = parsed.own.stages
+    stages = parsed.method_config.stages
     offered = sum(stage.num_speculative_tokens or 0 for stage in stages if stage.method == "draft_model")
     width = parsed.common.num_speculative_tokens
 

@@ -36,7 +36,7 @@ class Cascade:
 
     def __init__(self, config: SpecConfig, context: ProposerContext, stages: Sequence[Any]):
         self._context, self._max_num_draft = context, context.max_num_draft
-        self._policy, own = rule(config), config.own.stages
+        self._policy, own = rule(config), config.method_config.stages
         self._rows, self._ledger = SlotTable(), Ledger(len(stages), self._max_num_draft)
         self._gate = Gate(self._ledger, self._max_num_draft) if config.common.gate == "auto" else None
         methods = [stage.method for stage in own]

@@ -228,7 +228,7 @@ class StageConfig:
     """One stage: the method's name, its own part, and the most tokens that it drafts; None: as many as the cascade."""
 
     method: str
-    own: Any
+    method_config: Any
     num_speculative_tokens: int | None = None
 
 

@@ -54,7 +54,7 @@ class SpecConfig:
 
     method: str
     common: CommonConfig
-    own: Any
+    method_config: Any
     says_length: bool = field(default=True, compare=False)
 
     @property
@@ -65,7 +65,7 @@ class SpecConfig:
     @property
     def tree(self) -> int:
         """How many tokens are drafted as a tree; 0: a draft is a chain."""
-        return getattr(self.own, "tree", None) or 0
+        return getattr(self.method_config, "tree", None) or 0
 
     @property
     def longest_chain(self) -> int:
@@ -75,7 +75,7 @@ class SpecConfig:
     @property
     def stages(self) -> tuple[StageConfig, ...]:
         """Of a cascade; of other methods none."""
-        return self.own.stages if isinstance(self.own, CascadeConfig) else ()
+        return self.method_config.stages if isinstance(self.method_config, CascadeConfig) else ()
 
     @property
     def parts(self) -> "tuple[StageConfig | Self, ...]":
@@ -88,7 +88,7 @@ class SpecConfig:
 
     def with_stages(self, stages: Iterable[StageConfig]) -> Self:
         """The same with other stages."""
-        return replace(self, own=replace(self.own, stages=tuple(stages)))
+        return replace(self, method_config=replace(self.method_config, stages=tuple(stages)))
 
     @classmethod
     def parse(cls, method: str, own_type: type, raw: Mapping[str, Any]) -> Self:
@@ -112,12 +112,12 @@ class SpecConfig:
         except Exception as error:
             raise ConfigError(f"{method}: its configuration is refused ({type(error).__name__}: {error}).") from error
         check_fields(own, method)
-        return cls(method=method, common=common, own=own)
+        return cls(method=method, common=common, method_config=own)
 
 
 def stage_configs(config: SpecConfig, kind: type[T]) -> list[T]:
     """The configurations of one kind in a method: its own, or those of its stages."""
-    return [part.own for part in config.parts if isinstance(part.own, kind)]
+    return [part.method_config for part in config.parts if isinstance(part.method_config, kind)]
 
 
 def methods_of(config: SpecConfig) -> list[str]:
@@ -136,19 +136,25 @@ def stage_names(methods: Sequence[str]) -> list[str]:
 
 def built_in_stage(config: SpecConfig) -> StageConfig | None:
     """The stage of a cascade that is built into vLLM, if there is one."""
-    return next((stage for stage in config.stages if isinstance(stage.own, BuiltInConfig)), None)
+    return next((stage for stage in config.stages if isinstance(stage.method_config, BuiltInConfig)), None)
 
 
 def rule(config: SpecConfig) -> str | None:
     """The policy that a cascade carries out: without a gate nobody chooses; None: there is none."""
-    if not isinstance(config.own, CascadeConfig):
+    if not isinstance(config.method_config, CascadeConfig):
         return None
-    return "first" if (config.own.policy, config.common.gate) == ("auto", "off") else config.own.policy
+    return (
+        "first" if (config.method_config.policy, config.common.gate) == ("auto", "off") else config.method_config.policy
+    )
 
 
 def sample_methods(config: SpecConfig) -> set[str]:
     """How the drafts of a method's model proposers are drawn."""
-    return {part.own.draft_sample_method for part in config.parts if hasattr(part.own, "draft_sample_method")}
+    return {
+        part.method_config.draft_sample_method
+        for part in config.parts
+        if hasattr(part.method_config, "draft_sample_method")
+    }
 
 
 def with_default_length(config: SpecConfig, lookups: Collection[str]) -> SpecConfig:
@@ -182,7 +188,7 @@ def with_tree(config: SpecConfig) -> SpecConfig:
             f"{method}: draft_sample_method must be 'coupled' or 'greedy' with tree, whose tokens are certain, not "
             "'probabilistic'."
         )
-    if any(getattr(part.own, "look_ahead", None) for part in config.parts):
+    if any(getattr(part.method_config, "look_ahead", None) for part in config.parts):
         raise ConfigError(f"{method}: look_ahead must be left out with tree, which was never tried with it.")
     if stages := config.stages:
         fits = methods_of(config) in [["prompt_lookup", own] for own in ("early_exit", "jump", "medusa")]
@@ -199,7 +205,7 @@ def check_stages(config: SpecConfig) -> None:
     """Raises ConfigError for stages that do not fit each other, the policy or the cascade's K."""
     stages = config.stages
     for index, stage in enumerate(stages):
-        if getattr(stage.own, "tree", None):
+        if getattr(stage.method_config, "tree", None):
             raise ConfigError(
                 f"cascade: stages[{index}] must not hold tree, which the cascade has, or a method that is alone."
             )
@@ -209,7 +215,7 @@ def check_stages(config: SpecConfig) -> None:
                 f"cascade: stages[{index}]: num_speculative_tokens must be an integer from 1 to {config.length}, the "
                 f"cascade's, not {brief(num)}."
             )
-        if index and rule(config) == "verify" and not isinstance(stage.own, EarlyExitConfig):
+        if index and rule(config) == "verify" and not isinstance(stage.method_config, EarlyExitConfig):
             raise ConfigError(
                 f"cascade: stages[{index}] must be early_exit where policy is 'verify', not {stage.method!r}."
             )
@@ -219,7 +225,7 @@ def check_stages(config: SpecConfig) -> None:
         )
     if methods_of(config).count("grammar") > 1:
         raise ConfigError("cascade: stages must hold grammar once, not more often: it goes on where all others end.")
-    built_in = [stage.method for stage in stages if isinstance(stage.own, BuiltInConfig)]
+    built_in = [stage.method for stage in stages if isinstance(stage.method_config, BuiltInConfig)]
     if len(built_in) > 1:
         raise ConfigError(
             f"cascade: stages must not hold more than one proposer built into vLLM, like {' and '.join(built_in)}."

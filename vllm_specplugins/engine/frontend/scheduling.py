@@ -135,7 +135,7 @@ def give_time(config: SpecConfig) -> None:
     once, but on ROCm, where `--shutdown-timeout` is 0, its default."""
     from vllm.v1.engine import utils
 
-    if any(getattr(part.own, "store_path", None) for part in config.parts):
+    if any(getattr(part.method_config, "store_path", None) for part in config.parts):
         wrap(utils, "get_engine_process_shutdown_timeout", _with_time)
 
 

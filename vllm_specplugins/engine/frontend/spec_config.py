@@ -167,11 +167,15 @@ def _build_with(stage: StageConfig, config: SpecConfig, common: dict[str, Any]) 
     if not is_models_own:
         common["num_speculative_tokens"] = stage.num_speculative_tokens or config.length
     try:
-        result = PluginSpeculativeConfig(method=stage.method, model=stage.own.model, **stage.own.settings, **common)
+        result = PluginSpeculativeConfig(
+            method=stage.method, model=stage.method_config.model, **stage.method_config.settings, **common
+        )
     except Exception as error:  # whatever vLLM, pydantic and transformers raise
         raise ConfigError(f"cascade: vLLM refuses {stage.method}: {_first_sentence(error)}") from error
     if result.method != stage.method:
-        raise ConfigError(f"cascade: method must be {result.method!r} for {stage.own.model}, not {stage.method!r}.")
+        raise ConfigError(
+            f"cascade: method must be {result.method!r} for {stage.method_config.model}, not {stage.method!r}."
+        )
     if is_models_own:
         length = min(config.length, result.num_speculative_tokens)
         short = replace(stage, num_speculative_tokens=length)
@@ -183,14 +187,14 @@ def _build_with(stage: StageConfig, config: SpecConfig, common: dict[str, Any]) 
 def _with_length_for(config: SpecConfig, model: ModelConfig) -> SpecConfig:
     """The default K where the target has a say: of heads as many as there are, and few where a state is kept for each
     token that is verified."""
-    if isinstance(config.own, MedusaConfig):
-        return config.with_length(num_heads(config.own.heads))
+    if isinstance(config.method_config, MedusaConfig):
+        return config.with_length(num_heads(config.method_config.heads))
     return config.with_length(min(config.length, SHORT)) if has_state(model) else config
 
 
 def _with_heads(stage: StageConfig) -> StageConfig:
     """Medusa as a stage that does not say how many tokens it drafts: one of each head."""
-    own = stage.own
+    own = stage.method_config
     says_length = not isinstance(own, MedusaConfig) or stage.num_speculative_tokens
     return stage if says_length else replace(stage, num_speculative_tokens=num_heads(own.heads))
 

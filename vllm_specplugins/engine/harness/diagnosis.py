@@ -165,7 +165,10 @@ def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Find
         return
     without = "" if model else "; with --model it is held against the model, too"
     yield Finding("configuration", f"{name}: every field is allowed{without}")
-    if any(isinstance(part.own, EarlyExitConfig) and part.own.exit_head is None for part in config.parts):
+    if any(
+        isinstance(part.method_config, EarlyExitConfig) and part.method_config.exit_head is None
+        for part in config.parts
+    ):
         yield Finding("early_exit", UNTRAINED, ADVICE)
 
 

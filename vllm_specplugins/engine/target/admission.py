@@ -39,7 +39,7 @@ def check_learning(vllm_config: VllmConfig, config: SpecConfig) -> None:
         ),
         "where enable_lora is True": vllm_config.lora_config is not None,
         "of an exit in a cascade": any(
-            isinstance(part.own, EarlyExitConfig) and part.own.learn for part in config.stages
+            isinstance(part.method_config, EarlyExitConfig) and part.method_config.learn for part in config.stages
         ),
     }
     for case, found in cases.items():

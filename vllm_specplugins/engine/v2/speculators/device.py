@@ -69,7 +69,7 @@ class DeviceSpeculator(Speculator):
     def new_proposer(self, config: SpecConfig, context: ProposerContext) -> Any:
         """What the barrier shall hold."""
         if self._policy is not None:
-            stages = config.own.stages
+            stages = config.method_config.stages
             lookup, second = self.lookups.new_proposer(stages[LOOKUP], context), build_proposer(stages[EXIT], context)
             return Stages([stage.method for stage in stages], lookup, second, context)
         return (self.lookups.new_proposer if self.lookups else build_proposer)(config, context)
