@@ -189,26 +189,6 @@ def test_logged_once_and_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     assert barrier.counters.request_steps == 20, "steps count on"
 
 
-@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
-def test_a_log_that_fails(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills: a filter of the proposer's own whose exception leaves the barrier with the line about a fault, the totals,
-    or that it is switched off."""
-
-    class Failing(logging.Filter):
-        def filter(self, record: Any) -> bool:
-            raise error
-
-    logger, failing = logging.getLogger("vllm.specplugins"), Failing()
-    monkeypatch.setattr("vllm_specplugins.isolation.barrier.LOG_EVERY_S", 0.0)
-    monkeypatch.setattr(logger, "filters", [failing])
-    monkeypatch.setattr(logger, "level", logging.DEBUG)
-    barrier = guard(Scripted(raises))
-    for _ in range(MAX_FAULTS + 1):
-        assert step(barrier) == [0, 0]
-        barrier.log()
-    assert barrier.counters.faults == {"raised": MAX_FAULTS} and barrier.counters.times_switched_off == 1
-
-
 def test_rare_faults_do_not_switch_off() -> None:
     """Kills: faults that are never forgiven."""
     good = [lambda: GOOD] * FAULT_WINDOW

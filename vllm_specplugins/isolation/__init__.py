@@ -1,6 +1,6 @@
-"""What keeps a proposer that raises, hangs or returns nonsense from costing more than its draft.
+"""Faults of a proposer cost its draft, nothing else.
 
-`barrier.py` is what adapters call. A guard (`guard.py`) calls one proposer, in a thread with a time budget where that
-can be, hands it read-only data and checks what it returns (`exchange.py`). What goes wrong is counted and logged, and
-switches the proposer off if it goes on (`faults.py`).
+Adapters call a barrier (`barrier.py`). A guard (`guard.py`) calls one proposer, in a thread with a time budget where
+that is possible; the proposer receives read-only data, and its answer is checked (`exchange.py`). Faults are counted
+and logged, and repeated faults switch the proposer off for a while (`faults.py`).
 """

@@ -1,8 +1,4 @@
-"""The fault barrier: a proposer that raises, hangs or returns nonsense costs a draft, never a request.
-
-Wraps any proposer. What passes the barrier is always a valid draft, if need be an empty one, in arrays of ours; what
-the proposer is given is its own. See guard.py for what becomes of faults.
-"""
+"""The fault barrier: the adapters' door to a proposer. It always returns a valid draft, in a fault an empty one."""
 
 import logging
 import time
@@ -48,14 +44,13 @@ class Acceptance:
 
 
 class FaultBarrier:
-    """Calls a proposer so that nothing it does can reach a request.
+    """Calls a proposer through a guard, and counts its drafts.
 
     Args:
-        proposer: an adapter that records a CUDA graph calls it directly.
         vocab_size: draft token ids must be in [0, vocab_size).
         max_num_draft: K.
-        time_budget_ms: longest time for one step, in a thread of the proposer's own; None calls it in the caller's
-            thread, unbounded (for those that run the target, and for cascades, whose stages have guards of their own).
+        time_budget_ms: limit for one step, in a thread of the proposer; None calls it in the caller's thread without a
+            limit (proposers that run the target, and cascades: their stages have guards).
         ends_process: see Guard.
     """
 
@@ -70,11 +65,11 @@ class FaultBarrier:
     ):
         self.counters = Counters()
         self.acceptance: Any = Acceptance()
-        self.emitted: tuple[int, dict[int, int]] | None = None  # what the scheduler counted; see engine/emitted.py
-        self.tally: Any = None  # what counts where the host does not look; see engine/v2/feedback/tally.py
-        self.budget: Any = None  # what trims drafts on the device; see engine/adaptive/budget.py
-        self.forced: Forced | None = None  # of this step, where a grammar goes on after drafts
-        self.late: Any = None  # who asks for drafts that nobody waits for; see engine/v2/speculators/late.py
+        self.emitted: tuple[int, dict[int, int]] | None = None  # counted by the scheduler; see engine/emitted.py
+        self.tally: Any = None  # counts on the device; see engine/v2/feedback/tally.py
+        self.budget: Any = None  # trims drafts on the device; see engine/adaptive/budget.py
+        self.forced: Forced | None = None  # tokens of this step that a grammar forces after drafts
+        self.late: Any = None  # asks for late drafts; see engine/v2/speculators/late.py
         self.guard = Guard(
             proposer,
             "The proposer",
@@ -86,15 +81,15 @@ class FaultBarrier:
         self._vocab_size = vocab_size
         self._max_num_draft = max_num_draft
         self._logged_at = time.monotonic()
-        self.paused_ms = 0.0  # for how long the engine stood still within this step, of which that is no part
+        self.paused_ms = 0.0  # time of this step in which the engine stood still
 
     @property
     def proposer(self) -> Proposer:
-        """What is guarded."""
+        """The guarded proposer; an adapter that records a CUDA graph calls it directly."""
         return self.guard.proposer
 
     def propose(self, batch: DraftBatch, feedback: Feedback) -> Draft:
-        """What became of the last drafts, in; the drafts of this step, out: valid ones, whatever happens."""
+        """Counts the outcome of the last drafts and returns valid drafts for this step."""
         self.count(feedback)
         if batch.num_reqs == 0:
             return Draft.empty(0)
@@ -108,7 +103,7 @@ class FaultBarrier:
             num_asked = int(np.count_nonzero(batch.max_num_draft))
             if self.forced is None:
                 self.counters.add_drafts(num_asked, draft.num_draft)
-            else:  # a draft's length is known when it is verified
+            else:  # verification knows the length of the draft
                 self.counters.whole.asked += num_asked
             return draft
         finally:
@@ -129,17 +124,17 @@ class FaultBarrier:
         return Draft.empty(batch.num_reqs) if draft is None else draft
 
     def call_built_in(self, work: Callable[[], T], is_timed: bool) -> T | None:
-        """The offer of a cascade's stage that is built into the engine; None where it fails. See Guard."""
+        """The drafts of a cascade's stage that the engine runs; None if it fails. See Guard."""
         guard: Guard | None = getattr(self.proposer, "built_in_guard", None)
         return guard.call_built_in(work, is_timed) if guard else work()
 
     def needs_built_in(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
-        """See Cascade.needs_built_in; asked as a part of that work."""
+        """See Cascade.needs_built_in."""
         asks = getattr(self.proposer, "needs_built_in", None)
         return asks is None or bool(asks(for_proposer(batch), num_accepted))
 
     def count(self, feedback: Feedback, num_asked: int = 0) -> None:
-        """Counts one step's verification, and requests that a grammar alone drafts for."""
+        """Counts the verification of one step, and the requests that only a grammar drafts for."""
         self.counters.add(feedback)
         if self.forced is not None:
             self.counters.add_forced(feedback, self.forced, self._of_grammar)
@@ -149,24 +144,24 @@ class FaultBarrier:
     @cached_property
     def _of_grammar(self) -> StageCounters:
         stages: dict[str, StageCounters] = getattr(self.proposer, "stage_counters", dict)()
-        return next((own for name, own in stages.items() if name.endswith(" grammar")), self.counters.whole)
+        return next((stages[name] for name in stages if name.endswith(" grammar")), self.counters.whole)
 
     def log(self) -> None:
-        """Now and then logs the totals; to be called in every step."""
+        """Logs the totals every LOG_EVERY_S; adapters call it in every step."""
         now = time.monotonic()
         if now - self._logged_at > LOG_EVERY_S:
             self._logged_at = now
             logger.info("Speculation so far: %s", self.net_totals().summary())
 
     def totals(self) -> Counters:
-        """The counters, those of a cascade's stages included."""
+        """The counters, with those of a cascade's stages."""
         self.counters.stages = getattr(self.proposer, "stage_counters", dict)()
         if self.tally is not None:
             self.tally.move_to(self.counters, list(self.counters.stages.values()))
         return self.counters
 
     def net_totals(self) -> Counters:
-        """The same without draft tokens that came after a request's end, where a scheduler of ours counts them."""
+        """The totals without draft tokens after a request's end, if a scheduler of ours counts those."""
         return self.totals() if self.emitted is None else self.totals().net(*self.emitted)
 
     def forget(self, request_ids: Sequence[str]) -> None:
@@ -174,7 +169,7 @@ class FaultBarrier:
         self.guard.forget(request_ids)
 
     def settle(self) -> None:
-        """Has it, and a cascade's stages, forget them now, since no step follows for a while."""
+        """Has the proposer and a cascade's stages forget ended requests now: no step follows for a while."""
         if self.late is not None:
             self.late.settle()
         self.guard.settle()
@@ -182,7 +177,7 @@ class FaultBarrier:
 
 
 def _without_forced(feedback: Feedback, forced: Forced) -> Feedback:
-    """As the proposer sees it: tokens that a grammar forced, after a draft or where it cut one, are not the draft's."""
+    """Feedback for the proposer: tokens that a grammar forced do not belong to its draft."""
     numbers = feedback.num_draft, feedback.num_accepted
     starts = [
         forced[id_][0] if id_ in forced else num for id_, num in zip(feedback.request_ids, numbers[0], strict=True)

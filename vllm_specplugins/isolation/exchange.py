@@ -1,8 +1,7 @@
-"""What a proposer is handed, in which nothing can be written that anybody else reads; and what it returns, which is
-checked, and copied where another could write to it.
+"""Data between the engine and a proposer: the proposer receives read-only copies, its drafts are checked and copied.
 
-Types are compared exactly, so that no code of the proposer's runs here. Code that digs for the owner of a buffer
-(`array.base.obj`, `gc`, `ctypes`) is in the same process as the engine, and nothing keeps it off.
+Types are compared exactly, so that no code of the proposer runs here. Code that searches the process for the owner of
+a buffer (`array.base.obj`, `gc`, `ctypes`) is not held back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,23 +19,23 @@ _IMMUTABLE = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A copy of a small array of one dimension that nobody can write to."""
+    """A read-only copy of a small array of one dimension."""
     return np.frombuffer(array.tobytes(), array.dtype)
 
 
 def frozen(value: Any) -> Any:
-    """A copy of a client's value: tuples for lists, read-only dictionaries and arrays.
+    """A read-only copy of a client's value: tuples for lists, read-only dictionaries and arrays.
 
     >>> frozen({"a": [1, {"b": 2}]})
     mappingproxy({'a': (1, mappingproxy({'b': 2}))})
     """
     match value:
         case MappingProxyType():
-            return value  # adapters freeze a request's options once
+            return value  # frozen before
         case Mapping():
             return MappingProxyType({key: frozen(item) for key, item in value.items()})
         case list() | tuple():
-            if _IMMUTABLE.issuperset(map(type, value)):  # as fast as a long list of ids deserves
+            if _IMMUTABLE.issuperset(map(type, value)):  # fast for a long list of ids
                 return tuple(value)
             return tuple(map(frozen, value))
         case np.ndarray():
@@ -45,7 +44,7 @@ def frozen(value: Any) -> Any:
 
 
 def for_proposer(batch: DraftBatch) -> DraftBatch:
-    """The batch that a proposer is handed in the place of the engine's own."""
+    """The engine's batch as a proposer receives it."""
     return replace(
         batch,
         request_ids=tuple(batch.request_ids),
@@ -58,20 +57,20 @@ def for_proposer(batch: DraftBatch) -> DraftBatch:
 def rows_of(batch: DraftBatch, rows: Sequence[int], max_num_draft: Int32Array) -> DraftBatch:
     """Some requests of a batch, for a proposer that runs on the host: it sees neither target nor offer."""
     token_ids = _views(batch.token_ids)
-    own = Views(token_ids[row] for row in rows)
+    views = Views(token_ids[row] for row in rows)
     if token_ids.places is not None:
         addresses, lengths = token_ids.places
-        own.places = addresses[rows], lengths[rows]
+        views.places = addresses[rows], lengths[rows]
     return DraftBatch(
         tuple(batch.request_ids[row] for row in rows),
-        own,
+        views,
         copy(max_num_draft),
         tuple(frozen(batch.options[row]) for row in rows),
     )
 
 
 def feedback_for_proposer(feedback: Feedback) -> Feedback:
-    """The feedback that a proposer is handed in the place of the engine's own."""
+    """The engine's feedback as a proposer receives it."""
     numbers = copy(feedback.num_draft), copy(feedback.num_accepted)
     return Feedback(tuple(feedback.request_ids), *numbers, feedback.step_ms, feedback.num_forced)
 
@@ -84,22 +83,22 @@ def draft_of_rows(
     proposer: Proposer,
     batch: DraftBatch,
     rows: Ints,
-    limits: Int32Array,  # [num_reqs], most tokens of each request
+    limits: Int32Array,  # [num_reqs], at most these many tokens
     max_num_draft: int,
     vocab_size: int,
 ) -> Draft:
-    """What a proposer that runs on the host drafts for some requests of a batch, checked; of the others nothing.
+    """The checked draft of a proposer on the host for some rows of a batch; the other rows have no draft.
 
     Raises:
         Nonsense: see checked_draft.
     """
-    own = limits[rows]
-    draft = checked_draft(proposer.propose(rows_of(batch, rows.tolist(), own)), own, max_num_draft, vocab_size)
+    limits = limits[rows]
+    draft = checked_draft(proposer.propose(rows_of(batch, rows.tolist(), limits)), limits, max_num_draft, vocab_size)
     return spread(draft, rows, batch.num_reqs, max_num_draft)
 
 
 def spread(draft: Draft, rows: Any, num_reqs: int, width: int) -> Draft:
-    """The draft of these rows, of certain tokens, as that of so many requests, of which the others have none."""
+    """A draft of some rows, of certain tokens, as a draft of all `num_reqs` requests."""
     token_ids, num_draft = np.zeros((num_reqs, width), np.int32), np.zeros(num_reqs, np.int32)
     token_ids[rows, : draft.token_ids.shape[1]], num_draft[rows] = draft.token_ids, draft.num_draft
     if draft.confidence is None:
@@ -110,11 +109,11 @@ def spread(draft: Draft, rows: Any, num_reqs: int, width: int) -> Draft:
 
 
 class Nonsense(Exception):
-    """What was returned is no valid draft; says why."""
+    """The proposer returned no valid draft; says why."""
 
 
 class NotFinite(Nonsense):
-    """Tokens were drawn from logits that are no distribution: so many."""
+    """`num_tokens` tokens were drawn from logits that are no distribution."""
 
     def __init__(self, num_tokens: int):
         super().__init__("logits with NaN or infinity, or none that a token could be drawn from")
@@ -123,19 +122,17 @@ class NotFinite(Nonsense):
 
 def checked_draft(
     draft: Any,
-    limits: Int32Array,  # [num_reqs], most tokens of each request
+    limits: Int32Array,  # [num_reqs], at most these many tokens
     max_num_draft: int,
     vocab_size: int,
     runs_target: bool = False,
 ) -> Draft:
-    """A draft of the same tokens in arrays of ours.
+    """A copy of the draft, after its types, shapes and values were checked.
 
     Args:
-        draft: anything.
-        limits: see DraftBatch.max_num_draft.
-        max_num_draft: K, most columns.
-        vocab_size: token ids are in [0, vocab_size).
-        runs_target: tensors are passed on as they are: such a proposer is ours, and reading them would wait for the
+        draft: the proposer's return value; it may be anything.
+        max_num_draft: K, the largest number of columns.
+        runs_target: such a proposer is one of ours, and its tensors are passed on: reading them would wait for the
             device.
 
     Raises:
@@ -149,10 +146,10 @@ def checked_draft(
     if not runs_target or type(token_ids) is np.ndarray:
         token_ids = _copied("token_ids", token_ids, np.int32, 2, num_reqs, max_num_draft)
     num_draft = _copied("num_draft", num_draft, np.int32, 1, num_reqs)
-    if (num_draft.view(np.uint32) > np.minimum(limits, token_ids.shape[1])).any():  # as such, -1 is too many
+    if (num_draft.view(np.uint32) > np.minimum(limits, token_ids.shape[1])).any():  # unsigned, -1 is too large
         raise Nonsense("num_draft is outside of 0..max_num_draft")
     if type(token_ids) is np.ndarray and token_ids.view(np.uint32).max(initial=0) >= vocab_size:
-        # a tensor's are an argmax over the vocabulary; past the end of a draft anything may stand
+        # columns past the end of a draft may hold anything
         used = token_ids[_used(num_draft, token_ids.shape[1])]
         if used.size and not 0 <= used.min() <= used.max() < vocab_size:
             raise Nonsense(f"a token id outside of 0..{vocab_size - 1}")
@@ -163,7 +160,7 @@ def checked_draft(
     if logits is not None:
         if not runs_target:
             raise Nonsense("logits, which only a proposer that runs the target may return")
-        # On another device nobody waits to look: verification rejects them, and the device counts (feedback/tally.py).
+        # On a GPU no step waits for this check: verification rejects such drafts, and the device counts them.
         if not logits.is_cuda:
             is_broken = ~logits.amax(-1).isfinite().numpy() & _used(num_draft, logits.shape[1])
             if is_broken.any():
@@ -172,13 +169,13 @@ def checked_draft(
 
 
 def _used(num_draft: Int32Array, width: int) -> npt.NDArray[np.bool_]:
-    """[num_reqs, width], where tokens of a draft stand."""
+    """[num_reqs, width], True at the tokens of a draft."""
     mask: npt.NDArray[np.bool_] = np.arange(width) < num_draft[:, None]
     return mask
 
 
 def _copied(name: str, value: Any, dtype: Any, ndim: int, num_rows: int, width: int = 0) -> npt.NDArray[Any]:
-    """A copy of an array with so many rows and at most `width` columns: its owner may write to it at any time."""
+    """A copy of an array of `num_rows` rows and at most `width` columns."""
     if type(value) is not np.ndarray:
         raise Nonsense(f"{name} is a {type(value).__name__} instead of a NumPy array")
     if value.dtype != dtype:
@@ -188,7 +185,4 @@ def _copied(name: str, value: Any, dtype: Any, ndim: int, num_rows: int, width: 
         raise Nonsense(f"{name} has the shape {shape} where it must have {num_rows} rows and {ndim} dims")
     if ndim == 2 and shape[1] > width:
         raise Nonsense(f"{name} has {shape[1]} columns where {width} are allowed")
-    copy = np.array(value, dtype)
-    if copy.shape != shape:
-        raise Nonsense(f"{name} changed while it was read")
-    return copy
+    return np.array(value, dtype)

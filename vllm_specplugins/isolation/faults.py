@@ -1,14 +1,10 @@
-"""What a proposer does wrong: how it is told, counted and logged, and how a proposer that goes on so is switched off.
-
-No step in which nothing goes wrong comes here.
-"""
+"""Faults of a proposer: counting and logging them, and a circuit breaker that switches the proposer off."""
 
 import logging
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from vllm_specplugins.counters import Counters, StageCounters
@@ -17,36 +13,24 @@ from vllm_specplugins.isolation.exchange import Nonsense, NotFinite
 
 logger = logging.getLogger("vllm.specplugins")
 
-
-def _unfailing(handle: Callable[[logging.LogRecord], None]) -> Callable[[logging.LogRecord], None]:
-    """A logger's `handle` past which nothing gets that a proposer's own filter, handler or formatter raises."""
-
-    def handled(record: logging.LogRecord) -> None:
-        with suppress(BaseException):
-            handle(record)
-
-    return handled
-
-
-setattr(logger, "handle", _unfailing(logger.handle))  # noqa: B010
-
-LONGEST_CAUSE = 300
+LONGEST_CAUSE = 300  # characters of an exception in the log
 
 RAISED, HANGS, NONSENSE, SLOW = "raised", "hangs", "returned nonsense", "is slow"
 CHARGED = "charged to a request"
-NOT_FINITE = "drew from logits that are not finite"  # by tokens; the others by steps
+NOT_FINITE = "drew from logits that are not finite"  # counted in tokens, the others in steps
 
-MAX_FAULTS = 3  # so many faults
-FAULT_WINDOW = 1000  # within so many steps switch a proposer off
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 3600.0  # for so long, twice as long each time
-FORGIVEN_AFTER_S = 3600.0  # unless it was on for so long
+# MAX_FAULTS faults within FAULT_WINDOW steps switch a proposer off. The pause doubles each time, unless the proposer
+# has run for FORGIVEN_AFTER_S since the last one.
+MAX_FAULTS, FAULT_WINDOW = 3, 1000
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 3600.0
+FORGIVEN_AFTER_S = 3600.0
 
-FaultCounters = Counters | StageCounters  # where a guard counts
+FaultCounters = Counters | StageCounters
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that a proposer did wrong; `request_id` is to blame."""
+    """One fault, and the request that caused it, if the proposer names one."""
 
     kind: str
     cause: str
@@ -56,7 +40,7 @@ class Fault:
 
 @dataclass(slots=True)
 class CircuitBreaker:
-    """Off for a pause after MAX_FAULTS within FAULT_WINDOW steps."""
+    """Switches a proposer off after repeated faults, and tries it again after a pause."""
 
     name: str
     health: FaultCounters
@@ -67,7 +51,7 @@ class CircuitBreaker:
     _off_until: float = 0.0
 
     def is_off(self) -> bool:
-        """Tries the proposer again when its pause is over."""
+        """Whether the proposer is switched off; ends a pause that is over."""
         if self.health.switched_off and self.clock() >= self._off_until:
             self.health.switched_off = False
             self._on_since = self.clock()
@@ -75,7 +59,7 @@ class CircuitBreaker:
         return self.health.switched_off
 
     def record(self, fault: Fault, charged_to: Sequence[str]) -> None:
-        """Counts a fault, logs the first of its kind, and goes by it unless requests are to blame."""
+        """Counts a fault, logs the first of its kind, and may switch the proposer off unless requests caused it."""
         kind, faults = CHARGED if charged_to else fault.kind, self.health.faults
         is_first = kind not in faults
         faults[kind] = faults.get(kind, 0) + fault.count
@@ -88,7 +72,7 @@ class CircuitBreaker:
             )
 
     def add_fault(self) -> None:
-        """Counts one in this step."""
+        """Counts a fault in this step, and switches the proposer off if there were too many."""
         self._fault_steps.append(self.step)
         if len(self._fault_steps) < MAX_FAULTS or self.step - self._fault_steps[0] >= FAULT_WINDOW:
             return
@@ -109,7 +93,7 @@ class CircuitBreaker:
 
 
 def fault_of(error: BaseException, request_ids: Sequence[str]) -> Fault:
-    """What an exception of a proposer's is, or one about what it returned."""
+    """The fault that an exception stands for."""
     if isinstance(error, NotFinite):
         return Fault(NOT_FINITE, cause_text(error), count=error.num_tokens)
     if isinstance(error, Nonsense):
@@ -118,13 +102,13 @@ def fault_of(error: BaseException, request_ids: Sequence[str]) -> Fault:
 
 
 def _blamed(error: BaseException, request_ids: Sequence[str]) -> str | None:
-    """The request that a RequestFault names. It may be of a class of the proposer's own, and anything be in it."""
+    """The request that a RequestFault names; its class is the proposer's, so the attribute may hold anything."""
     request_id = vars(error).get("request_id") if isinstance(error, RequestFault) else None
     return request_id if type(request_id) is str and request_id in request_ids else None
 
 
 def cause_text(error: BaseException) -> str:
-    """An exception, for a log. It may be of the proposer's own making and fail at that, too."""
+    """An exception as text for the log; its `__str__` is the proposer's, and may raise."""
     try:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("the proposer's traceback:\n%s", traceback.format_exc())

@@ -1,7 +1,7 @@
-"""A guard: calls one proposer, alone or as a stage of a cascade, so that nothing it does reaches beyond its drafts.
+"""A guard calls one proposer, alone or as a stage of a cascade, and turns its faults into missing drafts.
 
-A fault, that is whatever is no valid answer, is counted and logged. Repeated ones switch the proposer off for a while;
-those that a request is to blame for cost that request its drafts instead.
+An exception, a late answer and an invalid answer are faults. The guard counts and logs them; repeated faults switch the
+proposer off for a while. A fault that a request caused costs that request its drafts instead.
 """
 
 import os
@@ -29,20 +29,18 @@ _Jobs = SimpleQueue[tuple[Callable[[], Any], _Answers] | None]
 
 
 class Guard:
-    """See the module.
+    """Calls one proposer; passes feedback and ended requests to it before its next call.
 
     Args:
-        proposer: the proposer; the guard forgets requests and observes feedback for it, before it next proposes.
-        name: for the log.
-        health: where its faults are counted.
-        budget_ms: longest time of a step. None: as long as it likes.
-        in_thread: whether the proposer is called in a thread of its own, where all of its exceptions stop and a call
-            that takes longer than the budget is left behind. Otherwise it is called in the engine's: what runs layers
-            of the target owns the engine's stream and writes to its KV cache, and must not be left alone with them.
-            There KeyboardInterrupt and SystemExit are a signal's, and pass; a call that takes too long is a fault, but
-            its result counts.
-        ends_process: whether a fault ends the process, for what every tensor-parallel rank runs: the other ranks wait
-            in a collective for this one, and vLLM ends them when one of its workers is gone, not when one raises.
+        name: of the proposer, for the log.
+        health: counts its faults.
+        budget_ms: time that the proposer may take in one step; None sets no limit.
+        in_thread: True calls the proposer in a thread, stops all of its exceptions and abandons a call that exceeds
+            the budget. False calls it in the engine's thread: a proposer that runs layers of the target uses the
+            engine's stream and KV cache, and cannot be abandoned. There KeyboardInterrupt and SystemExit come from a
+            signal and pass through; a call that exceeds the budget is a fault, but its result is used.
+        ends_process: a fault ends the process. For proposers that every tensor-parallel rank runs: the other ranks
+            wait for this one in a collective, and vLLM ends them when a worker exits, not when it raises.
     """
 
     def __init__(
@@ -60,50 +58,50 @@ class Guard:
         self._breaker = CircuitBreaker(name, health)
         self._name = name
         self._budget_ms = budget_ms
-        self._left_ms = budget_ms or 0.0  # of this step
+        self._left_ms = budget_ms or 0.0  # that remain of this step
         self._thread = CallThread() if in_thread else None
         self._ends_process = ends_process
-        self._known: set[str] = set()  # requests that the proposer has been told of
-        self._to_forget: list[str] = []  # those of them that are gone
-        self._set_aside: set[str] = set()  # requests that get no more drafts
-        self._feedback: Feedback | None = None  # that it has not been told
-        self._started: tuple[DraftBatch, Callable[[], None], float] | None = None  # the turn under way, and since when
+        self._known: set[str] = set()  # requests that the proposer has seen
+        self._to_forget: list[str] = []  # seen requests that have ended
+        self._set_aside: set[str] = set()  # requests that caused a fault
+        self._feedback: Feedback | None = None  # not yet passed to the proposer
+        self._started: tuple[DraftBatch, Callable[[], None], float] | None = None  # by `start`: batch, clean-up, time
 
     def begin_step(self) -> None:
-        """Gives the proposer its time for another step."""
+        """Renews the time budget."""
         self._breaker.step += 1
         self._left_ms = self._budget_s * 1000
 
     def observe(self, feedback: Feedback) -> None:
-        """Has the proposer learn this before it next proposes, unless newer feedback has come until then."""
+        """Passes feedback to the proposer before its next call; newer feedback replaces it."""
         self._feedback = feedback_for_proposer(feedback)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Has the proposer forget these requests before it next proposes, if it has ever heard of them."""
+        """Has the proposer forget these requests before its next call, if it has seen them."""
         self._to_forget.extend(request_id for request_id in request_ids if request_id in self._known)
         self._known.difference_update(request_ids)
         self._set_aside.difference_update(request_ids)
 
     @property
     def has_to_forget(self) -> bool:
-        """Whether the proposer holds requests that are gone."""
+        """Whether the proposer holds requests that have ended."""
         return bool(self._to_forget)
 
     def settle(self) -> None:
-        """Has the proposer forget what is gone now, since no step follows for a while."""
+        """Has the proposer forget ended requests now: no step follows for a while."""
         self.take(self._budget_s)
         if self._to_forget:
             self.begin_step()
             self.call(NO_REQUESTS, lambda: None)
 
     def may_draft(self, request_ids: Sequence[str]) -> list[bool] | None:
-        """Whether each request may be drafted for; None if all may."""
+        """Whether each request may have a draft; None if all may."""
         if self._set_aside.isdisjoint(request_ids):
             return None
         return [request_id not in self._set_aside for request_id in request_ids]
 
     def call(self, batch: DraftBatch, work: Callable[[], T]) -> T | None:
-        """What `work` makes of a batch; None where the proposer is switched off, still hangs, or fails now."""
+        """The result of `work`; None if the proposer is switched off, still busy, or fails."""
         if not self.can_start:
             return None
         turn, settled = self._turn(batch, work)
@@ -111,12 +109,12 @@ class Guard:
 
     @property
     def can_start(self) -> bool:
-        """Whether the proposer is neither switched off nor at work."""
-        is_at_work = self._thread is not None and (self._thread.is_busy or self._started is not None)
-        return not (is_at_work or (self._health.switched_off and self._breaker.is_off()))
+        """Whether the proposer is neither switched off nor busy."""
+        is_busy = self._thread is not None and (self._thread.is_busy or self._started is not None)
+        return not (is_busy or (self._health.switched_off and self._breaker.is_off()))
 
     def start(self, batch: DraftBatch, work: Callable[[], Any]) -> None:
-        """Begins `call` as a step of its own, in the proposer's thread, if it `can_start`."""
+        """Begins a `call` with a full budget in the proposer's thread; needs `can_start`."""
         assert self._thread is not None
         self.begin_step()
         turn, settled = self._turn(batch, work)
@@ -124,7 +122,7 @@ class Guard:
         self._thread.start(lambda: attempt(turn, batch.request_ids))
 
     def take(self, timeout_s: float = 0.0) -> Any:
-        """What came of `start`; None if it failed, or has not returned in this time. Past the budget it hangs."""
+        """The result of `start`; None if it failed or has not returned after `timeout_s`."""
         if self._started is None or self._thread is None:
             return None
         batch, settled, began = self._started
@@ -139,7 +137,7 @@ class Guard:
         return self._result(outcome, batch, settled)
 
     def _turn(self, batch: DraftBatch, work: Callable[[], T]) -> tuple[Callable[[], T], Callable[[], None]]:
-        """The work, after what the proposer has to be told; and what is to be called when that is over."""
+        """A function that passes on pending news and then does the work; and a clean-up to call after it."""
         self._known.update(batch.request_ids)
         to_forget, feedback, self._feedback = tuple(self._to_forget), self._feedback, None
         has_forgotten = threading.Event()
@@ -166,11 +164,10 @@ class Guard:
         return outcome
 
     def call_built_in(self, work: Callable[[], T], is_timed: bool) -> T | None:
-        """The same of a proposer that is built into the engine, which is told of requests by the engine.
+        """`call` for a drafter that the engine runs, in a step of its budget.
 
         Args:
-            work: runs it.
-            is_timed: whether the budget holds for this step; taking in prompts may take longer.
+            is_timed: whether the budget holds for this step; prompts may take longer.
         """
         self.begin_step()
         start = time.perf_counter()
@@ -204,17 +201,17 @@ class Guard:
             logger.error(
                 "%s %s (%s) on one of several ranks, which ends them all.", self._name, outcome.kind, outcome.cause
             )
-            os._exit(1)  # an orderly end would wait for the other ranks, too
+            os._exit(1)  # an orderly exit would wait for the other ranks
         return outcome
 
     def _to_blame(self, fault: Fault, batch: DraftBatch) -> list[str]:
-        """The request that the proposer names; otherwise all with options that a client made up: if it fails without
-        them, too, the next faults count. What runs in the engine's thread is ours, and does not fail at options."""
+        """The requests to charge: the one that the proposer names, else all with options for a custom proposer. If the
+        proposer fails without those, too, its next faults count. Proposers in the engine's thread read no options."""
         if self._thread is None:
             return []
         options = zip(batch.request_ids, batch.options, strict=True)
-        own = [request_id for request_id, given in options if given and not SETTINGS.issuperset(given)]
-        blamed = [fault.request_id] if fault.request_id in self._known - self._set_aside else own
+        suspects = [request_id for request_id, given in options if given and not SETTINGS.issuperset(given)]
+        blamed = [fault.request_id] if fault.request_id in self._known - self._set_aside else suspects
         return [request_id for request_id in blamed if request_id not in self._set_aside]
 
     def _record(self, fault: Fault, charged_to: Sequence[str]) -> None:
@@ -225,7 +222,7 @@ class Guard:
 def attempt(
     work: Callable[[], T], request_ids: Sequence[str], passes: tuple[type[BaseException], ...] = ()
 ) -> T | Fault:
-    """What `work` returns, or what is wrong with it; only exceptions of `passes` leave."""
+    """The result of `work`, or its fault; exceptions of `passes` are raised."""
     try:
         return work()
     except passes:
@@ -239,30 +236,30 @@ class CallThread:
 
     def __init__(self) -> None:
         self._jobs: _Jobs = SimpleQueue()
-        self._answers: _Answers | None = None  # of the call under way alone: a late answer reaches no other call
+        self._answers: _Answers | None = None  # of the current call alone: a late answer reaches no other call
         self._random_numbers = np.random.MT19937()
         threading.Thread(target=_work, args=(self._jobs,), name="specplugins-proposer", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call that was left behind has not returned yet."""
+        """Whether an abandoned call has not returned yet."""
         return self._answers is not None and self._answers.empty()
 
     def call(self, function: Callable[[], T], timeout_s: float) -> T:
-        """The function's result; TimeoutError if it does not return in time, and then it is left behind."""
-        with self._own_random_numbers():
+        """The function's result; TimeoutError abandons a function that does not return in time."""
+        with self._separate_random_numbers():
             self.start(function)
             return self.take(timeout_s)  # type: ignore[no-any-return]
 
     def start(self, function: Callable[[], Any]) -> None:
-        """Begins to run a function, which draws from the engine's generators if it draws from the global ones."""
+        """Begins to run a function, without separate random number generators."""
         assert not self.is_busy
         self._answers = SimpleQueue()
         self._jobs.put((function, self._answers))
 
     def take(self, timeout_s: float) -> Any:
-        """The result of the one that was started; TimeoutError if it does not return in time."""
+        """The result of the function that `start` began; TimeoutError if it does not return in time."""
         assert self._answers is not None
         try:
             result = self._answers.get(timeout=timeout_s)
@@ -272,12 +269,11 @@ class CallThread:
         return result
 
     @contextmanager
-    def _own_random_numbers(self) -> Iterator[None]:
-        """The state of NumPy's and torch's global generators is the process's, not a thread's, and tensor-parallel
-        ranks draw the same seeds from it each: a proposer on one of them must leave it as it is. A call that was left
-        behind draws from the engine's; nobody can help that.
+    def _separate_random_numbers(self) -> Iterator[None]:
+        """Restores the global generators of NumPy and torch after a call. Their state belongs to the process, and every
+        tensor-parallel rank draws the same seeds from it: a proposer on rank 0 alone must not advance it.
         """
-        torch = sys.modules.get("torch")  # who has not loaded it has drawn nothing from it
+        torch = sys.modules.get("torch")
         state = None if torch is None else torch.default_generator.get_state()
         engines = mtrand.get_bit_generator()
         mtrand.set_bit_generator(self._random_numbers)
@@ -295,6 +291,6 @@ def _work(jobs: _Jobs) -> None:
         function, answers = job
         answer = function()
         if os.getpid() != process:
-            os._exit(1)  # the proposer has forked: the copy must not go on as an engine
+            os._exit(1)  # the proposer forked: the child must not continue as an engine
         answers.put(answer)
-        del job, function, answers, answer  # the batch of a step must not live until the next one
+        del job, function, answers, answer  # a batch must not live until the next step
