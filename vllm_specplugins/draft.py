@@ -117,7 +117,7 @@ class Draft:
     Args:
         token_ids: [num_reqs, <= K] int32, an array, or a tensor of a model proposer; ignored past num_draft.
         num_draft: [num_reqs] int32, 0 where it has no guess.
-        confidence: [num_reqs] float32, finite, larger: likelier accepted; in its own unit (match length, probability).
+        confidence: [num_reqs] float32, finite, of its first token: a probability, or from 1 on a match's length.
         logits: [num_reqs, <= K, vocab_size], as wide as token_ids, of a model proposer that samples: q is their softmax
             at the request's temperature. None: q is one-hot, as a proposer's on the host always is; tokens that it
             draws are verified as exactly.

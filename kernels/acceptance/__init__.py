@@ -20,8 +20,9 @@ DECAY = 0.8  # of a request's record of a grade, by draft; half of it is forgott
 SHARED_DECAY = 0.99  # of the record of all requests, by step
 MOST_OF_A_STEP = 8.0  # tokens of a grade that one step adds to it
 PRIOR_WEIGHT = 8.0  # the record of all requests counts as so many tokens of a request's own
-# Each grade's largest confidence, but for the last one's: a match of 2 tokens is right every other time, one of 32
-# hardly ever wrong. And what the record of all requests begins with, as if PRIOR_WEIGHT tokens had been tried.
+# Each grade's longest match, but for the last one's: a match of 2 tokens is right every other time, one of 32 hardly
+# ever wrong. A drafter's probability p counts as the grade whose matches' n has 1 / n^2 = 1 - p.
+# And what the record of all requests begins with, as if PRIOR_WEIGHT tokens had been tried.
 GRADES = 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 31.0
 FIRST_GUESSES = 0.5, 0.6, 0.65, 0.75, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99
 NUM_GRADES = len(FIRST_GUESSES)
@@ -52,7 +53,7 @@ class Drafts(NamedTuple):
     Args:
         num_draft: [R] int.
         stage: [R, K] int, who drafted each token.
-        confidence: [R, K] int or float, in that stage's unit.
+        confidence: [R, K] int or float: below 1 an acceptance probability, else a match's length.
     """
 
     num_draft: Any

@@ -21,9 +21,10 @@ _PRIOR_WEIGHT, _MOST_OF_A_STEP = tl.constexpr(PRIOR_WEIGHT), tl.constexpr(MOST_O
 
 @triton.jit
 def _grades(confidence):
-    grade = (confidence > _BOUNDS[0]).to(tl.int32)
-    for at in tl.static_range(1, _G - 1):
-        grade += (confidence > _BOUNDS[at]).to(tl.int32)
+    grade = tl.zeros_like(confidence).to(tl.int32)
+    for at in tl.static_range(0, _G - 1):
+        is_match, is_more = confidence >= 1.0, (1.0 - confidence) * (_BOUNDS[at] * _BOUNDS[at]) < 1.0
+        grade += tl.where(is_match, confidence > _BOUNDS[at], is_more).to(tl.int32)
     return grade
 
 

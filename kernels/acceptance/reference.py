@@ -102,4 +102,6 @@ def num_kept(
 
 
 def _grades(confidence: torch.Tensor) -> torch.Tensor:
-    return (confidence[..., None] > torch.tensor(GRADES, device=confidence.device)).sum(dim=-1)
+    is_match, ends = (confidence >= 1)[..., None], torch.tensor(GRADES, dtype=torch.float64, device=confidence.device)
+    confidence = confidence.double()[..., None]
+    return torch.where(is_match, confidence > ends, (1 - confidence) * ends**2 < 1).sum(dim=-1)

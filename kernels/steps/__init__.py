@@ -14,6 +14,7 @@ KINDS = VERIFIED, ACCEPTED, KEPT = range(3)
 SUMS = ASKED, DRAFTED, DRAFTS, CONFIRMED = range(4)
 # How a second stage's tokens meet a first one's: they stand after them, stand where there are none, or are compared.
 RULES = AFTER, INSTEAD, COMPARED = range(3)
+LARGEST_PROB = 1 - 1e-6  # of a token that both stages draft; from 1 on a confidence is a match's length
 
 
 class Rows(NamedTuple):
@@ -80,7 +81,7 @@ class Chain(NamedTuple):
     Args:
         token_ids: [R, any number] int32.
         num_draft: [R] int32, how many of these make its draft.
-        confidence: as token_ids, int or float; None: 1 for the first token, and 1 more for each that follows.
+        confidence: as token_ids, a probability below 1 or a match's length, int or float; None: 1, 2, 3, ...
     """
 
     token_ids: Any
@@ -166,7 +167,8 @@ def join(first: Chain, second: Chain, rule: int, adds: bool = False, implementat
     Args:
         rule: AFTER: the second one's begin with as many of the first one's, which stay. INSTEAD: they are taken where
             the first stage has none. COMPARED: they are taken wherever the second stage was asked.
-        adds: whether a token that both would draft has the confidence of both; of COMPARED.
+        adds: of COMPARED, whether a token that both draft has probability 1 - (1 - p) / n^2, where the second stage's
+            is p and the first one's match has n tokens.
 
     >>> import torch
     >>> first, second = (torch.tensor([tokens], dtype=torch.int32) for tokens in ([7, 8, 0], [7, 5, 6]))

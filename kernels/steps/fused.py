@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from . import AFTER, COMPARED, KINDS, SUMS, Chain, Joined, Rows, Staged, Totals, Wanted
+from . import AFTER, COMPARED, KINDS, LARGEST_PROB, SUMS, Chain, Joined, Rows, Staged, Totals, Wanted
 
 _ROWS, _TOKENS = 256, 512  # of a program
-_AFTER, _COMPARED = tl.constexpr(AFTER), tl.constexpr(COMPARED)
+_AFTER, _COMPARED, _LARGEST_PROB = tl.constexpr(AFTER), tl.constexpr(COMPARED), tl.constexpr(LARGEST_PROB)
 _KINDS, _SUMS = tl.constexpr(len(KINDS)), tl.constexpr(len(SUMS))
 
 
@@ -106,8 +106,10 @@ def _join_kernel(
     elif RULE == _COMPARED:
         is_right = (own == token_ids) & (places < tl.minimum(ends, others)[:, None])
         confirmed = tl.min(tl.where(is_right, LANES, places), axis=1)
-        if ADDS:
-            sure += tl.where(places < confirmed[:, None], confidence, 0.0)
+        if ADDS and second.confidence is not None:
+            match = tl.maximum(confidence, 1.0)
+            both = tl.minimum(1.0 - (1.0 - sure) / (match * match), _LARGEST_PROB)
+            sure = tl.where(places < confirmed[:, None], both, sure)
         start, num_draft = tl.where(others > 0, 0, K), tl.where(others > 0, others, ends)
         exited = tl.where(others > 0, others, -1)
     else:

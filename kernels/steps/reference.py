@@ -2,7 +2,22 @@
 
 import torch
 
-from . import ACCEPTED, AFTER, COMPARED, KEPT, KINDS, SUMS, VERIFIED, Chain, Joined, Rows, Staged, Totals, Wanted
+from . import (
+    ACCEPTED,
+    AFTER,
+    COMPARED,
+    KEPT,
+    KINDS,
+    LARGEST_PROB,
+    SUMS,
+    VERIFIED,
+    Chain,
+    Joined,
+    Rows,
+    Staged,
+    Totals,
+    Wanted,
+)
 
 
 def limit(
@@ -46,8 +61,9 @@ def join(first: Chain, second: Chain, rule: int, adds: bool) -> Joined:
     elif rule == COMPARED:
         both = torch.minimum(ends, others)[:, None]
         is_right = ((own == first.token_ids) & (places < both)).int().cumprod(dim=1)
-        if adds:
-            sure += is_right * first.confidence
+        if adds and second.confidence is not None:
+            both_wrong = (1 - sure) / first.confidence.float().clamp(min=1) ** 2
+            sure = torch.where(is_right > 0, (1 - both_wrong).clamp(max=LARGEST_PROB), sure)
         confirmed = is_right.sum(dim=1, dtype=torch.int32)  # none where the second stage was not asked
         start, num_draft = (others == 0) * width, torch.where(others > 0, others, ends)
         exited = torch.where(others > 0, others, -1)

@@ -50,7 +50,7 @@ def make_chains(num_rows: int, max_num_draft: int, seed: int = 1) -> tuple[Chain
 
     first = numbers(99, num_rows, max_num_draft)
     second = (first + (numbers(8, num_rows, max_num_draft) == 0))[:, :num_steps].int().contiguous()
-    confidence = 1 + torch.rand(num_rows, num_steps, generator=rng)
+    confidence = torch.rand(num_rows, num_steps, generator=rng)
     lengths = numbers(max_num_draft + 1, num_rows), numbers(num_steps + 1, num_rows)
     for every, own in zip((4, 3), lengths, strict=True):
         own[::every] = 0

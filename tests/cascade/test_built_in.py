@@ -125,7 +125,7 @@ def test_chances_of_what_is_continued() -> None:
     _, num_draft, confidence = BuiltIn(BuiltInConfig(), CONTEXT).continue_drafts(
         replace(batch, offer=sure), np.array([[7, 0, 0]], np.int32), np.array([1]), np.array([2])
     )
-    assert confidence[0, : num_draft[0]].tolist() == [2.0, 4.0]
+    assert confidence[0, : num_draft[0]].tolist() == [0.75, 0.9375]
 
 
 def test_spared_while_text_is_copied() -> None:

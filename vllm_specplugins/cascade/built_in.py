@@ -6,7 +6,6 @@ acceptance probability of each, where it says so.
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_specplugins.config import BuiltInConfig
 from vllm_specplugins.counters import StageCounters
@@ -66,7 +65,7 @@ class BuiltIn(Proposer):
         own, num_draft = np.pad(offer.token_ids, rest), np.minimum(max_draft, offered)
         confidence = np.full(len(own), FIRST_CONFIDENCE)
         if offer.accept_probs is not None:
-            confidence = np.pad(confidence_of(offer.accept_probs), rest)
+            confidence = np.pad(offer.accept_probs.clip(0, 1 - 1e-6).astype(np.float64), rest)
         if len(num_begun):
             places, starts = columns(own), num_begun[:, None]
             agrees = ((own == prefix) | (places >= starts)).all(axis=1)
@@ -114,12 +113,3 @@ def better(found: DraftArrays, offered: DraftArrays, gains: tuple[Array, Array] 
         where(is_same & is_theirs, getattr(offered, name), getattr(joined, name)) for name in ("stage", "confidence")
     )
     return joined._replace(stage=stage, confidence=confidence)
-
-
-def confidence_of(accept_probs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """A drafter's own acceptance probabilities, in the unit of an exit's confidence.
-
-    >>> confidence_of(np.array([0.0, 0.75, 1.0], np.float32)).round().tolist()
-    [1.0, 2.0, 1000.0]
-    """
-    return (1 - accept_probs.clip(0, 1 - 1e-6).astype(np.float64)) ** -0.5

@@ -18,7 +18,7 @@ from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.kernels.steps import AFTER, COMPARED, INSTEAD, Chain, join
-from vllm_specplugins.proposers.draft_sampler import ModelProposer, Steps, token_confidence
+from vllm_specplugins.proposers.draft_sampler import LARGEST_PROB, ModelProposer, Steps
 from vllm_specplugins.structures.arrays import DraftArrays, of_stage
 from vllm_specplugins.target import Target
 
@@ -107,7 +107,7 @@ class OnDevice:
             return found, None, Parts(found.num_draft, none - 1, none)
         followed = {"followed": found.token_ids, "num_followed": found.num_draft} if self.continues else {}
         steps = self.stage.draft_steps(target, num_steps, self.sees, self.rates, **followed)
-        sure = None if steps.largest_probs is None else token_confidence(steps.largest_probs)
+        sure = None if steps.largest_probs is None else steps.largest_probs.clamp(max=LARGEST_PROB)
         rule = COMPARED if self.policy == "verify" else AFTER if self.continues else INSTEAD
         adds = self.rates and self.stage.is_one_hot  # a drawn token must not say how likely it is to be verified
         *drafted, exited, confirmed = join(

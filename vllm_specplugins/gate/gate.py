@@ -88,7 +88,7 @@ class Gate:
 
         Args:
             rows: [R], of the requests.
-            confidence: the stage's, [R, K], of each draft's tokens.
+            confidence: [R, K], of the stage's tokens: probabilities, or from 1 on matches' lengths.
             max_own, max_draft: [R], of the stage's tokens, and of all.
         """
         costs = self._costs.of(len(rows), self.num_context)

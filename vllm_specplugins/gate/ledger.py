@@ -122,8 +122,8 @@ records_type = types.Tuple((_counts, _counts, reals, reals, reals))
 @inlined
 def grade_of(confidence: float) -> int:
     grade = 0
-    for above in GRADES:
-        grade += int(confidence > above)
+    for end in GRADES:
+        grade += int(confidence > end if confidence >= 1 else (1 - confidence) * end**2 < 1)
     return grade
 
 

@@ -22,17 +22,7 @@ from vllm_specplugins.structures.arrays import FIRST_CONFIDENCE, NO_COUNTS, Floa
 from vllm_specplugins.target import Target
 
 Sees = Callable[[int, torch.Tensor], None]  # who is shown the logits of a step
-LARGEST_CONFIDENCE = 16.0  # as of a match of so many tokens
-
-
-def token_confidence(largest_probs: torch.Tensor) -> torch.Tensor:
-    """Of a head's distributions, whichever tokens were drawn: 1 / sqrt(1 - the largest probability), which is of the
-    size of a lookup's confidence: 2 where the probability is 3/4, 4 where it is 15/16.
-
-    >>> token_confidence(torch.tensor([[0.75, 1.0]])).tolist()
-    [[2.0, 16.0]]
-    """
-    return (1 - largest_probs).clamp_(min=LARGEST_CONFIDENCE**-2).rsqrt_()
+LARGEST_PROB = 1 - 16.0**-2  # a head is trusted no further: its acceptance probability is learned as of a match of 16
 
 
 class Chosen(NamedTuple):

@@ -146,8 +146,9 @@ class DraftArrays(NamedTuple):
         token_ids: [num_reqs, K] int32.
         num_draft: [num_reqs] int; on the host int64.
         stage: [num_reqs, K] int, index of the stage that answers for a token; on the host int64.
-        confidence: [num_reqs, K] float, on the host float64, in that stage's unit; 1 more than of the token before, if
-            that is of its stage: a token is looked at only if that one was right.
+        confidence: [num_reqs, K] float, on the host float64. Below 1 it is the drafter's acceptance probability of the
+            token if those before it are accepted; from 1 on it is the length of the match before the token, which is
+            one longer for each next token. A stage that reports neither counts 1, 2, 3, ...
         q: [num_reqs, K] int64, the row of `logits` that the token was drawn from, -1 where its q is one-hot; None: all.
         logits: [N, vocab_size] tensor.
     """

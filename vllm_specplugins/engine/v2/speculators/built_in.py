@@ -80,7 +80,7 @@ class DeviceOffer:
         num_rows = len(max_draft)
         token_ids = pad(self._token_ids[:num_rows].int().clamp_(min=0), self._rest)
         drafts = of_stage(stage, token_ids, torch.minimum(max_draft, self._num_there), max_draft * 0.0 + 1)
-        confidence = (1 - pad(self._accept_probs[:num_rows], self._rest).clamp(0, 1 - 1e-6)).rsqrt_()
+        confidence = pad(self._accept_probs[:num_rows], self._rest).clamp(0, 1 - 1e-6)
         return drafts._replace(confidence=torch.where(confidence.isnan(), drafts.confidence, confidence))
 
 
