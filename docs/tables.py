@@ -21,6 +21,8 @@ from typing import Any
 FIGURES = Path(__file__).parent / "figures"
 CODE = "vllm_specplugins", "kernels"
 FIELDS = "task", "batch", "method", "policy", "num_draft", "speed_up", "low", "high", "tokens_per_step", "beside"
+HOST_METHODS = ["prompt_lookup", "suffix_lookup", "cascade", "early_exit", "jump", "eagle3", "lookup and eagle3"]
+ARMS = ["none", "ngram_gpu", *HOST_METHODS]
 RULE, NONE, NGRAM = "match of 4 first", "none", "ngram:5"
 Facts = dict[str, Any]
 
@@ -132,7 +134,7 @@ def lookup_table(data: Facts) -> str:
         theirs, ours = (best(own, name) for name in ("ngram_gpu", "prompt_lookup"))
         rows.append([f"{task}, {batch}", speed(theirs), speed(ours), f"{ratio:.2f} ({low:.2f}-{high:.2f})"])
     rows.append(["geometric mean", "", "", f"{mean(gains):.2f}"])
-    return table("task, requests", "`ngram_gpu`, best K", "`prompt_lookup`", "of the best", rows=rows)
+    return table("task, requests", "`ngram_gpu`, best K", "`prompt_lookup`", "ratio to the best other", rows=rows)
 
 
 def cascade_table(data: Facts) -> str:
@@ -147,7 +149,7 @@ def cascade_table(data: Facts) -> str:
         of_stage = ratio_of(own, "cascade", [drafter])[0]
         of_stage = min(of_stage, best(own, "cascade")["speed_up"] / best(own, "prompt_lookup")["speed_up"])
         rows.append([f"{task}, {batch}", *speeds, f"{ratio:.2f} ({low:.2f}-{high:.2f})", f"{of_stage:.2f}"])
-    columns = "task, requests", "drafter", "rule", "cascade", "oracle", "of the rule", "of the better stage"
+    columns = "task, requests", "drafter", "rule", "cascade", "oracle", "ratio to rule", "ratio to better stage"
     return table(*columns, rows=rows)
 
 
@@ -162,11 +164,11 @@ def chat_table(data: Facts) -> str:
     rows, found = [], {(row["task"], row["method"]): row for row in data["rows"]}
     for task in dict.fromkeys(row["task"] for row in data["rows"]):
         own = [found[task, name] for name in methods]
-        steps = ", ".join(f"{row['tokens_per_step']:.2f}" for row in own)
-        rows.append([task, *map(speed, own), steps, f"{found[task, NONE]['repeats']:.0%}"])
+        rows.append([task, *map(speed, own), f"{found[task, NONE]['repeats']:.0%}"])
     means = ["{:.2f} ({:.2f}-{:.2f})".format(*data["mean"][name]) for name in methods]
-    rows.append(["geometric mean", *means, "", ""])
-    return table("task", *(f"`{name}`" for name in methods), "tokens/step", "repeats", rows=rows)
+    rows.append(["geometric mean", *means, ""])
+    titles = (f"`{name}`".replace(" #2`", "`, no gate") for name in methods)
+    return table("task", *titles, "repeats", rows=rows)
 
 
 def questions_table(data: Facts) -> str:
@@ -177,7 +179,7 @@ def questions_table(data: Facts) -> str:
         [task, *("{mean:.2f} ({low:.2f}-{high:.2f})".format(**found[part, task][name]) for part, name in parts)]
         for task in dict.fromkeys(task for _, task in found)
     ]
-    columns = "T 0, of none", "of n-gram, K = 5", "decoding alone, of n-gram", "T 0.7, of none"
+    columns = "T 0", "T 0, ratio to n-gram", "the same, decoding alone", "T 0.7"
     return table("task", *columns, rows=rows)
 
 
@@ -188,13 +190,13 @@ def forced_table(data: Facts) -> str:
         speed = row["decoding"] if isinstance(row["decoding"], float) else row["decoding"]["mean"]
         steps = f"{row['tokens_per_step']:.2f} / {row['replay_tokens_per_step']:.2f}"
         rows.append([f"{row['part']}, {row['batch']}", steps, f"{speed:.2f}x / {row['replay_speed']:.2f}x"])
-    return table("log, requests", "tokens a step, engine / replay", "decoding alone, engine / replay", rows=rows)
+    return table("log, requests", "tokens per step, engine / replay", "decoding alone, engine / replay", rows=rows)
 
 
 def gpu_table(data: Facts) -> str:
     """What was measured on GPUs."""
     rows = [
-        [row["task"], *("{:.2f}x ({:.2f}-{:.2f}), {:.2f}, {:.2f}".format(*figures) for figures in row["by_requests"])]
+        [row["task"], *("{:.2f} ({:.2f}-{:.2f})".format(*figures) for figures in row["by_requests"])]
         for row in data["rows"]
     ]
     return table("requests at a time", *map(str, data["requests"]), rows=rows)
@@ -203,13 +205,13 @@ def gpu_table(data: Facts) -> str:
 def cost_table(data: Facts) -> str:
     """What a step of each method costs the host."""
     rows = []
-    for row in data["rows"]:
+    for row in (row for row in data["rows"] if row["arm"] in ARMS):
         figures = " / ".join(f"{us[0]:.0f}" for us in row["us"].values())
         counts: Mapping[str, float] = row["counts"]
         spent = ", ".join(f"{count:g} {name}" for name, count in sorted(counts.items()))
         rows.append([row["arm"], figures, of_none(data, row), spent])
     sizes = " / ".join(data["rows"][0]["us"])
-    return table("method", f"us at {sizes} requests", "of none", "a step", rows=rows)
+    return table("method", f"us at {sizes} requests", "ratio to none", "per step", rows=rows)
 
 
 def of_none(data: Facts, row: Facts) -> str:
@@ -244,23 +246,23 @@ def readme_rows() -> str:
             f"n-gram {speeds('ngram_gpu', *tasks)}",
         ]
         for words, tasks in (
-            ("edits of code, played, 1 / 32", ["edits"]),
+            ("code edits, replayed, 1 / 32", ["edits"]),
             ("summaries, chat, maths", ["cnn", "sharegpt", "gsm8k"]),
         )
     ]
     if cascade_table(public):
         rule = f"TensorRT-LLM's rule {speeds(RULE, 'edits')}"
-        played.append(["edits beside EAGLE, played, 1 / 32", "`cascade`", speeds("cascade", "edits"), rule])
+        played.append(["code edits beside EAGLE", "`cascade`", speeds("cascade", "edits"), rule])
     ours, theirs = ("{:.2f}x ({:.2f}-{:.2f})".format(*mean_of(name)) for name in ("prompt_lookup", NGRAM))
-    served = ["a chat model, eight tasks, a CPU", "`prompt_lookup`", ours, f"n-gram {theirs}"]
+    served = ["SmolLM2, eight tasks, CPU, 1", "`prompt_lookup`", ours, f"n-gram {theirs}"]
     found = {row["task"]: row["by_requests"] for row in gpu["rows"]}
     vllm, lookup = (
         " / ".join(f"{found[name][at][0]:.2f}x" for at in (0, 2))
         for name in ("copy, vLLM's `ngram_gpu`", "copy, `prompt_lookup`")
     )
-    card = ["edits, demo model, one H100 (0.1.0), 1 / 32", "vLLM's `ngram_gpu`", f"ours {lookup}", vllm]
+    card = ["edits, H100, 0.1.0, 1 / 32", "vLLM's `ngram_gpu`", f"ours {lookup}", vllm]
     other = f"n-gram {us('ngram_gpu')}"
-    cost = ["the host's time for a step, 1 / 32", "`prompt_lookup`", us("prompt_lookup"), other]
+    cost = ["host time per step, 1 / 32", "`prompt_lookup`", us("prompt_lookup"), other]
     return "\n".join(f"| {' | '.join(row)} |" for row in [*played, served, card, cost])
 
 
