@@ -36,8 +36,7 @@ MAY_IMPORT = {
         "structures",
         "target",
     },
-    "options_text": {"config"},
-    "request_options": {"config", "options_text"},
+    "request_options": {"config"},
     "custom": {"config", "draft", "isolation"},
     "methods": {"config", "custom", "draft"},
     "parsing": {"config", "custom", "methods"},
@@ -47,7 +46,7 @@ MAY_IMPORT = {
     "__init__": {"config", "engine"},
 }
 _BELOW = {*MAY_IMPORT} - {"arguments", "commands", "__main__", "__init__"}
-MAY_IMPORT |= {"engine": _BELOW, "tools": _BELOW - {"cascade", "gate", "options_text"} | {"engine"}}
+MAY_IMPORT |= {"engine": _BELOW, "tools": _BELOW - {"cascade", "gate"} | {"engine"}}
 # Likewise the rooms of the engine.
 IN_ENGINE_MAY_IMPORT = {
     "codec": set(),

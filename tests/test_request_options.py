@@ -7,12 +7,10 @@ import time
 import tracemalloc
 from typing import Any
 
-import numpy as np
 import pytest
 
 from vllm_specplugins import request_options
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.options_text import Text
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.request_options import Limits, draft_limit, read_options, received, resolved, understood
 
@@ -126,6 +124,7 @@ def test_text() -> None:
     "text, options",
     [
         ('{"reference": "%s", "max_draft": 2}' % ("[" * 89_000), {"reference": "[" * 89_000, "max_draft": 2}),
+        ('{"reference": "%s"}' % ("\\u4f60\\ud83d\\ude00\\n" * 50), {"reference": "\u4f60\U0001f600\n" * 50}),
         ('{"a": 1, "reference" :  [1, 2 ,3]}', {"a": 1, "reference": [1, 2, 3]}),
         ('{"a": {"reference": [1, {"b": "x"}]}}', {"a": {"reference": [1, {"b": "x"}]}}),
         ('{"a": {"reference": [1]}}', {"a": {"reference": [1]}}),
@@ -140,22 +139,7 @@ def test_text() -> None:
 def test_a_reference_is_read_by_itself(text: str, options: Any) -> None:
     """Kills: a reference that gets lost, is read where it is another's, or counts towards the bound of the rest."""
     found = dict(read_options(text, max_model_len=1000))
-    if isinstance(found.get("reference"), bytearray):  # of token ids
-        found["reference"] = np.frombuffer(found["reference"], np.int32).tolist()
-    if isinstance(found.get("reference"), Text):
-        found["reference"] = "".join(found["reference"])
     assert found == options == json.loads(text)
-
-
-@pytest.mark.parametrize("unit", ["x", "\u4f60", "\U0001f600", "\n", '"', "\\", "a\u00e9", "\ud83d", "\ude00\ud83d"])
-@pytest.mark.parametrize("before", range(3))
-def test_a_text_is_decoded_by_pieces(unit: str, before: int) -> None:
-    """Kills: an escape, or a character of two, that is cut where pieces meet."""
-    text = "x" * (4095 + before) + unit * 3000
-    for is_ascii in (True, False):
-        raw = json.dumps({"reference": text}, ensure_ascii=is_ascii)
-        pieces = list(read_options(raw, max_model_len=10_000)["reference"])
-        assert "".join(pieces) == json.loads(raw)["reference"] and max(map(len, pieces)) <= 4096
 
 
 @pytest.mark.parametrize("string", ['"\\x"', '"\\u12g4"', '"\n"', '"a', '"\\"', '"\\u123"'])
@@ -191,12 +175,10 @@ def test_long_text_is_not_parsed() -> None:
     allowed."""
     longest, around = (1 << 16) + 24 * 1000, len('{"reference": ""}')
     assert len(read_options(json.dumps({"reference": "x" * (longest - around)}), max_model_len=1000)) == 1
-    with pytest.raises(
-        ConfigError, match="its JSON text must be at most 65536 characters and 4096 brackets beside the ref"
-    ):
+    with pytest.raises(ConfigError, match="its JSON text must be at most 65536 bytes and 4096 brackets beside the ref"):
         read_options("{}".ljust(longest), max_model_len=1000)
     with pytest.raises(ConfigError, match="must be a dictionary"):
-        read_options('{"a": %s}' % ("9" * 101), max_model_len=1000)  # what it costs grows with the square
+        read_options('{"a": %s}' % ("9" * 5000), max_model_len=1000)  # costs grow with the square
     with pytest.raises(ConfigError) as error:
         read_options("{}".ljust(longest + 1), max_model_len=1000)
     assert str(error.value) == (
@@ -251,7 +233,7 @@ def test_what_travels() -> None:
         [[[[[[[[1]]]]]]]],
         {"a\ud800": 1},
         ["\ud800"],
-        2**63,
+        2**64,
         -(2**64),
         object(),
     ],
@@ -259,7 +241,7 @@ def test_what_travels() -> None:
 )
 def test_options_of_a_custom_proposer_are_small(value: Any) -> None:
     """Kills: an unbounded walk, a depth that is not counted, and what cannot travel to the engine."""
-    with pytest.raises(ConfigError, match=r"proposer's own must be at most 16384 values and characters"):
+    with pytest.raises(ConfigError, match=r"options of a custom proposer must be at most 16384 bytes"):
         understood({"k": value}, limits(CUSTOM))
     understood({"k": [[[[[["x" * 16_000]]]]]], "l": 2**63 - 1}, limits(CUSTOM))
 

@@ -1,14 +1,16 @@
-"""Per-request options: `SamplingParams.extra_args["specplugins"]`, a dictionary, or its JSON text.
+"""Per-request options: `SamplingParams.extra_args["specplugins"]`, a dictionary or its JSON text.
 
-The HTTP API takes them in `vllm_xargs`, whose values cannot be dictionaries: hence the text. They are a client's data,
-and a client may cost only itself: the front end bounds, checks and resolves them, so that a bad one answers 400 and
-reaches neither the engine nor another request. Knows nothing of vLLM.
+The HTTP API takes them in `vllm_xargs`, whose values cannot be dictionaries: hence the text. A client sends them, and
+may harm only itself: the front end bounds, checks and resolves them, so that a bad option answers 400 and reaches
+neither the engine nor another request. This module knows nothing of vLLM.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from vllm_specplugins.config import (
@@ -22,40 +24,41 @@ from vllm_specplugins.config import (
     stage_configs,
     stage_names,
 )
-from vllm_specplugins.options_text import MAX_OWN_SIZE, Text, check_number
-from vllm_specplugins.options_text import read_options as read_options
 
 Options = Mapping[str, Any]
 
 MAX_CONTEXT = 2**31 - 1
-# Of a reference; four are usual. One with more tokens than max_model_len is refused in any case.
+# A reference as text: tokens have four bytes on average. One with more than max_model_len tokens is refused anyway.
 BYTES_PER_TOKEN = 8
-MAX_NESTING = 8
+# JSON takes up to three characters for a byte (and nine for a token id): `\u00e9` is two bytes.
+CHARACTERS_PER_TOKEN = 24
+MAX_OTHER_BYTES, MAX_OTHER_BRACKETS = 1 << 16, 1 << 12  # of JSON text beside the reference
+MAX_CUSTOM_BYTES, MAX_NESTING = 1 << 14, 8  # options of a custom proposer, as MessagePack
 REFERENCE, TENANT = "reference", "tenant"
 
 
-def _at_most(high: int) -> tuple[str, Callable[[Any], bool]]:
+def _integer_up_to(high: int) -> tuple[str, Callable[[Any], bool]]:
     return f"an integer from 0 to {high}", lambda value: is_integer(value, 0, high)
 
 
 _FLAG = "true or false", lambda value: isinstance(value, bool)
 _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "enabled": _FLAG,
-    "max_draft": _at_most(MAX_NUM_SPECULATIVE_TOKENS),
-    "max_context": _at_most(MAX_CONTEXT),
+    "max_draft": _integer_up_to(MAX_NUM_SPECULATIVE_TOKENS),
+    "max_context": _integer_up_to(MAX_CONTEXT),
     "learn": _FLAG,
 }
-SETTINGS = frozenset({*_PLAIN, "stages", TENANT})  # which no proposer of the user's own reads
+SETTINGS = frozenset({*_PLAIN, "stages", TENANT})  # no custom proposer reads these
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request's options are held against.
+    """Bounds of a request's options.
 
     Args:
         config: the method that is served.
         vocab_size: token ids are in [0, vocab_size).
-        max_model_len: most tokens that a request can have, and its reference.
+        max_model_len: the largest number of tokens of a request, and of its reference.
     """
 
     config: SpecConfig
@@ -63,59 +66,124 @@ class Limits:
     max_model_len: int
 
     @property
-    def passes_own(self) -> bool:
-        """Whether a proposer that is not ours may have options of its own."""
+    def passes_custom(self) -> bool:
+        """Whether options may be those of a custom proposer."""
         return bool(stage_configs(self.config, CustomConfig))
 
     @property
-    def max_bytes(self) -> int:
-        """Of a reference that is a text."""
+    def max_reference_bytes(self) -> int:
+        """Bound of a reference that is a text."""
         return BYTES_PER_TOKEN * self.max_model_len
 
 
+class _Reference(msgspec.Struct):
+    reference: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def read_options(raw: Any, max_model_len: int) -> Options:
+    """The dictionary of a request's options, decoded if it is JSON text.
+
+    Raises:
+        ConfigError: it is neither, or the text is too long or has too many brackets or token ids.
+    """
+    options = raw
+    if isinstance(raw, str):
+        longest = MAX_OTHER_BYTES + CHARACTERS_PER_TOKEN * max_model_len
+        if len(raw) > longest:
+            raise ConfigError(
+                f"specplugins must be at most {longest} characters of JSON text where max_model_len is "
+                f"{max_model_len}, not {len(raw)}."
+            )
+        try:
+            options = _decoded(raw.encode(), max_model_len)
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            options = None
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"specplugins must be a dictionary or its JSON text, not {brief(raw)}.")
+    return options
+
+
+def _decoded(json: bytes, max_model_len: int) -> dict[str, Any]:
+    """Decodes options in bounded memory: the reference may be long, so that the rest is measured without it."""
+    decode = msgspec.json.decode
+    reference = bytes(decode(json, type=_Reference).reference)
+    num_bytes = len(json) - len(reference)
+    num_brackets = sum(json.count(bracket) - reference.count(bracket) for bracket in (b"[", b"{"))
+    if num_bytes > MAX_OTHER_BYTES or num_brackets > MAX_OTHER_BRACKETS:
+        raise ConfigError(
+            f"specplugins: its JSON text must be at most {MAX_OTHER_BYTES} bytes and {MAX_OTHER_BRACKETS} brackets "
+            f"beside the reference, not {num_bytes} and {num_brackets}."
+        )
+    options: dict[str, Any] = decode(json, type=dict[str, msgspec.Raw])
+    for key, value in options.items():
+        if key != REFERENCE:
+            options[key] = decode(value)
+        elif value := bytes(value):
+            if value.startswith(b"["):
+                check_number(value.count(b",") + 1, max_model_len)
+            with suppress(msgspec.ValidationError):  # leaves the bytes, which `understood` refuses
+                value = decode(value, type=str | list[int] | None)
+            options[key] = value
+    return options
+
+
 def understood(options: Options, limits: Limits) -> dict[str, Any]:
-    """The options, made anew from what was understood of them: nothing else of a client's travels any further.
+    """Checked copies of the options that exist; nothing else of a client's data travels further.
 
     enabled: whether the request is drafted for at all.
-    max_draft: most tokens that it gets drafted in one step.
-    max_context: beyond so many tokens of prompt and output together it is not drafted for.
-    stages: those of a cascade that draft for it, by name, or by number and name as in metrics.
-    reference: what its output is likely to repeat, for prompt_lookup and suffix_lookup; ids become int32 bytes.
-    learn: whether its output may be drafted from for later requests, by suffix_lookup, or learned from.
+    max_draft: the largest number of tokens that one step drafts for it.
+    max_context: it is not drafted for beyond this number of tokens of prompt and output.
+    stages: the stages of a cascade that draft for it, by name, or by number and name as in metrics.
+    reference: a text that its output is likely to repeat, for prompt_lookup and suffix_lookup; ids become int32 bytes.
+    learn: whether suffix_lookup may draft from its output for later requests, and heads may learn from it.
 
-    A proposer of the user's own may have options of its own, which pass if they are small.
+    Small options of a custom proposer pass.
 
     Raises:
         ConfigError: an option does not exist, or its value is not allowed.
     """
-    found: dict[str, Any] = {}
-    own: dict[Any, Any] = {}
+    checked: dict[str, Any] = {}
+    custom: dict[Any, Any] = {}
     for key, value in options.items():
         if key in _PLAIN:
             allowed, fits = _PLAIN[key]
             if not fits(value):
                 raise ConfigError(f"specplugins: {key} must be {allowed}, not {brief(value)}.")
-            found[key] = value
+            checked[key] = value
         elif key == "stages":
-            found[key] = _stages(value, limits)
+            checked[key] = _stages(value, limits)
         elif key == REFERENCE:
-            found[key] = _reference(value, limits)
-        elif limits.passes_own:
-            own[key] = value
+            checked[key] = _reference(value, limits)
+        elif limits.passes_custom:
+            custom[key] = value
         else:
             known = "enabled, max_draft, max_context, stages, reference, learn"
             raise ConfigError(f"specplugins: {brief(key)} is not an option; the options are {known}.")
+    return {**_custom(custom), **checked} if custom else checked
+
+
+def _custom(options: dict[Any, Any]) -> dict[str, Any]:
+    """A copy in plain dictionaries, lists, texts and numbers, as the engine's messages carry it."""
     try:
-        return {**_copied(own, MAX_NESTING, [MAX_OWN_SIZE]), **found}
-    except _CannotTravel:
-        raise ConfigError(
-            f"specplugins: options of the proposer's own must be at most {MAX_OWN_SIZE} values and characters of UTF-8 "
-            f"in {MAX_NESTING} levels, and integers of 64 bits, not {brief(own)}."
-        ) from None
+        packed = msgspec.msgpack.encode(options)
+        copy: dict[str, Any] = msgspec.msgpack.decode(packed)
+        if len(packed) <= MAX_CUSTOM_BYTES and _depth(copy) <= MAX_NESTING:
+            return copy
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        pass
+    raise ConfigError(
+        f"specplugins: options of a custom proposer must be at most {MAX_CUSTOM_BYTES} bytes of MessagePack in "
+        f"{MAX_NESTING} levels, not {brief(options)}."
+    )
+
+
+def _depth(value: Any) -> int:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 1 if items is None else 1 + max(map(_depth, items), default=0)
 
 
 def _stages(value: Any, limits: Limits) -> list[str]:
-    """The names of stages that a request allows, each once."""
+    """The names of the stages that a request allows, each once."""
     methods, by_name = methods_of(limits.config), dict[str, list[str]]()
     for index, name in enumerate(stage_names(methods)):
         by_name.setdefault(methods[index], []).append(name)
@@ -123,64 +191,78 @@ def _stages(value: Any, limits: Limits) -> list[str]:
     fits = isinstance(value, list | tuple) and 0 < len(value) <= len(methods)
     if not fits or not all(isinstance(name, str) and name in by_name for name in value):
         allowed = ", ".join(map(repr, dict.fromkeys(methods)))
-        most = f"at most {len(methods)}, each one" if len(methods) > 1 else "one"
-        raise ConfigError(f"specplugins: stages must be a list of {most} of {allowed}, not {brief(value)}.")
+        number = f"at most {len(methods)}, each one" if len(methods) > 1 else "one"
+        raise ConfigError(f"specplugins: stages must be a list of {number} of {allowed}, not {brief(value)}.")
     return sorted({name for asked in value for name in by_name[asked]})
 
 
-def _reference(value: Any, limits: Limits) -> Any:
-    """A text that may be tokenised, or int32 bytes of token ids."""
-    if not isinstance(value, str | Text):
+def _reference(value: Any, limits: Limits) -> str | bytes:
+    """A text that the front end will tokenise, or int32 bytes of token ids."""
+    if not isinstance(value, str):
         return token_bytes(value, limits)
-    size = 0
-    for chunk in (value,) if isinstance(value, str) else value:
-        try:  # a character is a byte or more: what is too long is not encoded
-            size += len(chunk if size + len(chunk) > limits.max_bytes else chunk.encode())
-        except UnicodeEncodeError:
-            raise ConfigError(f"specplugins: reference must be valid UTF-8, not {brief(chunk)}.") from None
+    try:  # a character has at least one byte: a text that is too long is not encoded
+        size = len(value) if len(value) > limits.max_reference_bytes else len(value.encode())
+    except UnicodeEncodeError:
+        raise ConfigError(f"specplugins: reference must be valid UTF-8, not {brief(value)}.") from None
     check_size(f"specplugins: {REFERENCE}", size, limits)
     return value
 
 
 def check_size(name: str, size: int, limits: Limits) -> None:
-    """Raises ConfigError for a text of so many bytes, or more."""
-    if size > limits.max_bytes:
+    """Raises ConfigError for a text of too many bytes."""
+    if size > limits.max_reference_bytes:
         raise ConfigError(
-            f"{name} must be at most {limits.max_bytes} bytes of text where max_model_len is {limits.max_model_len}, "
-            f"not {size}."
+            f"{name} must be at most {limits.max_reference_bytes} bytes of text where max_model_len is "
+            f"{limits.max_model_len}, not {size}."
         )
 
 
-def token_bytes(value: Any, limits: Limits) -> bytes | bytearray:
-    """A list of token ids as int32 bytes, which a bytearray is; ConfigError unless they are few and the model's."""
-    ids = np.frombuffer(value, np.int32) if isinstance(value, bytearray) and len(value) % 4 == 0 else value
-    is_list = isinstance(ids, list | tuple | np.ndarray)
-    if is_list:
-        check_number(len(ids), limits.max_model_len)
-    fits = is_list and (ids is not value or set(map(type, ids)) <= {int})
-    low, high = (min, max) if ids is value else (np.min, np.max)
-    if not fits or (len(ids) and not (low(ids) >= 0 and high(ids) < limits.vocab_size)):
-        given = value if ids is value else ids[:20].tolist()
+def check_number(num_tokens: int, max_model_len: int) -> None:
+    """Raises ConfigError for a reference of more tokens than a request may have."""
+    if num_tokens > max_model_len:
+        raise ConfigError(
+            f"specplugins: reference must be at most {max_model_len} tokens (max_model_len), not {num_tokens}."
+        )
+
+
+def token_bytes(value: Any, limits: Limits) -> bytes:
+    """Token ids, a list or a bytearray of int32, as int32 bytes.
+
+    Raises:
+        ConfigError: it is something else, has too many ids, or ids that the model does not have.
+    """
+    token_ids = None
+    if isinstance(value, bytearray):
+        token_ids = np.frombuffer(value, np.int32)
+        check_number(len(token_ids), limits.max_model_len)
+    elif isinstance(value, list | tuple):
+        check_number(len(value), limits.max_model_len)
+        if set(map(type, value)) <= {int}:
+            with suppress(OverflowError):
+                token_ids = np.array(value, np.int64)
+    if token_ids is None or (len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < limits.vocab_size):
+        given = token_ids[:20].tolist() if isinstance(value, bytearray) and token_ids is not None else value
         raise ConfigError(
             f"specplugins: reference must be a text or a list of token ids from 0 to {limits.vocab_size - 1}, not "
             f"{brief(given)}."
         )
-    return value if isinstance(value, bytearray) else np.array(value, np.int32).tobytes()
+    return token_ids.astype(np.int32).tobytes()
 
 
 def resolved(options: Options, limits: Limits, token_ids: Sequence[int] | bytearray | None = None) -> dict[str, Any]:
-    """Options that were understood as they travel to the engine: a reference as bytes.
+    """Understood options as they travel to the engine: a reference is bytes.
 
-    `token_ids` are those of a reference that is a text: ConfigError if they are too many, or others than the model has.
+    Args:
+        token_ids: tokens of a reference that is a text; ConfigError if the model cannot have them.
     """
-    found = {key: options[key] for key in options if key not in (REFERENCE, TENANT)}
+    sent = {key: options[key] for key in options if key not in (REFERENCE, TENANT)}
     if reference := options.get(REFERENCE) if token_ids is None else token_bytes(token_ids, limits):
-        found[REFERENCE] = reference
-    return found
+        sent[REFERENCE] = reference
+    return sent
 
 
 def received(options: Options) -> Options:
-    """In the engine, what `resolved` made: the reference is a read-only array, [num_tokens] int32."""
+    """Resolved options in the engine: the reference is a read-only array, [num_tokens] int32."""
     if REFERENCE not in options:
         return options
     token_ids = np.frombuffer(options[REFERENCE], np.int32)
@@ -189,10 +271,10 @@ def received(options: Options) -> Options:
 
 
 def draft_limit(options: Options, num_tokens: int, max_num_draft: int, length_limit: int) -> int:
-    """Most tokens that a request of this length gets drafted in one step; the target emits one more.
+    """The largest number of tokens to draft in one step for a request of this length; the target emits one more.
 
     Args:
-        length_limit: most tokens that the request may have, its prompt included.
+        length_limit: the largest length of the request, its prompt included.
 
     >>> draft_limit({}, 100, 5, 4096), draft_limit({}, 100, 5, 104), draft_limit({"max_draft": 2}, 100, 5, 4096)
     (5, 3, 2)
@@ -213,37 +295,5 @@ def allows(options: Sequence[Mapping[str, Any]], name: str) -> np.ndarray[Any, n
     """
     if not any(options):
         return None
-    allowed = np.array([not own or name in own.get("stages", (name,)) for own in options], bool)
+    allowed = np.array([not given or name in given.get("stages", (name,)) for given in options], bool)
     return None if allowed.all() else allowed
-
-
-class _CannotTravel(Exception):
-    """A value that the engine's messages cannot hold, or that is too large."""
-
-
-def _copied(value: Any, levels: int, left: list[int]) -> Any:
-    """A copy in plain dictionaries, lists, texts and numbers; `left` of the size that it may have is counted down.
-
-    Raises _CannotTravel where it is larger or deeper, or holds something else, and looks at no more of it.
-    """
-    left[0] -= 1 + (len(value) if isinstance(value, str | bytes | list | tuple | Mapping) else 0)
-    if left[0] < 0 or levels == 0:
-        raise _CannotTravel
-    match value:
-        case Mapping():
-            return {_copied(key, 1, left): _copied(item, levels - 1, left) for key, item in value.items()}
-        case list() | tuple():
-            return [_copied(item, levels - 1, left) for item in value]
-        case None | bool() | bytes():
-            return value
-        case float():
-            return float(value)
-        case int() if -(2**63) <= value < 2**63:
-            return int(value)
-        case str():
-            try:
-                value.encode()  # JSON may hold halves of characters
-                return str(value)
-            except UnicodeEncodeError:
-                pass
-    raise _CannotTravel

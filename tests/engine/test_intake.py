@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_specplugins.engine.frontend.option_checks import MOST_LEFT_BEHIND
+from vllm_specplugins.engine.frontend.option_checks import MAX_ABANDONED
 from vllm_specplugins.engine.frontend.options import OptionsResolver, request_options
 from vllm_specplugins.engine.frontend.prediction import Predicted
 from vllm_specplugins.engine.frontend.priority_executor import PIECE, PriorityExecutor, Work, pieces
@@ -208,7 +208,8 @@ def test_pieces_of_a_text(tokenizer: Any, intake: OptionsResolver) -> None:
 
 @pytest.mark.parametrize("unit", ["abcdef\n", "abcdef\U0001f600", "\u4f60\u597d"])
 def test_what_a_long_text_takes(unit: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a context of 128 k tokens. Kills: the text held decoded, tokens held twice, what is held when it is done."""
+    """Of a context of 128 k tokens: the decoded text and its tokens. Kills: tokens held as
+    numbers of Python, data that is held when it is done."""
     monkeypatch.setattr(Sizes, "max_model_len", 1 << 17)
     intake = OptionsResolver(Configured(method="prompt_lookup"), Sizes(), tokenizer)
     per_unit = len(tokenizer.encode(unit * 10, add_special_tokens=False)) / 10
@@ -227,7 +228,7 @@ def test_what_a_long_text_takes(unit: str, tokenizer: Any, monkeypatch: pytest.M
         time.sleep(0.01)
         gc.collect()
     tracemalloc.stop()
-    assert num_tokens > 0.9 * (1 << 17) and peak < 1_000_000 and left < 100_000
+    assert num_tokens > 0.9 * (1 << 17) and peak < 3_000_000 and left < 100_000
 
 
 def test_custom_check_options(tokenizer: Any) -> None:
@@ -264,7 +265,7 @@ def test_check_options_that_hangs() -> None:
     go_on.clear()
 
     async def clients() -> list[Any]:
-        waiting = [asyncio.create_task(intake.resolved_beside(hanging)) for _ in range(MOST_LEFT_BEHIND + 1)]
+        waiting = [asyncio.create_task(intake.resolved_beside(hanging)) for _ in range(MAX_ABANDONED + 1)]
         await asyncio.sleep(0.01)
         assert request_options(await intake.resolved_beside(good))["depth"] == 3
         assert not any(task.done() for task in waiting)
@@ -279,7 +280,7 @@ def test_check_options_that_hangs() -> None:
     for found in (intake.resolved(good), asyncio.run(intake.resolved_beside(params({"depth": 3, "reference": [7]})))):
         assert request_options(found) == {"enabled": False}, "served, without drafts"
     go_on.set()
-    for check in intake._checks._left_behind:
+    for check in intake._checks._abandoned:
         assert check.result(30) is None
     assert request_options(intake.resolved(good))["depth"] == 3
     go_on.clear()

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from rubbish import JSON, TEXTS, check_sentence, dictionary
 
 from vllm_specplugins.config import ConfigError, methods_of
-from vllm_specplugins.options_text import Text
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.request_options import Limits, draft_limit, read_options, received, resolved, understood
 
@@ -67,7 +66,6 @@ def test_bounded_or_refused(raw: Any, limits: Limits, num_tokens: int) -> None:
     try:
         options = understood(read_options(raw, MAX_MODEL_LEN), limits)
         reference = options.get("reference")
-        reference = "".join(reference) if isinstance(reference, Text) else reference
         sent = resolved(options, limits, [len(reference) % VOCAB_SIZE] * 3 if isinstance(reference, str) else None)
     except ConfigError as error:
         check_sentence(error)

@@ -19,7 +19,6 @@ from vllm_specplugins.engine.frontend.options import OptionsResolver, Resolved
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.engine.metrics.export import port_of
 from vllm_specplugins.methods import has_tenants
-from vllm_specplugins.options_text import Text
 from vllm_specplugins.request_options import REFERENCE, TENANT, Options, read_options
 from vllm_specplugins.structures.suffix.store_file import tenant_of
 
@@ -51,7 +50,7 @@ class EngineOptions(OptionsResolver):
 
     def _read(self, raw: Any) -> Options:
         options = dict(read_options(raw, self._limits.max_model_len))
-        if isinstance(options.get(REFERENCE), str | Text):
+        if isinstance(options.get(REFERENCE), str):
             del options[REFERENCE]
             self._log_once(
                 REFERENCE, "A reference that bypassed vLLM's Python front end is left out: it must be token ids there."

@@ -1,7 +1,7 @@
-"""Checks of a request's options by the user's own proposers, in the process in which requests come in.
+"""Checks of a request's options by custom proposers, in the process in which requests arrive.
 
-That is code of theirs, and a client's data: it runs in a thread of its own, and a check that does not come back costs
-its own request a budget of time, and no other's tokens.
+A check is a user's code on a client's data: it runs in a thread, and one that does not return costs its request a
+budget of time, and no other request any tokens.
 """
 
 import asyncio
@@ -17,34 +17,34 @@ from vllm_specplugins.request_options import SETTINGS
 
 logger = logging.getLogger("vllm.specplugins")
 
-MOST_LEFT_BEHIND = 8  # each takes its turns of the interpreter, maybe for ever
+MAX_ABANDONED = 8  # checks that have not returned; each still takes turns of the interpreter
 
 
 class OptionChecks:
     """Runs `check_options` of proposers.
 
     Args:
-        checks: each raises where it refuses a request's options.
-        budget_ms: longest for all of a request's.
+        checks: each raises if it refuses a request's options.
+        budget_ms: limit for all checks of a request.
     """
 
     def __init__(self, checks: Sequence[OptionCheck], budget_ms: float):
         self._checks = checks
         self._budget_ms = budget_ms
-        self._left_behind: list[Future[str | None]] = []
+        self._abandoned: list[Future[str | None]] = []
 
     def concern(self, options: Mapping[str, Any]) -> bool:
-        """Whether somebody has to be asked about these options."""
+        """Whether any check has to see these options."""
         return bool(self._checks) and not options.keys() <= SETTINGS
 
     @property
     def are_stuck(self) -> bool:
         """Whether too many earlier checks have not returned."""
-        self._left_behind = [check for check in self._left_behind if not check.done()]
-        return len(self._left_behind) >= MOST_LEFT_BEHIND
+        self._abandoned = [check for check in self._abandoned if not check.done()]
+        return len(self._abandoned) >= MAX_ABANDONED
 
     async def refusal(self, options: Mapping[str, Any]) -> str | None:
-        """Why the options are refused, or None."""
+        """The reason why a check refuses the options, or None."""
         check: Future[str | None] = Future()
         check.set_running_or_notify_cancel()
         work = lambda: check.set_result(self._refusal(options))  # noqa: E731
@@ -52,12 +52,12 @@ class OptionChecks:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(check), self._budget_ms / 1000)
         except TimeoutError:
-            self._left_behind.append(check)
-        if len(self._left_behind) == MOST_LEFT_BEHIND:
+            self._abandoned.append(check)
+        if len(self._abandoned) == MAX_ABANDONED:
             logger.warning(
-                "%d calls of check_options have not returned; until one does, requests with options of the proposer's "
-                "own get no drafts.",
-                MOST_LEFT_BEHIND,
+                "%d calls of check_options have not returned; until one does, requests with options of a custom "
+                "proposer get no drafts.",
+                MAX_ABANDONED,
             )
         return f"its check_options did not return within {self._budget_ms:.0f} ms"
 

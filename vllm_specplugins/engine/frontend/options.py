@@ -1,4 +1,4 @@
-"""Per-request options on their way through vLLM: resolved in the front end, read in the worker."""
+"""Passes per-request options through vLLM: the front end resolves them, the worker reads them."""
 
 import asyncio
 import copy
@@ -20,7 +20,6 @@ from vllm_specplugins.engine.frontend.prediction import Predicted, take_predicti
 from vllm_specplugins.engine.frontend.priority_executor import PriorityExecutor, Work, pieces
 from vllm_specplugins.engine.hooks import wrap
 from vllm_specplugins.methods import drafters
-from vllm_specplugins.options_text import Text
 from vllm_specplugins.request_options import (
     REFERENCE,
     TENANT,
@@ -34,11 +33,11 @@ from vllm_specplugins.request_options import (
 
 
 class Resolved(dict[str, Any]):
-    """Options that have been through an `OptionsResolver`."""
+    """Options that an `OptionsResolver` has resolved."""
 
 
 def sealed(core_request: Any) -> Any:
-    """The same request for the engine, with options that it recognises as checked; see entrances.py."""
+    """The request with options that the engine recognises as checked; see entrances.py."""
     params = core_request.sampling_params
     if isinstance(options := (getattr(params, "extra_args", None) or {}).get("specplugins"), Resolved):
         params.extra_args = {**params.extra_args, "specplugins": Resolved({**options, TENANT: b""})}
@@ -46,43 +45,42 @@ def sealed(core_request: Any) -> Any:
 
 
 def request_options(sampling_params: Any) -> Options:
-    """The options of a request, which the front end or the engine has resolved; empty where it has none."""
+    """The resolved options of a request; empty if it has none."""
     options = (getattr(sampling_params, "extra_args", None) or {}).get("specplugins")
     try:
         return received(options) if isinstance(options, Mapping) else {}
-    except (TypeError, ValueError):  # whatever a request holds, it may not stop the engine
+    except (TypeError, ValueError):  # no request may stop the engine
         return {}
 
 
 def length_limit(params: Any, prompt_len: int, max_model_len: int) -> int:
-    """Most tokens that a request may have, its prompt and its output together.
+    """The largest number of tokens that a request may have, its prompt and its output together.
 
     Args:
-        params: what has the request's `max_tokens`. A client of the engine core, or a pooling request, may have none.
+        params: SamplingParams or the like; `max_tokens` may be missing.
     """
     max_tokens = getattr(params, "max_tokens", None)
     return max_model_len if max_tokens is None else min(max_model_len, prompt_len + max_tokens)
 
 
 class OptionsResolver:
-    """Resolves the options of requests, in the process in which they come in.
+    """Resolves the options of requests, in the process in which they arrive.
 
-    The tokenizer is a copy of its own: vLLM's threads use the other. It is made before the first request comes, since
-    that may take a while, and nothing else runs in Python meanwhile.
+    It copies the tokenizer, since vLLM's threads use the original, before the first request: copying may take a while.
     """
 
     def __init__(self, speculative_config: Any, model_config: Any, tokenizer: Any):
         config = speculative_config.plugin_config
         self._limits = Limits(config, model_config.get_vocab_size(), model_config.max_model_len)
         rows = [row for row, _ in drafters(config)]
-        self._wants_reference = any(row.is_lookup for row in rows) or self._limits.passes_own
+        self._wants_reference = any(row.is_lookup for row in rows) or self._limits.passes_custom
         self._checks = OptionChecks(option_checks(config), config.common.time_budget_ms)
         self._tokenizer = copy.deepcopy(tokenizer) if self._wants_reference else None
         self._executor: PriorityExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def resolved(self, params: SamplingParams) -> SamplingParams:
-        """The same for a caller that has no event loop, or waits in it."""
+        """`resolved_beside` for a caller without an event loop, or one that waits in it."""
         if not _is_raw(params):
             return params
         if self._loop is None:
@@ -91,32 +89,34 @@ class OptionsResolver:
         return asyncio.run_coroutine_threadsafe(self.resolved_beside(params), self._loop).result()
 
     async def resolved_beside(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with resolved options, the same object where there is nothing to resolve.
+        """The parameters with resolved options; the same object if there is nothing to resolve.
 
-        Texts are tokenised, and proposers of the user's own asked, beside the event loop, which streams to others, too.
-        VLLMValidationError: an option is not allowed; the front end answers 400.
+        Other threads tokenise texts and ask custom proposers, so that the event loop goes on streaming.
+
+        Raises:
+            VLLMValidationError: an option is not allowed; the front end answers 400.
         """
         if not _is_raw(params):
             return params
         try:
             options = self._read(params.extra_args["specplugins"])
             text, token_ids = options.get(REFERENCE), None
-            if isinstance(text, str | Text):
+            if isinstance(text, str):
                 if self._executor is None:
                     self._executor = PriorityExecutor()
                 token_ids = await asyncio.wrap_future(self._executor.submit(len(text), self._tokenize(text)))
-            found = resolved(options, self._limits, token_ids)
-            shown = MappingProxyType(dict(received(found)))
+            checked = resolved(options, self._limits, token_ids)
+            shown = MappingProxyType(dict(received(checked)))
             if self._checks.concern(shown):
                 if self._checks.are_stuck:
-                    found = {"enabled": False}  # nobody can be asked now
+                    checked = {"enabled": False}
                 elif (refusal := await self._checks.refusal(shown)) is not None:
                     raise ConfigError(f"specplugins: the proposer refuses the options: {refusal}.")
         except ConfigError as error:
             raise VLLMValidationError(str(error)) from None
-        mine = copy.copy(params)  # the caller may use them for other requests
-        mine.extra_args = {**params.extra_args, "specplugins": Resolved(found)}
-        return mine
+        params = copy.copy(params)  # the caller may use the original for other requests
+        params.extra_args = {**params.extra_args, "specplugins": Resolved(checked)}
+        return params
 
     def _read(self, raw: Any) -> Options:
         predicted: Options = {}
@@ -128,12 +128,12 @@ class OptionsResolver:
             options.pop(REFERENCE, None)
         return options
 
-    def _tokenize(self, text: str | Text) -> Work[bytearray]:
-        """A reference's tokens, int32, piece by piece; no more than one too many pieces."""
+    def _tokenize(self, text: str) -> Work[bytearray]:
+        """The tokens of a reference as int32, piece by piece; stops after max_model_len."""
         if self._tokenizer is None:
             raise ConfigError("specplugins: reference must be token ids where the engine has no tokenizer.")
         token_ids = bytearray()
-        for piece in pieces((text,) if isinstance(text, str) else text):
+        for piece in pieces(text):
             try:
                 token_ids += np.array(self._tokenizer.encode(piece, add_special_tokens=False), np.int32).tobytes()
             except Exception as error:
@@ -150,9 +150,9 @@ def _is_raw(params: Any) -> bool:
 
 
 def check_requests() -> None:
-    """Has vLLM resolve the options of every request where requests come in; once per process.
+    """Has vLLM resolve the options of every request where requests arrive; once per process.
 
-    A call that is not about a configuration of ours goes to vLLM unchanged.
+    Calls without a configuration of ours go to vLLM unchanged.
     """
     wrap(SamplingParams, "_validate_spec_decode", _with_every_parameter)
     wrap(InputProcessor, "__init__", _with_resolver)

@@ -1,4 +1,4 @@
-"""OpenAI's `prediction` of a chat completion, which vLLM's protocol drops: it is our option `reference`."""
+"""Takes OpenAI's `prediction` of a chat completion, which vLLM's protocol drops, as the option `reference`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +10,14 @@ from vllm_specplugins.request_options import Limits, check_size
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a request predicts, and its own options as they came, which come before that."""
+    """A request's prediction, and its options, which take precedence."""
 
     prediction: Any
     options: Any
 
 
 def take_predictions() -> None:
-    """Has chat completions pass on what they predict; once per process, where requests come in."""
+    """Has chat completions pass on their prediction; once per process, where requests arrive."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     wrap(ChatCompletionRequest, "to_sampling_params", _with_prediction)
