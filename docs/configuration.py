@@ -10,44 +10,45 @@ from typing import Any
 from vllm_specplugins.config import BUILT_IN_SETTINGS, BuiltInConfig, CommonConfig, LearnConfig
 from vllm_specplugins.methods import BUILT_IN, METHODS
 
+SHARED = "See `early_exit`."  # the meaning of a field that several methods have
 PAGE = Path(__file__).with_suffix(".md")
 BEGINNING = """# Configuration
 
 <!-- Written by docs/configuration.py; edit the docstrings in vllm_specplugins/config/ instead. -->
 
-What `--speculative-config` (JSON) or `LLM(speculative_config=...)` (a dictionary) may hold. A wrong value is refused
-before the engine starts, in one sentence.
+`--speculative-config` (JSON) and `LLM(speculative_config=...)` (a dictionary) take these fields. Sizes are
+integers, in bytes. A wrong value is refused before the engine starts, in one sentence.
 """
 REQUESTS = """## Options of one request
 
-In Python `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP as JSON text: `"vllm_xargs": {"specplugins":
-"{\\"enabled\\": false}"}`. A bad one answers 400 in one sentence (streamed: an error event after a 200;
-[other front ends](operating.md#other-front-ends) leave it out).
+In Python, `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP, JSON text: `"vllm_xargs": {"specplugins":
+"{\\"enabled\\": false}"}`. The server answers a bad option with 400 and one sentence (streamed: an error event after a
+200; [other front ends](operating.md#other-front-ends) drop it).
 
 | option | allowed | meaning |
 |---|---|---|
-| `enabled` | true or false | false: no drafts for this request |
-| `max_draft` | an integer from 0 to 64 | most tokens drafted in one step |
-| `max_context` | an integer from 0 on | no drafts beyond so many tokens of prompt and output together |
-| `stages` | names of the cascade's stages, `"early_exit"` or `"1 early_exit"` | those that draft for this request |
-| `reference` | text, or token ids; at most the model's context | what the output is likely to repeat (a predicted output, a retrieved document): lookups search it, the model never sees it |
-| `learn` | true or false | false: its output is not drafted from for others, nor [learned](choose-a-method.md#learn-while-serving) from |
+| `enabled` | true or false | false disables drafts for this request |
+| `max_draft` | an integer from 0 to 64 | limits the draft of a step |
+| `max_context` | an integer from 0 on | ends drafting at this many tokens of prompt and output |
+| `stages` | names of the cascade's stages, `"early_exit"` or `"1 early_exit"` | selects the stages that draft for this request |
+| `reference` | text, or token ids; at most the model's context | gives lookups a text that the output may repeat (a predicted output, a document); the model does not see it |
+| `learn` | true or false | false keeps its output out of the store and of [learning](choose-a-method.md#learn-while-serving) |
 
-A proposer of your own may have [options of its own](write-a-proposer.md#options-of-a-request). Beside the reference the
-JSON text has at most 65,536 characters and 4,096 brackets. Beam search gets no drafts: vLLM's beams drop `vllm_xargs`.
+A custom proposer may define [more options](write-a-proposer.md#options-of-a-request). Without the reference, the JSON
+text has at most 65,536 characters and 4,096 brackets. Beam search gets no drafts, because vLLM's beams drop `vllm_xargs`.
 
-**OpenAI's `prediction`** of a chat completion is the option `reference`: `{"type": "content", "content": ...}` with a
-text or a list of text parts. A `reference` in `vllm_xargs` comes before it. `usage` has no `accepted_prediction_tokens`
-and `rejected_prediction_tokens`; `--per-request-spec-decode-metrics summary` shows drafted and accepted tokens.
+OpenAI's `prediction` of a chat completion sets `reference`: `{"type": "content", "content": ...}` with a text or a list
+of text parts. A `reference` in `vllm_xargs` takes precedence. `usage` lacks `accepted_prediction_tokens` and
+`rejected_prediction_tokens`; `--per-request-spec-decode-metrics summary` shows drafted and accepted tokens.
 """
 ENVIRONMENT = """## Environment variables
 
 | variable | meaning |
 |---|---|
-| `VLLM_SPECPLUGINS_METRICS_PORT` | the port on which the engine shows our metrics, [where the front end cannot](operating.md#other-front-ends) |
-| `VLLM_SPECPLUGINS_DISABLE=1` | the plugin does nothing; a method of ours is then refused |
-| `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN` | vLLM's; left alone, a draft token's price is measured at the start [without another request's context](compatibility.md#scheduling); set, as to `8192`, vLLM's own table of costs counts |
-| `VLLM_SPECPLUGINS_SELF_CHECK` | `1` (default): on a device that is not a CPU [kernels are checked](compatibility.md#kernels-on-a-new-device); `0`: not; `only`: check, print, stop |
+| `VLLM_SPECPLUGINS_METRICS_PORT` | exports metrics on this port of the engine, [for other front ends](operating.md#other-front-ends) |
+| `VLLM_SPECPLUGINS_DISABLE=1` | disables the plugin; its methods are then refused |
+| `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN` | (vLLM's) if set, for example to `8192`, replaces our [costs of draft tokens](compatibility.md#scheduling) by vLLM's |
+| `VLLM_SPECPLUGINS_SELF_CHECK` | `1` (default) [checks kernels](compatibility.md#kernels-on-a-new-device) at the start, except on CPUs; `0` skips this; `only` checks, prints and exits |
 """
 
 
@@ -63,10 +64,30 @@ def summary(owner: type) -> str:
     return cleandoc(owner.__doc__ or "").partition("\n\nArgs:")[0]
 
 
+def begun(text: str) -> str:
+    """The text with a capital letter."""
+    return text[:1].upper() + text[1:]
+
+
 def default(entry: "Field[Any]") -> str:
     if entry.default is not MISSING:
-        return "null" if entry.default is None else f"`{entry.default}`"
+        return "none" if entry.default is None else f"`{sizes(str(entry.default))}`"
     return "`{}`" if entry.default_factory is not MISSING else "required"
+
+
+def sizes(text: str) -> str:
+    """The text with sizes of a MiB or more in MiB, GiB or TiB.
+
+    >>> sizes("1048576 to 68719476736")
+    '1 MiB to 64 GiB'
+    """
+    units = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"))
+    for number in re.findall(r"\d{7,}", text):
+        for size, unit in units:
+            if int(number) % size == 0:
+                text = text.replace(number, f"{int(number) // size} {unit}")
+                break
+    return text
 
 
 def rows(owner: type) -> Iterator[str]:
@@ -75,9 +96,13 @@ def rows(owner: type) -> Iterator[str]:
     words = arguments(owner)
     yield "| field | allowed | default | meaning |"
     yield "|---|---|---|---|"
-    for entry in fields(owner):
-        allowed = entry.metadata["allowed"].replace("'", "`").replace("an integer from ", "")
-        yield f"| `{entry.name}` | {allowed} | {default(entry)} | {words[entry.name]} |"
+    shared = [entry.name for entry in fields(owner) if words[entry.name] == SHARED]
+    for entry in (entry for entry in fields(owner) if entry.name not in shared):
+        allowed = sizes(entry.metadata["allowed"]).replace("'", "`").removeprefix("one of ")
+        allowed = allowed.replace("an integer from ", "").replace("a number from ", "").removesuffix(" or null")
+        yield f"| `{entry.name}` | {allowed.removesuffix(',')} | {default(entry)} | {words[entry.name]} |"
+    if shared:
+        yield f"| {', '.join(f'`{name}`' for name in shared)} | | | {SHARED} |"
 
 
 def page() -> str:
@@ -87,19 +112,19 @@ def page() -> str:
         parts += [
             f"## `{name}`",
             "",
-            summary(method.config).partition(": ")[2].capitalize(),
+            begun(summary(method.config).partition(": ")[2]),
             "",
             *rows(method.config),
             "",
         ]
         if name == "early_exit":
-            parts += ["`learn` may be a dictionary of:", "", *rows(LearnConfig), ""]
+            parts += ["`learn` may be a dictionary with these fields:", "", *rows(LearnConfig), ""]
     names = ", ".join(f"`{name}`" for name in BUILT_IN)
     parts += [
         "## Stages built into vLLM",
         "",
-        f"One stage of a cascade may be {names}. It takes `model` ({arguments(BuiltInConfig)['model']}), "
-        "`num_speculative_tokens` and these settings of vLLM's own `speculative_config`, which vLLM checks:",
+        f"One stage of a cascade may be {names}. It takes `model` ({arguments(BuiltInConfig)['model'].rstrip('.')}), "
+        "`num_speculative_tokens` and these keys of vLLM's `speculative_config`, which vLLM checks:",
         "",
         ", ".join(f"`{name}`" for name in BUILT_IN_SETTINGS) + ".",
         "",

@@ -8,15 +8,15 @@ from vllm_specplugins.config.fields import check_fields, check_names, integer, n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnConfig:
-    """Of a part that learns while it serves.
+    """The settings of `learn`.
 
     Args:
-        busy_share: most of the time that the training takes while requests are served.
-        idle_share: the same while there are none.
-        memory_bytes: of what is kept of outputs to learn from, on the target's device, taken at the start.
-        path: folder that the weights are saved in, and loaded from if there are any; null: none. Data-parallel engines
-            but the first add ".dp1" and so on.
-        save_every_s: seconds from save to save; a kill costs what was learned since.
+        busy_share: Limits the share of time that training takes while requests are served.
+        idle_share: Limits the same while there are none.
+        memory_bytes: Allocates memory for training data on the target's device at the start.
+        path: Loads weights from this folder and saves them to it. Data-parallel engines after the first add ".dp1" and
+            so on to the name.
+        save_every_s: Sets the seconds between saves. A kill loses later training.
     """
 
     busy_share: float = number(0.1, 0.001, 1)

@@ -28,12 +28,12 @@ MAX_NGRAM, MAX_STAGES, MAX_TREE = 16, 8, 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLookupConfig:
-    """`prompt_lookup`: copy what followed an earlier occurrence of the newest tokens.
+    """`prompt_lookup`: copies the tokens after an earlier match of the newest tokens.
 
     Args:
-        max_ngram: longest match that counts: among those as long, the nearest to where copying would go on is copied.
-        min_ngram: shortest match that is drafted from; where copying would go on, one token is enough.
-        max_index_bytes: most memory of references on the device (Model Runner V2), 4 bytes a token.
+        max_ngram: Sets the longest match to compare. Of equal matches, the nearest to the copy position wins.
+        min_ngram: Sets the shortest match to draft from. At the copy position one token suffices.
+        max_index_bytes: Limits the device memory of references (Model Runner V2), 4 bytes per token.
     """
 
     max_ngram: int = integer(8, 1, MAX_NGRAM)
@@ -50,18 +50,18 @@ class PromptLookupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixLookupConfig:
-    """`suffix_lookup`: what most often followed the longest match, in the request's own text and in earlier outputs.
+    """`suffix_lookup`: drafts the commonest continuation of the longest match in the request and in earlier outputs.
 
     Args:
-        store_bytes: memory of the store of earlier outputs, 80 bytes a token, taken at the start; the oldest go that
-            were not drafted from, those of tenants with little last.
-        store_path: file that the store is loaded from, and that each output is added to; null: none. Data-parallel
-            engines but the first add ".dp1" and so on.
-        save_every_s: seconds from an output to when it is on the disk; a power cut costs what came since.
-        shared: Redis or Valkey server through which engines with the same tokenizer share outputs, by tenant. vLLM
-            logs it: name one with a password as env:VARIABLE.
-        shared_keep_s: seconds that the server keeps an output.
-        min_confidence: a draft ends before a token whose acceptance probability is less.
+        store_bytes: Allocates the store at the start, 80 bytes a token. A full store evicts the oldest outputs that did
+            not help to draft, those of small tenants last.
+        store_path: Loads the store from this file and appends each output. Data-parallel engines after the first add
+            ".dp1" and so on to the name.
+        save_every_s: Bounds the seconds until an output is on the disk. A power cut loses later outputs.
+        shared: Shares outputs by tenant between engines with the same tokenizer, through Redis or Valkey. vLLM logs the
+            address: use env:VARIABLE if it has a password.
+        shared_keep_s: Sets how many seconds the server keeps an output.
+        min_confidence: Ends a draft before a token with a lower acceptance probability.
     """
 
     store_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
@@ -79,19 +79,18 @@ class SuffixLookupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyExitConfig:
-    """`early_exit`: the target's first layers, its final norm and its head draft.
+    """`early_exit`: drafts with the target's first layers, its final norm and its head.
 
     Args:
-        exit_layer: how many layers draft, from the first one on; at most as many as the target has.
-        draft_sample_method: "greedy" drafts the likeliest token; "probabilistic" a sample of q, accepted more often at
-            high temperatures; "coupled" what q gives with the noise of verification: nearly as often accepted, and
-            outputs by seed do not depend on it.
-        exit_head: folder of a head trained for that layer (`train-exit-head`); null: the target's norm and head.
-        learn: whether the trained part goes on learning from what the target verifies, or how (see below).
-        look_ahead: folder of trained embeddings (`train-look-ahead`) that stand for draft tokens not yet known: one
-            pass drafts all; null: a pass for each token.
-        tree: verify so many tokens, which num_speculative_tokens then is, as a tree: beside each token of a draft those
-            that may stand in its place. For 1 to 4 requests; Model Runner V2 only.
+        exit_layer: Sets how many layers draft, counted from the first.
+        draft_sample_method: "greedy" drafts the likeliest token; "probabilistic" samples, with more acceptance at high
+            temperatures; "coupled" samples with verification's random numbers: acceptance is nearly as high, and
+            seeded outputs do not depend on drafts.
+        exit_head: Names the folder of a head from `train-exit-head`; by default the target's norm and head serve.
+        learn: Trains the part while it serves, see below.
+        look_ahead: Names the folder of embeddings from `train-look-ahead`, with which one pass drafts all tokens.
+        tree: Verifies this many tokens as a tree of alternatives; num_speculative_tokens is then the same. For 1 to 4
+            requests, Model Runner V2.
     """
 
     exit_layer: int = integer(1, 1, 10_000)
@@ -104,14 +103,14 @@ class EarlyExitConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpConfig:
-    """`jump`: a trained part predicts the target's state before its norm and head from the newest token's embedding
-    and the last hidden state, and the head decodes it; or the state before the last layers, which then run.
+    """`jump`: predicts the target's final hidden state from the newest token's embedding and the last hidden state;
+    the target's head decodes it. A trained part may instead predict the input of the last layers, which then run.
 
     Args:
-        head: folder of the trained part (`python -m vllm_specplugins train-jump`), which says what runs.
-        draft_sample_method: as of `early_exit`.
-        learn: as of `early_exit`.
-        tree: as of `early_exit`.
+        head: Names the folder of the trained part (`python -m vllm_specplugins train-jump`), which states what runs.
+        draft_sample_method: See `early_exit`.
+        learn: See `early_exit`.
+        tree: See `early_exit`.
     """
 
     head: str = path()
@@ -122,15 +121,14 @@ class JumpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig:
-    """`medusa`: trained heads on the target's last hidden state draft a token each, in one pass and without layers.
+    """`medusa`: drafts one token per trained head from the target's last hidden state, in one pass.
 
     Args:
-        heads: folder of the heads, in the format of FasterDecoding or of vLLM; at least num_speculative_tokens, of a
-            tree a third; as many as there are where a stage does not say it. (`model` in its place asks for vLLM's own
-            method, where that still exists.)
-        draft_sample_method: as of `early_exit`.
-        learn: as of `early_exit`; of the heads' layers.
-        tree: as of `early_exit`.
+        heads: Names the folder of the heads, in FasterDecoding's or vLLM's format. It needs
+            num_speculative_tokens heads, for a tree a third. (`model` instead selects vLLM's method, if it has one.)
+        draft_sample_method: See `early_exit`.
+        learn: See `early_exit`; trains the heads' layers.
+        tree: See `early_exit`.
     """
 
     heads: str = path()
@@ -163,20 +161,20 @@ def _is_keyed(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarConfig:
-    """`grammar`: where a request's grammar, of xgrammar or guidance, allows one text only, as keys of a schema, that
-    text; as a stage it goes on where the others' drafts end, wherever it stands among them."""
+    """`grammar`: drafts the text that a request's grammar (xgrammar, guidance) forces, such as the keys of a schema.
+    As a stage it extends the drafts of all others, wherever it stands in `stages`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteConfig:
-    """`remote`: a model behind another server drafts, asked ahead and never waited for.
+    """`remote`: asks a model behind another server ahead of time, and never waits for it.
 
     Args:
-        url: of an OpenAI-compatible server: http://HOST:PORT/v1.
-        model: what it calls the drafter.
-        tokenizer: "same" as the target's: token ids are asked and answered, as vLLM does; "other": text.
-        max_prompt_tokens: of the target's, that a question holds, the newest; fewer where the drafter takes fewer.
-        api_key_env: the environment variable that holds its key; null: it wants none.
+        url: Names an OpenAI-compatible server: http://HOST:PORT/v1.
+        model: Names the drafter on that server.
+        tokenizer: "same" exchanges token ids as vLLM does; "other" exchanges text.
+        max_prompt_tokens: Limits a question to the newest tokens of the request; the drafter's limit also applies.
+        api_key_env: Names the environment variable with the key.
     """
 
     url: str = checked("an http:// or https:// address without user and password", _is_http_url)
@@ -188,12 +186,12 @@ class RemoteConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomConfig:
-    """`custom`: a proposer of the user's own.
+    """`custom`: runs a proposer of yours.
 
     Args:
-        proposer: "package.module:Class"; the class is called with (options, context) and follows
+        proposer: Names the class, "package.module:Class". It is called with (options, context) and implements
             `draft.Proposer`.
-        options: handed to the class unchanged; an instance of its `Config` where another package registers it.
+        options: Is passed to the class unchanged; for a registered class with a `Config`, as an instance of it.
     """
 
     proposer: str = checked("a string like 'package.module:Class'", _names_class)
@@ -206,16 +204,16 @@ def _are_stages(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CascadeConfig:
-    """`cascade`: a proposer that holds proposers.
+    """`cascade`: combines several proposers, its stages.
 
     Args:
-        stages: the configurations of proposers, or their methods' names, cheapest first. A stage may have a
-            num_speculative_tokens of its own, at most the cascade's.
-        policy: "auto": by request and step what the gate expects to gain most: one stage, or one after the other
-            (without a gate the first stage that has something); "verify": each stage's tokens are checked, corrected
-            and extended by the next one, which runs the target.
-        tree: as of `early_exit`, which, or `jump` or `medusa`, is then the second of two stages; what the first one,
-            `prompt_lookup`, finds is merged into it.
+        stages: Lists configurations of proposers, or names of methods, cheapest first. A stage may have its own
+            num_speculative_tokens, at most the cascade's.
+        policy: "auto" takes, by request and step, the stage or the sequence of stages with the best expected gain;
+            without a gate, the first stage with a draft. "verify" lets each stage check, correct and extend the draft
+            of the stage before; it needs stages of `early_exit` after the first.
+        tree: See `early_exit`. The stages must be `prompt_lookup` and then `early_exit`, `jump` or `medusa`; the draft
+            of the lookup is merged into the tree.
     """
 
     stages: tuple["StageConfig", ...] = checked(f"a list of 1 to {MAX_STAGES} dictionaries or names", _are_stages)
@@ -225,7 +223,7 @@ class CascadeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConfig:
-    """One stage: the method's name, its own part, and the most tokens that it drafts; None: as many as the cascade."""
+    """One stage: the method's name, its configuration, and its limit of draft tokens (None: the cascade's)."""
 
     method: str
     method_config: Any
@@ -256,8 +254,8 @@ class BuiltInConfig:
     """`draft_model`, `eagle`, `eagle3`, `mtp`, `dflash`, `dspark`: a proposer built into vLLM, as a stage of a cascade.
 
     Args:
-        model: the draft model; None is the target itself, whose checkpoint holds the layers of `mtp`.
-        settings: what vLLM's own speculative_config shall hold beside it, of BUILT_IN_SETTINGS.
+        model: the draft model; null for `mtp` layers in the target's checkpoint.
+        settings: the other keys of vLLM's speculative_config, from BUILT_IN_SETTINGS.
     """
 
     model: str | None = None

@@ -15,16 +15,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonConfig:
-    """What every method takes beside its own fields.
+    """The fields of every method.
 
     Args:
-        num_speculative_tokens: K, the most draft tokens a request gets in one step. Default of lookups and cascades
-            that begin with one: 31 (5 on a hybrid target, or where a stage is "probabilistic"); of `medusa` its heads.
-        time_budget_ms: longest that a proposer on the host, or a stage, may take for a step, or else it loses its
-            drafts.
-        verification: "fused" verifies and samples with kernels/rejection: exact for every sampling parameter, with
-            noise that depends on neither drafts nor batch; "vllm" leaves both to vLLM.
-        gate: "auto" chooses by request and step how many tokens are drafted, down to none; "off" drafts all.
+        num_speculative_tokens: Limits the draft of a request in one step (K). Defaults: 31 for lookups and cascades
+            that begin with one (5 on a hybrid target or with a "probabilistic" stage); for `medusa` all its heads.
+        time_budget_ms: Limits the time of a proposer on the host, or of a stage, per step. A late draft is dropped.
+        verification: "fused" verifies and samples with kernels/rejection, which is exact for every sampling parameter;
+            its random numbers depend on neither drafts nor batch. "vllm" leaves both to vLLM.
+        gate: "auto" chooses the number of draft tokens by request and step, down to none; "off" drafts all.
     """
 
     num_speculative_tokens: int = integer(SHORT, 1, MAX_NUM_SPECULATIVE_TOKENS)
