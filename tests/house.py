@@ -124,9 +124,8 @@ def main(*features: str) -> None:
     lengths = lengths_of_functions()
     print(f"product: {len(PRODUCT)} files, {num_lines(PRODUCT)} lines, {num_tokens()} tokens")
     print(f"of these, tools: {num_lines(tools)} lines")
-    print(
-        f"tests and benchmarks: {num_lines([*(ROOT / 'tests').rglob('*.py'), *(ROOT / 'benchmarks').rglob('*.py')])} lines"
-    )
+    tests = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    print(f"tests and benchmarks: {num_lines(tests)} lines")
     prose = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     print(f"prose: {sum(path.stat().st_size for path in prose) / 1000:.1f} kB")
     print(f"vague words: {num_vague_words()}")
