@@ -185,8 +185,8 @@ def test_stages_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_has_the_names_of_elsewhere() -> None:
-    """Kills: a refusal that names another field than docs/from-elsewhere.md, or none that the page has."""
-    page = (Path(__file__).parents[1] / "docs" / "from-elsewhere.md").read_text()
+    """Kills: a refusal that names another field than docs/other-engines.md, or none that the page has."""
+    page = (Path(__file__).parents[1] / "docs" / "other-engines.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     for name, (_, ours) in ELSEWHERE.items():
         [row] = [row for row in rows if re.search(rf"`-*{name.replace('_', '[-_]')}`", row)]

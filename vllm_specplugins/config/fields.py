@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 # Settings of other engines, without dashes before them -> whose it is, and names of ours, of which a method has one.
-# docs/from-elsewhere.md has them, too.
+# docs/other-engines.md has them, too.
 ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_lookup_max": ("vLLM", ("max_ngram",)),
     "prompt_lookup_min": ("vLLM", ("min_ngram",)),
