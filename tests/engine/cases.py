@@ -1,19 +1,18 @@
 """Prompts and generation helpers that the engine tests share."""
 
-import os
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import INTERPRETED, NUM_LAYERS
+from conftest import ALL, INTERPRETED, NUM_LAYERS
 from prompts import load_prompts
 from transformers import AutoTokenizer
 
 PROMPT_LOOKUP = {"method": "prompt_lookup", "num_speculative_tokens": 4}
 
 # K = 31 takes Triton's interpreter minutes a test.
-IS_SHORT = INTERPRETED and os.environ.get("SPECPLUGINS_SIMULATED") != "all"
+IS_SHORT = INTERPRETED and not ALL
 LONG = PROMPT_LOOKUP if IS_SHORT else {"method": "prompt_lookup"}
 
 SUFFIX_LOOKUP = {"method": "suffix_lookup", "num_speculative_tokens": 4, "store_bytes": 1 << 22}

@@ -18,6 +18,7 @@ from shortened import first_layers
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 RUNNER = os.environ.get("SPECPLUGINS_RUNNER", "v1")
+ALL = os.environ.get("SPECPLUGINS_TESTS") == "all"  # also those that take minutes; CI runs the others
 # Methods of which, alone, a gate on the host decides; medusa is ours where it has heads.
 GATED_ALONE = ("custom", *(("prompt_lookup", "suffix_lookup", "early_exit", "jump") if RUNNER == "v1" else ()))
 INTERPRETED = RUNNER == "v2" and not torch.cuda.is_available()
@@ -52,6 +53,13 @@ elif RUNNER == "v2":
     ENGINE_ENVIRONMENT["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ.update(ENGINE_ENVIRONMENT)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for the engines of this process alone
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out tests that are marked as long, unless SPECPLUGINS_TESTS=all."""
+    for item in items:
+        if not ALL and item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="SPECPLUGINS_TESTS=all"))
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)

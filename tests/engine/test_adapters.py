@@ -1,6 +1,5 @@
 """LoRA: drafts and verification run each request's own adapter, in batches that mix them."""
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 from adapters import WITH_ADAPTERS, adapter
 from cases import SUFFIX_LOOKUP, early_exit
-from conftest import INTERPRETED, counted
+from conftest import ALL, INTERPRETED, counted
 from families import EXIT_LAYER, NUM_LAYERS, SHAPE, VOCAB_SIZE, checkpoint
 from parts import write_head
 
@@ -80,9 +79,7 @@ CASCADE = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    INTERPRETED and os.environ.get("SPECPLUGINS_SIMULATED") != "all", reason="SPECPLUGINS_SIMULATED=all: as on V1"
-)
+@pytest.mark.skipif(INTERPRETED and not ALL, reason="SPECPLUGINS_TESTS=all: as on V1")
 @pytest.mark.parametrize("config", [CASCADE, SUFFIX_LOOKUP], ids=lambda config: config["method"])
 def test_output(engine: Any, prompts: Outputs, plain: Outputs, config: dict[str, Any]) -> None:
     """Drafts of several tokens at once, some accepted and some not. Fails if the next step runs the drafts' mapping."""

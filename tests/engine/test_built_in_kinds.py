@@ -1,9 +1,8 @@
 """Every kind of drafter that vLLM builds in, as a stage in front of prompt lookup, which continues its drafts.
 
-Each costs two engines, so that most are run by SPECPLUGINS_METHODS=all alone.
+Each costs two engines, so that most are run by SPECPLUGINS_TESTS=all alone.
 """
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,14 +10,14 @@ import pytest
 import torch
 from built_in_kinds import KINDS, Kind, folder_of, weights_by_name
 from cases import generate
-from conftest import RUNNER, spec_metrics
+from conftest import ALL, RUNNER, spec_metrics
 
 pytestmark = pytest.mark.slow
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}
 K, WIDTH = 4, 6
 NUM_TOKENS = 12
 ORDINARY = {"v1": ["P-EAGLE"], "v2": []}[RUNNER]
-RUN = list(KINDS) if os.environ.get("SPECPLUGINS_METHODS") == "all" else ORDINARY
+RUN = list(KINDS) if ALL else ORDINARY
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,6 +1,5 @@
 """Early exit at temperatures other than 0: three tokens of a tiny vocabulary against their exact distribution."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import INTERPRETED, counted, spec_metrics
+from conftest import ALL, INTERPRETED, counted, spec_metrics
 from small_vocabulary import (
     PROMPT,
     TEMPERATURE,
@@ -128,8 +127,8 @@ def test_one_token_left(drafting: Any, checkpoint: Path) -> None:
 
 @pytest.mark.slow
 def test_drafts_of_no_distribution(engine: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every draft is drawn from logits with NaN; 12,000 tokens of verification at temperature 1 (SPECPLUGINS_LONG=1 on
-    V2, where CI draws 480). Kills: a token of such a draft that comes out; a fault that is not counted."""
+    """Every draft is drawn from logits with NaN; 12,000 tokens of verification at temperature 1 (SPECPLUGINS_TESTS=all
+    on V2, where CI draws 480). Kills: a token of such a draft that comes out; a fault that is not counted."""
     from vllm_specplugins.isolation import faults as switch
     from vllm_specplugins.proposers import draft_sampler
 
@@ -143,7 +142,7 @@ def test_drafts_of_no_distribution(engine: Any, checkpoint: Path, monkeypatch: p
     monkeypatch.setattr(draft_sampler, "sample_with_q", broken)
     monkeypatch.setattr(switch.CircuitBreaker, "add_fault", lambda self: None)  # it goes on
     llm = engine(early_exit("probabilistic"), model=str(checkpoint), **ARGUMENTS)
-    num_samples = 160 if INTERPRETED and os.environ.get("SPECPLUGINS_LONG") != "1" else 4000
+    num_samples = 160 if INTERPRETED and not ALL else 4000
     before = spec_metrics(llm)
     counts = sampled(llm, *[num_samples // 2] * 2, temperature=1.0)
     after = spec_metrics(llm)

@@ -3,14 +3,13 @@
 Sliding windows beside full attention make several KV-cache groups, each with block tables of its own.
 """
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from cases import PROMPT_LOOKUP, STRESS, early_exit, generate
-from conftest import INTERPRETED, RUNNER, counted, spec_metrics
+from conftest import ALL, INTERPRETED, RUNNER, counted, spec_metrics
 from families import EXIT_LAYER, FAMILIES, NUM_LAYERS, VOCAB_SIZE, checkpoint
 
 SIZES = [1, 8, 2, 7, 3, 6, 4, 5]
@@ -19,9 +18,9 @@ NUM_TOKENS = 16 if INTERPRETED else 21  # one from the prompt and whole steps of
 FULL = STRESS["num_gpu_blocks_override"]
 NUM_BLOCKS = {"mistral": 8, "gemma2": FULL + 6, "gemma3": FULL + 22}
 LOOKAHEAD_BLOCKS = 6  # more of gemma3's, whose groups all reserve them, with asynchronous scheduling
-# Through the interpreter each takes minutes: Gemma 3, whose KV cache has several groups; with SPECPLUGINS_SIMULATED=all
+# Through the interpreter each takes minutes: Gemma 3, whose KV cache has several groups; with SPECPLUGINS_TESTS=all
 # all but the demo model's own, and the experts, which are the CPU's.
-LONG = not INTERPRETED or os.environ.get("SPECPLUGINS_SIMULATED") == "all"
+LONG = not INTERPRETED or ALL
 LEFT_OUT = ("llama", "qwen3_moe") if INTERPRETED else ()
 RUNS = [(family, False) for family in (FAMILIES if LONG else ()) if family not in LEFT_OUT]
 if RUNNER == "v2":

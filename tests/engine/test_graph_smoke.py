@@ -1,9 +1,8 @@
 """Every method as users start it: default memory, CUDA graphs, and on a GPU bfloat16, 12 layers and 256 requests.
 
-The simulated device starts them, too, with SPECPLUGINS_SIMULATED=all; in CI test_trees.py starts one so.
+The simulated device starts them, too, with SPECPLUGINS_TESTS=all; in CI test_trees.py starts one so.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from cases import EXIT, LOOKUP, SUFFIX_LOOKUP, early_exit, generate, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, TAPES, spec_metrics
+from conftest import ALL, DEMO_MODEL, INTERPRETED, NUM_LAYERS, RUNNER, TAPES, spec_metrics
 from parts import medusa, with_embeddings, write_head
 from recorded import replays, runner
 from shortened import more_layers
 
-if not (TAPES and os.environ.get("SPECPLUGINS_SIMULATED") == "all") and not (
-    RUNNER == "v2" and torch.cuda.is_available()
-):
-    pytest.skip("needs a GPU, or the simulated one and SPECPLUGINS_SIMULATED=all", allow_module_level=True)
+if not (TAPES and ALL) and not (RUNNER == "v2" and torch.cuda.is_available()):
+    pytest.skip("needs a GPU, or the simulated one and SPECPLUGINS_TESTS=all", allow_module_level=True)
 
 from eagle_heads import eagle_head
 from families import checkpoint

@@ -1,6 +1,5 @@
 """Parts that learn while they serve: what they are told, what they serve with, and outputs that do not depend on it."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cases import NUM_TOKENS, STRESS, generate
-from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER
+from conftest import ALL, DEMO_MODEL, NUM_LAYERS, RUNNER
 from parts import HIDDEN, learner_of, learning, swaps_weights, write_head
 from test_early_exit import engine_config
 
@@ -18,8 +17,8 @@ from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.tools.base_model import BaseModel
 
 # Of the engines in which a part learns; in the interpreter one of minutes is enough.
-ALL = RUNNER == "v1" or os.environ.get("SPECPLUGINS_SIMULATED") == "all"
-OTHERS = (("early_exit", 3), ("medusa", 6)) if ALL else ()
+OF_V1_TOO = RUNNER == "v1" or ALL
+OTHERS = (("early_exit", 3), ("medusa", 6)) if OF_V1_TOO else ()
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,17 @@
 """Engines in processes of their own: vLLM's default, and two tensor-parallel ranks on two CPU cores."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, early_exit
 from combinations import PROMPTS, RANKS, Results, results_of
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS
+from conftest import ALL, DEMO_MODEL, INTERPRETED, NUM_LAYERS
 from parts import medusa, with_embeddings, write_head
 
 pytestmark = pytest.mark.slow
-LONG = os.environ.get("SPECPLUGINS_METHODS") == "all"
-ALL_SIMULATED = not INTERPRETED or os.environ.get("SPECPLUGINS_SIMULATED") == "all"
+OF_V1_TOO = not INTERPRETED or ALL
 HALF = NUM_LAYERS // 2
 COUPLED = {"draft_sample_method": "coupled"}
 GATED = {
@@ -44,7 +42,7 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
         "prompt_lookup": (PROMPT_LOOKUP, SAMPLES),
         "all layers": ({**early_exit(NUM_LAYERS), **COUPLED}, {**SAMPLES, **TO_THE_END}),
     }
-    if ALL_SIMULATED:  # as on V1, and minutes in the interpreter
+    if OF_V1_TOO:  # as on V1, and minutes in the interpreter
         made |= {
             "one rank": (PROMPT_LOOKUP, {**SAMPLES, "tensor_parallel_size": 1}),
             "jump": (jump, {**SAMPLES, **TO_THE_END}),
@@ -52,9 +50,9 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
             "look_ahead": ({**with_embeddings(folder / "look_ahead", NUM_LAYERS, 4), **COUPLED}, SAMPLES),
             "medusa": ({**medusa(folder / "medusa"), **COUPLED}, SAMPLES),
         }
-    if LONG:
+    if ALL:
         made |= {"suffix_lookup": (SUFFIX_LOOKUP, SAMPLES), "half of the layers": (early_exit(HALF), TO_THE_END)}
-    if ALL_SIMULATED:
+    if OF_V1_TOO:
         made["a fault"] = FAULTY, {"ends": "fails"}  # the last, since its engine dies
     model = {"model": str(DEMO_MODEL), **RANKS}
     return {name: {**model, "speculative_config": ungated(config), **more} for name, (config, more) in made.items()}
@@ -73,7 +71,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 def of(results: Results, name: str) -> dict[str, Any]:
     if name not in results:
-        pytest.skip("SPECPLUGINS_SIMULATED=all: as on V1, and minutes through the interpreter")
+        pytest.skip("SPECPLUGINS_TESTS=all: as on V1, and minutes through the interpreter")
     assert results[name]["outputs"] == results["plain"]["outputs"]
     return results[name]
 
@@ -84,7 +82,7 @@ def test_engine_process(results: Results) -> None:
     assert stats["accepted_tokens"] > 10
 
 
-@pytest.mark.parametrize("name", OF_HISTORY if LONG else OF_HISTORY[:2])
+@pytest.mark.parametrize("name", OF_HISTORY if ALL else OF_HISTORY[:2])
 def test_two_ranks(results: Results, name: str) -> None:
     """Both ranks verify the same drafts. Kills: on V1 a rank that drafts by itself, on V2 one that drafts otherwise."""
     stats = of(results, name)["stats"]
@@ -116,7 +114,7 @@ def test_two_ranks_gated(results: Results) -> None:
     assert [rank["faults"] for rank in stats] == [{}, {}]
 
 
-@pytest.mark.parametrize("name", ["all layers", "jump", *(["half of the layers"] if LONG else [])])
+@pytest.mark.parametrize("name", ["all layers", "jump", *(["half of the layers"] if ALL else [])])
 def test_two_ranks_exit_early(results: Results, name: str) -> None:
     """Each rank holds half of the heads and of their KV cache; the jump has exact states. Kills: hidden states or
     logits that are one rank's part of a sum, and ranks that draft different tokens."""

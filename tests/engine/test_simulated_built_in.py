@@ -1,13 +1,12 @@
 """A lookup beside a drafter of vLLM's on the simulated device: nothing of it is seen on the host within a step."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
 from cases import generate
-from conftest import INTERPRETED, graphs
+from conftest import ALL, INTERPRETED, graphs
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -19,7 +18,6 @@ from simulated_device.device import Device, simulated_device
 from vllm import SamplingParams
 
 OTHER, ANY = list(range(10, 60)), list(range(VOCAB_SIZE))  # a prompt that does not repeat, and what may follow it
-ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 K, OWN, NUM_TOKENS = 8, 3, 16
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 1}
 METHODS = ["draft_model", "eagle3", *(["mtp", "eagle", "dflash", "dspark"] if ALL else [])]

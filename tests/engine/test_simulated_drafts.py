@@ -1,6 +1,5 @@
 """What drafts on the simulated device, a lookup, alone or beside what runs the target: the host sees nothing in it."""
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, generate
-from conftest import FEW, INTERPRETED, NUM_LAYERS, graphs, spec_metrics
+from conftest import ALL, FEW, INTERPRETED, NUM_LAYERS, graphs, spec_metrics
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -22,7 +21,6 @@ from vllm import SamplingParams
 
 from vllm_specplugins.engine.target.layers import FirstLayers
 
-ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 K, PROMPTS, NUM_TOKENS = 4, FEW, 16
 # All layers of the target: what these say is accepted, but for Medusa's, and of one pass the tokens after the first.
 EXIT = {"method": "early_exit", "exit_layer": NUM_LAYERS}
@@ -204,7 +202,7 @@ def test_any_confidence(llm: Any, prompts: Any, expected: Any, monkeypatch: pyte
     assert any(len(set(lengths.values())) > 2 for lengths in steps), steps
 
 
-@pytest.mark.skipif(not ALL, reason="SPECPLUGINS_SIMULATED=all")
+@pytest.mark.skipif(not ALL, reason="SPECPLUGINS_TESTS=all")
 def test_references(llm: Any, prompts: Any, expected: Any) -> None:
     """Two requests share one, a third has its own, a fourth none; they come and go. Fails if a reference is another's,
     or is not given back."""

@@ -2,7 +2,6 @@
 graphs, and trimmed there where that can be."""
 
 import json
-import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 
 import eagle_heads
 import pytest
-from conftest import INTERPRETED, graphs, verify_by_reference
+from conftest import ALL, INTERPRETED, graphs, verify_by_reference
 from families import FAMILIES, make_model
 
-if not INTERPRETED or os.environ.get("SPECPLUGINS_SIMULATED") != "all":
-    pytest.skip("SPECPLUGINS_SIMULATED=all, through Triton's interpreter: a minute each", allow_module_level=True)
+if not INTERPRETED or not ALL:
+    pytest.skip("SPECPLUGINS_TESTS=all, through Triton's interpreter: a minute each", allow_module_level=True)
 
 from recorded import drafts_pay, replays, runner
 from simulated_device.device import simulated_device

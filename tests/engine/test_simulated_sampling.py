@@ -1,13 +1,12 @@
 """Sampled drafts of early exit, replayed: three tokens of a tiny vocabulary against their exact distribution."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import early_exit
-from conftest import INTERPRETED, counted, graphs, verify_by_reference
+from conftest import ALL, INTERPRETED, counted, graphs, verify_by_reference
 from parts import learner_of, swaps_weights, with_embeddings, write_head
 from recorded import replays, runner
 from small_vocabulary import VOCAB_SIZE, exact_probs, sampled, write_checkpoint
@@ -20,7 +19,6 @@ if not INTERPRETED:
 from simulated_device.device import Device
 
 K = 2
-ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 BATCHES = [*range(1, 9), *[8] * (70 if ALL else 5)]
 ARGUMENTS: dict[str, Any] = {
     "skip_tokenizer_init": True,

@@ -1,12 +1,11 @@
 """Random schedules on the simulated device: arrivals, aborts, preemption and grammars, in any order."""
 
-import os
 import random
 from typing import Any
 
 import pytest
 from cases import PROMPT_LOOKUP, STRESS, SUFFIX_LOOKUP, early_exit, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, graphs, spec_metrics, verify_by_reference
+from conftest import ALL, DEMO_MODEL, INTERPRETED, graphs, spec_metrics, verify_by_reference
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -20,7 +19,6 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 NUM_PROMPTS = 8
 MAX_TOKENS = 12
 MAX_STEPS = 400
-ALL = os.environ.get("SPECPLUGINS_SIMULATED") == "all"
 NUM_SCHEDULES = 20 if ALL else 5
 DRAFTER = {"method": "draft_model", "model": str(first_layers(DEMO_MODEL, 1)), "num_speculative_tokens": 3}
 

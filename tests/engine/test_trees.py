@@ -1,6 +1,5 @@
 """Trees of drafts on Model Runner V2: outputs are those of no speculation, whatever a scheduler does to requests."""
 
-import os
 from collections.abc import Iterator
 from functools import partial
 from itertools import count, pairwise
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 from cases import NUM_TOKENS, STRESS, check_ends, early_exit, generate
-from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, TAPES, spec_metrics
+from conftest import ALL, DEMO_MODEL, NUM_LAYERS, RUNNER, TAPES, spec_metrics
 from parts import medusa, write_head
 from recorded import replays, runner
 from test_identity import steps_of
@@ -41,7 +40,7 @@ def merged_tree(num_nodes: int = N, layer: int = NUM_LAYERS // 2, **other: Any) 
 
 KINDS = pytest.mark.parametrize("kind", [exit_tree, merged_tree])
 DISTRIBUTIONS: list[tuple[Any, int, str | None]] = [(exit_tree, 1000, None)]
-if os.environ.get("SPECPLUGINS_SIMULATED") == "all":  # an interpreted lookup takes its time
+if ALL:  # an interpreted lookup takes its time
     DISTRIBUTIONS += [(exit_tree, 1000, "masks"), (merged_tree, 500, None)]
 
 

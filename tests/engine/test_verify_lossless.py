@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import INTERPRETED, RUNNER
+from conftest import ALL, INTERPRETED, RUNNER
 from vllm_specplugins.kernels import rejection
 from vllm_specplugins.kernels.rejection import reference
 
@@ -28,7 +28,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "write-a-proposer.md"
 WITHOUT_TAPES = "64 samples a step take minutes in Triton's interpreter"
 NUM_SAMPLES = 300 if INTERPRETED else 1500
 PASSING = ["cascade-verify"] if INTERPRETED else ["prompt_lookup", "cascade-verify", "jump-probabilistic"]
-if os.environ.get("SPECPLUGINS_METHODS") == "all":
+if ALL:
     PASSING = list(METHODS)
 PASSING_CELLS = [cell(1.0, CUTS, PENALTIES, BIAS)] if INTERPRETED else [cell(0.0, PENALTIES), *grid.cells()[-6:]]
 Judge = Callable[..., list[tuple[Judged, str]]]
