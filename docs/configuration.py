@@ -17,25 +17,24 @@ BEGINNING = """# Configuration
 <!-- Written by docs/configuration.py; edit the docstrings in vllm_specplugins/config/ instead. -->
 
 `--speculative-config` (JSON) and `LLM(speculative_config=...)` (a dictionary) take these fields. Sizes are
-integers, in bytes. A wrong value is refused before the engine starts, in one sentence.
+integers, in bytes; the first of several values is the default. A wrong value is refused before the engine starts, in one sentence.
 """
 REQUESTS = """## Options of one request
 
 In Python, `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP, JSON text: `"vllm_xargs": {"specplugins":
-"{\\"enabled\\": false}"}`. The server answers a bad option with 400 and one sentence (streamed: an error event after a
-200; [other front ends](operating.md#other-front-ends) drop it).
+"{\\"enabled\\": false}"}`. The server answers a bad option with 400 and one sentence (streamed: an error event after
+a 200; [other front ends](operating.md#other-front-ends) drop it).
 
-| option | allowed | meaning |
-|---|---|---|
-| `enabled` | true or false | false disables drafts for this request |
-| `max_draft` | an integer from 0 to 64 | limits the draft of a step |
-| `max_context` | an integer from 0 on | ends drafting at this many tokens of prompt and output |
-| `stages` | names of the cascade's stages, `"early_exit"` or `"1 early_exit"` | selects the stages that draft for this request |
-| `reference` | text, or token ids; at most the model's context | gives lookups a text that the output may repeat (a predicted output, a document); the model does not see it |
-| `learn` | true or false | false keeps its output out of the store and of [learning](choose-a-method.md#learn-while-serving) |
+- `enabled`: false disables drafts for this request.
+- `max_draft` (0 to 64): Limits the draft of a step.
+- `max_context` (an integer): Ends drafting at this many tokens of prompt and output.
+- `stages`: Selects stages of the cascade by name, `"early_exit"` or `"1 early_exit"`.
+- `reference` (text or token ids, at most the model's context): Gives lookups a text that the output may repeat (a
+  predicted output, a document). The model does not see it.
+- `learn`: false keeps the output out of the store and of [learning](choose-a-method.md#learn-while-serving).
 
 A custom proposer may define [more options](write-a-proposer.md#options-of-a-request). Without the reference, the JSON
-text has at most 65,536 characters and 4,096 brackets. Beam search gets no drafts, because vLLM's beams drop `vllm_xargs`.
+text has at most 65,536 characters and 4,096 brackets. Beam search gets no drafts: vLLM's beams drop `vllm_xargs`.
 
 OpenAI's `prediction` of a chat completion sets `reference`: `{"type": "content", "content": ...}` with a text or a list
 of text parts. A `reference` in `vllm_xargs` takes precedence. `usage` lacks `accepted_prediction_tokens` and
@@ -43,12 +42,13 @@ of text parts. A `reference` in `vllm_xargs` takes precedence. `usage` lacks `ac
 """
 ENVIRONMENT = """## Environment variables
 
-| variable | meaning |
-|---|---|
-| `VLLM_SPECPLUGINS_METRICS_PORT` | exports metrics on this port of the engine, [for other front ends](operating.md#other-front-ends) |
-| `VLLM_SPECPLUGINS_DISABLE=1` | disables the plugin; its methods are then refused |
-| `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN` | (vLLM's) if set, for example to `8192`, replaces our [costs of draft tokens](compatibility.md#scheduling) by vLLM's |
-| `VLLM_SPECPLUGINS_SELF_CHECK` | `1` (default) [checks kernels](compatibility.md#kernels-on-a-new-device) at the start, except on CPUs; `0` skips this; `only` checks, prints and exits |
+- `VLLM_SPECPLUGINS_METRICS_PORT` exports metrics on a port of the engine, [for other front
+  ends](operating.md#other-front-ends).
+- `VLLM_SPECPLUGINS_DISABLE=1` disables the plugin; its methods are then refused.
+- `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN` (vLLM's), if set, for example to `8192`, replaces our [costs of draft
+  tokens](compatibility.md#scheduling) by vLLM's.
+- `VLLM_SPECPLUGINS_SELF_CHECK`: `1` (default) [checks kernels](compatibility.md#kernels-on-a-new-device) at the start,
+  except on CPUs; `0` skips this; `only` checks, prints and exits.
 """
 
 
@@ -69,10 +69,15 @@ def begun(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def default(entry: "Field[Any]") -> str:
+def default(entry: "Field[Any]", allowed: str) -> str:
+    """The words for a field's default; none for null, an empty dictionary or the first of several values."""
     if entry.default is not MISSING:
-        return "none" if entry.default is None else f"`{sizes(str(entry.default))}`"
-    return "`{}`" if entry.default_factory is not MISSING else "required"
+        return (
+            ""
+            if entry.default is None or allowed.startswith(f"`{entry.default}`")
+            else f"; default {sizes(str(entry.default))}"
+        )
+    return "" if entry.default_factory is not MISSING else "; required"
 
 
 def sizes(text: str) -> str:
@@ -94,15 +99,13 @@ def rows(owner: type) -> Iterator[str]:
     if not fields(owner):
         return
     words = arguments(owner)
-    yield "| field | allowed | default | meaning |"
-    yield "|---|---|---|---|"
     shared = [entry.name for entry in fields(owner) if words[entry.name] == SHARED]
     for entry in (entry for entry in fields(owner) if entry.name not in shared):
         allowed = sizes(entry.metadata["allowed"]).replace("'", "`").removeprefix("one of ")
         allowed = allowed.replace("an integer from ", "").replace("a number from ", "").removesuffix(" or null")
-        yield f"| `{entry.name}` | {allowed.removesuffix(',')} | {default(entry)} | {words[entry.name]} |"
+        yield f"- `{entry.name}` ({allowed.removesuffix(',')}{default(entry, allowed)}): {words[entry.name]}"
     if shared:
-        yield f"| {', '.join(f'`{name}`' for name in shared)} | | | {SHARED} |"
+        yield f"- {', '.join(f'`{name}`' for name in shared)}: {SHARED}"
 
 
 def page() -> str:
@@ -131,7 +134,7 @@ def page() -> str:
         REQUESTS,
         ENVIRONMENT,
     ]
-    return "\n".join(parts).replace("## Every method\n|", "## Every method\n\n|")
+    return "\n".join(parts).replace("## Every method\n-", "## Every method\n\n-")
 
 
 if __name__ == "__main__":

@@ -171,28 +171,6 @@ def chat_table(data: Facts) -> str:
     return table("task", *titles, "repeats", rows=rows)
 
 
-def questions_table(data: Facts) -> str:
-    """Spec-Bench's questions in an engine, by task: `prompt_lookup` beside no speculation and vLLM's n-gram."""
-    found = {(row["part"], row["task"]): row for row in data["rows"] if row["method"] == "prompt_lookup"}
-    parts = ("T 0", "speed"), ("T 0", "speed_of_ngram"), ("T 0", "decoding_of_ngram"), ("T 0.7", "speed")
-    rows = [
-        [task, *("{mean:.2f} ({low:.2f}-{high:.2f})".format(**found[part, task][name]) for part, name in parts)]
-        for task in dict.fromkeys(task for _, task in found)
-    ]
-    columns = "T 0", "T 0, ratio to n-gram", "the same, decoding alone", "T 0.7"
-    return table("task", *columns, rows=rows)
-
-
-def forced_table(data: Facts) -> str:
-    """Logs that an engine is forced to emit, beside what replay predicts at the engine's times of steps."""
-    rows = []
-    for row in (row for row in data["rows"] if "replay_speed" in row):
-        speed = row["decoding"] if isinstance(row["decoding"], float) else row["decoding"]["mean"]
-        steps = f"{row['tokens_per_step']:.2f} / {row['replay_tokens_per_step']:.2f}"
-        rows.append([f"{row['part']}, {row['batch']}", steps, f"{speed:.2f}x / {row['replay_speed']:.2f}x"])
-    return table("log, requests", "tokens per step, engine / replay", "decoding alone, engine / replay", rows=rows)
-
-
 def gpu_table(data: Facts) -> str:
     """What was measured on GPUs."""
     rows = [
@@ -269,8 +247,6 @@ def readme_rows() -> str:
 TABLES = {
     "field_table": (lookup_table, cascade_table),
     "chat_model": (chat_table,),
-    "spec_bench": (questions_table,),
-    "forced_trace": (forced_table,),
     "gpu": (gpu_table,),
     "step_costs": (cost_table,),
 }
