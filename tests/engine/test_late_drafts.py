@@ -14,6 +14,7 @@ from conftest import FEW, RUNNER, counted, spec_metrics
 from recorded import runner
 
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
+from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators import late
 from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.faults import MAX_FAULTS
@@ -73,7 +74,7 @@ class Steps:
         self.states.total_len.gpu[slot] = num_tokens
         new = SimpleNamespace(req_id=name, prefill_token_ids=prompt[:num_tokens].tolist(), prompt_embeds=None)
         new.sampling_params, new.prompt_len = SimpleNamespace(extra_args=None), num_tokens
-        self.late.add([new])
+        self.late.add([Request(new, slot, MOST_TOKENS, reads_tokens=True)])
 
     def sample(self, num: int, *names: str, arrives: bool = True) -> None:
         """A step in which each request emits so many tokens."""

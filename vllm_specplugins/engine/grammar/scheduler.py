@@ -11,10 +11,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.config import methods_of, stage_names
 from vllm_specplugins.engine.emitted import CountsEmitted
-from vllm_specplugins.engine.frontend.options import length_limit, request_options
 from vllm_specplugins.engine.grammar.forced import ForcedTokens
 from vllm_specplugins.engine.grammar.output import NEVER, tell
-from vllm_specplugins.request_options import draft_limit
+from vllm_specplugins.engine.request_limits import RequestLimits
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -61,11 +60,11 @@ class GrammarScheduler(CountsEmitted, Scheduler):
 
     def _go_on(self, forced: ForcedTokens, request: Any, most: int) -> None:
         """Puts what is forced, at most so many tokens, after the draft of a request."""
-        draft, options = request.spec_token_ids, request_options(request.sampling_params)
+        draft = request.spec_token_ids
         start, constrained = self.structured_output_manager._get_constraint_bounds(request, draft)
-        longest = length_limit(request, request.num_prompt_tokens, self.max_model_len)
-        room = draft_limit(options, request.num_tokens, self.num_spec_tokens, longest) - len(draft)
-        if max(start, constrained) > len(draft) or room <= 0 or self._name not in options.get("stages", (self._name,)):
+        limits = RequestLimits.of(request.sampling_params, request.num_prompt_tokens, self.max_model_len)
+        room, stages = limits.max_draft_tokens(request.num_tokens, self.num_spec_tokens) - len(draft), (self._name,)
+        if max(start, constrained) > len(draft) or room <= 0 or self._name not in limits.options.get("stages", stages):
             return
         try:
             grammar = request.structured_output_request.grammar

@@ -6,7 +6,7 @@ replaced, on that one runner, by one that sees all that the step knows.
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +21,9 @@ from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.config import methods_of
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback
-from vllm_specplugins.engine.frontend.options import length_limit, request_options
 from vllm_specplugins.engine.grammar.output import NEVER, forced_in
 from vllm_specplugins.engine.hooks import both, replaced, wrap
+from vllm_specplugins.engine.request_limits import RequestLimits
 from vllm_specplugins.engine.target.end import served_end
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
@@ -32,9 +32,7 @@ from vllm_specplugins.engine.v1.target import reading_of, target_of
 from vllm_specplugins.engine.v1.verify import Verifier, all_logits_processors
 from vllm_specplugins.engine.v1.vllm_sampler import expand_batch_to_tokens, probs_of
 from vllm_specplugins.isolation.barrier import FaultBarrier
-from vllm_specplugins.isolation.exchange import frozen
 from vllm_specplugins.proposers.learning.learner import learner_of
-from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.structures.arrays import Views, view
 from vllm_specplugins.target import Reading, Target
 
@@ -81,9 +79,8 @@ def draft_to_the_end(runner: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    options: Mapping[str, Any]
+    limits: RequestLimits
     seed: int
-    length_limit: int
 
 
 class _Adapter:
@@ -162,8 +159,8 @@ class _Adapter:
                 seed = int(self._random.integers(1 << 63))
             # torch.Generator, which vLLM seeds so, takes 64 bits with and without a sign.
             seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-            longest = length_limit(params, cached.num_prompt_tokens, self._runner.max_model_len)
-            request = self._requests[request_id] = _Request(frozen(request_options(params)), seed, longest)
+            limits = RequestLimits.of(params, cached.num_prompt_tokens, self._runner.max_model_len)
+            request = self._requests[request_id] = _Request(limits.frozen(), seed)
         return request
 
     def seed(self, request_id: str) -> int:
@@ -189,7 +186,7 @@ class _Adapter:
             request_ids=request_ids,
             token_ids=Views.of_rows(view(input_batch.token_ids_cpu), rows, num_tokens.tolist()),
             max_num_draft=self._max_num_draft(rows, requests, num_tokens.tolist()),
-            options=[request.options for request in requests],
+            options=[request.limits.options for request in requests],
         )
         offer = None
         if self._built_in is not None:
@@ -209,7 +206,7 @@ class _Adapter:
         if self._learner is not None and rows:
             self._learner.step()
             if self._learner.is_on and len(self._read) < _MOST_UNREAD:
-                options = [request.options for request in requests]
+                options = [request.limits.options for request in requests]
                 of_rows = self._runner, rows, num_tokens, num_accepted, options, step[1], step[-2]
                 of_step = reading_of(*of_rows, self._learner.exits, self._drafted_rows)
                 self._read.append(replace(of_step, gone=self._gone))
@@ -232,7 +229,7 @@ class _Adapter:
     def _max_num_draft(self, rows: list[int], requests: list[_Request], num_tokens: list[int]) -> Any:
         most = self._runner.num_spec_tokens
         limits = [
-            draft_limit(request.options, num, most, request.length_limit) if self._may_draft(row) else 0
+            request.limits.max_draft_tokens(num, most) if self._may_draft(row) else 0
             for row, request, num in zip(rows, requests, num_tokens, strict=True)
         ]
         return np.array(limits, np.int32)

@@ -25,6 +25,7 @@ from vllm_specplugins.engine.hooks import both, replaced, wrap
 from vllm_specplugins.engine.v2 import memory
 from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
+from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.built_in import DeviceOffer, rating, run_before
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
@@ -71,9 +72,12 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     methods = methods_of(runner.speculative_config.plugin_config)
 
     def add(scheduler_output: Any) -> None:
-        speculator.add(scheduler_output.scheduled_new_reqs)
-        if speculator.readings is not None:
-            speculator.readings.add(scheduler_output.scheduled_new_reqs)
+        slots, limits = runner.req_states.req_id_to_index, (runner.max_model_len, speculator.reads_tokens)
+        requests = [Request(new, slots[new.req_id], *limits) for new in scheduler_output.scheduled_new_reqs]
+        if requests:
+            speculator.add(requests)
+            if speculator.readings is not None:
+                speculator.readings.add(requests)
         put_forced(runner, scheduler_output)
         if "grammar" in methods:
             barrier.forced = forced_in(scheduler_output)

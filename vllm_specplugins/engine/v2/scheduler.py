@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specplugins.engine.adaptive.conditions import chooses_length
 from vllm_specplugins.engine.emitted import VERIFIED, CountsEmitted
-from vllm_specplugins.engine.frontend.options import length_limit, request_options
+from vllm_specplugins.engine.request_limits import RequestLimits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.gate.step_times import CLIFF, StepTimes
 from vllm_specplugins.request_options import draft_limit
@@ -129,7 +129,7 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
-        self._has_options |= bool(request_options(request.sampling_params))
+        self._has_options |= bool(self._limits_of(request).options)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         lengths = getattr(model_runner_output, REPORT, None)
@@ -182,6 +182,9 @@ class PlannedScheduler(_Choosing, AsyncScheduler):
         return limit if planned is None else min(planned, limit)
 
     def _limit(self, request: Any) -> int:
-        longest = length_limit(request, request.num_prompt_tokens, self.max_model_len) - 1
-        options = request_options(request.sampling_params) if self._has_options else {}
-        return draft_limit(options, request.num_tokens, self.num_spec_tokens, longest)
+        limits = self._limits_of(request)
+        return draft_limit(limits.options, request.num_tokens, self.num_spec_tokens, limits.length_limit - 1)
+
+    def _limits_of(self, request: Any) -> RequestLimits:
+        """The next turn of a session may have others."""
+        return RequestLimits.of(request.sampling_params, request.num_prompt_tokens, self.max_model_len)

@@ -15,6 +15,7 @@ from vllm_specplugins.cascade.on_device import Parts
 from vllm_specplugins.engine.adaptive.budget import Confidences, new_confidences
 from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengths
 from vllm_specplugins.engine.v2.feedback.tally import Tally
+from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.kernels import acceptance
 from vllm_specplugins.kernels.acceptance.state import clear, new_state
 from vllm_specplugins.kernels.acceptance.worth import Other, Worth, survivals, worth
@@ -49,14 +50,13 @@ class DraftTracker:
         self._num_draft = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.tally = Tally(num_slots, max_num_draft, num_stages if num_stages > 1 else 0, device)
 
-    def add(self, new_requests: Any) -> None:
-        """Takes requests that are new, or back after a preemption."""
-        if new_requests:
-            slots = {new.req_id: self._req_states.req_id_to_index[new.req_id] for new in new_requests}
-            clear(self._known, async_tensor_h2d(np.array(list(slots.values())), self.device))
-            if self._copying is not None:
-                self._copying.host[list(slots.values())] = 0.0
-            self.tally.start(slots)
+    def add(self, requests: Sequence[Request]) -> None:
+        """Takes requests."""
+        slots = {request.request_id: request.slot for request in requests}
+        clear(self._known, async_tensor_h2d(np.array(list(slots.values())), self.device))
+        if self._copying is not None:
+            self._copying.host[list(slots.values())] = 0.0
+        self.tally.start(slots)
 
     def begin(self, num_reqs: int, *sampled: torch.Tensor) -> None:
         """A step of so many rows: their slots, and what was sampled and rejected, [num_reqs] each; a rehearsal, of

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplugins.engine.frontend.options import request_options
-from vllm_specplugins.engine.v2.feedback.report import warms_up
+from vllm_specplugins.engine.v2.requests import Request, warms_up
 from vllm_specplugins.proposers.learning.exits import ExitStates
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.target import Reading
@@ -22,18 +21,12 @@ _MOST_UNREAD = 1024  # steps and news of requests; after more, those that live a
 
 
 @dataclass(slots=True)
-class _Request:
-    """What was emitted last, and where it stands."""
+class _End:
+    """The newest token of a request, and its position."""
 
-    options: Any
-    temperature: float
+    request: Request
     position: int
-    newest: int
-
-    @classmethod
-    def of(cls, new: Any) -> "_Request":
-        params, tokens = new.sampling_params, new.prefill_token_ids
-        return cls(request_options(params), params.temperature, len(tokens) - 1, tokens[-1])
+    token_id: int
 
 
 @dataclass(slots=True)
@@ -69,13 +62,12 @@ class Readings:
         self._kept: tuple[Any, int, int] = (None, 0, 0)  # of this step, as _Step has it
         self._end = self._done = 0  # rows that were taken, and of them those that may be taken again
         self._news, self._lost = deque[Any](), False  # requests that came, names of those that are gone, steps
-        self._requests: dict[str, _Request] = {}
+        self._ends: dict[str, _End] = {}
         self._gone: list[str] = []
 
-    def add(self, new_requests: Sequence[Any]) -> None:
-        """Takes requests that are new, or back after a preemption."""
-        if new_requests:
-            self._put(list(new_requests))
+    def add(self, requests: list[Request]) -> None:
+        """Takes requests."""
+        self._put(requests)
 
     def remove(self, request_ids: set[str]) -> None:
         """These are gone."""
@@ -148,32 +140,36 @@ class Readings:
                     yield found
                 self._done = news.end
             elif isinstance(news, list):
-                self._requests |= {new.req_id: _Request.of(new) for new in news if new.prompt_embeds is None}
+                self._ends |= {
+                    request.request_id: _End(request, request.num_first - 1, request.last_token_id)
+                    for request in news
+                    if request.has_token_ids
+                }
             else:
-                self._gone += news or self._requests
-                for request_id in news or list(self._requests):
-                    self._requests.pop(request_id, None)
+                self._gone += news or self._ends
+                for request_id in news or list(self._ends):
+                    self._ends.pop(request_id, None)
             self._news.popleft()
 
     def _reading(self, step: _Step) -> Reading | None:
         """And where each request is now; None: nothing was kept."""
         request_ids: list[str] = []
-        requests: list[_Request] = []
+        ends: list[_End] = []
         counts, rows, positions, token_ids, next_ids = (list[int]() for _ in range(5))
         for row, (request_id, count) in enumerate(zip(step.request_ids, step.num_sampled.tolist(), strict=True)):
-            request = self._requests.get(request_id)
-            if request is None or not count:
+            end = self._ends.get(request_id)
+            if end is None or not count:
                 continue
             emitted = step.token_ids[row, :count].tolist()
             request_ids.append(request_id)
-            requests.append(request)
+            ends.append(end)
             counts.append(count)
             last = step.first + (row + 1) * self._width
             rows += range(last - count, last)
-            positions += range(request.position, request.position + count)
-            token_ids += [request.newest, *emitted[:-1]]
+            positions += range(end.position, end.position + count)
+            token_ids += [end.token_id, *emitted[:-1]]
             next_ids += emitted
-            request.position, request.newest = request.position + count, emitted[-1]
+            end.position, end.token_id = end.position + count, emitted[-1]
         if step.kept is None or not rows:
             return None
         states = self._states[torch.tensor(rows, device=self._states.device)]
@@ -183,8 +179,8 @@ class Readings:
         gone, self._gone = self._gone, []
         return Reading(
             request_ids,
-            [request.options for request in requests],
-            [request.temperature for request in requests],
+            [end.request.limits.options for end in ends],
+            [end.request.sampling_params.temperature for end in ends],
             counts,
             positions,
             np.array(token_ids, np.int32),

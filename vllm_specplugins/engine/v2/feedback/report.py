@@ -11,14 +11,6 @@ from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengt
 REPORT = "specplugins_num_draft"  # attribute of ModelRunnerOutput: request id -> length of its newest draft
 
 
-_WARM_UP = ("_warmup_", "_v2_")  # how the names of the requests begin with which vLLM warms up
-
-
-def warms_up(request_ids: Sequence[str]) -> bool:
-    """Whether a batch is one of vLLM's own, that nobody waits for and nobody learns from; it is never mixed."""
-    return bool(request_ids) and request_ids[0].startswith(_WARM_UP)
-
-
 class _Report:
     """A runner's `draft_tokens_handler` that reports true lengths: vLLM's own reports K for every request.
 

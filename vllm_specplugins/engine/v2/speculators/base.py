@@ -4,7 +4,7 @@ Nothing here waits for the device. Rows in the middle of their prompt are drafte
 thrown away by the scheduler, and what they write to the KV cache lies in slots that are written again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,7 @@ from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.engine.target.end import served_end
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, updates_in_place
 from vllm_specplugins.engine.v2.feedback.readings import Readings
-from vllm_specplugins.engine.v2.feedback.report import warms_up
+from vllm_specplugins.engine.v2.requests import Request, warms_up
 from vllm_specplugins.engine.v2.speculators.built_in import HostOffer
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.verify import DRAFT_NOISE
@@ -46,6 +46,7 @@ class Speculator(DraftModelSpeculator):
     offer: Any = None  # of a cascade's stage that is built into vLLM, in this step; None: it failed, or there is none
     rejection_sampler: Callable[[], Any]  # the runner's, and what its sampler knows of requests; set by runner.attach
     sampling_states: Callable[[], Any]
+    reads_tokens = True  # whether the host follows the tokens of requests
     adapters_of: Callable[[Any, bool], Adapters] | None = None  # of a batch; set by runner.attach where there are any
     adapters: Adapters | None = None
     verified: Verified | None = None  # of all slots of requests
@@ -117,17 +118,17 @@ class Speculator(DraftModelSpeculator):
         super().set_attn(model_state, kv_cache_config, *rest)
         self.draft_attn_layer_names = none_of_our_own
 
-    def add(self, new_requests: Any) -> None:
-        """Takes requests that are new, or back after a preemption."""
-        if not (new_requests and self.runs_target):
+    def add(self, requests: Sequence[Request]) -> None:
+        """Takes requests, at least one."""
+        if not self.runs_target:
             return
-        slots = np.array([self._req_states.req_id_to_index[new.req_id] for new in new_requests])
-        own, states = async_tensor_h2d(slots, self.device), self.sampling_states()
+        slots = np.array([request.slot for request in requests])
+        rows, states = async_tensor_h2d(slots, self.device), self.sampling_states()
         tables: dict[str, Any] = {"temperature": self.temperature, "seeds": self.seeds}
         if self.verified is not None:
             tables |= {name: getattr(self.verified, name) for name in ("top_k", "top_p", "min_p")}
         for name, table in tables.items():
-            table[own] = async_tensor_h2d(getattr(states, name).np[slots], self.device)
+            table[rows] = async_tensor_h2d(getattr(states, name).np[slots], self.device)
 
     def propose(
         self,

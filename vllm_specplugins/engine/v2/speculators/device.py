@@ -6,6 +6,7 @@ draws the same, and has the same tokens. R: rows of the batch or of a graph, K: 
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -24,9 +25,9 @@ from vllm_specplugins.config import EarlyExitConfig, SpecConfig, rule, stage_con
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.engine.v2.feedback.draft_tracker import DraftTracker
 from vllm_specplugins.engine.v2.feedback.report import LateReport
+from vllm_specplugins.engine.v2.requests import DraftLimits, Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.engine.v2.speculators.built_in import DeviceOffer
-from vllm_specplugins.engine.v2.speculators.draft_limits import DraftLimits
 from vllm_specplugins.engine.v2.speculators.lookups import Lookups
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.gate.step_times import lengths_up_to
@@ -47,8 +48,9 @@ class DeviceSpeculator(Speculator):
         config = speculative_config.plugin_config
         stages = config.stages
         self._policy = rule(config)
-        self.limits = DraftLimits(req_states, vllm_config.model_config, max_num_draft, device, stages)
+        self.limits = DraftLimits(req_states, max_num_draft, device, stages)
         self.lookups = Lookups(vllm_config, req_states, device)
+        self.reads_tokens = self.lookups.late is not None
         self._steps_alone = speculative_config.drafts_on_device and not self.lookups  # of an exit, each of them seen
         # vLLM's estimator rates an exit that is alone, in fewer launches; it knows of no lookup.
         self.use_acceptance_estimator &= self._steps_alone
@@ -109,12 +111,11 @@ class DeviceSpeculator(Speculator):
         """As the tracker has them, to where vLLM's way and the target's layers look; and how much each wants."""
         self._wanted = self.limits.wanted(self.outcomes.told(num_rows), self.idx_mapping[:num_rows])
 
-    def add(self, new_requests: Any) -> None:
-        """Takes requests that are new, or back after a preemption."""
-        super().add(new_requests)
-        self.limits.add(new_requests)
-        self.outcomes.add(new_requests)
-        self.lookups.add(new_requests)
+    def add(self, requests: Sequence[Request]) -> None:
+        """Takes requests."""
+        super().add(requests)
+        for part in (self.limits, self.outcomes, self.lookups):
+            part.add(requests)
 
     def remove(self, request_ids: set[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""

@@ -6,6 +6,7 @@ ranks verify different drafts.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,9 @@ from vllm_specplugins.cascade.on_device import keep_logits
 from vllm_specplugins.draft import Draft, Feedback, Int32Array
 from vllm_specplugins.engine.v2.feedback.report import DraftReport
 from vllm_specplugins.engine.v2.feedback.tally import Tally
+from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
-from vllm_specplugins.engine.v2.speculators.request_history import RequestHistory
 from vllm_specplugins.isolation.exchange import spread
-from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.structures.arrays import Views, view
 
 _NO_TOKENS = view(np.zeros(1, np.int32))  # of a row that wants no draft
@@ -31,7 +31,7 @@ _NO_TOKENS = view(np.zeros(1, np.int32))  # of a row that wants no draft
 class HostSpeculator(Speculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
-        self._requests: dict[str, RequestHistory] = {}
+        self._requests: dict[str, Request] = {}
         self._offsets = torch.arange(-self.num_speculative_steps - 1, 0, device=device)
         self.report = DraftReport()
         self.tally: Tally | None = None  # of what tokens were drawn from
@@ -45,14 +45,11 @@ class HostSpeculator(Speculator):
     def capture(self) -> None:
         """Nothing to capture."""
 
-    def add(self, new_requests: Any) -> None:
-        """Starts the histories of requests that are new, back after a preemption, or the next turn of a session."""
-        super().add(new_requests)
-        self.remove({new.req_id for new in new_requests if new.req_id in self._requests})
-        for new in new_requests:
-            if new.prompt_embeds is not None:  # some of its tokens have no ids, so it gets no drafts
-                continue
-            self._requests[new.req_id] = RequestHistory(new, self._most_tokens)
+    def add(self, requests: Sequence[Request]) -> None:
+        """Takes requests; one may be the next turn of a session."""
+        super().add(requests)
+        self.remove({request.request_id for request in requests if request.request_id in self._requests})
+        self._requests |= {request.request_id: request for request in requests if request.has_token_ids}
 
     def remove(self, request_ids: set[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""
@@ -128,8 +125,8 @@ class HostSpeculator(Speculator):
         options: list[Any] = [{}] * num_reqs
         for row in rows:
             request = self._requests[request_ids[row]]
-            token_ids[row], options[row] = request.token_ids, request.options
-            max_num_draft[row] = draft_limit(request.options, request.num_tokens, most, request.length_limit)
+            token_ids[row], options[row] = request.token_ids, request.limits.options
+            max_num_draft[row] = request.limits.max_draft_tokens(request.num_tokens, most)
         batch = replace(
             self._batch_of(input_batch, self._edit_of(input_batch) if self.runs_target else None),
             request_ids=[request_ids[row] for row in asked],

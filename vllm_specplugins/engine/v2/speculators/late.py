@@ -18,12 +18,10 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.draft import DraftBatch, Int32Array
-from vllm_specplugins.engine.v2.feedback.report import warms_up
-from vllm_specplugins.engine.v2.speculators.request_history import RequestHistory
+from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.isolation.exchange import checked_draft, for_proposer
 from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.kernels.history_match import LONGEST_MATCH, Match
-from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.structures.arrays import Views, columns
 
 _SLOT, _START, _NUM_DRAFT, _CONFIDENCE, _TOKENS = range(5)  # columns of the table; tokens to its end
@@ -36,18 +34,11 @@ def late_length(max_num_draft: int) -> int:
     return 3 * max_num_draft + 2
 
 
-class _Request(RequestHistory):
-    def __init__(self, new: Any, max_model_len: int, slot: int):
-        super().__init__(new, max_model_len)
-        self.slot, self.num_given = slot, self.num_tokens
-        self.num_noted = self.num_unread = 0  # steps that it took part in, and whose tokens nobody has looked at
-
-
 @dataclass(frozen=True, slots=True)
 class _Step:
     """What was sampled, once `arrived` has happened: of rows of token_ids the first num_sampled."""
 
-    requests: list[tuple[int, _Request]]  # by row
+    requests: list[tuple[int, Request]]  # by row
     arrived: Any
     token_ids: Int32Array
     num_sampled: Int32Array
@@ -70,27 +61,26 @@ class LateDrafts:
         # Of each slot its newest draft: the slot, the place of the first token, how many, how sure, and the tokens.
         shape = req_states.max_num_reqs, _TOKENS + self._length
         self._table = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._requests: dict[str, _Request] = {}
-        self._ended: list[_Request] = []  # of whose tokens the proposer has not seen all
+        self._requests: dict[str, Request] = {}
+        self._num_unread: dict[Request, int] = {}  # of those that took part in a step, their steps in `_unread`
+        self._ended: list[Request] = []  # of whose tokens the proposer has not seen all
         self._unread, self._read = deque[_Step](), deque[_Step]()  # the proposer's thread takes the latter
         self._most = max_num_draft
 
-    def add(self, new_requests: Any) -> None:
-        """Takes requests that are new, or back after a preemption."""
-        if not (new_requests and self._drafts):
+    def add(self, requests: Sequence[Request]) -> None:
+        """Takes requests."""
+        if not self._drafts:
             return
-        for new in new_requests:
-            self.remove([new.req_id])
-            if new.prompt_embeds is None and not warms_up([new.req_id]):
-                slot = self._req_states.req_id_to_index[new.req_id]
-                self._requests[new.req_id] = _Request(new, self._req_states.max_model_len, slot)
-        slots = np.array([self._req_states.req_id_to_index[new.req_id] for new in new_requests])
+        self.remove(request.request_id for request in requests)
+        shown = [request for request in requests if request.has_token_ids and not request.is_warm_up]
+        self._requests |= {request.request_id: request for request in shown}
+        slots = np.array([request.slot for request in requests])
         self._table[:, _NUM_DRAFT].index_fill_(0, async_tensor_h2d(slots, self._table.device), 0)
 
     def remove(self, request_ids: Any) -> None:
         """Drops requests that are over, or were preempted, once the proposer has seen their tokens."""
-        gone = [self._requests.pop(request_id, None) for request_id in request_ids]
-        self._ended += [request for request in gone if request is not None and request.num_noted]
+        gone = [self._requests.pop(request_id) for request_id in request_ids if request_id in self._requests]
+        self._ended += [request for request in gone if request in self._num_unread]
 
     def note(self, output: Any) -> None:
         """Takes what a step sampled, on its way to the host."""
@@ -99,7 +89,7 @@ class LateDrafts:
         if not requests:
             return
         for _, request in requests:
-            request.num_noted, request.num_unread = request.num_noted + 1, request.num_unread + 1
+            self._num_unread[request] = self._num_unread.get(request, 0) + 1
         self._unread.append(_Step(requests, output.copy_event, output.sampled_token_ids, output.num_sampled_tokens_np))
         if len(self._unread) > _READ_AT:
             self._take_turns()
@@ -124,7 +114,7 @@ class LateDrafts:
         self._enter(self.guard.take())
         self._begin(self._most)
 
-    def _enter(self, drafted: tuple[Sequence[_Request], Int32Array] | None) -> None:
+    def _enter(self, drafted: tuple[Sequence[Request], Int32Array] | None) -> None:
         """Puts drafts into the table; those of requests that are over would be another's."""
         if drafted is None:
             return
@@ -134,7 +124,7 @@ class LateDrafts:
             own = async_tensor_h2d(rows[kept], self._table.device)
             self._table.index_copy_(0, own[:, _SLOT].long(), own)
 
-    def _is_there(self, request: _Request) -> bool:
+    def _is_there(self, request: Request) -> bool:
         return self._requests.get(request.request_id) is request
 
     def _begin(self, most: int) -> None:
@@ -147,19 +137,21 @@ class LateDrafts:
         may_draft = self.guard.may_draft(list(asked)) or [True] * len(asked)
         requests = [request for request, may in zip(asked.values(), may_draft, strict=True) if may]
         wanted = {request for request in requests if most and self._is_there(request)}
-        options = [request.options for request in requests]
+        options = [request.limits.options for request in requests]
         batch = DraftBatch([request.request_id for request in requests], (), np.zeros(len(requests), np.int32), options)
         self.guard.start(batch, partial(self._drafted, requests, wanted, self._read))
-        self._ended = [request for request in self._ended if request.num_unread]
+        for request in [request for request in self._ended if not self._num_unread[request]]:
+            self._ended.remove(request)
+            del self._num_unread[request]
         self.guard.forget(over)
 
-    def _asked(self) -> tuple[list[str], dict[str, _Request]]:
+    def _asked(self) -> tuple[list[str], dict[str, Request]]:
         """Who is over and has all tokens here; by name whom the proposer shall see: them, and who has new ones."""
         while self._unread and self._unread[0].arrived.query():
             self._read.append(self._unread.popleft())
             for _, request in self._read[-1].requests:
-                request.num_unread -= 1
-        asked = {request.request_id: request for request in reversed(self._ended) if not request.num_unread}
+                self._num_unread[request] -= 1
+        asked = {request.request_id: request for request in reversed(self._ended) if not self._num_unread[request]}
         # One that is back under its name is not shown before the proposer is told to forget it.
         over, ended = list(asked), {request.request_id for request in self._ended}
         for _, request in chain(*(step.requests for step in self._read)):
@@ -168,20 +160,20 @@ class LateDrafts:
         return over, asked
 
     def _drafted(
-        self, requests: Sequence[_Request], wanted: set[_Request], steps: deque[_Step]
-    ) -> tuple[Sequence[_Request], Int32Array]:
+        self, requests: Sequence[Request], wanted: set[Request], steps: deque[_Step]
+    ) -> tuple[Sequence[Request], Int32Array]:
         """In the proposer's thread: rows of the table."""
         while steps:
             step = steps.popleft()
             for row, request in step.requests:
                 request.extend(step.token_ids[row, : step.num_sampled[row]])
-        requests = [request for request in requests if request.num_tokens > request.num_given]
+        requests = [request for request in requests if request.num_tokens > request.num_first]
         rows = np.zeros((len(requests), _TOKENS + self._length), np.int32)
         if not requests:
             return requests, rows
         names, texts = [request.request_id for request in requests], Views(request.token_ids for request in requests)
         limits = np.array([self._limit(request) if request in wanted else 0 for request in requests], np.int32)
-        batch = for_proposer(DraftBatch(names, texts, limits, [request.options for request in requests]))
+        batch = for_proposer(DraftBatch(names, texts, limits, [request.limits.options for request in requests]))
         draft = checked_draft(self.guard.proposer.propose(batch), limits, self._length, self._vocab_size)
         rows[:, :_NUM_DRAFT] = [(request.slot, request.num_tokens) for request in requests]
         rows[:, _NUM_DRAFT] = draft.num_draft
@@ -189,15 +181,16 @@ class LateDrafts:
         rows[:, _TOKENS : _TOKENS + draft.token_ids.shape[1]] = draft.token_ids
         return requests, rows
 
-    def _limit(self, request: _Request) -> int:
+    def _limit(self, request: Request) -> int:
         """As much as there is room for, if it gets any: how much, the device knows."""
-        longest, num_tokens = request.length_limit, request.num_tokens
-        return min(self._length, longest - 1 - num_tokens) * draft_limit(request.options, num_tokens, 1, longest)
+        limits, num_tokens = request.limits, request.num_tokens
+        return min(self._length, limits.length_limit - 1 - num_tokens) * limits.max_draft_tokens(num_tokens, 1)
 
     def _forget_all(self) -> None:
         """Requests whose tokens nobody read get no more of these drafts."""
         self.guard.forget([*self._requests, *(request.request_id for request in self._ended)])
-        self._requests, self._ended, self._unread, self._read = {}, [], deque(), deque()
+        self._requests, self._num_unread, self._ended = {}, {}, []
+        self._unread, self._read = deque(), deque()
 
     def match(self, slots: torch.Tensor, max_draft: torch.Tensor) -> Match:
         """What is left of each row's draft, [R] both; in a graph, like a match in a text."""

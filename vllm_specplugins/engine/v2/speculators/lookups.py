@@ -1,6 +1,7 @@
 """Model Runner V2: what a draft that copies is found in, on the device: a request's own text and reference, and what a
 proposer on the host sends."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm_specplugins.cascade.on_device import LOOKUP
 from vllm_specplugins.config import PromptLookupConfig, SpecConfig, StageConfig, stage_configs
 from vllm_specplugins.draft import ProposerContext
+from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.late import LateDrafts, late_length
 from vllm_specplugins.engine.v2.speculators.token_histories import TokenHistories
 from vllm_specplugins.methods import build_proposer, method_of
@@ -47,10 +49,10 @@ class Lookups:
             proposer.searches_requests = False
         return proposer
 
-    def add(self, new_requests: Any) -> None:
-        """Takes requests that are new, or back after a preemption."""
+    def add(self, requests: Sequence[Request]) -> None:
+        """Takes requests."""
         for part in self._parts:
-            part.add(new_requests)
+            part.add(requests)
 
     def remove(self, request_ids: set[str]) -> None:
         """Drops requests that finished, were aborted or were preempted."""

@@ -4,7 +4,7 @@ A request's own tokens are vLLM's, which keeps all of them on the device where `
 for each place of max_num_seqs x max_model_len. A reference is copied there once, when its request comes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplugins.config import PromptLookupConfig
-from vllm_specplugins.engine.frontend.options import request_options
+from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.kernels.history_match import NO_MATCH, Match, References, Texts, history_match
-from vllm_specplugins.request_options import REFERENCE, Options
+from vllm_specplugins.request_options import REFERENCE
 from vllm_specplugins.structures.spans import SpanAllocator
 
 _ALIGNED = 16  # tokens, where a reference begins
@@ -52,15 +52,10 @@ class TokenHistories:
         """Memory of all references."""
         return 4 * (len(self._pool) - self._spans.num_free)
 
-    def add(self, new_requests: Any) -> None:
-        """Takes what requests that are new, or back after a preemption, bring."""
-        if not new_requests:
-            return
-        rows = []
-        for new in new_requests:
-            self.remove([new.req_id])
-            slot = self._req_states.req_id_to_index[new.req_id]
-            rows.append((slot, *self._entered(new.req_id, request_options(new.sampling_params))))
+    def add(self, requests: Sequence[Request]) -> None:
+        """Enters the references of requests."""
+        self.remove(request.request_id for request in requests)
+        rows = [(request.slot, *self._entered(request)) for request in requests]
         slots, starts, sizes = async_tensor_h2d(np.array(rows, np.int64), self._pool.device).T
         self._all.starts[slots], self._all.lengths[slots] = starts, sizes.int()
         self.histories.distances.index_fill_(0, slots, NO_MATCH)
@@ -88,13 +83,13 @@ class TokenHistories:
             implementation=self.implementation,
         )
 
-    def _entered(self, request_id: str, options: Options) -> tuple[int, int]:
+    def _entered(self, request: Request) -> tuple[int, int]:
         """Where the reference of a request begins, and how long it is; it is empty where there is none, or no room."""
-        text = np.array(options.get(REFERENCE, ()), np.int32)[: self._max_model_len]
+        text = np.array(request.limits.options.get(REFERENCE, ()), np.int32)[: self._max_model_len]
         size = -(-len(text) // _ALIGNED) * _ALIGNED
         start = self._spans.take(size) if size else None
         if start is None:
             return 0, 0
         async_tensor_h2d(text, out=self._pool[start : start + len(text)])
-        self._taken[request_id] = start, size
+        self._taken[request.request_id] = start, size
         return start, len(text)

@@ -4,6 +4,7 @@ tree drafted, a chain, or nothing.
 What a lookup's tokens are worth is learned from what came out, along whichever path, beside the chain that was found.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from vllm.config import VllmConfig
 
 from vllm_specplugins.cascade.on_device import EXIT, LOOKUP, Parts
 from vllm_specplugins.draft import DraftBatch
+from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.trees.state import Trees
 from vllm_specplugins.gate.step_times import lengths_up_to
@@ -30,17 +32,15 @@ class TreeSpeculator(DeviceSpeculator):
         # Of all slots, and of nobody: the chain that is learned from, and how long the text before it was.
         self._learned = torch.zeros(self.max_num_reqs + 1, most + 1, dtype=torch.int32, device=device)
 
-    def add(self, new_requests: Any) -> None:
-        """Takes requests that are new, or back after a preemption."""
-        super().add(new_requests)
-        if new_requests:
-            slots = [self._req_states.req_id_to_index[new.req_id] for new in new_requests]
-            self.trees.add(slots, [self._may_branch(*both) for both in zip(slots, new_requests, strict=True)])
+    def add(self, requests: Sequence[Request]) -> None:
+        """Takes requests."""
+        super().add(requests)
+        self.trees.add([request.slot for request in requests], [self._may_branch(request) for request in requests])
 
-    def _may_branch(self, slot: int, new: Any) -> bool:
-        params, sampler = new.sampling_params, self.rejection_sampler()
+    def _may_branch(self, request: Request) -> bool:
+        params, editor = request.sampling_params, self.rejection_sampler().editor
         asks = params.logprobs, params.logprob_token_ids, params.structured_outputs
-        return all(own is None for own in asks) and not sampler.editor.edits_any(np.array([slot]))
+        return all(value is None for value in asks) and not editor.edits_any(np.array([request.slot]))
 
     @property
     def _rates(self) -> bool:

@@ -1,0 +1,100 @@
+"""Model Runner V2: a request as drafting sees it, and the limits of all requests on the device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_specplugins.config import StageConfig
+from vllm_specplugins.draft import Int32Array
+from vllm_specplugins.engine.request_limits import RequestLimits
+from vllm_specplugins.kernels.steps import Rows, Wanted, limit
+from vllm_specplugins.request_options import MAX_CONTEXT
+from vllm_specplugins.structures.arrays import view
+
+_WARM_UP = ("_warmup_", "_v2_")  # how the names of the requests begin with which vLLM warms up
+
+
+def warms_up(request_ids: Sequence[str]) -> bool:
+    """Whether vLLM warms up with a batch of these requests; such a batch holds no other requests."""
+    return bool(request_ids) and request_ids[0].startswith(_WARM_UP)
+
+
+class Request:
+    """Made once when the runner adds a request, which is new, or back after a preemption.
+
+    Args:
+        new: vLLM's NewRequestData.
+        slot: the row of the request in vLLM's states of requests.
+        reads_tokens: whether the host follows the tokens of the request; otherwise `token_ids` stays empty.
+    """
+
+    def __init__(self, new: Any, slot: int, max_model_len: int, reads_tokens: bool = False):
+        self.request_id, self.slot, self.sampling_params = new.req_id, slot, new.sampling_params
+        self.is_warm_up = warms_up([new.req_id])
+        self.has_token_ids = new.prompt_embeds is None  # for all of its tokens
+        self.limits = RequestLimits.of(new.sampling_params, new.prompt_len, max_model_len).frozen()
+        if self.is_warm_up:  # it is two tokens long: kernels for drafts would not be warmed up
+            self.limits = self.limits._replace(length_limit=max_model_len)
+        self.num_first, self.last_token_id = len(new.prefill_token_ids), new.prefill_token_ids[-1]
+        self._tokens, self.num_tokens = np.empty(max_model_len if reads_tokens else 0, np.int32), 0
+        self._readable = view(self._tokens)
+        self.extend(new.prefill_token_ids)
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """[num_tokens], read-only."""
+        return self._readable[: self.num_tokens]
+
+    def extend(self, token_ids: Any) -> None:
+        """Appends tokens, of which those past max_model_len are dropped."""
+        end = min(self.num_tokens + len(token_ids), len(self._tokens))
+        self._tokens[self.num_tokens : end] = token_ids[: end - self.num_tokens]
+        self.num_tokens = end
+
+
+class DraftLimits:
+    """The limits of all slots of requests, in tensors that stay where they are: graphs read them.
+
+    Args:
+        req_states: vLLM's states of requests.
+        max_num_draft: K.
+        stages: of a cascade; a request may allow some.
+    """
+
+    implementation: str | None = None  # of kernels/steps; the reference where a kernel failed its check
+
+    def __init__(self, req_states: Any, max_num_draft: int, device: torch.device, stages: Sequence[StageConfig] = ()):
+        self._req_states, self._max_num_draft = req_states, max_num_draft
+        self._stages = [stage.method for stage in stages]
+        self.of_stages = [stage.num_speculative_tokens or max_num_draft for stage in stages]  # K of each
+        # The columns that kernels/steps reads, and whether each stage is allowed.
+        shape = req_states.max_num_reqs, 3 + len(stages)
+        self._limits = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._step_limit = max_num_draft
+        self._step_limit_there = torch.full((), max_num_draft, dtype=torch.int32, device=device)
+
+    def begin(self, max_draft_tokens: int) -> None:
+        """Begins a step whose drafts have at most so many tokens."""
+        if max_draft_tokens != self._step_limit:
+            self._step_limit = max_draft_tokens
+            self._step_limit_there.fill_(max_draft_tokens)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Enters the limits of requests."""
+        rows = []
+        for request in requests:
+            options, length_limit = request.limits.options, request.limits.length_limit
+            num_draft = options.get("max_draft", self._max_num_draft) if options.get("enabled", True) else 0
+            allowed = options.get("stages", self._stages)
+            columns = num_draft, options.get("max_context", MAX_CONTEXT), length_limit - 1
+            rows.append((request.slot, *columns, *(name in allowed for name in self._stages)))
+        values = async_tensor_h2d(np.array(rows, np.int64), self._limits.device)
+        self._limits[values[:, 0]] = values[:, 1:].int()
+
+    def wanted(self, rows: Rows, mapping: torch.Tensor) -> Wanted:
+        """How many tokens each row wants, as `draft_limit` has it; `mapping`: see kernels/steps."""
+        limits = self._req_states.total_len.gpu, self._limits, self._step_limit_there
+        return limit(rows, *limits, mapping, tuple(self.of_stages), self.implementation)
