@@ -187,15 +187,9 @@ def cost_table(data: Facts) -> str:
         figures = " / ".join(f"{us[0]:.0f}" for us in row["us"].values())
         counts: Mapping[str, float] = row["counts"]
         spent = ", ".join(f"{count:g} {name}" for name, count in sorted(counts.items()))
-        rows.append([row["arm"], figures, of_none(data, row), spent])
+        rows.append([row["arm"], figures, spent])
     sizes = " / ".join(data["rows"][0]["us"])
-    return table("method", f"us at {sizes} requests", "ratio to none", "per step", rows=rows)
-
-
-def of_none(data: Facts, row: Facts) -> str:
-    """The least time of a step, in that of a step without speculation."""
-    plain = next(other for other in data["rows"] if other["arm"] == NONE)
-    return " / ".join(f"{us[0] / plain['us'][size][0]:.2f}" for size, us in row["us"].items())
+    return table("method", f"us at {sizes} requests", "per step", rows=rows)
 
 
 def readme_rows() -> str:
