@@ -13,9 +13,8 @@ class LearnConfig:
     Args:
         busy_share: Limits the share of time that training takes while requests are served.
         idle_share: Limits the same while there are none.
-        memory_bytes: Allocates memory for training data on the target's device at the start.
-        path: Loads weights from this folder and saves them to it. Data-parallel engines after the first add ".dp1" and
-            so on to the name.
+        memory_bytes: Allocates device memory for training data at the start.
+        path: Loads weights from this folder and saves them there. Data-parallel engines add ".dp1" and so on.
         save_every_s: Sets the seconds between saves. A kill loses later training.
     """
 

@@ -55,11 +55,10 @@ class SuffixLookupConfig:
     Args:
         store_bytes: Allocates the store at the start, 80 bytes a token. A full store evicts the oldest outputs that did
             not help to draft, those of small tenants last.
-        store_path: Loads the store from this file and appends each output. Data-parallel engines after the first add
-            ".dp1" and so on to the name.
+        store_path: Loads the store from this file and appends each output. Data-parallel engines add ".dp1" and so on.
         save_every_s: Bounds the seconds until an output is on the disk. A power cut loses later outputs.
-        shared: Shares outputs by tenant between engines with the same tokenizer, through Redis or Valkey. vLLM logs the
-            address: use env:VARIABLE if it has a password.
+        shared: Shares outputs between engines with the same tokenizer, through Redis or Valkey. vLLM logs the address:
+            use env:NAME if it has a password.
         shared_keep_s: Sets how many seconds the server keeps an output.
         min_confidence: Ends a draft before a token with a lower acceptance probability.
     """
@@ -82,15 +81,13 @@ class EarlyExitConfig:
     """`early_exit`: drafts with the target's first layers, its final norm and its head.
 
     Args:
-        exit_layer: Sets how many layers draft, counted from the first.
-        draft_sample_method: "greedy" drafts the likeliest token; "probabilistic" samples, with more acceptance at high
-            temperatures; "coupled" samples with verification's random numbers: acceptance is nearly as high, and
-            seeded outputs do not depend on drafts.
-        exit_head: Names the folder of a head from `train-exit-head`; by default the target's norm and head serve.
+        exit_layer: Sets how many layers draft.
+        draft_sample_method: "coupled" samples with verification's random numbers, so seeded outputs do not depend on
+            drafts; "greedy" drafts the likeliest token; "probabilistic" samples, with slightly higher acceptance.
+        exit_head: Names the folder of a head from `train-exit-head`, instead of the target's norm and head.
         learn: Trains the part while it serves, see below.
         look_ahead: Names the folder of embeddings from `train-look-ahead`, with which one pass drafts all tokens.
-        tree: Verifies this many tokens as a tree of alternatives; num_speculative_tokens is then the same. For 1 to 4
-            requests, Model Runner V2.
+        tree: Verifies this many tokens (then also K) as a tree. For 1 to 4 requests, Model Runner V2.
     """
 
     exit_layer: int = integer(1, 1, 10_000)
@@ -107,7 +104,7 @@ class JumpConfig:
     the target's head decodes it. A trained part may instead predict the input of the last layers, which then run.
 
     Args:
-        head: Names the folder of the trained part (`python -m vllm_specplugins train-jump`), which states what runs.
+        head: Names the folder of the part from `train-jump`.
         draft_sample_method: See `early_exit`.
         learn: See `early_exit`.
         tree: See `early_exit`.
@@ -124,8 +121,8 @@ class MedusaConfig:
     """`medusa`: drafts one token per trained head from the target's last hidden state, in one pass.
 
     Args:
-        heads: Names the folder of the heads, in FasterDecoding's or vLLM's format. It needs
-            num_speculative_tokens heads, for a tree a third. (`model` instead selects vLLM's method, if it has one.)
+        heads: Names the folder of at least K heads (for a tree, a third), in FasterDecoding's or vLLM's format.
+            (`model` instead selects vLLM's method, if it has one.)
         draft_sample_method: See `early_exit`.
         learn: See `early_exit`; trains the heads' layers.
         tree: See `early_exit`.
@@ -173,7 +170,7 @@ class RemoteConfig:
         url: Names an OpenAI-compatible server: http://HOST:PORT/v1.
         model: Names the drafter on that server.
         tokenizer: "same" exchanges token ids as vLLM does; "other" exchanges text.
-        max_prompt_tokens: Limits a question to the newest tokens of the request; the drafter's limit also applies.
+        max_prompt_tokens: Limits a question to the newest tokens.
         api_key_env: Names the environment variable with the key.
     """
 
@@ -189,9 +186,8 @@ class CustomConfig:
     """`custom`: runs a proposer of yours.
 
     Args:
-        proposer: Names the class, "package.module:Class". It is called with (options, context) and implements
-            `draft.Proposer`.
-        options: Is passed to the class unchanged; for a registered class with a `Config`, as an instance of it.
+        proposer: Names the class, which is called with (options, context) and implements `draft.Proposer`.
+        options: Is passed to the class, for a registered class with a `Config` as an instance of it.
     """
 
     proposer: str = checked("a string like 'package.module:Class'", _names_class)
@@ -207,13 +203,12 @@ class CascadeConfig:
     """`cascade`: combines several proposers, its stages.
 
     Args:
-        stages: Lists configurations of proposers, or names of methods, cheapest first. A stage may have its own
-            num_speculative_tokens, at most the cascade's.
-        policy: "auto" takes, by request and step, the stage or the sequence of stages with the best expected gain;
-            without a gate, the first stage with a draft. "verify" lets each stage check, correct and extend the draft
-            of the stage before; it needs stages of `early_exit` after the first.
-        tree: See `early_exit`. The stages must be `prompt_lookup` and then `early_exit`, `jump` or `medusa`; the draft
-            of the lookup is merged into the tree.
+        stages: Lists configurations or names of methods, cheapest first. A stage may set a smaller
+            num_speculative_tokens.
+        policy: "auto" takes, by request and step, the stage or sequence of stages with the best expected gain (without
+            a gate, the first stage with a draft); "verify" lets each stage check, correct and extend the draft of the
+            stage before, and needs `early_exit` after the first.
+        tree: See `early_exit`. Merges the draft of `prompt_lookup` into the tree of `early_exit`, `jump` or `medusa`.
     """
 
     stages: tuple["StageConfig", ...] = checked(f"a list of 1 to {MAX_STAGES} dictionaries or names", _are_stages)

@@ -18,12 +18,12 @@ class CommonConfig:
     """The fields of every method.
 
     Args:
-        num_speculative_tokens: Limits the draft of a request in one step (K). Defaults: 31 for lookups and cascades
-            that begin with one (5 on a hybrid target or with a "probabilistic" stage); for `medusa` all its heads.
-        time_budget_ms: Limits the time of a proposer on the host, or of a stage, per step. A late draft is dropped.
-        verification: "fused" verifies and samples with kernels/rejection, which is exact for every sampling parameter;
-            its random numbers depend on neither drafts nor batch. "vllm" leaves both to vLLM.
-        gate: "auto" chooses the number of draft tokens by request and step, down to none; "off" drafts all.
+        num_speculative_tokens: Limits a request's draft in one step (K). Defaults: 31 for lookups and cascades that
+            begin with one (5 on a hybrid target or with a "probabilistic" stage); for `medusa` all heads.
+        time_budget_ms: Limits the time of a proposer on the host per step. A late draft is dropped.
+        verification: "fused" verifies and samples with kernels/rejection: exact for every sampling parameter, with
+            random numbers that depend on neither drafts nor batch; "vllm" leaves both to vLLM.
+        gate: "auto" chooses the draft's length by request and step, down to none; "off" drafts all.
     """
 
     num_speculative_tokens: int = integer(SHORT, 1, MAX_NUM_SPECULATIVE_TOKENS)
