@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .acceptance import learn, predict
-from .acceptance.state import new_state
+from .acceptance import Other, learn, predict, worth
+from .acceptance.reference import new_state
 from .acceptance.testing import make_steps
-from .acceptance.worth import Other, worth
 from .budget.testing import make_shares, shared
 from .history_match import history_match
 from .history_match.testing import make_lookup

@@ -1,34 +1,48 @@
 """Running totals: what was drafted, accepted and went wrong, for logs, metrics and `specplugins_stats`."""
 
 import copy
-from collections import Counter as Tally
+from collections import Counter as Histogram
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_specplugins.draft import Feedback, Int32Array
+import numpy as np
+import numpy.typing as npt
 
-Forced = Mapping[str, tuple[int, Sequence[int]]]  # by request, how many tokens of its draft come before, and the tokens
+from vllm_specplugins.draft import Feedback
+
+Ints = npt.NDArray[np.int64]
+
+Forced = Mapping[str, tuple[int, Sequence[int]]]  # by request, the tokens of its draft before forced ones, and these
 
 
 @dataclass(slots=True)
 class StageCounters:
-    """Running totals of one stage of a cascade: its tokens, those of them that the stage after it kept, or that
-    went to the target where there is none, those that the target accepted, and the time it took."""
+    """Running totals of one stage of a cascade, in tokens unless noted."""
 
     drafted: int = 0
-    kept: int = 0
+    kept: int = 0  # that the next stage kept, or that went to the target where there is none
     accepted: int = 0
-    ms: float = 0.0
+    ms: float = 0.0  # that the stage took
     faults: dict[str, int] = field(default_factory=dict)  # by kind
     switched_off: bool = False
     times_switched_off: int = 0
     pause_s: float = 0.0  # the last one
-    asked: int = 0  # how often it was asked to draft for a request
-    drafts: int = 0  # of those, how many it had one for that went to the target
-    verified: int = 0  # of the tokens that went to the target, those that the scheduler had it look at
+    asked: int = 0  # requests times steps
+    drafts: int = 0  # of those, how many had a draft of it that went to the target
+    verified: int = 0  # of `kept`, those that the scheduler had the target look at
     accepted_at: list[int] = field(default_factory=list)  # by position in the request's draft
     gate_lengths: list[int] = field(default_factory=list)  # how often the gate chose each length, 0 first
+
+    def add(self, by_place: Ints, sums: Ints) -> None:
+        """Adds counts of kernels/steps: tokens by [KINDS, K], and SUMS."""
+        verified, accepted, kept = by_place
+        asked, drafted, drafts, confirmed = sums.tolist()
+        self.verified += int(verified.sum())
+        self.accepted += int(accepted.sum())
+        self.kept += int(kept.sum()) + confirmed
+        self.asked, self.drafted, self.drafts = self.asked + asked, self.drafted + drafted, self.drafts + drafts
+        count_all(self.accepted_at, accepted)
 
 
 @dataclass(slots=True)
@@ -75,39 +89,41 @@ class Counters:
         >>> Counters(7, accepted_tokens=3, whole=StageCounters(accepted=3, accepted_at=[2, 1])).net(5, {1: 1}).summary()
         '1.40 tokens a step, 0 % of 5 steps with a draft; drafted 0, accepted 2'
         """
-        own = copy.deepcopy(self)
-        own.request_steps = num_steps
+        result = copy.deepcopy(self)
+        result.request_steps = num_steps
         for place, num in dropped.items():
-            there = [stage for stage in own.stages.values() if place < len(stage.accepted_at)]
-            most = sorted(there, key=lambda stage: stage.accepted_at[place])[-1:]
-            for part in (own.whole, *most):
+            stages = [stage for stage in result.stages.values() if place < len(stage.accepted_at)]
+            largest = sorted(stages, key=lambda stage: stage.accepted_at[place])[-1:]
+            for part in (result.whole, *largest):
                 if place < len(part.accepted_at):
                     part.accepted_at[place] -= num
                     part.accepted -= num
-        own.accepted_tokens = own.whole.accepted
-        return own
+        result.accepted_tokens = result.whole.accepted
+        return result
 
     def add(self, feedback: Feedback) -> None:
         """Counts one step's verification."""
-        drafted, accepted = feedback.num_draft.tolist(), feedback.num_accepted.tolist()
-        self.request_steps += len(drafted)
-        self.drafts += len(drafted) - drafted.count(0)
-        self.drafted_tokens += sum(drafted)
-        self.accepted_tokens += sum(accepted)
-        self.whole.verified, self.whole.accepted = self.drafted_tokens, self.accepted_tokens
-        for num, requests in Tally(accepted).items():
-            for position in range(num):
-                count(self.whole.accepted_at, position, requests)
+        self.add_fates(Histogram(zip(feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)))
 
-    def add_drafts(self, num_asked: int, num_draft: Int32Array) -> None:
-        """Counts one step's drafts: requests that wanted one, and the length [num_reqs] that each got."""
-        lengths = num_draft.tolist()
+    def add_fates(self, num_requests: Mapping[tuple[int, int], int]) -> None:
+        """Counts requests by (tokens verified, tokens accepted)."""
+        for (verified, accepted), requests in num_requests.items():
+            self.request_steps += requests
+            self.drafts += requests * (verified > 0)
+            self.drafted_tokens += requests * verified
+            self.accepted_tokens += requests * accepted
+            for position in range(accepted):
+                count(self.whole.accepted_at, position, requests)
+        self.whole.verified, self.whole.accepted = self.drafted_tokens, self.accepted_tokens
+
+    def add_drafts(self, num_asked: int, num_requests: Mapping[int, int]) -> None:
+        """Counts new drafts: requests that wanted one, and requests by the length that each got."""
         self.whole.asked += num_asked
-        self.whole.drafts += len(lengths) - lengths.count(0)
-        self.whole.drafted += sum(lengths)
-        self.whole.kept = self.whole.drafted
-        for length, requests in Tally(lengths).items():
+        for length, requests in num_requests.items():
+            self.whole.drafts += requests * (length > 0)
+            self.whole.drafted += requests * length
             count(self.draft_lengths, length, requests)
+        self.whole.kept = self.whole.drafted
 
     def add_forced(self, feedback: Feedback, forced: Forced, stage: StageCounters) -> None:
         """Counts one step's verification where a grammar goes on after drafts, once `add` has.
@@ -130,13 +146,36 @@ class Counters:
         stage.kept = stage.drafted
 
 
+class RequestRates:
+    """Acceptance rates of single requests, from their first step to their last."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[int, int]] = {}  # tokens verified and accepted
+        self._over: set[str] = set()  # since the last feedback, which may come a step late and name them again
+
+    def add(self, feedback: Feedback) -> None:
+        """Counts one step's verification."""
+        over, self._over = self._over, set()
+        fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
+        for request_id, num_draft, num_accepted in fates:
+            if num_draft and request_id not in over:
+                verified, accepted = self._counts.get(request_id, (0, 0))
+                self._counts[request_id] = (verified + num_draft, accepted + num_accepted)
+
+    def take(self, request_ids: Sequence[str]) -> list[float]:
+        """The rates of requests that are over and had drafts."""
+        self._over.update(request_ids)
+        counts = [self._counts.pop(request_id, None) for request_id in request_ids]
+        return [count[1] / count[0] for count in counts if count is not None]
+
+
 def faults_of(stats: Mapping[str, Any]) -> dict[str, int]:
     """Faults by kind of a method and of its stages, from Counters as a dictionary.
 
     >>> faults_of({"faults": {"raised": 1}, "stages": {"0 custom": {"faults": {"raised": 2}}}})
     {'raised': 3}
     """
-    return dict(sum((Tally(stage["faults"]) for stage in stats["stages"].values()), Tally(stats["faults"])))
+    return dict(sum((Histogram(stage["faults"]) for stage in stats["stages"].values()), Histogram(stats["faults"])))
 
 
 def count(totals: list[int], index: int, more: int = 1) -> None:
@@ -150,3 +189,9 @@ def count(totals: list[int], index: int, more: int = 1) -> None:
     if index >= len(totals):
         totals.extend([0] * (index + 1 - len(totals)))
     totals[index] += more
+
+
+def count_all(totals: list[int], more: Ints) -> None:
+    """Adds each number to the entry of a list at its place."""
+    for index in np.flatnonzero(more).tolist():
+        count(totals, index, int(more[index]))

@@ -1,39 +1,43 @@
-"""Acceptance probability of each draft token, by what was accepted of tokens like it.
+"""How likely each draft token is to be accepted if the tokens before it are.
 
-Drafts are right all along or not at all far more often than a constant rate would have them: where a match of 3 tokens
-was right about the next one, it is a match of 4. So tokens are counted by request, stage and grade of confidence, which
-grows along a draft. A request's own record fades by draft; that of all requests, which a request's begins with, fades
-by step, and what one step adds to it is limited: requests of one step are often of one kind, and would all at once make
-a grade look hopeless.
+    p = (accepted + w * prior) / (tried + w),    prior = shared_accepted / shared_tried
 
-Front doors: `learn` and `predict` pick the implementation. They wait for nothing, so a CUDA graph can record them. On
-the host gate/ledger.py has the same model, with a smaller PRIOR_WEIGHT. R: rows of the batch, S: slots of requests, M:
-stages, G: grades, K: most tokens of a draft.
+Drafts are right all along or not at all far more often than a constant rate would have it: where a match of 3 tokens
+was right about the next token, it becomes a match of 4. So tokens are counted by request, stage and bin, which rises
+along a draft. `accepted` and `tried` are a request's counts of the token's bin, which fade by DECAY with each draft of
+the request that has such tokens; the shared counts are those of all requests, and fade by SHARED_DECAY with each step.
+One step adds at most MAX_STEP_TOKENS to a shared bin: the requests of a step are often alike, and would make a bin look
+hopeless at once.
+
+Life cycle: each step calls `learn` with the outcome of the newest drafts, then `predict` with the next ones; `clear`
+frees a slot for another request. The model has three forms: reference.py (PyTorch), fused.py (Triton; it waits for
+nothing, so that a CUDA graph can record it) and host.py (Numba). R: rows of the batch, S: slots of requests, M: stages,
+B: bins, K: max draft tokens.
 """
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
-from ..implementations import implementation_of
+from ..implementations import module_of
 
-DECAY = 0.8  # of a request's record of a grade, by draft; half of it is forgotten after three drafts
-SHARED_DECAY = 0.99  # of the record of all requests, by step
-MOST_OF_A_STEP = 8.0  # tokens of a grade that one step adds to it
-PRIOR_WEIGHT = 8.0  # the record of all requests counts as so many tokens of a request's own
-# Each grade's longest match, but for the last one's: a match of 2 tokens is right every other time, one of 32 hardly
-# ever wrong. A drafter's probability p counts as the grade whose matches' n has 1 / n^2 = 1 - p.
-# And what the record of all requests begins with, as if PRIOR_WEIGHT tokens had been tried.
-GRADES = 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 31.0
-FIRST_GUESSES = 0.5, 0.6, 0.65, 0.75, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99
-NUM_GRADES = len(FIRST_GUESSES)
+DECAY = 0.8  # per draft: a request forgets half after three drafts, since its text changes
+SHARED_DECAY = 0.99  # per step
+MAX_STEP_TOKENS = 8.0  # tokens that one step adds to a shared bin
+PRIOR_WEIGHT = 8.0  # w, in tokens
+HOST_PRIOR_WEIGHT = 4.0  # w on the host, where the gate chooses for each request alone and has to stop sooner
+# The longest match of each bin but the last one, in tokens. A drafter's probability p is in the bin of a match of n
+# tokens with 1 - p = 1 / n^2. A bin's first prior weighs w tokens: a match of 2 tokens is right every other time, one
+# of 32 nearly always.
+BIN_ENDS = 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 31.0
+FIRST_PRIORS = 0.5, 0.6, 0.65, 0.75, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99
+NUM_BINS = len(FIRST_PRIORS)
 
 
 class State(NamedTuple):
-    """What is known, and what was sent to be verified; float64 but where said otherwise.
+    """Counts, and the newest drafts; float64 unless noted.
 
     Args:
-        tried, accepted: [S, M, G] decaying counts of a request's tokens.
-        shared_tried, shared_accepted: [M, G] of all requests.
+        tried, accepted: [S, M, B] decaying counts of each request's tokens.
+        shared_tried, shared_accepted: [M, B] of all requests' tokens.
         num_sent: [S] int32, tokens of the newest draft.
         sent_stage, sent_confidence: [S, K] int32 and float64, of its tokens.
     """
@@ -48,12 +52,12 @@ class State(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What is to be verified.
+    """Drafts to be verified.
 
     Args:
         num_draft: [R] int.
-        stage: [R, K] int, who drafted each token.
-        confidence: [R, K] int or float: below 1 an acceptance probability, else a match's length.
+        stage: [R, K] int, the stage of each token.
+        confidence: [R, K] int or float: below 1 the drafter's acceptance probability, else the length of a match.
     """
 
     num_draft: Any
@@ -61,23 +65,47 @@ class Drafts(NamedTuple):
     confidence: Any
 
 
+class Other(NamedTuple):
+    """Another stage, which drafts after a draft's tokens, or in their place.
+
+    Args:
+        stage: its index.
+        depth: its tokens end there, counted from the draft's beginning.
+        continues: whether it drafts after any number of a draft's tokens; else after none.
+        asked: [R] int32, max tokens of it; 0 leaves a row's draft whole.
+    """
+
+    stage: int
+    depth: int
+    continues: bool
+    asked: Any
+
+
+class Worth(NamedTuple):
+    """The number of a draft's tokens that are expected to be accepted, [R] float64; the number that should be sent for
+    as many as possible to be accepted in all, [R] int32."""
+
+    gain: Any
+    num_kept: Any
+
+
 def learn(
     state: State,
-    # [R] int64; of rows that share one, none has anything verified
+    # [R] int64; rows that share a slot have nothing verified
     slots: Any,
-    # [R] int32 each; accepted is one less than sampled, verified is that and the rejected ones
+    # [R] int32 each; a row accepted one token less than it sampled, and verified the accepted and the rejected ones
     num_sampled: Any,
     num_rejected: Any,
     implementation: str | None = None,
 ) -> None:
-    """What became of the newest drafts, of which maybe not all tokens were verified; once for each `predict`.
+    """Counts the outcome of the newest drafts, of which maybe not all tokens were verified; once per `predict`.
 
-    Tokens after the first rejected one were not tried.
+    A token after the first rejected one does not count as tried.
 
     Args:
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
     """
-    _module(state, implementation).learn(state, slots, num_sampled, num_rejected)
+    module_of(__name__, state.tried, implementation).learn(state, slots, num_sampled, num_rejected)
 
 
 def predict(
@@ -89,30 +117,51 @@ def predict(
     keeps: bool = True,
     tables: tuple[Any, Any] | tuple[()] = (),
 ) -> None:
-    """Fills in the probability of each token to be accepted if those before it are, 0 after a draft's end.
+    """Writes each token's acceptance probability, and 0 after a draft's end.
 
     Args:
         slots: [R] int64.
         accept_probs: [R, K] float, written.
-        implementation: see `learn`.
-        keeps: whether these are the drafts that `learn` is told of.
-        tables: where each slot's probabilities go, too: [S, K] float, two or none.
+        keeps: whether `learn` will get the outcome of these drafts.
+        tables: zero or two tables, [S, K] float, that get each slot's probabilities, too.
 
     >>> import torch
-    >>> from vllm_specplugins.kernels.acceptance.state import new_state
-    >>> state, slots, found = new_state(1, 3, 4, None), torch.tensor([2]), torch.zeros(1, 4)
+    >>> from vllm_specplugins.kernels.acceptance.reference import new_state
+    >>> state, slots, accept_probs = new_state(1, 3, 4, None), torch.tensor([2]), torch.zeros(1, 4)
     >>> drafts = Drafts(torch.tensor([3]), torch.zeros(1, 4).long(), torch.tensor([[2, 3, 9, 10]]))
-    >>> predict(state, slots, drafts, found)
-    >>> found.tolist()
+    >>> predict(state, slots, drafts, accept_probs)
+    >>> accept_probs.tolist()
     [[0.5, 0.6000000238418579, 0.8999999761581421, 0.0]]
     >>> for _ in range(9):
-    ...     predict(state, slots, drafts, found)
+    ...     predict(state, slots, drafts, accept_probs)
     ...     learn(state, slots, torch.tensor([3], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
-    >>> (found > torch.tensor([0.5, 0.6, 0.9, 0.0])).tolist()
+    >>> (accept_probs > torch.tensor([0.5, 0.6, 0.9, 0.0])).tolist()
     [[True, True, False, False]]
     """
-    _module(state, implementation).predict(state, slots, drafts, accept_probs, keeps, tables)
+    module_of(__name__, state.tried, implementation).predict(state, slots, drafts, accept_probs, keeps, tables)
 
 
-def _module(state: State, implementation: str | None) -> Any:
-    return import_module(f".{implementation_of(state.tried, implementation)}", __name__)
+def survivals(state: State, slots: Any, drafts: Drafts, implementation: str | None = None) -> Any:
+    """[R, K] float64: the probability that all tokens of a draft up to each place are accepted."""
+    accept_probs = state.shared_tried.new_empty(drafts.confidence.shape)
+    predict(state, slots, drafts, accept_probs, implementation, keeps=False)
+    return accept_probs.cumprod(dim=1)
+
+
+def worth(
+    state: State,
+    slots: Any,  # [R] int64
+    drafts: Drafts,
+    other: Other | None = None,
+    copies: tuple[Any, float] | None = None,
+    implementation: str | None = None,
+) -> Worth:
+    """Weighs drafts against another stage, in one launch.
+
+    Args:
+        other: None: all tokens are sent.
+        copies: a table [S, 1] float32 and a number: a slot's entry becomes 1 where its gain is at least that, else 0.
+        implementation: see `learn`.
+    """
+    result: Worth = module_of(__name__, state.tried, implementation).worth(state, slots, drafts, other, copies)
+    return result

@@ -1,31 +1,32 @@
-"""Acceptance probabilities in Triton, one launch for each operation: the arithmetic of reference.py, in float64.
+"""The acceptance model in Triton, one launch for each operation: the arithmetic of reference.py, in float64.
 
-Learning takes one program for each stage, which no other stage's numbers meet; it goes through the batch in tiles of
-rows. R: rows, S: slots, M: stages, G: grades, K: most tokens.
+`learn` runs one program for each stage, whose counts no other program touches; it loops over tiles of rows.
+R: rows, S: slots, M: stages, B: bins, K: max draft tokens.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from . import DECAY, GRADES, MOST_OF_A_STEP, NUM_GRADES, PRIOR_WEIGHT, SHARED_DECAY, Drafts, State
-from .worth import Other, Worth
+from . import BIN_ENDS, DECAY, MAX_STEP_TOKENS, NUM_BINS, PRIOR_WEIGHT, SHARED_DECAY, Drafts, Other, State, Worth
 
-# Tokens of a tile: of all rows' last drafts, and of a program's rows where each program has some.
-_LEARNED, _RATED = 128, 32
-_G, _LANES_OF_GRADES = tl.constexpr(NUM_GRADES), tl.constexpr(triton.next_power_of_2(NUM_GRADES))
-_BOUNDS = tl.constexpr(GRADES)
+_LEARN_TOKENS, _PREDICT_TOKENS = 128, 32  # of a tile
+_B, _BIN_LANES, _BIN_ENDS = (
+    tl.constexpr(NUM_BINS),
+    tl.constexpr(triton.next_power_of_2(NUM_BINS)),
+    tl.constexpr(BIN_ENDS),
+)
 _DECAY, _SHARED_DECAY = tl.constexpr(DECAY), tl.constexpr(SHARED_DECAY)
-_PRIOR_WEIGHT, _MOST_OF_A_STEP = tl.constexpr(PRIOR_WEIGHT), tl.constexpr(MOST_OF_A_STEP)
+_PRIOR_WEIGHT, _MAX_STEP_TOKENS = tl.constexpr(PRIOR_WEIGHT), tl.constexpr(MAX_STEP_TOKENS)
 
 
 @triton.jit
-def _grades(confidence):
-    grade = tl.zeros_like(confidence).to(tl.int32)
-    for at in tl.static_range(0, _G - 1):
-        is_match, is_more = confidence >= 1.0, (1.0 - confidence) * (_BOUNDS[at] * _BOUNDS[at]) < 1.0
-        grade += tl.where(is_match, confidence > _BOUNDS[at], is_more).to(tl.int32)
-    return grade
+def _bins(confidence):
+    numbers = tl.zeros_like(confidence).to(tl.int32)
+    for at in tl.static_range(0, _B - 1):
+        is_match, is_more = confidence >= 1.0, (1.0 - confidence) * (_BIN_ENDS[at] * _BIN_ENDS[at]) < 1.0
+        numbers += tl.where(is_match, confidence > _BIN_ENDS[at], is_more).to(tl.int32)
+    return numbers
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr", "sampled_ptr", "rejected_ptr"])
@@ -41,11 +42,11 @@ def _learn_kernel(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The records of one stage."""
-    stage, places, grades = tl.program_id(0), tl.arange(0, LANES)[None, :], tl.arange(0, _LANES_OF_GRADES)
-    own, is_grade = stage * _G + grades, grades < _G
-    all_tried = tl.zeros((_LANES_OF_GRADES,), tl.float64)
-    all_right = tl.zeros((_LANES_OF_GRADES,), tl.float64)
+    """The counts of one stage."""
+    stage, places, bins = tl.program_id(0), tl.arange(0, LANES)[None, :], tl.arange(0, _BIN_LANES)
+    shared, is_bin = stage * _B + bins, bins < _B
+    all_tried = tl.zeros((_BIN_LANES,), tl.float64)
+    all_right = tl.zeros((_BIN_LANES,), tl.float64)
     for first in range(0, num_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
         inside = rows < num_rows
@@ -56,38 +57,38 @@ def _learn_kernel(
         is_tried = (places < verified[:, None]) & (places <= accepted[:, None])
         sent = slots[:, None] * K + places
         is_tried &= tl.load(state.sent_stage + sent, mask=is_tried, other=-1) == stage
-        grade = _grades(tl.load(state.sent_confidence + sent, mask=is_tried, other=1.0))
-        is_cell = (grade[:, :, None] == grades[None, None, :]) & is_tried[:, :, None]
+        numbers = _bins(tl.load(state.sent_confidence + sent, mask=is_tried, other=1.0))
+        is_cell = (numbers[:, :, None] == bins[None, None, :]) & is_tried[:, :, None]
         is_right = is_cell & (places < accepted[:, None])[:, :, None]
         tried, right = tl.sum(is_cell.to(tl.float64), axis=1), tl.sum(is_right.to(tl.float64), axis=1)
         is_new = tried > 0.0
-        cells = slots[:, None] * (M * _G) + own[None, :]
+        cells = slots[:, None] * (M * _B) + shared[None, :]
         old_tried = tl.load(state.tried + cells, mask=is_new, other=0.0)
         old_right = tl.load(state.accepted + cells, mask=is_new, other=0.0)
         tl.store(state.tried + cells, old_tried * _DECAY + tried, mask=is_new)
         tl.store(state.accepted + cells, old_right * _DECAY + right, mask=is_new)
         all_tried += tl.sum(tried, axis=0)
         all_right += tl.sum(right, axis=0)
-    most = tl.full((1,), _MOST_OF_A_STEP, tl.float64)
-    share, is_new = most / tl.maximum(all_tried, most), is_grade & (all_tried > 0.0)
+    limit = tl.full((1,), _MAX_STEP_TOKENS, tl.float64)
+    share, is_new = limit / tl.maximum(all_tried, limit), is_bin & (all_tried > 0.0)
     decay = tl.full((1,), _SHARED_DECAY, tl.float64)
-    old_tried = tl.load(state.shared_tried + own, mask=is_new, other=0.0)
-    old_right = tl.load(state.shared_accepted + own, mask=is_new, other=0.0)
-    tl.store(state.shared_tried + own, decay * old_tried + share * all_tried, mask=is_new)
-    tl.store(state.shared_accepted + own, decay * old_right + share * all_right, mask=is_new)
+    old_tried = tl.load(state.shared_tried + shared, mask=is_new, other=0.0)
+    old_right = tl.load(state.shared_accepted + shared, mask=is_new, other=0.0)
+    tl.store(state.shared_tried + shared, decay * old_tried + share * all_tried, mask=is_new)
+    tl.store(state.shared_accepted + shared, decay * old_right + share * all_right, mask=is_new)
 
 
 @triton.jit
 def _accept_probs(state, slots, drafts, tokens, mask, M: tl.constexpr):
-    """Of drafts' tokens the stage, the confidence and the acceptance probability; 0 where there is none."""
+    """The stage, confidence and acceptance probability of tokens; all 0 outside of the mask but the confidence."""
     stage = tl.load(drafts.stage + tokens, mask=mask, other=0).to(tl.int32)
     confidence = tl.load(drafts.confidence + tokens, mask=mask, other=1).to(tl.float64)
-    cell = stage * _G + _grades(confidence)
+    cell = stage * _B + _bins(confidence)
     prior = tl.load(state.shared_accepted + cell, mask=mask, other=0.0)
     prior /= tl.load(state.shared_tried + cell, mask=mask, other=1.0)
-    own = slots[:, None] * (M * _G) + cell
-    found = tl.load(state.accepted + own, mask=mask, other=0.0) + _PRIOR_WEIGHT * prior
-    return stage, confidence, found / (tl.load(state.tried + own, mask=mask, other=0.0) + _PRIOR_WEIGHT)
+    cell += slots[:, None] * (M * _B)
+    accepted = tl.load(state.accepted + cell, mask=mask, other=0.0) + _PRIOR_WEIGHT * prior
+    return stage, confidence, accepted / (tl.load(state.tried + cell, mask=mask, other=0.0) + _PRIOR_WEIGHT)
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr", "accept_probs_ptr"])
@@ -106,18 +107,18 @@ def _predict_kernel(
     ROWS: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Acceptance probabilities of some rows' drafts."""
+    """Tokens of some rows' drafts."""
     rows, places = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
     inside = rows < num_rows
     slots = tl.load(slots_ptr + rows, mask=inside, other=0)
     num_draft = tl.load(drafts.num_draft + rows, mask=inside, other=0)
     mask, tokens = places < num_draft[:, None], rows[:, None] * K + places
-    stage, confidence, found = _accept_probs(state, slots, drafts, tokens, mask, M)
+    stage, confidence, accept_probs = _accept_probs(state, slots, drafts, tokens, mask, M)
     written, sent = inside[:, None] & (places < K), slots[:, None] * K + places
-    tl.store(accept_probs_ptr + tokens, found, mask=written)
+    tl.store(accept_probs_ptr + tokens, accept_probs, mask=written)
     if tables is not None:
-        tl.store(tables[0] + sent, found, mask=written)
-        tl.store(tables[1] + sent, found, mask=written)
+        tl.store(tables[0] + sent, accept_probs, mask=written)
+        tl.store(tables[1] + sent, accept_probs, mask=written)
     if KEEPS:
         tl.store(state.num_sent + slots, num_draft.to(tl.int32), mask=inside)
         tl.store(state.sent_stage + sent, stage, mask=mask)
@@ -145,42 +146,42 @@ def _worth_kernel(
     ROWS: tl.constexpr,
     CONTINUES: tl.constexpr,
 ):
-    """Some rows' drafts, by where they may end; one token fewer ends there than its place says."""
+    """Some rows' drafts by where they may end: lane n stands for the first n tokens."""
     rows, ends = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
     inside, is_token = rows < num_rows, ends > 0
     slots = tl.load(slots_ptr + rows, mask=inside, other=0)
     num_draft = tl.load(drafts.num_draft + rows, mask=inside, other=0).to(tl.int32)
     mask = is_token & (ends <= num_draft[:, None])
-    _, _, found = _accept_probs(state, slots, drafts, rows[:, None] * K + ends - 1, mask, M)
-    alive = tl.cumprod(tl.where(is_token, found, 1.0), axis=1)
+    _, _, accept_probs = _accept_probs(state, slots, drafts, rows[:, None] * K + ends - 1, mask, M)
+    alive = tl.cumprod(tl.where(is_token, accept_probs, 1.0), axis=1)
     survival = tl.where(is_token, alive, 0.0)
     gain = tl.sum(survival, axis=1)
     tl.store(result.gain + rows, gain, mask=inside)
     if copies_ptr is not None:
         tl.store(copies_ptr + slots, (gain >= least).to(tl.float32), mask=inside)
-    kept = num_draft
+    num_kept = num_draft
     if asked_ptr is not None:
-        grades = tl.arange(0, _LANES_OF_GRADES)[None, :]
-        shared, is_grade = other * _G + grades, grades < _G
-        own, is_own = slots[:, None] * (M * _G) + shared, is_grade & inside[:, None]
-        prior = tl.sum(tl.load(state.shared_accepted + shared, mask=is_grade, other=0.0), axis=1)
-        prior /= tl.sum(tl.load(state.shared_tried + shared, mask=is_grade, other=0.0), axis=1)
-        right = tl.sum(tl.load(state.accepted + own, mask=is_own, other=0.0), axis=1)
-        tried = tl.sum(tl.load(state.tried + own, mask=is_own, other=0.0), axis=1)
-        rate = (right + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT)
-        more, others = rate * 0.0, alive * 0.0  # tokens of the other stage: of so many, and after each end
+        bins = tl.arange(0, _BIN_LANES)[None, :]
+        shared, is_bin = other * _B + bins, bins < _B
+        cells, is_cell = slots[:, None] * (M * _B) + shared, is_bin & inside[:, None]
+        prior = tl.sum(tl.load(state.shared_accepted + shared, mask=is_bin, other=0.0), axis=1)
+        prior /= tl.sum(tl.load(state.shared_tried + shared, mask=is_bin, other=0.0), axis=1)
+        accepted = tl.sum(tl.load(state.accepted + cells, mask=is_cell, other=0.0), axis=1)
+        tried = tl.sum(tl.load(state.tried + cells, mask=is_cell, other=0.0), axis=1)
+        rate = (accepted + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT)
+        gains, others = rate * 0.0, alive * 0.0  # by the other stage's tokens: of some length, and after each end
         for length in range(1, depth + 1):
-            more = rate * (1.0 + more)
-            others = tl.where(depth - ends == length, more[:, None], others)
+            gains = rate * (1.0 + gains)
+            others = tl.where(depth - ends == length, gains[:, None], others)
         expected = tl.cumsum(survival, axis=1) + tl.where(is_token & (not CONTINUES), 0.0, alive * others)
-        expected += 1e-6 * ends.to(tl.float64)  # the draft's own, among equals
+        expected += 1e-6 * ends.to(tl.float64)  # among equals the draft's tokens
         best = tl.argmax(tl.where(ends <= num_draft[:, None], expected, -1.0), axis=1)
-        kept = tl.where(tl.load(asked_ptr + rows, mask=inside, other=0) > 0, best, kept)
-    tl.store(result.num_kept + rows, kept, mask=inside)
+        num_kept = tl.where(tl.load(asked_ptr + rows, mask=inside, other=0) > 0, best, num_kept)
+    tl.store(result.num_kept + rows, num_kept, mask=inside)
 
 
 def _tiles(state: State, num_tokens: int, num_more: int = 0) -> dict[str, int]:
-    """Constants of a launch whose tiles have so many tokens, with some places more than a draft."""
+    """Constants of a launch: `num_tokens` a tile, whose rows have `num_more` lanes more than a draft."""
     width = state.sent_stage.shape[1]
     lanes = max(2, triton.next_power_of_2(width + num_more))  # Triton 3.6 cannot compile a scan over one token
     return {"K": width, "M": len(state.shared_tried), "LANES": lanes, "ROWS": max(1, num_tokens // lanes)}
@@ -192,7 +193,7 @@ def learn(
     num_sampled: torch.Tensor,  # [R]
     num_rejected: torch.Tensor,  # [R]
 ) -> None:
-    tiles = _tiles(state, _LEARNED)
+    tiles = _tiles(state, _LEARN_TOKENS)
     _learn_kernel[(len(state.shared_tried),)](state, slots, num_sampled, num_rejected, len(slots), **tiles, num_warps=4)
 
 
@@ -204,7 +205,7 @@ def predict(
     keeps: bool,
     tables: tuple[torch.Tensor, ...],  # [S, K]
 ) -> None:
-    tiles = _tiles(state, _RATED)
+    tiles = _tiles(state, _PREDICT_TOKENS)
     grid = (triton.cdiv(len(slots), tiles["ROWS"]),)
     drafts = Drafts(*(part.contiguous() for part in drafts))
     _predict_kernel[grid](
@@ -219,7 +220,7 @@ def worth(
     other: Other | None,
     copies: tuple[torch.Tensor, float] | None,  # [S, 1]
 ) -> Worth:
-    tiles, drafts = _tiles(state, _RATED, 1), Drafts(*(part.contiguous() for part in drafts))
+    tiles, drafts = _tiles(state, _PREDICT_TOKENS, 1), Drafts(*(part.contiguous() for part in drafts))
     result = Worth(state.tried.new_empty(len(slots)), torch.empty_like(drafts.num_draft, dtype=torch.int32))
     stage, depth, continues, asked = other or Other(0, 0, False, None)
     table, least = copies or (None, 0)

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 from vllm_specplugins.kernels import acceptance
-from vllm_specplugins.kernels.acceptance.state import clear, new_state
-from vllm_specplugins.kernels.acceptance.worth import survivals
+from vllm_specplugins.kernels.acceptance import survivals
+from vllm_specplugins.kernels.acceptance.reference import clear, new_state
 from vllm_specplugins.kernels.history_match import NO_MATCH, Texts, history_match
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample

@@ -11,7 +11,7 @@ import pytest
 import torch
 from prompts import edit_answer, load_prompts
 from transformers import AutoTokenizer
-from vllm_specplugins.kernels.acceptance.reference import num_kept
+from vllm_specplugins.kernels.acceptance.reference import best_length
 from vllm_specplugins.kernels.history_match import NO_MATCH, References, Texts, history_match
 
 from vllm_specplugins.cascade.on_device import LOOKUP, OnDevice, keep_logits
@@ -171,7 +171,7 @@ def test_what_a_match_is_worth() -> None:
         lengths = rng.integers(0, K + 1, 50)
         survival *= np.arange(K) < lengths[:, None]
         tensors = (torch.from_numpy(array) for array in (survival, rates[:, None], lengths))
-        found = num_kept(*tensors, depth).tolist()
+        found = best_length(*tensors, depth).tolist()
         for row, kept in enumerate(found):
             worth = {}
             for end in range(lengths[row] + 1):

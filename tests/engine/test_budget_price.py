@@ -19,7 +19,7 @@ from test_forecast import confidences, manager
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm_specplugins.kernels import acceptance
-from vllm_specplugins.kernels.acceptance.state import new_state
+from vllm_specplugins.kernels.acceptance.reference import new_state
 
 from vllm_specplugins.engine.adaptive import prices
 from vllm_specplugins.engine.adaptive.budget import Budget

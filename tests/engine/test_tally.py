@@ -9,7 +9,7 @@ import torch
 from conftest import RUNNER
 from vllm_specplugins.kernels.steps import Rows, Staged
 
-from vllm_specplugins.counters import Counters, StageCounters, count
+from vllm_specplugins.counters import Counters, Histogram, StageCounters, count
 from vllm_specplugins.draft import Feedback
 from vllm_specplugins.structures.arrays import DraftArrays
 
@@ -73,7 +73,7 @@ def test_counts_what_the_host_would(monkeypatch: pytest.MonkeyPatch) -> None:
         if counts:
             rows = np.flatnonzero(samples)
             expected.add(Feedback([], verified[rows], accepted[rows]))
-            expected.add_drafts(len(rows), num_draft.numpy()[rows])
+            expected.add_drafts(len(rows), Histogram(num_draft.numpy()[rows].tolist()))
             sums[rows] += np.stack((verified[rows], accepted[rows]), axis=1)
             for index, own in enumerate(by_stage):
                 by_hand(own, index, sent, known.tolist(), (sampled - 1).tolist())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from vllm_specplugins.kernels.acceptance import Drafts, learn, predict
-from vllm_specplugins.kernels.acceptance.state import new_state
+from vllm_specplugins.kernels.acceptance.reference import new_state
 
 from vllm_specplugins.structures.arrays import DraftArrays, of_stage
 

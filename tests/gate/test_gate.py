@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from vllm_specplugins.gate.costs import StepCosts
+from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.gate import Gate
-from vllm_specplugins.gate.ledger import Ledger
 from vllm_specplugins.structures.arrays import DraftArrays, SlotTable, of_stage
 
 K = 6
@@ -24,12 +24,12 @@ class NamedGate(Gate):
     when it is asked."""
 
     def __init__(self) -> None:
-        self.rows, self.ledger = SlotTable(), Ledger(2, K)
-        super().__init__(self.ledger, K)
+        self.rows, self.tracker = SlotTable(), DraftTracker(2, K)
+        super().__init__(self.tracker, K)
 
     def rows_of(self, ids: list[str]) -> np.ndarray:
         rows = self.rows.of(ids)
-        self.ledger.make_room(self.rows.num_rows)
+        self.tracker.make_room(self.rows.num_rows)
         return rows
 
     def chosen(self, ids: list[str], stage: int, confidence: float, is_free: bool = True) -> list[int]:
@@ -43,11 +43,11 @@ class NamedGate(Gate):
     def add_fates(self, fates: dict[str, tuple[int, int]], stage: int, confidence: float) -> None:
         """(tokens drafted, tokens accepted) by request."""
         rows, counts = self.rows_of(list(fates)), np.array(list(fates.values())).T.copy()
-        self.ledger.put(rows, drafts_of(stage, counts[0], confidence))
-        self.ledger.settle(rows, *counts)
+        self.tracker.keep(rows, drafts_of(stage, counts[0], confidence))
+        self.tracker.learn(rows, *counts)
 
     def forget(self, ids: list[str]) -> None:
-        self.ledger.clear(self.rows.forget(ids))
+        self.tracker.clear(self.rows.forget(ids))
 
 
 def drafts_of(stage: int, num_draft: np.ndarray, confidence: float) -> DraftArrays:

@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_specplugins.kernels.acceptance import Drafts, learn, predict, state
-from vllm_specplugins.kernels.acceptance import reference as of_device
-from vllm_specplugins.kernels.acceptance.state import new_state
+from vllm_specplugins.kernels.acceptance import HOST_PRIOR_WEIGHT, Drafts, host, learn, predict, reference
+from vllm_specplugins.kernels.acceptance.reference import new_state
 
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.gate.costs import StepCosts, break_even_rate
+from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.gate import GOOD_ACCEPTANCE, Gate
-from vllm_specplugins.gate.ledger import PRIOR_WEIGHT, Ledger, accept_prob
 from vllm_specplugins.structures.arrays import DraftArrays, of_stage
 
 K, NUM_STAGES, NUM_ROWS = 5, 3, 9
@@ -26,17 +25,17 @@ def random_drafts(rng: np.random.Generator, num_reqs: int) -> DraftArrays:
             int(rng.integers(NUM_STAGES)),
             rng.integers(0, 99, (num_reqs, K)).astype(np.int32),
             rng.integers(0, K // 2 + 1, num_reqs),
-            rng.integers(1, 9, num_reqs).astype(float),
+            rng.integers(1, 9, num_reqs) * rng.choice([1.0, 0.1]),
         )
         for _ in range(2)
     ]
     return parts[0].followed_by(parts[1])
 
 
-def acceptance(ledger: Ledger, rows: Any, stage: int, confidence: Any) -> Any:
-    """[R, K], of tokens of a stage."""
-    own = zip(rows, confidence, strict=True)
-    return np.array([[accept_prob(ledger.records, row, stage, each) for each in tokens] for row, tokens in own])
+def probs(tracker: DraftTracker, rows: Any, stage: int, confidence: Any) -> Any:
+    """[R, K] acceptance probabilities of a stage's tokens."""
+    by_row = zip(rows, confidence, strict=True)
+    return np.array([[host.accept_prob(tracker.state, row, stage, each) for each in tokens] for row, tokens in by_row])
 
 
 def plain_counts(drafts: DraftArrays, most: Sequence[int], stage: int) -> tuple[int, int]:
@@ -45,15 +44,14 @@ def plain_counts(drafts: DraftArrays, most: Sequence[int], stage: int) -> tuple[
     return sum(counts), sum(map(bool, counts))
 
 
-def test_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside plain loops, and the reference of what is learned, with the host's prior. Fails if a row is mixed up, if a
     fate counts twice, if a token that was not verified counts, or a draft once for each token; if a grade, a prior or a
     decay is another, or if one step adds more to the record of all requests than it may."""
-    for module in (of_device, state):
-        monkeypatch.setattr(module, "PRIOR_WEIGHT", PRIOR_WEIGHT)
-    rng = np.random.default_rng(1)
-    ledger, reference = Ledger(NUM_STAGES, K), new_state(NUM_STAGES, NUM_ROWS, K, "cpu")
-    ledger.make_room(NUM_ROWS)
+    monkeypatch.setattr(reference, "PRIOR_WEIGHT", HOST_PRIOR_WEIGHT)
+    rng, tracker = np.random.default_rng(1), DraftTracker(NUM_STAGES, K)
+    state = new_state(NUM_STAGES, NUM_ROWS, K, "cpu", HOST_PRIOR_WEIGHT)
+    tracker.make_room(NUM_ROWS)
     counters, plain = ([StageCounters() for _ in range(NUM_STAGES)] for _ in range(2))
     for _ in range(60):
         num_reqs = int(rng.integers(1, NUM_ROWS))
@@ -61,48 +59,45 @@ def test_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths = drafts.num_draft.tolist()
         own = Drafts(*map(torch.from_numpy, (drafts.num_draft, drafts.stage, drafts.confidence)))
         expected = torch.empty(num_reqs, K, dtype=torch.float64)
-        predict(reference, torch.from_numpy(rows), own, expected)
+        predict(state, torch.from_numpy(rows), own, expected)
         for stage in range(NUM_STAGES):
             is_own = drafts.is_drafted & (drafts.stage == stage)
-            found = acceptance(ledger, rows, stage, drafts.confidence)
-            np.testing.assert_allclose(found[is_own], expected.numpy()[is_own], rtol=0, atol=1e-12)
-        draft = ledger.put(rows, drafts)
+            found = probs(tracker, rows, stage, drafts.confidence)
+            np.testing.assert_allclose(found[is_own], expected.numpy()[is_own], rtol=0, atol=1e-9)
+        draft = tracker.keep(rows, drafts)
         assert draft.num_draft.tolist() == lengths and draft.token_ids.shape[1] == max(lengths)
-        assert draft.confidence is not None
-        for row, length in enumerate(lengths):
-            assert draft.confidence[row] == (drafts.confidence[row, 0] if length else 0)
         verified = rng.integers(0, K + 1, num_reqs).astype(np.int32)
         accepted = rng.integers(0, verified + 1).astype(np.int32)
         for _ in range(2):  # a step may be told twice
-            ledger.settle(rows, verified, accepted)
+            tracker.learn(rows, verified, accepted)
         known = np.minimum(verified, drafts.num_draft)
         fates = (torch.from_numpy(counts) for counts in (accepted + 1, verified - accepted))
-        learn(reference, torch.from_numpy(rows), *fates)
+        learn(state, torch.from_numpy(rows), *fates)
         for stage, own in enumerate(plain):
             kept, num_drafts = plain_counts(drafts, lengths, stage)
             own.kept, own.drafts = own.kept + kept, own.drafts + num_drafts
             own.verified += plain_counts(drafts, known.tolist(), stage)[0]
             own.accepted += plain_counts(drafts, np.minimum(known, accepted).tolist(), stage)[0]
         if rng.random() < 0.5:
-            ledger.move_to(counters)
-    ledger.move_to(counters)
+            tracker.move_to(counters)
+    tracker.move_to(counters)
     for counted, own_plain in zip(counters, plain, strict=True):
         assert sum(counted.accepted_at) == counted.accepted
         for name in ("kept", "drafts", "verified", "accepted"):
             assert getattr(counted, name) == getattr(own_plain, name) > 0
 
 
-def learned(rng: np.random.Generator) -> Ledger:
+def learned(rng: np.random.Generator) -> DraftTracker:
     """Of random drafts of two stages."""
-    ledger = Ledger(2, K)
-    ledger.make_room(NUM_ROWS)
+    tracker = DraftTracker(2, K)
+    tracker.make_room(NUM_ROWS)
     for _ in range(30):
         stage, lengths = np.tile(rng.integers(0, 2, (NUM_ROWS, 1)), K), rng.integers(0, K + 1, NUM_ROWS)
         right = np.minimum(rng.integers(0, 2 * K, NUM_ROWS), lengths)
         drafts = of_stage(0, np.zeros((NUM_ROWS, K), np.int32), lengths, rng.integers(1, 9, NUM_ROWS) * 1.0)
-        ledger.put(np.arange(NUM_ROWS), drafts._replace(stage=stage))
-        ledger.settle(np.arange(NUM_ROWS), lengths, right)
-    return ledger
+        tracker.keep(np.arange(NUM_ROWS), drafts._replace(stage=stage))
+        tracker.learn(np.arange(NUM_ROWS), lengths, right)
+    return tracker
 
 
 def worth_of(accept_probs: list[float], prices: Any) -> float:
@@ -116,16 +111,14 @@ def expected_shares(
     """By trying every depth, and for each request every draft that it allows."""
     rate = break_even_rate(costs, len(rows))
     prices = rate * (costs.tokens_ms(K) if len(rows) == 1 else np.full(K, costs.slope_ms))
-    price, draft_price = prices[0], rate * gate._draft_ms[1]
-    own = [
-        acceptance(gate._ledger, rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))
-    ]
+    price, draft_price = prices[0], rate * gate._stages[1].token_ms
+    own = [probs(gate._tracker, rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))]
     plans = []
     for depth in range(min(K, costs.max_length(is_free=False)) + 1):
         total, plan = -depth * draft_price, []
         for index in range(len(rows)):
             had = [
-                accept_prob(gate._ledger.records, rows[index], int(stage), at)
+                host.accept_prob(gate._tracker.state, rows[index], int(stage), at)
                 for stage, at in zip(found.stage[index], found.confidence[index], strict=True)
             ][: found.num_draft[index]]
             pays = next((at for at, survival in enumerate(np.cumprod(had)) if survival < prices[at]), len(had))
@@ -144,7 +137,7 @@ def expected_shares(
         plans.append((total, plan))
     best_total = max(total for total, _ in plans)
     _, plan = next((total, plan) for total, plan in plans if total > best_total - 1e-12)
-    whole, followed = gate._ledger.records[2][rows].astype(int), [kept for kept, _ in plan]
+    whole, followed = gate._tracker.whole[rows].astype(int), [kept for kept, _ in plan]
     nobody = [kept + count == 0 for kept, count in plan]
     if price < GOOD_ACCEPTANCE:
         again = [2 * whole[index, found.stage[index, 0]] for index in range(len(rows))]
@@ -164,8 +157,7 @@ def test_shares(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     not wait for that one to be right, if a stage that only begins drafts continues one, or if those who follow a draft
     that was right do not pay for that together."""
     rng = np.random.default_rng(seed)
-    ledger, num_reqs = learned(rng), int(rng.integers(1, NUM_ROWS))
-    gate = Gate(ledger, K)
+    num_reqs, gate = int(rng.integers(1, NUM_ROWS)), Gate(learned(rng), K)
     monkeypatch.setattr(Gate, "_explored", lambda self, lengths, *rest: lengths)
     for _ in range(9):
         count = int(rng.integers(0, 9))

@@ -16,8 +16,9 @@ import pytest
 import torch
 from hostile import HANGS, HOSTILE, RAISED, VOCAB_SIZE, HostileProposer, K
 
+from vllm_specplugins.counters import RequestRates
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, RequestFault
-from vllm_specplugins.isolation.barrier import Acceptance, FaultBarrier
+from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.isolation.exchange import for_proposer, rows_of
 from vllm_specplugins.isolation.faults import (
     CHARGED,
@@ -457,19 +458,19 @@ def test_options_are_frozen() -> None:
 
 def test_a_request_that_is_over_is_not_counted_anew() -> None:
     """Feedback may come a step late. Kills: an entry for a request that nobody will ever take."""
-    acceptance = Acceptance()
+    rates = RequestRates()
 
     def add(**accepted: int) -> None:
         """Of drafts of 4 tokens."""
         counts = np.array(list(accepted.values()), np.int32)
-        acceptance.add(Feedback(list(accepted), np.full(len(counts), 4, np.int32), counts))
+        rates.add(Feedback(list(accepted), np.full(len(counts), 4, np.int32), counts))
 
     add(a=1, b=4)
-    assert acceptance.take(["a"]) == [0.25]
+    assert rates.take(["a"]) == [0.25]
     add(a=2, b=0)
-    assert acceptance.take(["a", "b"]) == [0.5]
+    assert rates.take(["a", "b"]) == [0.5]
     add(c=4)
     add(a=4)  # another one, much later
-    assert acceptance.take(["a", "c"]) == [1.0, 1.0]
+    assert rates.take(["a", "c"]) == [1.0, 1.0]
     add()
-    assert acceptance._counts == {} and not acceptance._over
+    assert rates._counts == {} and not rates._over

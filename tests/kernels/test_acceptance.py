@@ -10,10 +10,9 @@ import pytest
 import torch
 from interpreted import DEVICE, needs_triton
 from launch_keys import recorded
-from vllm_specplugins.kernels.acceptance import Drafts, State, learn, predict
-from vllm_specplugins.kernels.acceptance.state import clear, new_state
+from vllm_specplugins.kernels.acceptance import Drafts, Other, State, learn, predict, worth
+from vllm_specplugins.kernels.acceptance.reference import clear, new_state
 from vllm_specplugins.kernels.acceptance.testing import Step, make_steps
-from vllm_specplugins.kernels.acceptance.worth import Other, worth
 
 POISON = 77.0
 

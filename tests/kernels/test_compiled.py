@@ -44,10 +44,9 @@ def record_launches() -> list:
     import torch
     from batches import make_batch
     from triton.runtime.jit import JITFunction
-    from vllm_specplugins.kernels.acceptance import learn, predict
-    from vllm_specplugins.kernels.acceptance.state import new_state
+    from vllm_specplugins.kernels.acceptance import Other, learn, predict, worth
+    from vllm_specplugins.kernels.acceptance.reference import new_state
     from vllm_specplugins.kernels.acceptance.testing import make_steps
-    from vllm_specplugins.kernels.acceptance.worth import Other, worth
     from vllm_specplugins.kernels.budget import Layout, share_budget
     from vllm_specplugins.kernels.budget.testing import make_shares
     from vllm_specplugins.kernels.history_match import history_match

@@ -2,7 +2,7 @@
 
 Its stages, cheapest first, are combined by a policy. "verify": each stage's tokens are checked by the next one (see
 staged.py). "auto": by request and step, the tokens of the stages so far, the next one's, or both, one after the other.
-What each gains is the sum of its tokens' acceptance probabilities, by the ledger, less their price (Gate.split_draft).
+What each gains is the sum of its tokens' acceptance probabilities, less their price (Gate.split_draft).
 Where a lookup stands first, what it finds after a model's tokens is added for free: a match that a model begins alike
 is the longer for it, and brings a lot where a short one alone brings little. Without a gate the first stage that has
 something drafts.
@@ -21,8 +21,8 @@ from vllm_specplugins.cascade.staged import Drafter, checked
 from vllm_specplugins.config import SpecConfig, rule, stage_names
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
+from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.gate import Gate
-from vllm_specplugins.gate.ledger import Ledger
 from vllm_specplugins.methods import method_of
 from vllm_specplugins.structures.arrays import DraftArrays, Ints, SlotTable, nothing, places_of
 
@@ -37,8 +37,8 @@ class Cascade:
     def __init__(self, config: SpecConfig, context: ProposerContext, stages: Sequence[Any]):
         self._context, self._max_num_draft = context, context.max_num_draft
         self._policy, own = rule(config), config.method_config.stages
-        self._rows, self._ledger = SlotTable(), Ledger(len(stages), self._max_num_draft)
-        self._gate = Gate(self._ledger, self._max_num_draft) if config.common.gate == "auto" else None
+        self._rows, self._tracker = SlotTable(), DraftTracker(len(stages), self._max_num_draft)
+        self._gate = Gate(self._tracker, self._max_num_draft) if config.common.gate == "auto" else None
         methods = [stage.method for stage in own]
         self._names = [f"{index} {method}" for index, method in enumerate(methods)]
         self._stages = list[Stage]()
@@ -62,10 +62,10 @@ class Cascade:
         if batch.offer is not None and self._built_in is not None:
             self._built_in.counters.ms += self._built_in.proposer.took(batch.offer)
         rows = self._rows.of(batch.request_ids)
-        self._ledger.make_room(self._rows.num_rows)
+        self._tracker.make_room(self._rows.num_rows)
         if self._gate is not None:
             self._num_context = int(places_of(batch.token_ids)[1].sum())
-        draft = self._ledger.put(rows, self._draft(batch, batch.max_num_draft.astype(np.int64)))
+        draft = self._tracker.keep(rows, self._draft(batch, batch.max_num_draft.astype(np.int64)))
         self._drafting_ms, self._looked_up = (time.perf_counter() - start) * 1000, None
         return draft
 
@@ -88,10 +88,10 @@ class Cascade:
         if stage is None or gate is None or self._context.num_ranks > 1:  # other ranks do not know the accepted tokens
             return True
         rows = self._rows.of(batch.request_ids)
-        self._ledger.make_room(self._rows.num_rows)
+        self._tracker.make_room(self._rows.num_rows)
         self._looked_up = None
         least = 2 * stage.max_num_draft
-        is_needed = not self._ledger.went_on(rows, num_accepted, stage.index, least) and not self._spares(batch, rows)
+        is_needed = not self._tracker.copied(rows, num_accepted, stage.index, least) and not self._spares(batch, rows)
         stage.proposer.is_needed = is_needed
         return is_needed
 
@@ -116,7 +116,7 @@ class Cascade:
     def observe(self, feedback: Feedback) -> None:
         """Tells the stages' counters and the gate what became of the last drafts."""
         rows = self._rows.known(feedback.request_ids)
-        self._ledger.settle(rows, feedback.num_draft, feedback.num_accepted)
+        self._tracker.learn(rows, feedback.num_draft, feedback.num_accepted)
         if self._gate is not None and feedback.step_ms is not None:
             # Where it was spared text goes on as found, which says nothing of what tokens cost: as if it had run.
             spared_ms = self._built_in.proposer.spared_ms if self._built_in else 0.0
@@ -138,8 +138,8 @@ class Cascade:
         gate.add_step(num_reqs, step_ms, whole_ms, num_draft + num_forced, num_reqs + num_accepted + num_right)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops what the stages and the ledger hold of these requests."""
-        self._ledger.clear(self._rows.forget(request_ids))
+        """Drops what the stages and the tracker hold of these requests."""
+        self._tracker.clear(self._rows.forget(request_ids))
         for guard in self._guards:
             guard.forget(request_ids)
 
@@ -151,7 +151,7 @@ class Cascade:
     def stage_counters(self) -> dict[str, StageCounters]:
         """Running totals by stage, under "index method"."""
         counters = [stage.counters for stage in self._stages]
-        self._ledger.move_to(counters)
+        self._tracker.move_to(counters)
         return dict(zip(self._names, counters, strict=True))
 
     def named_stages(self) -> list[tuple[str, Proposer]]:
@@ -210,7 +210,7 @@ class Cascade:
         drafts = none if found is None else found
         continues = found is not None and stage.method.runs_target and stage.proposer.continues_drafts
         kept, own = self._gate.split_draft(rows, drafts, stage.index, confidence, max_own, most, continues)
-        self._ledger.add_lengths(stage.index, *((kept, drafts.num_draft) if draft is None else (own, max_own)))
+        self._tracker.add_lengths(stage.index, *((kept, drafts.num_draft) if draft is None else (own, max_own)))
         drafts, stage.num_drafted = drafts._replace(num_draft=kept), 0
         if draft is None or not own.any():
             return drafts

@@ -1,56 +1,67 @@
-"""The gate: how many tokens a request gets drafted, and by whom, so that speculation does not lose.
+"""The gate: how many tokens to draft for each request, and by which stage, so that speculation does not lose.
 
-A token more brings its probability of being accepted, and costs the time in which the engine could have emitted others:
-draft the k-th token while a_1 ... a_k >= rate * (cost of verifying one more token + its share of the cost of drafting
-it), where a_i is the probability that token i is accepted after the ones before it were, and rate the tokens per ms
-that the engine emits now (Dinkelbach's method for a ratio, one iteration a step), or more among several requests. The
-a_i are from the ledger (ledger.py), the costs by batch size and context (costs.py); a batch size that is new starts
-without drafts, then with short ones. Of two stages the one with the larger gain drafts.
-Pure arithmetic: times come in, nothing is measured here.
+A draft token gains its probability of being accepted, and costs time in which the engine could emit other tokens. So
+the gate drafts the k-th token while
+
+    p_1 ... p_k >= rate * (ms to verify one more token + its share of the ms to draft it)
+
+where p_i is the probability that token i is accepted if those before it are (kernels/acceptance), and rate the tokens
+that the engine emits in a ms now, or more among several requests (Dinkelbach's method for a ratio, one iteration a
+step). The times are by batch size and context (costs.py). A new batch size starts without drafts, then gets short ones.
+Of two stages the one with the larger gain drafts. Now and then the gate tries what it does not expect to pay. The
+caller measures all times. R: requests of a step, K: max draft tokens.
 """
 
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numba import types
 
 from vllm_specplugins.gate.costs import LoadCosts, StepCosts, break_even_rate
-from vllm_specplugins.gate.ledger import Ledger, accept_prob, drafts_type, ints, reals, records_type
+from vllm_specplugins.gate.draft_tracker import DraftTracker, rated
 from vllm_specplugins.gate.step_times import OUTLIER_RATIO
+from vllm_specplugins.kernels.acceptance.host import DraftsType, Ints, Reals, StateType, accept_prob
 from vllm_specplugins.kernels.compiled import compiled, inlined
-from vllm_specplugins.structures.arrays import FIRST_CONFIDENCE, DraftArrays, Floats, Ints
+from vllm_specplugins.structures.arrays import FIRST_CONFIDENCE, DraftArrays, Floats
+from vllm_specplugins.structures.arrays import Ints as IntArray
 
-EXPLORE_EVERY = 12  # steps without a draft after which a stage that does not pay is tried again, at the earliest
-FEW_CALLS = 10  # of a stage, after which its time is known
-MIN_CALLS = 3  # of a stage, before which its time may be that of a hiccup, and trials may cost anything
-EMPTY_ANSWERS = 8  # in a row, after which a stage on the host is asked but now and then
-EXPLORE_SHARE = 0.01  # of the time is spent on such trials, at the most
-GOOD_ACCEPTANCE = 0.75  # what text that suits a stage may be expected to have, whatever the record of other text
-RUN_MARGIN = 2.0  # a stage that runs may bring so many times what is expected: a lookup continues its tokens, too
-# By stage: trials of what there is in front of it, of asking it, and steps in a row that it was spared.
-FOUND, ASKED, SPARED = 1 << 8, 1 << 9, 1 << 10
+EXPLORE_EVERY = 12  # steps, at least, between two trials of a stage that does not pay
+EXPLORE_SHARE = 0.01  # of the time, at most, goes to one kind of trial
+FEW_CALLS = 10  # after which a stage's time is an average of many
+MIN_CALLS = 3  # before which a stage's time may be a hiccup, and does not limit trials
+EMPTY_ANSWERS = 8  # in a row, after which the gate asks a stage on the host only now and then
+GOOD_ACCEPTANCE = 0.75  # probability for text that suits a stage, whatever the record of other text says
+RUN_MARGIN = 2.0  # a stage may bring this times its expected gain: a lookup continues its tokens, too
+CUTS, TRIALS, POLLS, SKIPS = range(4)  # for which the gate counts the steps since the last trial, by stage
+
+
+@dataclass(slots=True)
+class StageRecord:
+    """A stage on the host: its time, and its answers when asked."""
+
+    is_warm: bool = False  # its first call warms up caches and compilers
+    num_calls: int = 0  # since its time is known
+    token_ms: float = 0.0  # time to draft one token for each request of the batch
+    num_sent: int = 0  # its tokens that went to the target until it was asked last
+    num_empty: int = 0  # answers in a row since then without any
 
 
 class Gate:
-    """Chooses draft lengths, and between stages.
+    """Chooses draft lengths, and between stages."""
 
-    R: requests of a step, K: most tokens of a draft.
-    """
-
-    def __init__(self, ledger: Ledger, max_num_draft: int):
-        self._ledger = ledger
+    def __init__(self, tracker: DraftTracker, max_num_draft: int):
+        self._tracker = tracker
         self._max_num_draft = max_num_draft
-        self.num_context = 0  # tokens of all requests of this step, together
+        self.num_context = 0  # tokens of all requests of this step together
         self._costs = LoadCosts()
-        self._sizes: set[int] = set()  # of batches that there have been
-        self._draft_ms: dict[int, float] = {}  # by stage, a token of the whole batch
-        self._draft_calls: dict[int, int] = {}
-        self._kept: dict[int, tuple[int, int]] = {}  # by stage, tokens kept in all when last asked; in vain since then
-        self._drafted: set[int] = set()  # stages
-        self._quiet: dict[int, int] = {}  # by stage, steps in which somebody went without and nobody was tried
+        self._sizes: set[int] = set()  # of batches so far
+        self._stages = defaultdict[int, StageRecord](StageRecord)
+        self._quiet = Counter[tuple[int, int]]()  # steps since the last trial, by stage and kind
 
     def add_step(self, num_reqs: int, ms: float, drafting_ms: float, num_draft: int, num_emitted: int) -> None:
-        """A step of nothing but decoding is over. See StepCosts.add."""
+        """Learns from a step that only decoded. See StepCosts.add."""
         size = num_reqs.bit_length()
         if size not in self._sizes:  # the first step of a size warms up caches and compilers
             self._sizes.add(size)
@@ -58,243 +69,229 @@ class Gate:
         self._costs.add(num_reqs, self.num_context, ms, drafting_ms, num_draft, num_emitted)
 
     def add_drafting(self, stage: int, ms: float, num_tokens: int) -> None:
-        """What a stage took to draft so many tokens for each request of the batch, all at once."""
+        """Learns the time that a stage took to draft this number of tokens for all requests at once."""
         if num_tokens == 0:
             return
-        if stage not in self._drafted:  # the first time warms up caches and compilers
-            self._drafted.add(stage)
+        record = self._stages[stage]
+        if not record.is_warm:
+            record.is_warm = True
             return
         token_ms = ms / num_tokens
-        old = self._draft_ms.get(stage, token_ms)
-        is_quicker = token_ms * OUTLIER_RATIO < old  # what was learned was of hiccups
-        calls = self._draft_calls[stage] = 1 if is_quicker else self._draft_calls.get(stage, 0) + 1
-        self._draft_ms[stage] = old + max(1 / FEW_CALLS, 1 / calls) * (min(token_ms, OUTLIER_RATIO * old) - old)
+        usual_ms = record.token_ms if record.num_calls else token_ms
+        was_held_up = token_ms * OUTLIER_RATIO < usual_ms
+        record.num_calls = 1 if was_held_up else record.num_calls + 1
+        weight = max(1 / FEW_CALLS, 1 / record.num_calls)
+        record.token_ms = usual_ms + weight * (min(token_ms, OUTLIER_RATIO * usual_ms) - usual_ms)
 
     def split_draft(
         self,
-        rows: Ints,
-        found: DraftArrays,
+        rows: IntArray,
+        drafts: DraftArrays,
         stage: int,
         confidence: Floats,
-        max_own: Ints,
-        max_draft: Ints,
+        max_more: IntArray,
+        max_draft: IntArray,
         continues: bool,
-    ) -> tuple[Ints, Ints]:
-        """[R] each: how many tokens of the drafts that there are to keep, and how many to draft after them from another
-        stage, which may continue such drafts or only begin some.
+    ) -> tuple[IntArray, IntArray]:
+        """The number of tokens of each draft to keep, and of tokens to draft after them by another stage; [R] each.
 
-        Of none, some, or all of a draft that pays, and as many of the stage's tokens as pay, what gains most; the
-        stage's tokens are as many for one request as for all that want them.
+        All combinations compete: none, a part or all of the paying prefix of a draft, and paying tokens of the stage,
+        which drafts to the same depth for all requests.
 
         Args:
             rows: [R], of the requests.
-            confidence: [R, K], of the stage's tokens: probabilities, or from 1 on matches' lengths.
-            max_own, max_draft: [R], of the stage's tokens, and of all.
+            confidence: [R, K], of the stage's tokens: probabilities, or from 1 on the lengths of matches.
+            max_more, max_draft: [R], limits of the stage's tokens, and of all.
+            continues: whether the stage can continue a draft; else it only begins drafts.
         """
         costs = self._costs.of(len(rows), self.num_context)
         if costs is None:
             return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-        room = max_draft if continues else np.zeros(len(rows), np.int64)
-        kept, own = self._split_draft(costs, rows, found, stage, confidence, max_own, room)
-        kept = self._explored(kept, stage + FOUND, np.where(kept + own == 0, found.num_draft, 0), costs)
-        rest = np.where(kept == 0, max_draft, np.maximum(0, room - kept))
-        return kept, self._explored(own, stage, np.minimum(max_own, rest), costs)
+        limits = max_draft if continues else np.zeros(len(rows), np.int64)
+        keep, more = self._best_split(costs, rows, drafts, stage, confidence, max_more, limits)
+        keep = self._explored(keep, np.where(keep + more == 0, drafts.num_draft, 0), costs, (stage, CUTS))
+        rest = np.where(keep == 0, max_draft, np.maximum(0, limits - keep))
+        return keep, self._explored(more, np.minimum(max_more, rest), costs, (stage, TRIALS))
 
-    def _split_draft(
+    def profitable_length(self, rows: IntArray, drafts: DraftArrays) -> IntArray:
+        """[R], the number of tokens of each draft that pay."""
+        costs, none = self._costs.of(len(rows), self.num_context), np.zeros(len(rows), np.int64)
+        return none if costs is None else self._best_split(costs, rows, drafts, 0, drafts.confidence, none, none)[0]
+
+    def _best_split(
         self,
         costs: StepCosts,
-        rows: Ints,
-        found: DraftArrays,
+        rows: IntArray,
+        drafts: DraftArrays,
         stage: int,
         confidence: Floats,
-        max_own: Ints,
-        room: Ints,
-    ) -> tuple[Ints, Ints]:
-        kept, own = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
-        rate = break_even_rate(costs, len(rows))
-        prices = rate * self._tokens_ms(costs, len(rows)), rate * self._draft_ms.get(stage, 0.0)
-        drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
-        limits = np.ascontiguousarray(confidence), max_own, room
-        max_length = costs.max_length(is_free=not self._drafted)
-        _share(kept, own, rows, drafts, stage, *limits, prices, max_length, self._ledger.records)
-        return kept, own
+        max_more: IntArray,
+        limits: IntArray,
+    ) -> tuple[IntArray, IntArray]:
+        rate, prices = self._prices(costs, len(rows))
+        draft_price = rate * self._stages[stage].token_ms
+        is_free = not any(record.is_warm for record in self._stages.values())
+        tokens = rated(drafts), stage, np.ascontiguousarray(confidence), max_more, limits
+        tracker = self._tracker
+        keep, more = _split(rows, *tokens, prices, draft_price, costs.max_length(is_free), tracker.state, tracker.whole)
+        return keep, more
 
-    def profitable_length(self, rows: Ints, drafts: DraftArrays) -> Ints:
-        """[R]: how many tokens of drafts that there are pay."""
-        costs, none = self._costs.of(len(rows), self.num_context), np.zeros(len(rows), np.int64)
-        if costs is None:
-            return none
-        return self._split_draft(costs, rows, drafts, 0, drafts.confidence, none, none)[0]
+    def spares(self, rows: IntArray, drafts: DraftArrays, stage: int, max_more: IntArray, saved_ms: float) -> bool:
+        """Whether a step does without a stage that runs for all requests at once, before its draft is known.
 
-    def spares(self, rows: Ints, found: DraftArrays, stage: int, max_own: Ints, saved_ms: float) -> bool:
-        """Whether a step does without a stage that runs for all requests at once, before it is known whose draft is
-        taken. Its drafts are then expected to gain too little beside those that there are: RUN_MARGIN times that is
-        less than the engine emits in the time of a run. The stage runs as long as few of its tokens have been tried,
-        and once in so many steps that this takes EXPLORE_SHARE of the time.
+        Beside the given drafts, RUN_MARGIN times its expected gain must then be less than the engine emits in the time
+        of a run. The stage runs while few of its tokens were tried, and at times, as EXPLORE_SHARE allows.
 
         Args:
-            max_own: [R], tokens that the stage may draft.
+            max_more: [R], limits of the stage's tokens.
             saved_ms: time of a run.
         """
         costs = self._costs.of(len(rows), self.num_context)
-        if costs is None or not self._ledger.has_tried(stage):
+        if costs is None or not self._tracker.has_tried(stage):
             return False
-        rate = break_even_rate(costs, len(rows))
-        drafts = found.num_draft, np.ascontiguousarray(found.stage), np.ascontiguousarray(found.confidence)
-        gain = _gain(rows, drafts, stage, max_own, rate * self._tokens_ms(costs, len(rows)), self._ledger.records)
-        quiet = self._quiet.get(stage + SPARED, 0) + 1
-        most_quiet = max(EXPLORE_EVERY, saved_ms / costs.step_ms / EXPLORE_SHARE)
-        is_spared = RUN_MARGIN * gain <= costs.tokens_per_ms * saved_ms and quiet <= most_quiet
-        self._quiet[stage + SPARED] = quiet if is_spared else 0
+        _, prices = self._prices(costs, len(rows))
+        gain = _gain(rows, rated(drafts), stage, max_more, prices, self._tracker.state)
+        quiet = self._quiet[stage, SKIPS] + 1
+        max_quiet = max(EXPLORE_EVERY, _steps_between(saved_ms, costs))
+        is_spared = RUN_MARGIN * gain <= costs.tokens_per_ms * saved_ms and quiet <= max_quiet
+        self._quiet[stage, SKIPS] = quiet if is_spared else 0
         return is_spared
 
-    def _tokens_ms(self, costs: StepCosts, num_reqs: int) -> Floats:
-        """[K], the price in ms of each token more of a draft."""
-        K = self._max_num_draft
-        return costs.tokens_ms(K) if num_reqs == 1 else np.full(K, costs.slope_ms)
+    def _prices(self, costs: StepCosts, num_reqs: int) -> tuple[float, Floats]:
+        """The break-even rate, and at that rate the price in tokens of verifying each further draft token, [K]."""
+        K, rate = self._max_num_draft, break_even_rate(costs, num_reqs)
+        return rate, rate * (costs.tokens_ms(K) if num_reqs == 1 else np.full(K, costs.slope_ms))
 
     def asks(self, stage: int, num_reqs: int, ms: float) -> bool:
-        """Whether to ask a stage on the host, which takes so long. One that brought nothing EMPTY_ANSWERS times in a
-        row is asked as often as EXPLORE_SHARE allows."""
-        kept, costs = self._ledger.num_kept(stage), self._costs.of(num_reqs, self.num_context)
-        before, num_empty = self._kept.get(stage, (kept, 0))
-        num_empty *= kept == before
-        quiet = self._quiet[stage + ASKED] = self._quiet.get(stage + ASKED, 0) + 1
-        if costs is not None and num_empty >= EMPTY_ANSWERS and quiet < ms / costs.step_ms / EXPLORE_SHARE:
+        """Whether to ask a stage on the host, which takes this long. After EMPTY_ANSWERS in a row the gate asks as
+        often as EXPLORE_SHARE allows."""
+        record, costs = self._stages[stage], self._costs.of(num_reqs, self.num_context)
+        num_sent = self._tracker.num_sent(stage)
+        num_empty = record.num_empty * (num_sent == record.num_sent)
+        quiet = self._quiet[stage, POLLS] = self._quiet[stage, POLLS] + 1
+        if costs is not None and num_empty >= EMPTY_ANSWERS and quiet < _steps_between(ms, costs):
             return False
-        self._kept[stage], self._quiet[stage + ASKED] = (kept, num_empty + 1), 0
-        self._quiet[stage + FOUND] = self._quiet.get(stage + FOUND, 0) + quiet - 1
+        record.num_sent, record.num_empty, self._quiet[stage, POLLS] = num_sent, num_empty + 1, 0
+        self._quiet[stage, CUTS] += quiet - 1
         return True
 
-    def _explored(self, lengths: Ints, stage: int, max_own: Ints, costs: StepCosts) -> Ints:
-        """Now and then one token for those who may have some and would get none, as often as EXPLORE_SHARE allows."""
-        without = int(np.count_nonzero(max_own[lengths == 0] > 0))
-        if not without:
+    def _explored(self, lengths: IntArray, limits: IntArray, costs: StepCosts, trial: tuple[int, int]) -> IntArray:
+        """The lengths; in a trial one token for requests that may have tokens and would get none."""
+        num_without = int(np.count_nonzero(limits[lengths == 0] > 0))
+        if not num_without:
             return lengths
-        quiet = self._quiet[stage] = self._quiet.get(stage, 0) + 1
-        trial_ms = without * costs.slope_ms + self._draft_ms.get(stage, 0.0)
-        is_known = self._draft_calls.get(stage, MIN_CALLS) >= MIN_CALLS
-        if quiet < max(EXPLORE_EVERY, is_known * trial_ms / costs.step_ms / EXPLORE_SHARE):
+        record = self._stages[trial[0]] if trial[1] == TRIALS else StageRecord()
+        trial_ms = num_without * costs.slope_ms + record.token_ms
+        is_known = not 0 < record.num_calls < MIN_CALLS
+        quiet = self._quiet[trial] = self._quiet[trial] + 1
+        if quiet < max(EXPLORE_EVERY, is_known * _steps_between(trial_ms, costs)):
             return lengths
-        self._quiet[stage] = 0
-        return np.where(lengths > 0, lengths, np.minimum(1, max_own))
+        self._quiet[trial] = 0
+        return np.where(lengths > 0, lengths, np.minimum(1, limits))
 
 
-_prices_type = types.Tuple((types.float64[::1], types.float64))
+def _steps_between(trial_ms: float, costs: StepCosts) -> float:
+    """Steps between trials that together take EXPLORE_SHARE of the time."""
+    return trial_ms / costs.step_ms / EXPLORE_SHARE
+
+
+_Prices = types.float64[::1]
 
 
 @inlined
-def _candidates(
+def _gains(
     row: int,
-    found: Any,
     index: int,
+    drafts: Any,
     stage: int,
-    confidence: Any,
-    max_own: int,
-    room: int,
+    confidence: Any,  # [K]
+    max_more: int,
+    limit: int,
     prices: Any,
-    records: Any,
-    alone: Any,
-    after: Any,
+    state: Any,
+    alone: Any,  # [K + 1], written
+    after: Any,  # [K + 1], written
 ) -> int:
-    """How many tokens of a request's draft [K] pay; into `alone` and `after` [K + 1], what so many tokens of another
-    stage gain by themselves, and after that draft, with what it gains."""
-    num_found, stages, found_confidence = found
-    survival, gain, kept = 1.0, 0.0, 0
-    while kept < num_found[index]:
-        next_survival = survival * accept_prob(records, row, stages[index, kept], found_confidence[index, kept])
-        if next_survival < prices[kept]:
+    """The number of tokens of a request's draft that pay. `alone` gets the gain of each number of the stage's tokens,
+    `after` their gain together with the draft before them."""
+    survival, gain, length = 1.0, 0.0, 0
+    while length < drafts.num_draft[index]:
+        prob = accept_prob(state, row, drafts.stage[index, length], drafts.confidence[index, length])
+        if survival * prob < prices[length]:
             break
-        gain += next_survival - prices[kept]
-        survival, kept = next_survival, kept + 1
-    own = 1.0
+        survival *= prob
+        gain += survival - prices[length]
+        length += 1
+    stage_survival = 1.0
     alone[0], after[0] = 0.0, gain
     for place in range(len(alone) - 1):
         alone[place + 1], after[place + 1] = alone[place], after[place]
-        if place < max_own:
-            own *= accept_prob(records, row, stage, confidence[place])
-            alone[place + 1] += max(0.0, own - prices[place])
-            if place < room - kept:
-                after[place + 1] += max(0.0, survival * own - prices[kept + place])
-    return kept
+        if place < max_more:
+            stage_survival *= accept_prob(state, row, stage, confidence[place])
+            alone[place + 1] += max(0.0, stage_survival - prices[place])
+            if place < limit - length:
+                after[place + 1] += max(0.0, survival * stage_survival - prices[length + place])
+    return length
 
 
-@compiled(types.float64(ints, drafts_type, types.int64, ints, types.float64[::1], records_type))
-def _gain(rows: Any, found: Any, stage: int, max_own: Any, prices: Any, records: Any) -> float:
-    """Tokens that a stage is expected to bring all requests more than the drafts that there are. It has not drafted:
-    the usual confidence stands for its tokens'."""
-    alone, after = np.empty((2, found[1].shape[1] + 1))
-    usual = FIRST_CONFIDENCE + np.arange(found[1].shape[1])
-    gain = 0.0
+@compiled(types.float64(Ints, DraftsType, types.int64, Ints, _Prices, StateType))
+def _gain(rows: Any, drafts: Any, stage: int, max_more: Any, prices: Any, state: Any) -> float:
+    """Tokens that a stage is expected to gain more than the drafts, for all requests; it has not drafted yet."""
+    alone, after = np.empty((2, len(prices) + 1))
+    confidence, gain = FIRST_CONFIDENCE + np.arange(len(prices)), 0.0
     for index in range(len(rows)):
-        _candidates(rows[index], found, index, stage, usual, max_own[index], 0, prices, records, alone, after)
+        _gains(rows[index], index, drafts, stage, confidence, max_more[index], 0, prices, state, alone, after)
         gain += max(0.0, alone[-1] - after[0])
     return gain
 
 
 @compiled(
-    types.void(
-        *(ints, ints, ints, drafts_type, types.int64, reals, ints, ints),
-        *(_prices_type, types.int64, records_type),
+    types.UniTuple(Ints, 2)(
+        *(Ints, DraftsType, types.int64, Reals, Ints, Ints),
+        *(_Prices, types.float64, types.int64, StateType, Reals),
     )
 )
-def _share(
-    kept: Any,
-    own: Any,
+def _split(
     rows: Any,
-    found: Any,
+    drafts: Any,
     stage: int,
-    confidence: Any,
-    max_own: Any,
-    room: Any,
-    prices: Any,
+    confidence: Any,  # [R, K], of the stage
+    max_more: Any,  # [R]
+    limits: Any,  # [R], tokens up to which the stage may continue drafts, 0 if it only begins drafts
+    prices: Any,  # [K], of verifying each token, in tokens
+    draft_price: float,  # of drafting one more token of the stage for all
     max_length: int,
-    records: Any,
-) -> None:
-    """See Gate.split_draft: into `kept` and `own`.
-
-    Args:
-        found: drafts that there are.
-        confidence: [R, K], of the stage.
-        room: [R], tokens up to which the stage may continue drafts; 0 where it only begins some.
-        prices: of verifying each token of a draft [K], and of drafting one more of the stage for all, in tokens.
-        max_length: of the drafts.
-        records: of the ledger.
-    """
-    token_prices, draft_price = prices
-    price = token_prices[0]
-    whole = records[2]
-    max_num_draft = found[1].shape[1]
-    shape = len(rows), max_num_draft + 1
-    all_alone, all_after, gains = np.empty(shape), np.empty(shape), np.zeros(max_num_draft + 1)
-    lengths = np.empty_like(rows)
-    for index in range(len(rows)):
-        alone, after = all_alone[index], all_after[index]
-        own_confidence, its_max, its_room = confidence[index], max_own[index], room[index]
-        lengths[index] = _candidates(
-            rows[index], found, index, stage, own_confidence, its_max, its_room, token_prices, records, alone, after
-        )
-        for depth in range(max_num_draft + 1):
-            gains[depth] += max(alone[depth], after[depth])
-    deepest = 0
-    for depth in range(1, min(max_length, max_num_draft) + 1):
-        if gains[depth] - depth * draft_price > gains[deepest] - deepest * draft_price:
-            deepest = depth
+    state: Any,
+    whole: Any,
+) -> Any:
+    """See Gate.split_draft."""
+    num_reqs, K = len(rows), len(prices)
+    keep, more, lengths = np.zeros(num_reqs, np.int64), np.zeros(num_reqs, np.int64), np.empty(num_reqs, np.int64)
+    alone, after, gains = np.empty((num_reqs, K + 1)), np.empty((num_reqs, K + 1)), np.zeros(K + 1)
+    for index in range(num_reqs):
+        lengths[index] = _gains(
+            rows[index], index, drafts, stage, confidence[index], max_more[index], limits[index], prices, state,
+            alone[index], after[index],
+        )  # fmt: skip
+        gains += np.maximum(alone[index], after[index])
+    depth = 0
+    for other in range(1, min(max_length, K) + 1):
+        if gains[other] - other * draft_price > gains[depth] - depth * draft_price:
+            depth = other
     num_following = 0
-    for index in range(len(rows)):
-        row, alone, after = rows[index], all_alone[index], all_after[index]
-        is_alone = alone[deepest] > after[deepest]
-        gained = alone if is_alone else after
-        more = 0
-        while more < deepest and gained[more + 1] > gained[more]:
-            more += 1
-        kept[index], own[index] = 0 if is_alone else min(lengths[index], max_length), more
+    for index in range(num_reqs):
+        row, is_alone = rows[index], alone[index, depth] > after[index, depth]
+        gained = alone[index] if is_alone else after[index]
+        while more[index] < depth and gained[more[index] + 1] > gained[more[index]]:
+            more[index] += 1
+        keep[index] = 0 if is_alone else min(lengths[index], max_length)
         # A draft that was accepted whole is followed by one twice as long, whatever the record says: text changes.
-        if kept[index] + more == 0:
-            if price < GOOD_ACCEPTANCE:
-                kept[index] = min(2 * int(whole[row, found[1][index, 0]]), found[0][index])
-            num_following += kept[index] == 0 and whole[row, stage] > 0 and max_own[index] > 0
-    if num_following * (GOOD_ACCEPTANCE - price) > draft_price:
-        for index in range(len(rows)):
-            if kept[index] + own[index] == 0:
-                own[index] = min(2 * int(whole[rows[index], stage]), max_own[index])
+        if keep[index] + more[index] == 0:
+            if prices[0] < GOOD_ACCEPTANCE:
+                keep[index] = min(2 * int(whole[row, drafts.stage[index, 0]]), drafts.num_draft[index])
+            num_following += keep[index] == 0 and whole[row, stage] > 0 and max_more[index] > 0
+    if num_following * (GOOD_ACCEPTANCE - prices[0]) > draft_price:
+        for index in range(num_reqs):
+            if keep[index] + more[index] == 0:
+                more[index] = min(2 * int(whole[rows[index], stage]), max_more[index])
+    return keep, more

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vllm_specplugins.counters import Counters, Forced, StageCounters
+from vllm_specplugins.counters import Counters, Forced, Histogram, RequestRates, StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer
 from vllm_specplugins.isolation.exchange import checked_draft, draft_of_rows, for_proposer
 from vllm_specplugins.isolation.guard import Guard
@@ -18,29 +18,6 @@ logger = logging.getLogger("vllm.specplugins")
 
 LOG_EVERY_S = 10.0  # as vLLM logs its own statistics, while there is something to say
 T = TypeVar("T")
-
-
-class Acceptance:
-    """Draft tokens verified and accepted of single requests, from their first step to their last."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, tuple[int, int]] = {}
-        self._over: set[str] = set()  # since the last feedback, which may come a step late and name them once more
-
-    def add(self, feedback: Feedback) -> None:
-        """Counts one step's verification."""
-        over, self._over = self._over, set()
-        fates = zip(feedback.request_ids, feedback.num_draft.tolist(), feedback.num_accepted.tolist(), strict=True)
-        for request_id, num_draft, num_accepted in fates:
-            if num_draft and request_id not in over:
-                verified, accepted = self._counts.get(request_id, (0, 0))
-                self._counts[request_id] = (verified + num_draft, accepted + num_accepted)
-
-    def take(self, request_ids: Sequence[str]) -> list[float]:
-        """Acceptance rates of requests that are over; of those that never had a draft there is none."""
-        self._over.update(request_ids)
-        counts = [self._counts.pop(request_id, None) for request_id in request_ids]
-        return [count[1] / count[0] for count in counts if count is not None]
 
 
 class FaultBarrier:
@@ -64,7 +41,7 @@ class FaultBarrier:
         ends_process: bool = False,
     ):
         self.counters = Counters()
-        self.acceptance: Any = Acceptance()
+        self.rates: Any = RequestRates()
         self.emitted: tuple[int, dict[int, int]] | None = None  # counted by the scheduler; see engine/emitted.py
         self.tally: Any = None  # counts on the device; see engine/v2/feedback/tally.py
         self.budget: Any = None  # trims drafts on the device; see engine/adaptive/budget.py
@@ -102,7 +79,7 @@ class FaultBarrier:
             draft = self._propose(batch, feedback)
             num_asked = int(np.count_nonzero(batch.max_num_draft))
             if self.forced is None:
-                self.counters.add_drafts(num_asked, draft.num_draft)
+                self.counters.add_drafts(num_asked, Histogram(draft.num_draft.tolist()))
             else:  # verification knows the length of the draft
                 self.counters.whole.asked += num_asked
             return draft
@@ -139,7 +116,7 @@ class FaultBarrier:
         if self.forced is not None:
             self.counters.add_forced(feedback, self.forced, self._of_grammar)
             self._of_grammar.asked += num_asked
-        self.acceptance.add(feedback)
+        self.rates.add(feedback)
 
     @cached_property
     def _of_grammar(self) -> StageCounters:

@@ -59,7 +59,7 @@ class Reporter:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Notes how well requests that finished were guessed."""
-        for rate in self._barrier.acceptance.take(request_ids):
+        for rate in self._barrier.rates.take(request_ids):
             self._observe("request_acceptance_rate", rate)
 
     def drop(self) -> None:

@@ -92,7 +92,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
     wrap(runner, "sample_tokens", partial(_sample_tokens, runner, speculator))
     runner.draft_tokens_handler = speculator.report
     if isinstance(speculator, DeviceSpeculator):
-        barrier.acceptance, barrier.late = speculator.tally, speculator.lookups.late
+        barrier.rates, barrier.late = speculator.tally, speculator.lookups.late
         if barrier.late is not None:
             held: Any = barrier.proposer
             barrier.late.guard = held.guard_of(LOOKUP) if isinstance(held, Stages) else barrier.guard

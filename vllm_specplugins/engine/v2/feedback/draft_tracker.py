@@ -17,8 +17,8 @@ from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengt
 from vllm_specplugins.engine.v2.feedback.tally import Tally
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.kernels import acceptance
-from vllm_specplugins.kernels.acceptance.state import clear, new_state
-from vllm_specplugins.kernels.acceptance.worth import Other, Worth, survivals, worth
+from vllm_specplugins.kernels.acceptance import Other, Worth, survivals, worth
+from vllm_specplugins.kernels.acceptance.reference import clear, new_state
 from vllm_specplugins.kernels.steps import Rows, Staged
 from vllm_specplugins.structures.arrays import DraftArrays
 

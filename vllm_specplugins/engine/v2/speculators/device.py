@@ -31,7 +31,7 @@ from vllm_specplugins.engine.v2.speculators.built_in import DeviceOffer
 from vllm_specplugins.engine.v2.speculators.lookups import Lookups
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.gate.step_times import lengths_up_to
-from vllm_specplugins.kernels.acceptance.worth import Other
+from vllm_specplugins.kernels.acceptance import Other
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.structures.arrays import DraftArrays, of_stage
 

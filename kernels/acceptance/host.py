@@ -1,0 +1,100 @@
+"""The acceptance model in loops that Numba compiles, over a State of NumPy arrays: the numbers of reference.py.
+
+These loops visit each token of a step, so they count the stages' tokens as well, as kernels/steps does on the device.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from ..compiled import compiled, inlined
+from ..steps import ACCEPTED, DRAFTS, KEPT, VERIFIED
+from . import BIN_ENDS, DECAY, MAX_STEP_TOKENS, SHARED_DECAY, Drafts, State
+from . import HOST_PRIOR_WEIGHT as PRIOR_WEIGHT
+
+Ints, Reals = types.int64[::1], types.float64[:, ::1]
+_counts, _table = types.float64[:, :, ::1], types.int64[:, ::1]
+StateType = types.NamedTuple((_counts, _counts, Reals, Reals, types.int32[::1], types.int32[:, ::1], Reals), State)
+DraftsType = types.NamedTuple((Ints, _table, Reals), Drafts)
+
+
+@inlined
+def bin_of(confidence: float) -> int:
+    number = 0
+    for end in BIN_ENDS:
+        number += int(confidence > end if confidence >= 1 else (1 - confidence) * end**2 < 1)
+    return number
+
+
+@inlined
+def accept_prob(state: Any, row: int, stage: int, confidence: float) -> float:
+    """The acceptance probability of one token."""
+    number = bin_of(confidence)
+    prior = state.shared_accepted[stage, number] / state.shared_tried[stage, number]
+    accepted = state.accepted[row, stage, number] + PRIOR_WEIGHT * prior
+    return float(accepted / (state.tried[row, stage, number] + PRIOR_WEIGHT))
+
+
+@compiled(types.void(StateType, Ints, DraftsType, types.int64[:, :, ::1], _table))
+def keep(
+    state: Any,
+    rows: Any,  # [R]
+    drafts: Any,
+    by_place: Any,  # [M, KINDS, K], counts
+    by_stage: Any,  # [M, SUMS], counts
+) -> None:
+    """Keeps the newest drafts for `learn`, and counts them."""
+    for index in range(len(rows)):
+        row, num_draft = rows[index], drafts.num_draft[index]
+        state.num_sent[row] = num_draft
+        for place in range(num_draft):
+            stage = drafts.stage[index, place]
+            state.sent_stage[row, place], state.sent_confidence[row, place] = stage, drafts.confidence[index, place]
+            by_place[stage, KEPT, place] += 1
+            is_first = True
+            for before in range(place):
+                is_first &= drafts.stage[index, before] != stage
+            by_stage[stage, DRAFTS] += is_first
+
+
+@compiled(types.void(StateType, Ints, Ints, Ints, Reals, types.int64[:, :, ::1]))
+def learn(
+    state: Any,
+    rows: Any,  # [R]
+    num_verified: Any,  # [R]
+    num_accepted: Any,  # [R]
+    whole: Any,  # [S, M], the length of a stage's part of the newest draft if all of it was accepted, else 0; written
+    by_place: Any,  # [M, KINDS, K], counts
+) -> None:
+    """Counts the outcome of the newest drafts, which are then forgotten."""
+    shape = state.shared_tried.shape
+    tried, accepted, all_tried, all_accepted = np.zeros((4, *shape))
+    for index in range(len(rows)):
+        row, num_right = rows[index], num_accepted[index]
+        length = min(state.num_sent[row], num_verified[index])
+        state.num_sent[row] = start = 0
+        tried[:] = accepted[:] = 0.0
+        for place in range(length):
+            stage, end = state.sent_stage[row, place], place + 1
+            by_place[stage, VERIFIED, place] += 1
+            by_place[stage, ACCEPTED, place] += place < num_right
+            if place <= num_right:
+                number = bin_of(state.sent_confidence[row, place])
+                tried[stage, number] += 1.0
+                accepted[stage, number] += place < num_right
+            if end == length or state.sent_stage[row, end] != stage:
+                if num_right >= start:
+                    whole[row, stage] = end - start if num_right >= end else 0
+                start = end
+        all_tried += tried
+        all_accepted += accepted
+        for cell in np.ndindex(shape):
+            if tried[cell] > 0:
+                state.tried[row][cell] = DECAY * state.tried[row][cell] + tried[cell]
+                state.accepted[row][cell] = DECAY * state.accepted[row][cell] + accepted[cell]
+    for cell in np.ndindex(shape):
+        if all_tried[cell] > 0:
+            share = min(1.0, MAX_STEP_TOKENS / all_tried[cell])
+            state.shared_tried[cell] = SHARED_DECAY * state.shared_tried[cell] + share * all_tried[cell]
+            state.shared_accepted[cell] = SHARED_DECAY * state.shared_accepted[cell] + share * all_accepted[cell]
