@@ -88,7 +88,7 @@ METHODS: Mapping[str, Method] = {
         runs_target=True,
         on_device=True,
         cuts_layers=True,
-        enters_states=lambda own: own.look_ahead is not None,
+        enters_states=lambda own: own.one_pass,
     ),
     "jump": Method(
         JumpConfig,

@@ -105,7 +105,7 @@ def target_of(base: BaseModel, prompt: list[int], output: list[int], temperature
 
 
 def chains(proposer: Any, target: Target, output: list[int]) -> dict[str, Accepted]:
-    token_ids, _ = proposer.draft_from(target, min(max(CHAINS), proposer.max_num_draft))
+    token_ids = proposer.draft_steps(target, min(max(CHAINS), proposer.max_num_draft)).token_ids
     found = [leading(row, output[place:]) for place, row in enumerate(token_ids.tolist())]
     return {f"chain {length}": [min(length, own) for own in found] for length in CHAINS}
 

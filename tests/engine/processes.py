@@ -75,7 +75,7 @@ def fail_on_rank_1(worker: Any) -> None:
         raise RuntimeError("planted")
 
     if worker.rank == 1:
-        for name in ("propose", "next_tokens", "draft_from"):
+        for name in ("propose", "next_tokens", "draft_steps", "continue_steps"):
             setattr(worker._barrier.proposer._stages[1].proposer, name, fail)
 
 

@@ -105,8 +105,8 @@ class OnDevice:
         if num_steps == 0:
             none = found.num_draft * 0
             return found, None, Parts(found.num_draft, none - 1, none)
-        followed = {"followed": found.token_ids, "num_followed": found.num_draft} if self.continues else {}
-        steps = self.stage.draft_steps(target, num_steps, self.sees, self.rates, **followed)
+        followed = (found.token_ids, found.num_draft) if self.continues else None
+        steps = self.stage.draft_steps(target, num_steps, self.sees, self.rates, followed)
         sure = None if steps.largest_probs is None else steps.largest_probs.clamp(max=LARGEST_PROB)
         rule = COMPARED if self.policy == "verify" else AFTER if self.continues else INSTEAD
         adds = self.rates and self.stage.is_one_hot  # a drawn token must not say how likely it is to be verified

@@ -24,6 +24,7 @@ from vllm_specplugins.config.fields import (
 from vllm_specplugins.config.learn import LEARN
 
 MAX_NGRAM, MAX_STAGES, MAX_TREE = 16, 8, 31
+NOT_WITH_TREE = ("look_ahead",)  # fields that do not go with `tree`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,11 @@ class EarlyExitConfig:
     learn: Any = field(default=None, metadata=LEARN)
     look_ahead: str | None = optional_path()
     tree: int | None = optional_integer(1, MAX_TREE)
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether one pass, which is fed states in place of tokens, drafts all tokens."""
+        return self.look_ahead is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

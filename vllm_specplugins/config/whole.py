@@ -2,10 +2,17 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from itertools import product
 from typing import Any, Self, TypeVar
 
 from vllm_specplugins.config.fields import ConfigError, brief, check_fields, check_names, choice, integer, is_integer
-from vllm_specplugins.config.proposers import BuiltInConfig, CascadeConfig, EarlyExitConfig, StageConfig
+from vllm_specplugins.config.proposers import (
+    NOT_WITH_TREE,
+    BuiltInConfig,
+    CascadeConfig,
+    EarlyExitConfig,
+    StageConfig,
+)
 
 MAX_NUM_SPECULATIVE_TOKENS = 64
 # K where the configuration has none: what is copied costs nothing to draft, and is right all along or not at all.
@@ -187,8 +194,9 @@ def with_tree(config: SpecConfig) -> SpecConfig:
             f"{method}: draft_sample_method must be 'coupled' or 'greedy' with tree, whose tokens are certain, not "
             "'probabilistic'."
         )
-    if any(getattr(part.method_config, "look_ahead", None) for part in config.parts):
-        raise ConfigError(f"{method}: look_ahead must be left out with tree, which was never tried with it.")
+    for part, name in product(config.parts, NOT_WITH_TREE):
+        if getattr(part.method_config, name, None):
+            raise ConfigError(f"{method}: {name} must be left out with tree, which was never tried with it.")
     if stages := config.stages:
         fits = methods_of(config) in [["prompt_lookup", own] for own in ("early_exit", "jump", "medusa")]
         if not fits or stages[1].num_speculative_tokens is not None or rule(config) == "verify":

@@ -1,11 +1,14 @@
-"""What model proposers share, and how they turn logits into draft tokens, by `draft_sample_method`.
+"""What model proposers share: they draft with a part of the target, and draw tokens by `draft_sample_method`.
 
 "greedy" takes the likeliest token. The others draw under the request's temperature, top-k, top-p and min-p
-(kernels/rejection/drafts.py): "coupled" with the noise of verification, so that q is one-hot, or as "greedy" where that
-is not known; "probabilistic" with noise of its own, from logits that are q. N: rows, num_reqs of them times T.
+(kernels/rejection/drafts.py). "coupled" draws with the noise of verification, so that q is one-hot; where that noise is
+unknown it is greedy. "probabilistic" draws with separate noise, from logits that are q. Nothing here waits for the
+device or branches on what it holds, so an adapter may record a draft in a CUDA graph.
+
+R: requests, N: rows, as many of each request, H: hidden size, V: vocabulary, K: num_speculative_tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,118 +24,72 @@ from vllm_specplugins.proposers.tree import Tree, grow
 from vllm_specplugins.structures.arrays import FIRST_CONFIDENCE, NO_COUNTS, Floats, Ints, columns
 from vllm_specplugins.target import Target
 
-Sees = Callable[[int, torch.Tensor], None]  # who is shown the logits of a step
+OnLogits = Callable[[int, torch.Tensor], None]  # gets each step's logits [R, V]
 LARGEST_PROB = 1 - 16.0**-2  # a head is trusted no further: its acceptance probability is learned as of a match of 16
 
 
 class Chosen(NamedTuple):
-    """Tokens [N]; if they are drawn with noise of their own, the logits [N, V] that they are drawn from; if it was
-    asked for, the largest probability [N] of what they were chosen from, before anything was cut."""
-
-    token_ids: torch.Tensor
-    q_logits: torch.Tensor | None = None
-    largest_probs: torch.Tensor | None = None
-
-
-class DraftSampler:
-    """Waits for nothing and branches on nothing that is on the device."""
-
-    def __init__(self, method: str):
-        self.is_greedy, self.is_one_hot = method == "greedy", method != "probabilistic"
-        self.is_coupled = method == "coupled"
-
-    def choose(
-        self,
-        target: Target,
-        logits: torch.Tensor,  # [N, V]
-        positions: torch.Tensor,  # [N] int64, of what is chosen
-        drafts: torch.Tensor | None = None,  # [N, T] what was drafted before; None: nobody edits the logits
-        counts: torch.Tensor | None = None,  # [N] how many of those; None: T
-        rates: bool = False,
-    ) -> Chosen:
-        """Tokens, one of each row; with their largest probabilities if `rates`."""
-        if target.edit is not None and drafts is not None:
-            logits = target.edit(logits, drafts, positions, counts).to(logits.dtype)
-        sampling, num_reqs = target.sampling, len(target.num_tokens)
-        own, is_greedy = sampling.verified, self.is_greedy or (self.is_coupled and sampling.verified is None)
-        if is_greedy and not rates:
-            return Chosen(logits.argmax(dim=-1))
-        rows = torch.arange(num_reqs, device=logits.device).repeat_interleave(len(logits) // num_reqs)
-        if is_greedy or own is None:
-            own = Sampling(sampling.temperature, sampling.seeds)
-        if self.is_one_hot:
-            if not rates:
-                return Chosen(coupled_sample(logits, positions, own.at(rows)))
-            token_ids, largest_probs = rated_sample(logits, positions, own.at(rows), is_greedy)
-            return Chosen(token_ids, None, largest_probs)
-        own = replace(own, seeds=sampling.seeds).at(rows)
-        token_ids, q_logits = sample_with_q(logits, positions, own)
-        return Chosen(token_ids, q_logits, largest_probs_of(logits, own.temperature) if rates else None)
-
-
-@dataclass(slots=True)
-class Steps:
-    """What a model proposer drafts token by token.
+    """The next token of each row.
 
     Args:
-        token_ids: [num_reqs, num_steps] int32.
-        logits: [num_reqs, num_steps, vocab_size], if the tokens are drawn with noise of their own.
-        largest_probs: [num_reqs, num_steps] float32, if they were asked for; see Chosen.
+        token_ids: [N] int.
+        logits: [N, V] of q, if the tokens are "probabilistic".
+        largest_probs: [N] float32, the largest probability before anything is cut, if it was asked for.
     """
 
     token_ids: torch.Tensor
     logits: torch.Tensor | None = None
     largest_probs: torch.Tensor | None = None
 
+
+@dataclass(slots=True)
+class Steps:
+    """The chosen tokens of all steps: [R, num_steps] int32, logits [R, num_steps, V] and [R, num_steps] float32."""
+
+    token_ids: torch.Tensor
+    logits: torch.Tensor | None = None
+    largest_probs: torch.Tensor | None = None
+
     @classmethod
-    def of(cls, last: torch.Tensor, num_steps: int) -> "Steps":
-        """Nothing yet, of so many requests."""
+    def of(cls, target: Target, num_steps: int) -> "Steps":
+        """Room for so many tokens of each request."""
+        last = target.last_token_ids
         return cls(last.new_empty(len(last), num_steps, dtype=torch.int32))
 
-    def put(
-        self,
-        step: int,
-        chosen: torch.Tensor,
-        q_logits: torch.Tensor | None = None,
-        largest_probs: torch.Tensor | None = None,
-    ) -> None:
-        """One token of each request, [num_reqs], and maybe what it was drawn from, and the largest probability."""
-        self.token_ids[:, step] = chosen
-        if largest_probs is not None:
-            if self.largest_probs is None:
-                self.largest_probs = largest_probs.new_empty(self.token_ids.shape)
-            self.largest_probs[:, step] = largest_probs
-        if q_logits is not None:
-            if self.logits is None:
-                self.logits = q_logits.new_empty(*self.token_ids.shape, q_logits.shape[-1])
-            self.logits[:, step] = q_logits
+    def put(self, step: int, chosen: Chosen) -> None:
+        self.token_ids[:, step] = chosen.token_ids
+        self.logits = self._with(self.logits, step, chosen.logits)
+        self.largest_probs = self._with(self.largest_probs, step, chosen.largest_probs)
+
+    def _with(self, steps: torch.Tensor | None, step: int, values: torch.Tensor | None) -> torch.Tensor | None:
+        if values is None:
+            return steps
+        if steps is None:
+            steps = values.new_empty(*self.token_ids.shape, *values.shape[1:])
+        steps[:, step] = values
+        return steps
 
 
 class ModelProposer(Proposer):
-    """Drafts with a part of the target, and keeps nothing of a request. `propose` waits for nothing and branches on
-    nothing that is on the device, so an adapter may record it in a CUDA graph.
+    """Drafts with a part of the target and keeps no state of a request.
 
     Args:
         config: has `draft_sample_method`.
     """
 
-    continues_drafts = (
-        False  # whether it can be fed tokens; else it only begins drafts: it needs the target's last state
-    )
+    continues_drafts = False  # whether it can be fed tokens; otherwise it needs the target's last state
 
     def __init__(self, config: Any, context: ProposerContext):
         self.max_num_draft = context.max_num_draft
-        self._sampler = DraftSampler(config.draft_sample_method)
+        method = config.draft_sample_method
+        self.is_greedy, self.is_coupled = method == "greedy", method == "coupled"
+        self.is_one_hot = method != "probabilistic"
         self.set_max_model_len(context.max_model_len)
+        self.head: Any = None  # a trained one; None: the target's
         self.learner: Learner | None = None
 
-    @property
-    def is_one_hot(self) -> bool:
-        """Whether its tokens are certain, and not drawn with noise of their own."""
-        return self._sampler.is_one_hot
-
     def set_max_model_len(self, max_model_len: int) -> None:
-        """No request is longer than this: what would be drafted after its end is fed at its last position."""
+        """Tokens that would stand past the longest request's end are fed at its last position."""
         self.max_position = max_model_len - 1
 
     def close(self) -> None:
@@ -142,18 +99,19 @@ class ModelProposer(Proposer):
 
     def propose(self, batch: DraftBatch) -> Draft:
         """K tokens; a request near the end of its context gets fewer."""
-        token_ids, logits = self.draft_from(batch.target, int(batch.max_num_draft.max(initial=0)))
-        return Draft(token_ids, batch.max_num_draft, logits=logits)
+        assert batch.target is not None
+        steps = self.draft_steps(batch.target, int(batch.max_num_draft.max(initial=0)))
+        return Draft(steps.token_ids, batch.max_num_draft, logits=steps.logits)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
-        """All that a step can make it run."""
+        """Runs everything that a step can run."""
         return self.propose(batch)
 
     def continue_drafts(
         self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
     ) -> tuple[Int32Array, Ints, Floats, Ints | None, torch.Tensor | None]:
-        """As of a lookup, token by token: also the row [num_reqs, K] of the logits that each token was drawn from, and
-        these logits [N, vocab_size]; None where all are certain."""
+        """As of a lookup, token by token: also the row [R, K] of the logits that each token was drawn from, and these
+        logits [N, V]; None where all are certain."""
         if not self.continues_drafts and len(num_begun):
             max_draft, num_begun = np.where(num_begun == 0, max_draft, 0), NO_COUNTS
         num_steps, num_reqs = max(max_draft.tolist(), default=0), len(max_draft)
@@ -162,37 +120,119 @@ class ModelProposer(Proposer):
         if num_steps == 0:
             return token_ids, max_draft, confidence, None, None
         assert batch.target is not None
-        begun: tuple[torch.Tensor, ...] = ()
         # Rows that want nothing start at their newest token: after it no slot is read that was not written.
         lengths = num_begun * (max_draft > 0) if len(num_begun) else NO_COUNTS
         if longest := max(lengths.tolist(), default=0):
-            fed, device = np.ascontiguousarray(prefix[:, :longest]), batch.target.num_tokens.device
-            begun = torch.from_numpy(fed).to(device), torch.from_numpy(lengths).to(device)
-        chosen, logits = self.draft_from(batch.target, num_steps, *begun)
-        token_ids[:, :num_steps] = chosen.cpu().numpy()
+            begun, device = np.ascontiguousarray(prefix[:, :longest]), batch.target.num_tokens.device
+            given = torch.from_numpy(begun).to(device), torch.from_numpy(lengths).to(device)
+            steps = self.continue_steps(batch.target, num_steps, *given)
+        else:
+            steps = self.draft_steps(batch.target, num_steps)
+        token_ids[:, :num_steps], logits = steps.token_ids.cpu().numpy(), steps.logits
         if logits is not None:
             q = np.arange(0, num_reqs * num_steps, num_steps)[:, None] + columns(token_ids)
             logits = logits.flatten(0, 1)
         return token_ids, max_draft, confidence, q, logits
 
-    def draft_from(self, target: Any, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[num_reqs, num_steps] int32 after each request's newest token; and, if they are drawn with their own noise,
-        their logits, with the vocabulary last."""
-        steps = self.draft_steps(target, num_steps)
-        return steps.token_ids, steps.logits
+    def draft_steps(
+        self,
+        target: Target,
+        num_steps: int,
+        on_logits: OnLogits | None = None,
+        rates: bool = False,
+        followed: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Steps:
+        """Drafts token by token after each request's newest one.
 
-    def draft_steps(self, target: Any, num_steps: int, sees: Sees | None = None, rates: bool = False) -> Steps:
-        """The same; `sees` is shown each step's logits [num_reqs, vocab_size], edited; `rates` asks for the largest
-        probabilities."""
+        Args:
+            rates: whether to compute each step's largest probabilities.
+            followed: [R, >= num_steps] int tokens that are fed in place of the chosen ones, and [R] int, how many.
+        """
+        tokens, positions, states = target.last_token_ids, target.num_tokens - 1, target.last_hidden_states
+        steps, of_one_pass = Steps.of(target, num_steps), self.one_pass(target, num_steps) if num_steps else None
+        fed = steps.token_ids if followed is None else torch.empty_like(steps.token_ids)
+        for step in range(num_steps):
+            before = positions + 1, fed[:, :step], None, rates
+            if of_one_pass is None:
+                states = self.run_layers(target, step, tokens, positions, states)
+                chosen, logits = self.choose(target, states, *before, needs_logits=on_logits is not None)
+            else:
+                logits = of_one_pass[step]
+                chosen = self.sample(target, logits, *before)
+            steps.put(step, chosen)
+            if on_logits is not None and logits is not None:
+                on_logits(step, logits)
+            tokens = chosen.token_ids
+            if followed is not None:
+                tokens = fed[:, step] = torch.where(followed[1] > step, followed[0][:, step], tokens)
+            positions = (positions + 1).clamp_(max=self.max_position)
+        return steps
+
+    def continue_steps(self, target: Target, num_steps: int, begun: torch.Tensor, num_begun: torch.Tensor) -> Steps:
+        """Drafts after the first `num_begun` [R] int64 tokens of `begun` [R, T]; see `continues_drafts`."""
         raise NotImplementedError
 
+    def one_pass(self, target: Target, num_steps: int) -> Sequence[torch.Tensor] | None:
+        """Each step's logits [R, V], where one pass computes all of them; None: `run_layers` runs for each step."""
+        return None
+
+    def run_layers(
+        self, target: Target, step: int, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor:
+        """States [R, H] for the head, of tokens [R] at these positions; `states` are those of the tokens before."""
+        raise NotImplementedError
+
+    def choose(
+        self,
+        target: Target,
+        states: torch.Tensor,  # [N, H]
+        positions: torch.Tensor,  # as of `sample`, with all that follows
+        drafts: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        rates: bool = False,
+        needs_logits: bool = False,
+    ) -> tuple[Chosen, torch.Tensor | None]:
+        """The tokens after these states, and all logits [N, V] unless the target can do without them."""
+        if self.head is None and self.is_greedy and target.edit is None and not (rates or needs_logits):
+            return Chosen(target.forward.argmax(states)), None
+        logits = (target.forward if self.head is None else self.head).logits(states)
+        return self.sample(target, logits, positions, drafts, counts, rates), logits
+
+    def sample(
+        self,
+        target: Target,
+        logits: torch.Tensor,  # [N, V]
+        positions: torch.Tensor,  # [N] int64, of the chosen tokens
+        drafts: torch.Tensor,  # [N, T] draft tokens before them, which edits of the logits count
+        counts: torch.Tensor | None = None,  # [N] how many of those; None: T
+        rates: bool = False,
+    ) -> Chosen:
+        if target.edit is not None:
+            logits = target.edit(logits, drafts, positions, counts).to(logits.dtype)
+        sampling, num_reqs = target.sampling, len(target.num_tokens)
+        verified = sampling.verified
+        is_greedy = self.is_greedy or (self.is_coupled and verified is None)
+        if is_greedy and not rates:
+            return Chosen(logits.argmax(dim=-1))
+        rows = torch.arange(num_reqs, device=logits.device).repeat_interleave(len(logits) // num_reqs)
+        if is_greedy or verified is None:
+            verified = Sampling(sampling.temperature, sampling.seeds)
+        if not self.is_one_hot:
+            drawn = replace(verified, seeds=sampling.seeds).at(rows)
+            token_ids, q_logits = sample_with_q(logits, positions, drawn)
+            return Chosen(token_ids, q_logits, largest_probs_of(logits, drawn.temperature) if rates else None)
+        if not rates:
+            return Chosen(coupled_sample(logits, positions, verified.at(rows)))
+        token_ids, largest_probs = rated_sample(logits, positions, verified.at(rows), is_greedy)
+        return Chosen(token_ids, None, largest_probs)
+
     def draft_tree(self, target: Target, num_nodes: int, branches: torch.Tensor, other: Any = None) -> Tree:
-        """A tree of each request, or its chain; see tree.py. A request whose logits are edited must have its chain."""
-        length, seen = chain_length(num_nodes), []
-        steps = self.draft_steps(target, length, sees=lambda step, logits: seen.append(logits))
+        """A tree of each request, or its chain; see tree.py. A request with edited logits must have its chain."""
+        length, logits = chain_length(num_nodes), list[torch.Tensor]()
+        steps = self.draft_steps(target, length, on_logits=lambda step, row_logits: logits.append(row_logits))
         positions = target.num_tokens[:, None] + torch.arange(length, device=target.num_tokens.device)
-        sampling = target.sampling.verified if self._sampler.is_coupled else None
-        if sampling is None:  # nobody knows the noise: as if all were greedy
-            nobody = torch.zeros_like(target.num_tokens)
-            sampling = Sampling(nobody.float(), nobody)
-        return grow(steps.token_ids, torch.stack(seen, dim=1), positions, sampling, num_nodes, branches, other)
+        sampling = target.sampling.verified if self.is_coupled else None
+        if sampling is None:  # the noise is unknown: as if all requests were greedy
+            zeros = torch.zeros_like(target.num_tokens)
+            sampling = Sampling(zeros.float(), zeros)
+        return grow(steps.token_ids, torch.stack(logits, dim=1), positions, sampling, num_nodes, branches, other)

@@ -35,7 +35,7 @@ class Cut(NamedTuple):
 def _cuts(config: SpecConfig) -> set[Cut]:
     """The layers that a method drafts with."""
     exits = {
-        Cut(0, part.exit_layer, part.exit_head is None, part.look_ahead is not None)
+        Cut(0, part.exit_layer, part.exit_head is None, part.one_pass)
         for part in stage_configs(config, EarlyExitConfig)
     }
     jumps = [JumpHead.read_config(part.head) for part in stage_configs(config, JumpConfig)]

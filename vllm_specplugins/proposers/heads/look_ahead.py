@@ -1,20 +1,22 @@
-"""Look-ahead tokens: trained embeddings that stand for draft tokens not yet known, so that one pass drafts them all.
+"""Look-ahead tokens: trained embeddings stand for draft tokens that are not known yet, so one pass drafts all of them.
 
 Monea et al. 2023, "PaSS: Parallel Speculative Sampling". A folder with `config.json` and `look_ahead.safetensors`, made
-by `python -m vllm_specplugins train-look-ahead`. Knows nothing of vLLM. M: embeddings, H: hidden size.
+by `python -m vllm_specplugins train-look-ahead`. M: embeddings, H: hidden size.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch.nn import Embedding
 
 from vllm_specplugins.proposers.heads.trained import TrainedPart
+from vllm_specplugins.target import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAheadConfig:
-    """What embeddings were made for.
+    """What the embeddings were trained for.
 
     Args:
         exit_layer: how many layers they run through.
@@ -33,6 +35,17 @@ class LookAhead(TrainedPart):
 
     def make_layers(self) -> None:
         self.embeddings = Embedding(self.config.num_embeddings, self.config.hidden_size)
+
+    def states(self, target: Target, exit_layer: int, num_steps: int, max_position: int, normed: bool) -> torch.Tensor:
+        """States [num_reqs, num_steps, H] of each request's newest token and num_steps - 1 embeddings after it."""
+        newest = target.forward.embeddings(target.last_token_ids)[:, None]
+        ahead = self.embeddings.weight[: num_steps - 1].expand(len(newest), -1, -1)
+        positions = (target.num_tokens - 1)[:, None] + torch.arange(num_steps, device=newest.device)
+        positions.clamp_(max=max_position)
+        states: torch.Tensor = target.forward.hidden_states_of(
+            0, exit_layer, torch.cat((newest, ahead), dim=1), positions, normed=normed
+        )
+        return states
 
 
 def check_look_ahead(folder: str | Path, *, exit_layer: int, hidden_size: int, num_draft: int) -> None:

@@ -1,4 +1,4 @@
-"""`train-exit-head`, `train-jump` and `train-look-ahead`: a command for each kind of part, with the same core."""
+"""The commands that train parts: one for each kind, with the same core."""
 
 import argparse
 import json
@@ -20,15 +20,10 @@ from vllm_specplugins.tools.data import rows_of, token_rows
 from vllm_specplugins.tools.files import every_nth, make_folder, save_whole
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.training.core import STATE_FILE, Settings, train
-from vllm_specplugins.tools.training.kinds import ExitHeadSettings, JumpSettings, LookAheadSettings
+from vllm_specplugins.tools.training.kinds import KINDS
 from vllm_specplugins.tools.training.report import Trained, card, show_all
 from vllm_specplugins.tools.training.scores import own_texts, scores
 
-KINDS: dict[str, type[Settings]] = {
-    "train-exit-head": ExitHeadSettings,
-    "train-jump": JumpSettings,
-    "train-look-ahead": LookAheadSettings,
-}
 MAX_SCORED_ROWS = 64
 NUM_SCORED_TOKENS = 3  # K of the scores and of the printed configuration, where the part does not fix it
 BUILT_IN_FILES = 300  # of the standard library

@@ -153,3 +153,11 @@ def look_ahead_guesser(base: BaseModel, part: LookAhead, head: ExitHead | None =
             yield Guess((base if head is None else head).logits(run(own, step)[step:]), step)
 
     return guesses
+
+
+# By command.
+KINDS: dict[str, type[Settings]] = {
+    "train-exit-head": ExitHeadSettings,
+    "train-jump": JumpSettings,
+    "train-look-ahead": LookAheadSettings,
+}

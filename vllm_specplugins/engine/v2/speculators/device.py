@@ -86,7 +86,7 @@ class DeviceSpeculator(Speculator):
             return
         for depth in self._depths:
             kind = SpeculatorCudaGraphManager if depth else CudaGraphManager
-            length = depth if depth and any(part.look_ahead for part in exits) else 1  # of a request, in one pass
+            length = depth if depth and any(part.one_pass for part in exits) else 1  # of a request, in one pass
             mode = CUDAGraphMode.FULL_DECODE_ONLY
             self._graphs_of[depth] = kind(self.vllm_config, self.device, mode, decode_query_len=length)
 
