@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -113,11 +112,6 @@ def factored(folder: Path) -> None:
     )
 
 
-def piped(folder: Path) -> None:
-    (folder / CONFIG_FILE).unlink()
-    os.mkfifo(folder / CONFIG_FILE)
-
-
 # Of an exit head, or of a jump: what is done to the folder, and what the sentence says.
 REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no folder": ("exit_head", lambda folder: folder.rename(folder.parent / "away"), "not one without it"),
@@ -142,7 +136,6 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a layer before the first": ("exit_head", rewritten(exit_layer=-1), "a number from 0 on, not -1"),
     "true": ("exit_head", rewritten(exit_layer=True), "a number from 0 on, not True"),
     "no number": ("exit_head", rewritten(rms_norm_eps="small"), "a number above 0, at most 1, not 'small'"),
-    "a pipe": ("jump", piped, "a readable config.json"),
     "other depth": ("jump", rewritten(num_layers=7), "whose num_layers is 6, not 7"),
     "other inner size": ("jump", rewritten(inner_size=5), r"up.weight of shape \[5, 16\], not \[4, 16\]"),
     "backwards": ("jump", rewritten(early_layers=5), "whose late_layer is from early_layers to 6, not 4"),

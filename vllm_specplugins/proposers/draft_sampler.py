@@ -182,6 +182,11 @@ class ModelProposer(Proposer):
         """States [R, H] for the head, of tokens [R] at these positions; `states` are those of the tokens before."""
         raise NotImplementedError
 
+    def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V] of states [N, H]."""
+        logits: torch.Tensor = (target.forward if self.head is None else self.head).logits(states)
+        return logits
+
     def choose(
         self,
         target: Target,
@@ -195,7 +200,7 @@ class ModelProposer(Proposer):
         """The tokens after these states, and all logits [N, V] unless the target can do without them."""
         if self.head is None and self.is_greedy and target.edit is None and not (rates or needs_logits):
             return Chosen(target.forward.argmax(states)), None
-        logits = (target.forward if self.head is None else self.head).logits(states)
+        logits = self.logits(target, states)
         return self.sample(target, logits, positions, drafts, counts, rates), logits
 
     def sample(

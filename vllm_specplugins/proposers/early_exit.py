@@ -51,8 +51,7 @@ class EarlyExit(ModelProposer):
         if self._ahead is None:
             return None
         states = self._ahead.states(target, self.exit_layer, num_steps, self.max_position, self.head is None)
-        logits = (self.head or target.forward).logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])
-        return tuple(logits.unbind(1))
+        return tuple(self.logits(target, states.flatten(0, 1)).unflatten(0, states.shape[:2]).unbind(1))
 
     def continue_steps(self, target: Target, num_steps: int, begun: torch.Tensor, num_begun: torch.Tensor) -> Steps:
         """Feeds the begun tokens in one pass; at most K - num_steps of a request that wants num_steps more."""

@@ -1,4 +1,4 @@
-"""Which targets may be drafted for, and by what of ours; refused before the engine loads anything."""
+"""Refuses targets that a method cannot draft for, before the engine loads anything."""
 
 from vllm.config import ModelConfig, VllmConfig
 
@@ -15,23 +15,23 @@ def has_state(model: ModelConfig) -> bool:
 
 
 def check_states(vllm_config: VllmConfig, method: str) -> None:
-    """Raises ConfigError for a target whose state stays, on any device, as a rejected draft left it."""
-    left = {"mamba1", "linear_attention"} if vllm_config.use_v2_model_runner else {"mamba1"}
+    """Raises ConfigError for a target whose state vLLM does not wind back after a rejected draft, on any device."""
+    stays = {"mamba1", "linear_attention"} if vllm_config.use_v2_model_runner else {"mamba1"}
     model = vllm_config.model_config
-    if has_state(model) and (found := sorted(left & kinds_of_state(_module_of(model)))):
+    if has_state(model) and (kinds := sorted(stays & kinds_of_state(_module_of(model)))):
         raise ConfigError(
-            f"{method}: model must keep no state of kind {found[0]}, which vLLM does not wind back when a draft is "
+            f"{method}: model must keep no state of kind {kinds[0]}, which vLLM does not wind back when a draft is "
             f"rejected, as {model.architecture} does."
         )
 
 
 def _module_of(model: ModelConfig) -> str:
-    """Where the target's class stands; of a class of the user's own nothing is known."""
+    """The module of the target's class; "" for a class that is not vLLM's."""
     return str(getattr(model.registry.models.get(model.architecture), "module_name", ""))
 
 
 def check_learning(vllm_config: VllmConfig, config: SpecConfig) -> None:
-    """Raises ConfigError where nothing can be learned while serving."""
+    """Raises ConfigError where no part can learn while serving."""
     cases = {
         "with tree": bool(config.tree),
         f"where tensor_parallel_size is {vllm_config.parallel_config.tensor_parallel_size}": (
@@ -42,8 +42,8 @@ def check_learning(vllm_config: VllmConfig, config: SpecConfig) -> None:
             isinstance(part.method_config, EarlyExitConfig) and part.method_config.learn for part in config.stages
         ),
     }
-    for case, found in cases.items():
-        if found and learns(config):
+    for case, applies in cases.items():
+        if applies and learns(config):
             raise ConfigError(f"{config.method}: learn must be false {case}, not true.")
 
 
@@ -58,7 +58,7 @@ def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
     ):
         if size > 1:
             raise ConfigError(f"{method}: {name} must be 1, not {size}.")
-    if parallel.data_parallel_size > 1 and model.is_moe:  # engines of a dense model know nothing of each other
+    if parallel.data_parallel_size > 1 and model.is_moe:  # engines of a dense model are independent
         raise ConfigError(
             f"{method}: data_parallel_size must be 1 for a mixture of experts, whose engines run each layer together, "
             f"not {parallel.data_parallel_size}."
@@ -71,13 +71,13 @@ def check_target(vllm_config: VllmConfig, config: SpecConfig) -> None:
         "a multimodal model": model.is_multimodal_model or model.uses_mrope,
         "an encoder-decoder model": model.is_encoder_decoder,
     }
-    for kind, found in kinds.items():
-        if found:
+    for kind, applies in kinds.items():
+        if applies:
             raise ConfigError(f"{method}: model must be a text-only decoder with attention in every layer, not {kind}.")
     if any(row.cuts_layers for row, _ in rows) and not may_be_cut(_module_of(model)):
         raise uncuttable(method, model.architecture)
     sizes = model.get_total_num_hidden_layers(), model.get_hidden_size(), model.get_vocab_size()
-    for (row, own), part in zip(rows, config.parts, strict=True):
+    for (row, method_config), part in zip(rows, config.parts, strict=True):
         if row.check is not None:
             num_draft = getattr(part, "num_speculative_tokens", None) or config.length
-            import_object(row.check)(own, TargetSizes(*sizes, num_draft))
+            import_object(row.check)(method_config, TargetSizes(*sizes, num_draft))

@@ -1,8 +1,7 @@
-"""Cut bodies as compiled code, where vLLM compiles its models.
+"""Compiles cut bodies, where vLLM compiles its models.
 
-vLLM knows compiled code by the class and the configuration that it was compiled from, in memory as on disk, and drops
-the guards that would see another `end_layer`. So each cut body gets a class, a forward method and a tag of its own,
-as vLLM's drafters have.
+vLLM's caches, in memory and on disk, go by class and configuration, and it drops the guards that would see another
+`end_layer`. So each cut body gets a new class, forward method and tag, as vLLM's drafters have.
 """
 
 import logging
@@ -21,16 +20,14 @@ logger = logging.getLogger("vllm.specplugins")
 
 
 def compiles(body: nn.Module) -> bool:
-    """Whether vLLM compiles this body on its own."""
+    """Whether vLLM compiles this body."""
     return isinstance(body, TorchCompileWithNoGuardsWrapper) and not getattr(body, "do_not_compile", True)
 
 
 def compile_cut(cut: Any, tag: str, takes_states: bool = False) -> Callable[..., torch.Tensor]:
-    """Compiles a copy of the target's body, which takes tokens or states, and returns what to call in place of its
-    `forward`.
+    """Compiles a copy of the target's body and returns a function that replaces its `forward`.
 
-    To be called before anything is drafted: it takes as long as vLLM's own compilation does, for as many layers.
-    What fails costs the compiled code, not the engine.
+    This takes as long as vLLM's compilation of as many layers. After a failure the copy stays eager.
     """
     forward: Callable[..., torch.Tensor] = cut.forward
     try:
@@ -44,14 +41,14 @@ def compile_cut(cut: Any, tag: str, takes_states: bool = False) -> Callable[...,
 
 def _compile(cut: Any, tag: str, takes_states: bool) -> Callable[..., torch.Tensor]:
     body, forward = type(cut), cut.forward
-    cut.__class__ = type(f"{body.__name__}_{tag}", (body,), {"forward": _own(body.forward, tag)})
-    cut.aot_compiled_fn = None  # the copy's are the whole body's
+    cut.__class__ = type(f"{body.__name__}_{tag}", (body,), {"forward": _renamed(body.forward, tag)})
+    cut.aot_compiled_fn = None  # the copy has the whole body's
     cut.was_aot_compile_fn_loaded_from_disk = False
     cut._compile_tag = tag
     config = cut.vllm_config
-    most = config.scheduler_config.max_num_batched_tokens
-    # As many tokens as all drafts of a step can have; one alone would compile code for one.
-    rows = min(max(2, config.scheduler_config.max_num_seqs * (config.num_speculative_tokens + 1)), most)
+    max_rows = config.scheduler_config.max_num_batched_tokens
+    # All draft tokens that a step can have; a single one would compile code for one.
+    rows = min(max(2, config.scheduler_config.max_num_seqs * (config.num_speculative_tokens + 1)), max_rows)
     device = next(cut.parameters()).device
     token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
     with set_model_tag(tag), set_current_vllm_config(config):
@@ -61,7 +58,7 @@ def _compile(cut: Any, tag: str, takes_states: bool) -> Callable[..., torch.Tens
             cut(None if takes_states else token_ids, token_ids.long(), None, **states)
 
     def run(token_ids: Any, positions: torch.Tensor, intermediate_tensors: None, **states: Any) -> torch.Tensor:
-        if len(positions) > most:  # what vLLM compiles ends there
+        if len(positions) > max_rows:  # vLLM compiles for no more
             return forward(token_ids, positions, intermediate_tensors, **states)
         if not takes_states:
             return cut(token_ids.int(), positions, intermediate_tensors)
@@ -70,11 +67,11 @@ def _compile(cut: Any, tag: str, takes_states: bool) -> Callable[..., torch.Tens
     return run
 
 
-def _own(forward: Any, tag: str) -> FunctionType:
-    """The same function under another name, with a code object of its own: caches go by either."""
+def _renamed(forward: Any, tag: str) -> FunctionType:
+    """The function under another name and with another code object: caches go by either."""
     name = f"{forward.__name__}_{tag}"
     code = forward.__code__.replace(co_name=name)
-    own = FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
-    own.__kwdefaults__, own.__annotations__ = forward.__kwdefaults__, forward.__annotations__
-    own.__qualname__, own.__module__ = f"{forward.__qualname__}_{tag}", forward.__module__
-    return own
+    copied = FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
+    copied.__kwdefaults__, copied.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+    copied.__qualname__, copied.__module__ = f"{forward.__qualname__}_{tag}", forward.__module__
+    return copied

@@ -1,17 +1,17 @@
-"""The target's layers and its head as both runners have them: cut, and on its paged KV cache, with the LoRA adapters of
-the rows that they run."""
+"""The target's layers and head for both runners: cut, on its paged KV cache, with the LoRA adapters of their rows."""
 
 import copy
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from vllm_specplugins.config import ConfigError, EarlyExitConfig, JumpConfig, SpecConfig, stage_configs
+from vllm_specplugins.config import EarlyExitConfig, JumpConfig, SpecConfig, stage_configs
 from vllm_specplugins.engine.excepthook import sentence_instead_of_traceback
 from vllm_specplugins.engine.target.compiled import compile_cut, compiles
 from vllm_specplugins.engine.target.model_source import PARTS, takes_no_states, uncuttable
@@ -24,7 +24,7 @@ _CLAIMS = ("supports_draft_decode_metadata_update", "update_draft_decode_metadat
 
 
 class Cut(NamedTuple):
-    """Layers [first_layer, end_layer), the final norm after them if `normed`, fed with tokens or with states."""
+    """Layers [first_layer, end_layer) and, if `normed`, the final norm; they are fed tokens or states."""
 
     first_layer: int
     end_layer: int
@@ -45,11 +45,10 @@ def _cuts(config: SpecConfig) -> set[Cut]:
 
 
 class FirstLayers:
-    """Runs a decoder's own forward with another `start_layer` or `end_layer`: its embedding scale, norms and residuals
-    are its own.
+    """Runs the forward of a decoder body with another `start_layer` or `end_layer`.
 
-    vLLM's decoder bodies loop over `layers[start_layer:end_layer]`. A shallow copy of the body shares every weight
-    and the attention layers with their KV pages.
+    vLLM's bodies loop over `layers[start_layer:end_layer]`. A shallow copy shares every weight, and the attention
+    layers with their KV pages; embedding scale, norms and residuals stay the model's.
     """
 
     def __init__(self, target: nn.Module, config: SpecConfig):
@@ -57,10 +56,15 @@ class FirstLayers:
         self._body: Any = getattr(target, "model", None)
         self._run: dict[Cut, Callable[..., torch.Tensor]] = {}
         model = type(target).__name__
+        refusal = None
         if any(row.cuts_layers for row, _ in drafters(config)) and not all(hasattr(self._body, name) for name in PARTS):
-            _refuse(uncuttable(config.method, model))
-        if enters_states(config) and not self._takes_states():
-            _refuse(takes_no_states(config.method, model))
+            refusal = uncuttable(config.method, model)
+        elif enters_states(config) and not self._takes_states():
+            refusal = takes_no_states(config.method, model)
+        if refusal is not None:
+            logger.error("%s", refusal)  # vLLM wraps what an engine's process raises in tracebacks
+            with sentence_instead_of_traceback():
+                raise refusal
 
     def __call__(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
@@ -69,16 +73,16 @@ class FirstLayers:
         return self._cut(Cut(0, end_layer, normed))(token_ids, positions, None)
 
     def embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """What stands in front of the first layer: [num_tokens, hidden_size] of token ids [num_tokens]."""
+        """States [num_tokens, hidden_size] before the first layer, of token ids [num_tokens]."""
         embeddings: torch.Tensor = self._body.embed_input_ids(token_ids)
         return embeddings
 
     def of_states(
         self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer) of states in front of them.
+        """Hidden states [num_tokens, hidden_size] after layers [first_layer, end_layer), of states before them.
 
-        Where these are no layers, nothing attends, and no forward context is needed.
+        Without a layer between them nothing attends, and no forward context is needed.
         """
         if first_layer == end_layer:  # a body's forward expects a residual that only layers leave
             alone: torch.Tensor = self._body.norm(states) if normed else states
@@ -94,17 +98,17 @@ class FirstLayers:
     @torch.inference_mode()
     def _takes_states(self) -> bool:
         """Whether the body's forward hands its layers the states that it is given; some families scale them."""
-        # No token is embedded here: which adapter would do so is not known yet.
+        # This embeds no token: the adapter that would do so is not known yet.
         states = torch.ones_like(self._body.norm.weight)[None]
         first = torch.zeros(1, dtype=torch.int64, device=states.device)
         try:
-            known = self._cut(Cut(0, 0, False, True))(None, first, None, inputs_embeds=states.clone())
+            given = self._cut(Cut(0, 0, False, True))(None, first, None, inputs_embeds=states.clone())
         except (AttributeError, TypeError):
             return False
-        return hasattr(self._body, "embed_input_ids") and torch.equal(known, states)
+        return hasattr(self._body, "embed_input_ids") and torch.equal(given, states)
 
     def compile(self, config: SpecConfig) -> None:
-        """Compiles the layers that a method drafts with, if vLLM compiles the target; before the first request."""
+        """Compiles the layers that a method drafts with, before the first request, if vLLM compiles the target."""
         for cut in sorted(_cuts(config)) if compiles(self._body) else ():
             words = (*("unnormed",) * (not cut.normed), *("states",) * cut.takes_states)
             tag = "_".join((f"layers_{cut.first_layer}_{cut.end_layer}", *words))
@@ -135,30 +139,21 @@ class FirstLayers:
 
 
 class _Sum(nn.Module):
-    """In place of a final norm: the residual stream as it is."""
+    """Returns the residual stream as it is, in place of a final norm."""
 
     def forward(self, hidden_states: torch.Tensor, *residual: torch.Tensor | None) -> Any:
-        """Some families, as Granite, keep no residual apart; their norms return one tensor."""
-        if not residual:
+        if not residual:  # some families, as Granite, have no separate residual, and their norms return one tensor
             return hidden_states
         return hidden_states if residual[0] is None else hidden_states + residual[0], None
 
 
-def _refuse(refusal: ConfigError) -> NoReturn:
-    logger.error("%s", refusal)  # what an engine's process raises, vLLM wraps in tracebacks
-    with sentence_instead_of_traceback():
-        raise refusal
-    raise AssertionError("unreachable")
-
-
 class Adapters:
-    """LoRA: layers that draft run each request's own. vLLM's wrapped layers learn from one mapping, made anew for each
-    step, which row of tokens runs which adapter.
-    """
+    """LoRA: layers that draft run each request's adapter. vLLM's wrapped layers read one mapping from rows of tokens
+    to adapters, which each step makes anew."""
 
     def __init__(
         self,
-        select: Callable[..., None],  # vLLM's: adapters by row of logits, by row of tokens, and what they are
+        select: Callable[..., None],  # vLLM's: takes adapter ids by row of logits and by row of tokens, and requests
         ids: np.ndarray[Any, np.dtype[np.int32]],  # [num_reqs], 0: none
         requests: set[Any],
     ):
@@ -166,7 +161,7 @@ class Adapters:
         self._length = 0
 
     def spread(self, length: int) -> None:
-        """The next rows are so many tokens of each request."""
+        """Selects adapters for rows of `length` tokens of each request."""
         if length == self._length:
             return
         rows = tuple(self._ids.repeat(length).tolist())
@@ -175,9 +170,9 @@ class Adapters:
 
 
 class PagedLayers:
-    """target.PagedForward, but for attention, which is each runner's own. T: tokens of each request."""
+    """target.PagedForward without attention, which each runner adds. T: tokens of each request."""
 
-    # At these positions, [num_reqs] or [num_reqs, T]; gives them as [num_reqs * T].
+    # Prepares attention at positions [num_reqs] or [num_reqs, T], and gives them as [num_reqs * T].
     attention: Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
 
     def __init__(self, layers: FirstLayers, adapters: Adapters | None):
@@ -191,26 +186,22 @@ class PagedLayers:
     def hidden_states(
         self, end_layer: int, token_ids: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        def run(fed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            return self._layers(end_layer, fed.flatten(), positions, normed)
-
+        run = partial(self._layers, end_layer, normed=normed)
         return self._at(run, token_ids, positions).view(*token_ids.shape, -1)
 
     def hidden_states_of(
         self, first_layer: int, end_layer: int, states: torch.Tensor, positions: torch.Tensor, normed: bool = True
     ) -> torch.Tensor:
-        def run(fed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            return self._layers.of_states(first_layer, end_layer, fed.flatten(0, -2), positions, normed)
-
-        attends = first_layer < end_layer
-        found = self._at(run, states, positions) if attends else run(states, positions)
-        return found.view(states.shape)
+        run = partial(self._layers.of_states, first_layer, end_layer, normed=normed)
+        if first_layer == end_layer:
+            return run(states.flatten(0, -2), positions).view(states.shape)
+        return self._at(run, states, positions).view(states.shape)
 
     def _at(self, run: Callable[..., torch.Tensor], fed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`run`, with attention at these positions."""
+        """Runs layers for tokens or states of positions.shape, with attention at these positions."""
         self._spread(positions)
         with self.attention(positions) as flat:
-            return run(fed, flat)
+            return run(fed.flatten(0, positions.ndim - 1), flat)
 
     def _spread(self, rows: torch.Tensor) -> None:
         if self._adapters is not None:
@@ -218,10 +209,10 @@ class PagedLayers:
 
 
 def updates_in_place(group: Any) -> bool:
-    """Whether the attention metadata of a draft can be brought up to date in place.
+    """Whether the attention metadata of a draft can be updated in place.
 
-    Not so where a class overrides `build` alone, as chunked local attention does, which derives batches of its own
-    from lengths: it has inherited the claim, and an update that does not know of them.
+    A class that overrides `build` alone inherits the claim, and an update that does not fit: chunked local attention
+    derives batches from lengths.
     """
     if not group.supports_draft_decode_metadata_update:
         return False

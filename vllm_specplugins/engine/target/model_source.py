@@ -1,7 +1,7 @@
-"""Whether a model's layers can be cut, and what they keep, read from vLLM's source before an engine starts.
+"""Reads from vLLM's source whether a model's layers can be cut, and their kinds of state, before an engine starts.
 
-Importing a model class takes seconds and may initialise a device, so nothing is imported. What the source does not
-say for certain, the worker decides (layers.py).
+Importing a model class takes seconds and may initialise a device. Where the source leaves a doubt, the worker decides
+(layers.py).
 """
 
 import ast
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vllm_specplugins.config import ConfigError
 
-# What a decoder's body must have.
+# Attributes of a decoder's body that can be cut.
 PARTS = ("layers", "start_layer", "end_layer", "norm")
 
 
@@ -28,7 +28,7 @@ def takes_no_states(method: str, model: str) -> ConfigError:
 
 
 def may_be_cut(module: str) -> bool:
-    """False if no class of this module, or of those that its classes extend, is such a body.
+    """False if no class of this module, or of the modules of its base classes, is a body that can be cut.
 
     >>> may_be_cut("vllm.model_executor.models.mistral"), may_be_cut("vllm.model_executor.models.opt")
     (True, False)
@@ -38,7 +38,7 @@ def may_be_cut(module: str) -> bool:
 
 
 def kinds_of_state(module: str) -> set[str]:
-    """What the layers keep that every token changes, as vLLM names what copies it; none where it names nothing.
+    """The kinds of state that every token changes, by the names of vLLM's functions that copy them.
 
     >>> kinds_of_state("vllm.model_executor.models.jamba")
     {'mamba1'}
@@ -59,7 +59,7 @@ def _is_body(node: ast.stmt) -> bool:
 
 
 def _sources(module: str, seen: set[str]) -> Iterator[ast.Module]:
-    """A module of vLLM's, and the modules from which it takes base classes or, as a package, anything."""
+    """A module of vLLM's, and the modules that its base classes, or a package's names, come from."""
     path = _path(module)
     if module in seen or path is None:
         return
@@ -76,7 +76,7 @@ def _sources(module: str, seen: set[str]) -> Iterator[ast.Module]:
 
 
 def _path(module: str) -> Path | None:
-    """Where a module of vLLM's models stands; `find_spec` would import its package."""
+    """The file of a module of vLLM's models; `find_spec` would import its package."""
     if not module.startswith(("vllm.model_executor.models.", "vllm.models.")):
         return None
     vllm = find_spec("vllm")

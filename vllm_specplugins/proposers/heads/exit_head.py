@@ -1,7 +1,7 @@
-"""A trained exit head: turns hidden states of an early layer into logits, in place of the model's own norm and head.
+"""A trained exit head turns hidden states of an early layer into logits, in place of the model's norm and head.
 
-A folder with `config.json` and `exit_head.safetensors`, made by `python -m vllm_specplugins train-exit-head`. Knows
-nothing of vLLM. N: tokens, H: hidden size, V: vocabulary.
+A folder with `config.json` and `exit_head.safetensors`, made by `python -m vllm_specplugins train-exit-head`. N:
+tokens, H: hidden size, V: vocabulary.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from vllm_specplugins.proposers.heads.trained import TrainedPart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitHeadConfig:
-    """What a head was made for.
+    """The model and layer that a head was trained for.
 
     Args:
         exit_layer: how many layers run before it.
@@ -30,8 +30,7 @@ class ExitHeadConfig:
 
 
 class ExitHead(TrainedPart):
-    """See the module.
-
+    """
     >>> config = ExitHeadConfig(exit_layer=1, hidden_size=2, vocab_size=3, rms_norm_eps=0.0)
     >>> head = ExitHead(config, {"norm.weight": torch.ones(2), "head.weight": torch.eye(3, 2)})
     >>> head.logits(torch.tensor([[3.0, 3.0]]))

@@ -1,7 +1,7 @@
-"""The trained part of a jump: predicts the state in front of a late layer of the target, so that none before it runs.
+"""The trained part of a jump predicts the state before a late layer of the target, so that no layer before it runs.
 
-A folder with `config.json` and `jump.safetensors`, made by `python -m vllm_specplugins train-jump`. Knows nothing of
-vLLM. N: tokens, H: hidden size, R: inner size.
+A folder with `config.json` and `jump.safetensors`, made by `python -m vllm_specplugins train-jump`. N: tokens, H:
+hidden size, R: inner size.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,11 @@ from vllm_specplugins.proposers.heads.trained import TrainedPart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpHeadConfig:
-    """What a part was made for.
+    """The model and layers that a part was trained for.
 
     Args:
-        early_layers: how many of the first layers run for a token before the jump; 0: its embedding alone is read.
-        late_layer: how many layers lie before the first one that runs after the jump; all from there on run. If it is
-            num_layers, none does.
+        early_layers: how many of the first layers run for a token before the jump; 0: the jump reads its embedding.
+        late_layer: the first layer that runs after the jump; num_layers: none does.
         num_layers: of the target.
         hidden_size: H.
         inner_size: R.
@@ -37,8 +36,7 @@ class JumpHeadConfig:
 
 
 class JumpHead(TrainedPart):
-    """See the module.
-
+    """
     >>> config = JumpHeadConfig(
     ...     early_layers=0, late_layer=1, num_layers=2, hidden_size=1, inner_size=1, rms_norm_eps=0.0
     ... )
@@ -58,11 +56,11 @@ class JumpHead(TrainedPart):
         self.up, self.down = Linear(2 * hidden, inner, bias=False), Linear(inner, hidden, bias=False)
 
     def states(self, early: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """States [N, H] in front of layer `late_layer`.
+        """States [N, H] before layer `late_layer`.
 
         Args:
             early: [N, H] of the newest token, after `early_layers` layers.
-            last: [N, H] of the token before it, after the final norm: the target's, or what the last jump left.
+            last: [N, H] of the token before it, after the final norm: the target's, or the last jump's.
         """
         both = torch.cat((self.norm(early), last), dim=-1)
         states: torch.Tensor = early + self.mix(both) + self.down(silu(self.up(both)))

@@ -1,24 +1,25 @@
 """Published Medusa heads: reads their files, and turns hidden states into logits for several positions at once.
 
-Two formats are known, which name the same tensors: FasterDecoding's ("0.0.linear.weight", "0.1.weight", or with
-"medusa_heads." before them) and vLLM's ("blocks.0.layers.0.weight", "lm_heads.0.weight", "lm_head.weight" shared by
-all, "token_map" where the heads know a part of the vocabulary). How many heads and layers there are the tensors say
-themselves. M: heads, N: tokens, H: hidden size, V: vocabulary, W: tokens that the heads know.
+Two formats name the same tensors: FasterDecoding's ("0.0.linear.weight", "0.1.weight", or with "medusa_heads." before
+them) and vLLM's ("blocks.0.layers.0.weight", "lm_heads.0.weight", "lm_head.weight" shared by all, "token_map" where the
+heads know a part of the vocabulary). The tensors' names say how many heads and layers there are. M: heads, N: tokens,
+H: hidden size, V: vocabulary, W: tokens that the heads know.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save
 
-from vllm_specplugins.config import ConfigError, error_text
+from vllm_specplugins.config import error_text
+from vllm_specplugins.proposers.heads.trained import TrainedPart
 
 FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
-# Of both formats, and what a tensor is called here: HEAD.LAYER.weight, HEAD.LAYER.bias or HEAD.head.
+# Names in both formats, and the tensor's name here: HEAD.LAYER.weight, HEAD.LAYER.bias or HEAD.head.
 _NAMES = {
     r"(?:medusa_heads\.)?(\d{1,3})\.(\d{1,3})\.linear\.(weight|bias)": r"\1.\2.\3",
     r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)": r"\1.\2.\3",
@@ -29,17 +30,17 @@ _NAMES = {
 Tensors = dict[str, torch.Tensor]
 
 
-class MedusaHeads(torch.nn.Module):  # type: ignore[misc]
-    """Heads in memory, the first `M` of a checkpoint; their layers are its parameters.
+class MedusaHeads(TrainedPart):
+    """The first `M` heads of a checkpoint; their layers are the parameters.
 
     Args:
-        layers: of each layer the weights [M, H, H] and biases [M, 1, H]; it adds SiLU(linear) to its input.
-        head: [M, W, H], [W, H] for all, or None: the target's own.
-        token_map: [W] int64 the heads' tokens; None: they know them all.
+        layers: weights [M, H, H] and biases [M, 1, H] of each layer, which adds SiLU(linear) to its input.
+        head: [M, W, H], [W, H] for all, or None: the target's.
+        token_map: [W] int64 the heads' tokens; None: they know all.
         vocab_size: V.
     """
 
-    file, field = FILES[0], "medusa: heads"  # as of a TrainedPart
+    file, field = FILES[0], "medusa: heads"
 
     def __init__(
         self,
@@ -48,30 +49,27 @@ class MedusaHeads(torch.nn.Module):  # type: ignore[misc]
         token_map: torch.Tensor | None,
         vocab_size: int,
     ):
-        super().__init__()
-        own = (torch.nn.Parameter(tensor, requires_grad=False) for layer in layers for tensor in layer)
-        self.layers = torch.nn.ParameterList(own)
+        torch.nn.Module.__init__(self)
+        tensors = (torch.nn.Parameter(tensor, requires_grad=False) for layer in layers for tensor in layer)
+        self.layers = torch.nn.ParameterList(tensors)
         self.head, self.token_map, self.vocab_size = head, token_map, vocab_size
 
     def logits(
-        self, hidden_states: torch.Tensor, num_draft: int, own_head: Callable[[torch.Tensor], torch.Tensor]
+        self, hidden_states: torch.Tensor, num_draft: int, target_head: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Logits [num_draft, N, V] of the tokens after the next one, from states [N, H] after the final norm.
 
         Args:
-            own_head: the target's, for heads without one.
+            target_head: for heads that have none.
         """
         states = hidden_states.expand(num_draft, *hidden_states.shape)
         tensors = iter(self.layers)
         for weight, bias in zip(tensors, tensors, strict=True):
             states = states + F.silu(torch.baddbmm(bias[:num_draft], states, weight[:num_draft].transpose(1, 2)))
         if self.head is None:
-            return own_head(states.reshape(-1, states.shape[-1])).view(*states.shape[:2], -1)
-        states = states.to(self.head.dtype)
-        if self.head.ndim == 2:
-            logits = F.linear(states, self.head)
-        else:
-            logits = torch.bmm(states, self.head[:num_draft].transpose(1, 2))
+            return target_head(states.reshape(-1, states.shape[-1])).view(*states.shape[:2], -1)
+        head = self.head if self.head.ndim == 2 else self.head[:num_draft]
+        logits = states.to(head.dtype) @ head.mT
         if self.token_map is None:
             return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
         whole = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
@@ -81,25 +79,26 @@ class MedusaHeads(torch.nn.Module):  # type: ignore[misc]
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Writes them into a folder, in vLLM's format."""
         tensors = {} if self.token_map is None else {"token_map": self.token_map}
-        for number, tensor in enumerate(self.layers):
+        for number, stacked in enumerate(self.layers):
             name = f"layers.{number // 2}.{('weight', 'bias')[number % 2]}"
-            tensors |= {f"blocks.{head}.{name}": own for head, own in enumerate(tensor.squeeze(1))}
-        if self.head is not None:
-            heads = enumerate(self.head if self.head.ndim == 3 else ())
-            tensors |= {f"lm_heads.{number}.weight": own for number, own in heads} or {"lm_head.weight": self.head}
-        for name, own in tensors.items():
-            tensors[name] = own.to("cpu", dtype if own.is_floating_point() else None).contiguous()
+            tensors |= {f"blocks.{head}.{name}": tensor for head, tensor in enumerate(stacked.squeeze(1))}
+        if self.head is not None and self.head.ndim == 2:
+            tensors["lm_head.weight"] = self.head
+        elif self.head is not None:
+            tensors |= {f"lm_heads.{number}.weight": tensor for number, tensor in enumerate(self.head)}
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
         (folder / self.file).write_bytes(save(tensors))
 
     def like_this(self, folder: str | Path) -> "MedusaHeads":
-        """As of a TrainedPart."""
-        found = MedusaHeads.load(folder, len(self.layers[0]), self.vocab_size)
-        if (shapes := [own.shape for own in found.layers]) != [own.shape for own in self.layers]:
-            _refuse(folder, "heads of the same layers", str([list(shape) for shape in shapes]))
-        return found
+        """See TrainedPart.like_this."""
+        heads = MedusaHeads.load(folder, len(self.layers[0]), self.vocab_size)
+        if (shapes := [tensor.shape for tensor in heads.layers]) != [tensor.shape for tensor in self.layers]:
+            self.refuse(folder, "heads of the same layers", str([list(shape) for shape in shapes]))
+        return heads
 
     @classmethod
-    def load(
+    def load(  # type: ignore[override]
         cls, folder: str | Path, num_heads: int, vocab_size: int, device: Any = "cpu", dtype: torch.dtype | None = None
     ) -> "MedusaHeads":
         """The first heads of a checkpoint.
@@ -108,15 +107,15 @@ class MedusaHeads(torch.nn.Module):  # type: ignore[misc]
             ConfigError: the folder holds no heads, fewer, or such as do not fit together.
         """
         tensors = _read(folder)
-        if (found := _count(tensors)) < num_heads:
+        if (count := _count(tensors)) < num_heads:
             wanted = f"a folder with a head for each of {num_heads} tokens (num_speculative_tokens, or a third of tree)"
-            _refuse(folder, wanted, f"one with {found}")
+            cls.refuse(folder, wanted, f"one with {count}")
 
         def stacked(part: str, num_dims: int, heads: Sequence[int] = range(num_heads)) -> torch.Tensor:
-            own = [_checked(folder, tensors, f"{number}.{part}", num_dims) for number in heads]
-            if len(shapes := sorted({tuple(tensor.shape) for tensor in own})) > 1:
-                _refuse(folder, "heads of one shape", f"{list(shapes[0])} and {list(shapes[1])}")
-            return torch.stack([tensor.to(device=device, dtype=dtype) for tensor in own])
+            parts = [_checked(folder, tensors, f"{number}.{part}", num_dims) for number in heads]
+            if len(shapes := sorted({tuple(tensor.shape) for tensor in parts})) > 1:
+                cls.refuse(folder, "heads of one shape", f"{list(shapes[0])} and {list(shapes[1])}")
+            return torch.stack([tensor.to(device=device, dtype=dtype) for tensor in parts])
 
         layers = []
         for layer in range(1 + max(int(name.split(".")[1]) for name in tensors if name.endswith(".weight"))):
@@ -127,11 +126,11 @@ class MedusaHeads(torch.nn.Module):  # type: ignore[misc]
         hidden_size = layers[0][0].shape[-1]
         for weight, bias in layers:
             if weight.shape[1:] != (hidden_size, hidden_size) or bias.shape[2:] != (hidden_size,):
-                _refuse(folder, "heads whose layers are square", str(list(weight.shape[1:])))
-        num_own = sum(name.endswith(".head") for name in tensors)
-        if not num_own:
+                cls.refuse(folder, "heads whose layers are square", str(list(weight.shape[1:])))
+        num_matrices = sum(name.endswith(".head") for name in tensors)
+        if not num_matrices:
             return cls(layers, None, None, vocab_size)
-        head = stacked("head", 2) if num_own > 1 else stacked("head", 2, [0])[0]
+        head = stacked("head", 2) if num_matrices > 1 else stacked("head", 2, [0])[0]
         num_tokens, token_map = vocab_size, None
         if "token_map" in tensors:
             token_map = _checked(folder, tensors, "token_map", 1).long()
@@ -139,24 +138,24 @@ class MedusaHeads(torch.nn.Module):  # type: ignore[misc]
             if head.shape[-2] > num_tokens:
                 head = head.index_select(head.ndim - 2, token_map.to(head.device))
             if num_tokens != head.shape[-2] or not 0 <= int(token_map.min()) <= int(token_map.max()) < vocab_size:
-                _refuse(folder, f"heads whose token_map has a token below {vocab_size} for each row", "others")
+                cls.refuse(folder, f"heads whose token_map has a token below {vocab_size} for each row", "others")
             token_map = token_map.to(device)
         if head.shape[-1] != hidden_size or not 1 <= head.shape[-2] <= num_tokens:
             wanted = f"heads of at most {num_tokens} tokens and {hidden_size} numbers each"
-            _refuse(folder, wanted, str(list(head.shape[-2:])))
+            cls.refuse(folder, wanted, str(list(head.shape[-2:])))
         return cls(layers, head, token_map, vocab_size)
 
 
 def check_medusa(folder: str | Path, *, num_heads: int, hidden_size: int, vocab_size: int) -> None:
     """Raises ConfigError unless a folder holds heads for a model of these sizes, of finite numbers."""
-    found = MedusaHeads.load(folder, num_heads, vocab_size, "meta").layers[0].shape[-1]
-    if found != hidden_size:
-        _refuse(folder, f"heads whose hidden_size is {hidden_size}", str(found))
+    size = MedusaHeads.load(folder, num_heads, vocab_size, "meta").layers[0].shape[-1]
+    if size != hidden_size:
+        MedusaHeads.refuse(folder, f"heads whose hidden_size is {hidden_size}", str(size))
 
 
 def num_heads(folder: str | Path) -> int:
     """How many heads a folder holds; ConfigError if none."""
-    return _count(_read(folder)) or _refuse(folder, "a folder with heads", "one without any")
+    return _count(_read(folder)) or MedusaHeads.refuse(folder, "a folder with heads", "one without any")
 
 
 def _count(tensors: Tensors) -> int:
@@ -164,40 +163,33 @@ def _count(tensors: Tensors) -> int:
 
 
 def _read(folder: str | Path) -> Tensors:
-    """The tensors of a checkpoint by their name here, where they lie on the disk."""
+    """The tensors of a checkpoint by their name here, mapped from the disk."""
     path = next((path for name in FILES if (path := Path(folder) / name).is_file()), None)
     if path is None:
-        _refuse(folder, f"a folder with {' or '.join(FILES)}", "one without")
+        MedusaHeads.refuse(folder, f"a folder with {' or '.join(FILES)}", "one without")
     try:
         if path.suffix == ".safetensors":
             tensors: Any = load_file(path)
         else:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever a damaged file makes torch, zipfile or pickle raise
-        _refuse(folder, f"a folder with a whole {path.name}", f"one that cannot be read ({error_text(error)})")
+        wanted = f"a folder with a whole {path.name}"
+        MedusaHeads.refuse(folder, wanted, f"one that cannot be read ({error_text(error)})")
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        _refuse(folder, f"a folder whose {path.name} holds tensors by name", "something else")
-    found = {}
-    for name, tensor in tensors.items():
-        for pattern, ours in _NAMES.items():
-            if match := re.fullmatch(pattern, str(name)):
-                found[match.expand(ours)] = tensor
-                break
-    return found
+        MedusaHeads.refuse(folder, f"a folder whose {path.name} holds tensors by name", "something else")
+    matches = ((re.fullmatch(names, str(name)), ours, name) for name in tensors for names, ours in _NAMES.items())
+    return {match.expand(ours): tensors[name] for match, ours, name in matches if match}
 
 
 def _checked(folder: str | Path, tensors: Tensors, name: str, num_dims: int) -> torch.Tensor:
+    refuse = MedusaHeads.refuse
     if (tensor := tensors.get(name)) is None:
-        _refuse(folder, f"a folder with the {name} of its heads", "one without it")
+        refuse(folder, f"a folder with the {name} of its heads", "one without it")
     if tensor.ndim != num_dims or not tensor.numel():
-        _refuse(folder, f"heads with {name} of {num_dims} dimensions", str(list(tensor.shape)))
+        refuse(folder, f"heads with {name} of {num_dims} dimensions", str(list(tensor.shape)))
     if tensor.is_floating_point() == (name == "token_map") or tensor.is_complex():
         kind = "integers" if name == "token_map" else "floating-point numbers"
-        _refuse(folder, f"heads with {kind} in {name}", str(tensor.dtype))
+        refuse(folder, f"heads with {kind} in {name}", str(tensor.dtype))
     if not tensor.float().isfinite().all():
-        _refuse(folder, f"heads with finite numbers in {name}", "some with NaN or infinity")
+        refuse(folder, f"heads with finite numbers in {name}", "some with NaN or infinity")
     return tensor
-
-
-def _refuse(folder: str | Path, wanted: str, found: str) -> NoReturn:
-    raise ConfigError(f"medusa: heads must be {wanted}, not {found} ({folder}).")

@@ -1,6 +1,6 @@
-"""A trained part: a module whose folder holds a safetensors file and a `config.json` that says what it was made for.
+"""A trained part: a module whose folder holds its weights and, but for Medusa's, a `config.json` with its sizes.
 
-Knows nothing of vLLM, nor of what the parts compute. Whatever is wrong with a folder is one sentence.
+A refusal of a folder is one sentence.
 """
 
 import json
@@ -14,17 +14,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from vllm_specplugins.config import ConfigError, brief, error_text
-from vllm_specplugins.structures.whole_file import read_regular
 
 DTYPES = ("F16", "BF16", "F32", "F64")
-CONFIG_FILE, MAX_CONFIG_BYTES = "config.json", 1 << 20
+CONFIG_FILE = "config.json"
 
 
 class TrainedPart(torch.nn.Module):  # type: ignore[misc]
-    """A part in memory, whose parameters want no gradients until it is trained.
+    """A part in memory, whose parameters need no gradients until it is trained.
 
     Args:
-        config: what it was made for, a dataclass of numbers of the kind's own.
+        config: the model and the place that it was trained for, a dataclass of numbers.
         weights: its parameters by name; without any it has their shapes alone.
     """
 
@@ -50,7 +49,7 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
         """Writes the part into a folder, which is made if need be."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in self.state_dict().items()}
-        # Not `save_file`, which lets nobody else read the file.
+        # Not `save_file`, whose file other users cannot read.
         (folder / self.file).write_bytes(save(tensors, metadata={"format": "pt"}))
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=1) + "\n")
 
@@ -62,14 +61,14 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
         return part
 
     def like_this(self, folder: str | Path) -> Self:
-        """The part in a folder; ConfigError unless it is made for the same."""
-        if (found := self.check(folder)) != self.config:
-            self.refuse(folder, f"a {self.noun} for {self.config}", str(found))
+        """The part in a folder; ConfigError unless it was trained for the same model and place."""
+        if (config := self.check(folder)) != self.config:
+            self.refuse(folder, f"a {self.noun} for {self.config}", str(config))
         return self.load(folder)
 
     @classmethod
     def check(cls, folder: str | Path, **wanted: int) -> Any:
-        """The configuration in a folder; ConfigError unless a whole part lies there, for such a model and place."""
+        """The configuration in a folder; ConfigError unless it has these values and all weights are there."""
         config = cls.read_config(folder)
         for name, value in wanted.items():
             if getattr(config, name) != value:
@@ -81,10 +80,13 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
             with safe_open(path, framework="pt") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                 for name, tensor in cls(config).state_dict().items():
-                    found = list(slices[name].get_shape()) if name in slices else None
-                    if found != list(tensor.shape):
-                        words = "nothing" if found is None else brief(found)
-                        cls.refuse(folder, f"a {cls.noun} with {name} of shape {list(tensor.shape)}", words)
+                    shape = list(slices[name].get_shape()) if name in slices else None
+                    if shape != list(tensor.shape):
+                        cls.refuse(
+                            folder,
+                            f"a {cls.noun} with {name} of shape {list(tensor.shape)}",
+                            brief(shape) if shape else "nothing",
+                        )
                     if (dtype := slices[name].get_dtype()) not in DTYPES:
                         cls.refuse(folder, f"a {cls.noun} with {name} of {', '.join(DTYPES)}", dtype)
                     if not file.get_tensor(name).isfinite().all():
@@ -95,25 +97,25 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
 
     @classmethod
     def read_config(cls, folder: str | Path) -> Any:
-        """What the part in a folder was made for; ConfigError if there is none."""
+        """The configuration in a folder; ConfigError if there is none."""
         try:
-            raw = json.loads(read_regular(Path(folder) / CONFIG_FILE, MAX_CONFIG_BYTES))
+            raw = json.loads((Path(folder) / CONFIG_FILE).read_bytes())
         except (OSError, ValueError, RecursionError):
             cls.refuse(folder, f"a folder with a readable {CONFIG_FILE}", "one without it")
-        names = {entry.name: entry.type for entry in fields(cls.Config)}
-        whose = f"a {cls.noun}'s folder, whose"
-        if not isinstance(raw, dict) or not set(names) <= raw.keys():
-            cls.refuse(folder, f"{whose} {CONFIG_FILE} holds {', '.join(names)}", "one of something else")
-        for name, kind in names.items():
+        kinds = {entry.name: entry.type for entry in fields(cls.Config)}
+        wanted = f"a {cls.noun}'s folder, whose"
+        if not isinstance(raw, dict) or not set(kinds) <= raw.keys():
+            cls.refuse(folder, f"{wanted} {CONFIG_FILE} holds {', '.join(kinds)}", "one of something else")
+        for name, kind in kinds.items():
             if kind is float:
                 allowed, fits = "a number above 0, at most 1", type(raw[name]) in (int, float) and 0 < raw[name] <= 1
             else:
                 allowed, fits = "a number from 0 on", type(raw[name]) is int and 0 <= raw[name] < 2**31
             if not fits:
-                cls.refuse(folder, f"{whose} {name} in {CONFIG_FILE} is {allowed}", brief(raw[name]))
-        return cls.Config(**{name: raw[name] for name in names})
+                cls.refuse(folder, f"{wanted} {name} in {CONFIG_FILE} is {allowed}", brief(raw[name]))
+        return cls.Config(**{name: raw[name] for name in kinds})
 
     @classmethod
-    def refuse(cls, folder: str | Path, wanted: str, found: str) -> NoReturn:
+    def refuse(cls, folder: str | Path, wanted: str, given: str) -> NoReturn:
         """Raises ConfigError with the one sentence."""
-        raise ConfigError(f"{cls.field} must be {wanted}, not {found} ({folder}).")
+        raise ConfigError(f"{cls.field} must be {wanted}, not {given} ({folder}).")
