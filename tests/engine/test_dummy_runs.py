@@ -28,10 +28,10 @@ class Layers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run, name)
 
-    def __call__(self, end_layer: int, token_ids: Any, *rest: Any) -> Any:
+    def __call__(self, end_layer: int, token_ids: Any, *rest: Any, **named: Any) -> Any:
         self.num_calls += 1
         self.num_tokens += len(token_ids)
-        return self._run(end_layer, token_ids, *rest)
+        return self._run(end_layer, token_ids, *rest, **named)
 
 
 @pytest.fixture(scope="module", params=[EXIT, CASCADE], ids=lambda config: config["method"])
