@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .acceptance import Other, learn, predict, worth
+from .acceptance import Other, observe, predict, worth
 from .acceptance.reference import new_state
 from .acceptance.testing import make_steps
 from .budget.testing import make_shares, shared
@@ -211,7 +211,7 @@ def _rates(shapes: Shapes, device: torch.device, num_stages: int = 2) -> int:
                 other = Other(1, shapes.max_num_draft, continues, asked)
                 results += worth(state, slots, drafts, other, (copies, 1.0), implementation)
             predict(state, slots, drafts, accept_probs, implementation, tables=tables)
-            learn(state, slots, sampled, rejected, implementation)
+            observe(state, slots, sampled, rejected, implementation)
             results += [copies, accept_probs, *tables]
         # What the last steps predict and what is known go by all of what was learned.
         return [*results, *state[:4]]

@@ -9,7 +9,7 @@ the request that has such tokens; the shared counts are those of all requests, a
 One step adds at most MAX_STEP_TOKENS to a shared bin: the requests of a step are often alike, and would make a bin look
 hopeless at once.
 
-Life cycle: each step calls `learn` with the outcome of the newest drafts, then `predict` with the next ones; `clear`
+Life cycle: each step calls `observe` with the outcome of the newest drafts, then `predict` with the next ones; `clear`
 frees a slot for another request. The model has three forms: reference.py (PyTorch), fused.py (Triton; it waits for
 nothing, so that a CUDA graph can record it) and host.py (Numba). R: rows of the batch, S: slots of requests, M: stages,
 B: bins, K: max draft tokens.
@@ -89,7 +89,7 @@ class Worth(NamedTuple):
     num_kept: Any
 
 
-def learn(
+def observe(
     state: State,
     # [R] int64; rows that share a slot have nothing verified
     slots: Any,
@@ -105,7 +105,7 @@ def learn(
     Args:
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
     """
-    module_of(__name__, state.tried, implementation).learn(state, slots, num_sampled, num_rejected)
+    module_of(__name__, state.tried, implementation).observe(state, slots, num_sampled, num_rejected)
 
 
 def predict(
@@ -122,7 +122,7 @@ def predict(
     Args:
         slots: [R] int64.
         accept_probs: [R, K] float, written.
-        keeps: whether `learn` will get the outcome of these drafts.
+        keeps: whether `observe` will get the outcome of these drafts.
         tables: zero or two tables, [S, K] float, that get each slot's probabilities, too.
 
     >>> import torch
@@ -134,7 +134,7 @@ def predict(
     [[0.5, 0.6000000238418579, 0.8999999761581421, 0.0]]
     >>> for _ in range(9):
     ...     predict(state, slots, drafts, accept_probs)
-    ...     learn(state, slots, torch.tensor([3], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
+    ...     observe(state, slots, torch.tensor([3], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
     >>> (accept_probs > torch.tensor([0.5, 0.6, 0.9, 0.0])).tolist()
     [[True, True, False, False]]
     """
@@ -161,7 +161,7 @@ def worth(
     Args:
         other: None: all tokens are sent.
         copies: a table [S, 1] float32 and a number: a slot's entry becomes 1 where its gain is at least that, else 0.
-        implementation: see `learn`.
+        implementation: see `observe`.
     """
     result: Worth = module_of(__name__, state.tried, implementation).worth(state, slots, drafts, other, copies)
     return result

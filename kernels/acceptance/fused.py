@@ -1,6 +1,6 @@
 """The acceptance model in Triton, one launch for each operation: the arithmetic of reference.py, in float64.
 
-`learn` runs one program for each stage, whose counts no other program touches; it loops over tiles of rows.
+`observe` runs one program for each stage, whose counts no other program touches; it loops over tiles of rows.
 R: rows, S: slots, M: stages, B: bins, K: max draft tokens.
 """
 
@@ -187,7 +187,7 @@ def _tiles(state: State, num_tokens: int, num_more: int = 0) -> dict[str, int]:
     return {"K": width, "M": len(state.shared_tried), "LANES": lanes, "ROWS": max(1, num_tokens // lanes)}
 
 
-def learn(
+def observe(
     state: State,
     slots: torch.Tensor,  # [R]
     num_sampled: torch.Tensor,  # [R]

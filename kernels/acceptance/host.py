@@ -44,7 +44,7 @@ def keep(
     by_place: Any,  # [M, KINDS, K], counts
     by_stage: Any,  # [M, SUMS], counts
 ) -> None:
-    """Keeps the newest drafts for `learn`, and counts them."""
+    """Keeps the newest drafts for `observe`, and counts them."""
     for index in range(len(rows)):
         row, num_draft = rows[index], drafts.num_draft[index]
         state.num_sent[row] = num_draft
@@ -59,7 +59,7 @@ def keep(
 
 
 @compiled(types.void(StateType, Ints, Ints, Ints, Reals, types.int64[:, :, ::1]))
-def learn(
+def observe(
     state: Any,
     rows: Any,  # [R]
     num_verified: Any,  # [R]

@@ -37,7 +37,7 @@ def clear(state: State, slots: torch.Tensor) -> None:
         array.index_fill_(0, slots, 0)
 
 
-def learn(
+def observe(
     state: State,
     slots: torch.Tensor,  # [R]
     num_sampled: torch.Tensor,  # [R]

@@ -8,7 +8,7 @@ from . import Drafts
 
 
 class Step(NamedTuple):
-    """Drafts of some slots; then the arguments of `learn`."""
+    """Drafts of some slots; then the arguments of `observe`."""
 
     slots: Any
     drafts: Drafts

@@ -127,7 +127,7 @@ def copied(known: Any, prompt: list[int], output: list[int], most: int) -> tuple
         survival.append(survivals(known, slot, own)[0].log().float())
         right.append(min(leading(tokens, output[place:]), int(found.num_draft[place])))
         acceptance.predict(known, slot, own, torch.zeros(1, most))
-        acceptance.learn(known, slot, torch.tensor([right[-1] + 1]), torch.tensor([right[-1] < OUTPUT - place]).int())
+        acceptance.observe(known, slot, torch.tensor([right[-1] + 1]), torch.tensor([right[-1] < OUTPUT - place]).int())
     return found.token_ids, torch.stack(survival), right
 
 

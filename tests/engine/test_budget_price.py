@@ -89,7 +89,7 @@ class Played:
             if drafted == length:
                 times.add(num_reqs, length, at[step, 1] * rng.lognormal(0, 0.03), (1 + right).tolist())
             fates = (torch.from_numpy(counts).int() for counts in (1 + right, verified - right))
-            acceptance.learn(state, slots, *fates)
+            acceptance.observe(state, slots, *fates)
             probs.fill_(1.0)
             if drafted := length:  # after matches of 2 to 7 tokens
                 grades = torch.from_numpy(rng.integers(2, 8, (num_reqs, 1))) + torch.arange(self.width)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from vllm_specplugins.kernels.acceptance import Drafts, learn, predict
+from vllm_specplugins.kernels.acceptance import Drafts, observe, predict
 from vllm_specplugins.kernels.acceptance.reference import new_state
 
 from vllm_specplugins.structures.arrays import DraftArrays, of_stage
@@ -52,7 +52,7 @@ def judged(steps: Iterator[Step]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         predict(state, slots, own, predicted)
         accept_probs = predicted.numpy()
         assert (accept_probs[~drafts.is_drafted] == 0).all() and (accept_probs[drafts.is_drafted] > 0).all()
-        learn(state, slots, *fates)
+        observe(state, slots, *fates)
         places = np.arange(K)
         tried = (places < verified[:, None]) & (places <= accepted[:, None])
         found.append(np.stack((accept_probs, places < accepted[:, None] + 0 * accept_probs, drafts.stage))[:, tried])

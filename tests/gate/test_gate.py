@@ -44,7 +44,7 @@ class NamedGate(Gate):
         """(tokens drafted, tokens accepted) by request."""
         rows, counts = self.rows_of(list(fates)), np.array(list(fates.values())).T.copy()
         self.tracker.keep(rows, drafts_of(stage, counts[0], confidence))
-        self.tracker.learn(rows, *counts)
+        self.tracker.observe(rows, *counts)
 
     def forget(self, ids: list[str]) -> None:
         self.tracker.clear(self.rows.forget(ids))

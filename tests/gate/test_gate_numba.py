@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_specplugins.kernels.acceptance import HOST_PRIOR_WEIGHT, Drafts, host, learn, predict, reference
+from vllm_specplugins.kernels.acceptance import HOST_PRIOR_WEIGHT, Drafts, host, observe, predict, reference
 from vllm_specplugins.kernels.acceptance.reference import new_state
 
 from vllm_specplugins.counters import StageCounters
@@ -69,10 +69,10 @@ def test_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
         verified = rng.integers(0, K + 1, num_reqs).astype(np.int32)
         accepted = rng.integers(0, verified + 1).astype(np.int32)
         for _ in range(2):  # a step may be told twice
-            tracker.learn(rows, verified, accepted)
+            tracker.observe(rows, verified, accepted)
         known = np.minimum(verified, drafts.num_draft)
         fates = (torch.from_numpy(counts) for counts in (accepted + 1, verified - accepted))
-        learn(state, torch.from_numpy(rows), *fates)
+        observe(state, torch.from_numpy(rows), *fates)
         for stage, own in enumerate(plain):
             kept, num_drafts = plain_counts(drafts, lengths, stage)
             own.kept, own.drafts = own.kept + kept, own.drafts + num_drafts
@@ -96,7 +96,7 @@ def learned(rng: np.random.Generator) -> DraftTracker:
         right = np.minimum(rng.integers(0, 2 * K, NUM_ROWS), lengths)
         drafts = of_stage(0, np.zeros((NUM_ROWS, K), np.int32), lengths, rng.integers(1, 9, NUM_ROWS) * 1.0)
         tracker.keep(np.arange(NUM_ROWS), drafts._replace(stage=stage))
-        tracker.learn(np.arange(NUM_ROWS), lengths, right)
+        tracker.observe(np.arange(NUM_ROWS), lengths, right)
     return tracker
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from interpreted import DEVICE, needs_triton
 from launch_keys import recorded
-from vllm_specplugins.kernels.acceptance import Drafts, Other, State, learn, predict, worth
+from vllm_specplugins.kernels.acceptance import Drafts, Other, State, observe, predict, worth
 from vllm_specplugins.kernels.acceptance.reference import clear, new_state
 from vllm_specplugins.kernels.acceptance.testing import Step, make_steps
 
@@ -32,7 +32,7 @@ def run(steps: list[Step], num_stages: int, width: int, implementation: str) -> 
         tables = tuple(torch.full((2, *state.sent_stage.shape), POISON, device=device)) if index % 2 else ()
         predict(state, slots, drafts, accept_probs, implementation, tables=tables)
         found += tables
-        learn(state, slots, sampled, rejected, implementation)
+        observe(state, slots, sampled, rejected, implementation)
         found.append(accept_probs)
         if index == len(steps) // 2:
             clear(state, slots[:1])
@@ -90,7 +90,7 @@ def test_few_variants() -> None:
                 for first in range(min(2, num_rows)):
                     slots, sampled, rejected = (tensor[first:] for tensor in (step.slots, *step[2:]))
                     drafts = Drafts(*(part[first:].clone() for part in step.drafts))
-                    learn(state, slots, sampled, rejected, "fused")
+                    observe(state, slots, sampled, rejected, "fused")
                     predict(state, slots, drafts, torch.zeros(num_rows, 5)[first:], "fused")
                     for depth in (1, 4):
                         worth(state, slots, drafts, Other(depth % 2, depth, True, sampled), None, "fused")

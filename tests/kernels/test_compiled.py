@@ -44,7 +44,7 @@ def record_launches() -> list:
     import torch
     from batches import make_batch
     from triton.runtime.jit import JITFunction
-    from vllm_specplugins.kernels.acceptance import Other, learn, predict, worth
+    from vllm_specplugins.kernels.acceptance import Other, observe, predict, worth
     from vllm_specplugins.kernels.acceptance.reference import new_state
     from vllm_specplugins.kernels.acceptance.testing import make_steps
     from vllm_specplugins.kernels.budget import Layout, share_budget
@@ -101,7 +101,7 @@ def record_launches() -> list:
     compact(caches, torch.zeros(1, dtype=torch.uint64), *moves, "fused")
     for slots, drafts, sampled, rejected in make_steps(1, 8, 2, MAX_NUM_DRAFT):
         known = new_state(2, 17, MAX_NUM_DRAFT, "cpu")
-        learn(known, slots, sampled, rejected, "fused")
+        observe(known, slots, sampled, rejected, "fused")
         tables = tuple(torch.zeros(2, 17, MAX_NUM_DRAFT))
         predict(known, slots, drafts, torch.zeros(8, MAX_NUM_DRAFT), "fused", tables=tables)
         own, table = drafts._replace(confidence=drafts.confidence.long()), torch.zeros(17, 1)

@@ -116,7 +116,7 @@ class Cascade:
     def observe(self, feedback: Feedback) -> None:
         """Tells the stages' counters and the gate what became of the last drafts."""
         rows = self._rows.known(feedback.request_ids)
-        self._tracker.learn(rows, feedback.num_draft, feedback.num_accepted)
+        self._tracker.observe(rows, feedback.num_draft, feedback.num_accepted)
         if self._gate is not None and feedback.step_ms is not None:
             # Where it was spared text goes on as found, which says nothing of what tokens cost: as if it had run.
             spared_ms = self._built_in.proposer.spared_ms if self._built_in else 0.0

@@ -119,7 +119,7 @@ class _WithProposer:
         return asdict(self._barrier.net_totals())
 
     def specplugins_paused(self, ms: float) -> None:
-        """Whoever steps the engine has let it stand still so long, of which a gate shall not learn; for
+        """Whoever steps the engine has let it stand still so long, which a gate does not count; for
         `LLM.collective_rpc`."""
         self._barrier.paused_ms += ms
 

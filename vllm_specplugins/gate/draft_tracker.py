@@ -46,10 +46,10 @@ class DraftTracker:
         num_draft = drafts.num_draft.astype(np.int32)
         return Draft(drafts.token_ids[:, :max_length], num_draft, logits=dense_logits(drafts, max_length))
 
-    def learn(self, rows: Ints, num_verified: Int32Array, num_accepted: Int32Array) -> None:
+    def observe(self, rows: Ints, num_verified: Int32Array, num_accepted: Int32Array) -> None:
         """Counts the outcome of the newest drafts, [R] tokens each, and learns from it; then forgets the drafts."""
         outcome = num_verified.astype(np.int64), num_accepted.astype(np.int64)
-        host.learn(self.state, rows, *outcome, self.whole, self._by_place)
+        host.observe(self.state, rows, *outcome, self.whole, self._by_place)
 
     def copied(self, rows: Ints, num_accepted: Int32Array, stage: int, min_length: int) -> bool:
         """Whether each request had `min_length` or more draft tokens, all accepted, the last from another stage."""

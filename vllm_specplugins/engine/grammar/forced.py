@@ -133,7 +133,7 @@ class ForcedTokens:
         emitted = request.all_token_ids[notes.start :] if notes.text else []
         text = self._vocabulary.text(emitted)
         if text.startswith(notes.text):
-            self._learn(request.cache_salt, emitted, notes)
+            self._record(request.cache_salt, emitted, notes)
         if not (notes.text and notes.text.startswith(text)):
             notes.start, notes.text, notes.rests, text = request.num_tokens, read(), [0], b""
         rest, none = notes.text[len(text) :], array("i")
@@ -146,7 +146,7 @@ class ForcedTokens:
                 notes.rests.append(len(text))
         return rest, written
 
-    def _learn(self, tenant: str | None, tokens: Sequence[int], notes: _Notes) -> None:
+    def _record(self, tenant: str | None, tokens: Sequence[int], notes: _Notes) -> None:
         """Notes that a text, which has ended, begins these tokens."""
         text, notes.text, ends = notes.text, b"", self._vocabulary.ends(tokens)
         for num_bytes in notes.rests if text else ():

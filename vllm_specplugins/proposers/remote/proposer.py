@@ -65,7 +65,7 @@ class Remote:
         return Draft(token_ids, num_draft)
 
     def observe(self, feedback: Feedback) -> None:
-        """Nothing to learn: what came of the drafts shows in the next batch's histories."""
+        """Does nothing: the next batch's histories show which draft tokens were accepted."""
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Gives up the questions of these requests."""

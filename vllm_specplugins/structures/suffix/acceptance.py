@@ -35,7 +35,7 @@ def cell_of(is_stored: bool, length: int, votes: int, num_places: int) -> int:
 
 
 @inlined
-def learn(drafted: Int32Array, cells: Int32Array, came: Int32Array, accept_probs: Float64Array) -> None:
+def observe(drafted: Int32Array, cells: Int32Array, came: Int32Array, accept_probs: Float64Array) -> None:
     """Counts which tokens of a draft, of which there are drafted[0], were those that came."""
     for i in range(min(drafted[0], came.size)):
         cell = cells[i + 1]

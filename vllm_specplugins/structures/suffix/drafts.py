@@ -15,7 +15,7 @@ import numpy as np
 from numba import types
 
 from vllm_specplugins.kernels.compiled import borrowed, compiled, inlined, text_at
-from vllm_specplugins.structures.suffix.acceptance import Float64Array, cell_of, learn
+from vllm_specplugins.structures.suffix.acceptance import Float64Array, cell_of, observe
 from vllm_specplugins.structures.suffix.ring import (
     HEAD,
     LEVELS,
@@ -201,7 +201,7 @@ def draft_step(asked: Any, kept: Any, drafts: Any, ring: Any) -> None:
         row, num_new, owner, most = rows[index], requests[2 * index], requests[2 * index + 1], max_draft[index]
         text, begun = text_at(texts[index], lengths[index]), num_begun[index] if len(num_begun) else 0
         if num_new:
-            learn(newest[row, 0], newest[row, 1], text[text.size - num_new :], accept_probs)
+            observe(newest[row, 0], newest[row, 1], text[text.size - num_new :], accept_probs)
         ending = last_tokens[: min(LONGEST_MATCH, text.size + begun)]
         for i in range(ending.size):
             place = text.size + begun - ending.size + i

@@ -26,7 +26,7 @@ class Workload:
 
     Args:
         prompts: token ids of each.
-        repeats: whether all rounds ask the same, and what methods learn from a round's outputs is known in the next.
+        repeats: whether all rounds ask the same, so that methods know the outputs of earlier rounds.
         log: the outputs that engines are forced to emit, one for each prompt; all rounds ask all of its prompts.
     """
 

@@ -88,10 +88,10 @@ class DraftTracker:
         """Slots and tokens sampled, [R] each; of padding, any slot and 0."""
         return self._slots[:num_rows].clamp(max=self._req_states.max_num_reqs - 1), self._num_sampled[:num_rows]
 
-    def learn(self, num_rows: int) -> None:
+    def observe(self, num_rows: int) -> None:
         """What became of the last drafts; once a step, before new ones are rated."""
         slots, *told = self.told(num_rows)
-        acceptance.learn(self._known, slots, *(self.fates or told), self.implementation)
+        acceptance.observe(self._known, slots, *(self.fates or told), self.implementation)
 
     def worth(self, drafts: DraftArrays, copies_from: int | None = None, other: Other | None = None) -> Worth:
         """What drafts are worth beside another stage's. `copies_from`: rows copy whose drafts gain so many tokens."""

@@ -195,7 +195,7 @@ class DeviceSpeculator(Speculator):
         """Drafts for all rows, so many tokens of what runs the target; see TokenHistories.match for `longest`."""
         num_rows = batch.num_reqs
         if self._rates:
-            self.outcomes.learn(num_rows)
+            self.outcomes.observe(num_rows)
         slots, max_draft, _ = self._wanted
         told: Parts | None = None
         if self.offers is not None:
