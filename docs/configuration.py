@@ -25,20 +25,20 @@ In Python, `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP, JSON 
 "{\\"enabled\\": false}"}`. The server answers a bad option with 400 and one sentence (streamed: an error event after
 a 200; [other front ends](operating.md#other-front-ends) drop it).
 
-- `enabled`: false disables drafts for this request.
+- `enabled`: false disables drafts.
 - `max_draft` (0 to 64): Limits the draft of a step.
-- `max_context` (an integer): Ends drafting at this many tokens of prompt and output.
+- `max_context`: Ends drafting at this many tokens of prompt and output.
 - `stages`: Selects stages of the cascade by name, `"early_exit"` or `"1 early_exit"`.
-- `reference` (text or token ids, at most the model's context): Gives lookups a text that the output may repeat (a
-  predicted output, a document). The model does not see it.
+- `reference` (text or token ids, at most the model's context): Gives lookups a text that the output may repeat. The model
+  does not see it.
 - `learn`: false keeps the output out of the store and of [learning](choose-a-method.md#learn-while-serving).
 
-A custom proposer may define [more options](write-a-proposer.md#options-of-a-request). Without the reference, the JSON
-text has at most 65,536 characters and 4,096 brackets. Beam search gets no drafts: vLLM's beams drop `vllm_xargs`.
+A custom proposer may define [more](write-a-proposer.md#options-of-a-request). Without the reference, the JSON text has
+at most 65,536 characters and 4,096 brackets. Beam search gets no drafts: vLLM's beams drop `vllm_xargs`.
 
-OpenAI's `prediction` of a chat completion sets `reference`: `{"type": "content", "content": ...}` with a text or a list
-of text parts. A `reference` in `vllm_xargs` takes precedence. `usage` lacks `accepted_prediction_tokens` and
-`rejected_prediction_tokens`; `--per-request-spec-decode-metrics summary` shows drafted and accepted tokens.
+OpenAI's `prediction` of a chat completion, `{"type": "content", "content": ...}` with a text or text parts, sets
+`reference`, unless `vllm_xargs` does. `usage` lacks its token counts; `--per-request-spec-decode-metrics summary` shows
+drafted and accepted tokens.
 """
 ENVIRONMENT = """## Environment variables
 
