@@ -22,8 +22,8 @@ integers, in bytes; the first of several values is the default. A wrong value is
 REQUESTS = """## Options of one request
 
 In Python, `SamplingParams(extra_args={"specplugins": {...}})`; over HTTP, JSON text: `"vllm_xargs": {"specplugins":
-"{\\"enabled\\": false}"}`. The server answers a bad option with 400 and one sentence (streamed: an error event after
-a 200; [other front ends](operating.md#other-front-ends) drop it).
+"{\\"enabled\\": false}"}`. A bad option answers 400 (streamed: an error event after a 200; [other front
+ends](operating.md#other-front-ends) drop it).
 
 - `enabled`: false disables drafts.
 - `max_draft` (0 to 64): Limits the draft of a step.
@@ -103,6 +103,7 @@ def rows(owner: type) -> Iterator[str]:
     for entry in (entry for entry in fields(owner) if entry.name not in shared):
         allowed = sizes(entry.metadata["allowed"]).replace("'", "`").removeprefix("one of ")
         allowed = allowed.replace("an integer from ", "").replace("a number from ", "").removesuffix(" or null")
+        allowed = allowed.replace("a dictionary with string keys", "a dictionary")
         yield f"- `{entry.name}` ({allowed.removesuffix(',')}{default(entry, allowed)}): {words[entry.name]}"
     if shared:
         yield f"- {', '.join(f'`{name}`' for name in shared)}: {SHARED}"

@@ -166,20 +166,21 @@ def chat_table(data: Facts) -> str:
     rows, found = [], {(row["task"], row["method"]): row for row in data["rows"]}
     for task in dict.fromkeys(row["task"] for row in data["rows"]):
         own = [found[task, name] for name in methods]
-        rows.append([task, *map(speed, own), f"{found[task, NONE]['repeats']:.0%}"])
+        rows.append([task, *map(speed, own)])
     means = ["{:.2f} ({:.2f}-{:.2f})".format(*data["mean"][name]) for name in methods]
-    rows.append(["geometric mean", *means, ""])
+    rows.append(["geometric mean", *means])
     titles = (f"`{name}`".replace(" #2`", "`, no gate") for name in methods)
-    return table("task", *titles, "repeats", rows=rows)
+    return table("task", *titles, rows=rows)
 
 
 def gpu_table(data: Facts) -> str:
     """What was measured on GPUs."""
+    columns = [data["requests"].index(number) for number in SHOWN]
     rows = [
-        [row["task"], *("{:.2f} ({:.2f}-{:.2f})".format(*figures) for figures in row["by_requests"])]
+        [row["task"], *("{:.2f} ({:.2f}-{:.2f})".format(*row["by_requests"][column]) for column in columns)]
         for row in data["rows"]
     ]
-    return table("requests at a time", *map(str, data["requests"]), rows=rows)
+    return table("requests at a time", *map(str, SHOWN), rows=rows)
 
 
 def cost_table(data: Facts) -> str:
