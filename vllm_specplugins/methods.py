@@ -18,7 +18,6 @@ from vllm_specplugins.config import (
     SpecConfig,
     StageConfig,
     SuffixLookupConfig,
-    methods_of,
 )
 from vllm_specplugins.custom import build_custom, import_object, may_be_late
 from vllm_specplugins.draft import Proposer, ProposerContext
@@ -37,15 +36,14 @@ class Method:
             `DraftBatch.token_ids`.
         is_lookup: copies what stands in texts, the option `reference` among them, and continues drafts.
         has_tenants: keeps what requests emitted for later ones of the same tenant.
-        on_device: drafts there on Model Runner V2, without the host (v2/speculators/device.py); the class of one that
-            reads histories is then V1's.
-        is_late: drafts there without a wait, from tokens a step or two old (v2/speculators/late.py); a lookup what
-            requests' own texts do not hold, which the device searches. Costs next to nothing to ask.
+        is_late: drafts on the host of Model Runner V2 from tokens that are a step or two old, so that no step waits
+            (v2/speculators/late.py). The device searches a request's text for a lookup.
         cuts_layers: runs some of the target's layers, or enters them (see `enters_states`).
         enters_states: whether an own configuration hands the target's layers states in place of tokens.
         reads_tokens_alone: drafts from them, so that what was recorded can be played to it; else from what an engine or
             a server has.
         knows_adapters: drafts as a request's adapter does.
+        rates_drafts: gives its draft tokens acceptance probabilities where it is alone, by which vLLM can trim them.
         own_field: where vLLM has a method of the same name, ours is the one whose dictionary has this field.
     """
 
@@ -54,12 +52,12 @@ class Method:
     runs_target: bool = False
     is_lookup: bool = False
     has_tenants: bool = False
-    on_device: bool = False
     is_late: bool = False
     cuts_layers: bool = False
     enters_states: Callable[[Any], bool] = lambda own: False
     reads_tokens_alone: bool = True
     knows_adapters: bool = True
+    rates_drafts: bool = True
     own_field: str | None = None
 
     @property
@@ -73,7 +71,6 @@ METHODS: Mapping[str, Method] = {
         PromptLookupConfig,
         "vllm_specplugins.proposers.prompt_lookup:PromptLookup",
         is_lookup=True,
-        on_device=True,
     ),
     "suffix_lookup": Method(
         SuffixLookupConfig,
@@ -86,7 +83,6 @@ METHODS: Mapping[str, Method] = {
         EarlyExitConfig,
         "vllm_specplugins.proposers.early_exit:EarlyExit",
         runs_target=True,
-        on_device=True,
         cuts_layers=True,
         enters_states=lambda own: own.one_pass,
     ),
@@ -96,12 +92,14 @@ METHODS: Mapping[str, Method] = {
         runs_target=True,
         cuts_layers=True,
         enters_states=lambda own: True,
+        rates_drafts=False,
     ),
     "medusa": Method(
         MedusaConfig,
         "vllm_specplugins.proposers.medusa:Medusa",
         runs_target=True,
         knows_adapters=False,
+        rates_drafts=False,
         own_field="heads",
     ),
     "grammar": Method(GrammarConfig, "vllm_specplugins.proposers.grammar:Grammar", reads_tokens_alone=False),
@@ -119,8 +117,6 @@ BUILT_IN: Mapping[str, Method] = dict.fromkeys(
 )
 
 LOOKUPS = tuple(name for name, row in METHODS.items() if row.is_lookup)
-# What a cascade that drafts on the device holds beside a lookup, which comes first.
-ON_DEVICE = "early_exit", "jump", "medusa", *BUILT_IN
 
 
 def method_of(name: str) -> Method:
@@ -158,23 +154,9 @@ def learns(config: SpecConfig) -> bool:
     return any(getattr(own, "learn", None) is not None for row, own in drafters(config) if row.runs_target)
 
 
-def drafts_on_device(config: SpecConfig) -> bool:
-    """Whether the method, on Model Runner V2, drafts without the host, and reads tokens where they lie if it does."""
-    return method_of(config.method).on_device or _copies_or_asks(config) or drafts_late(config)
-
-
 def drafts_late(config: SpecConfig) -> bool:
-    """Whether the method, or a lookup that stands first, may draft on the host on Model Runner V2 without a wait, from
-    tokens a step or two old."""
-    if config.stages:
-        return _copies_or_asks(config) and method_of(config.stages[0].method).is_late
-    return method_of(config.method).is_late or may_be_late(config)
-
-
-def _copies_or_asks(config: SpecConfig) -> bool:
-    """Whether a cascade holds a lookup, and what drafts on the device beside one."""
-    first, *others = methods_of(config)
-    return first in LOOKUPS and len(others) == 1 and others[0] in ON_DEVICE
+    """Whether the first of its methods may draft on the host on Model Runner V2 without a wait."""
+    return method_of(config.parts[0].method).is_late or (not config.stages and may_be_late(config))
 
 
 def behind_gate(config: SpecConfig) -> SpecConfig:

@@ -93,11 +93,10 @@ def test_refused_engines(field: str, family: str) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_engines_of_experts_draft_alike(size: int) -> None:
     """By a lookup. Fails if each of several chooses its K: they run each layer together, and would wait for ever."""
-    from vllm_specplugins.engine.adaptive.conditions import chooses_length
-
     experts = {"model": str(checkpoint("qwen3_moe")), "skip_tokenizer_init": True}
     gated = {"method": "prompt_lookup"}
-    assert chooses_length(engine_config(gated, **experts, data_parallel_size=size)) is (size == 1)
+    plan = engine_config(gated, **experts, data_parallel_size=size).speculative_config.plan
+    assert plan.scheduler_chooses is (RUNNER == "v2" and size == 1)
 
 
 def test_engines_of_a_dense_model() -> None:

@@ -13,8 +13,9 @@ import pytest
 from cases import PROMPT_LOOKUP, generate
 from conftest import DEMO_MODEL, EXAMPLES, RUNNER
 
+from vllm_specplugins import plan
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.engine.frontend import scheduling, spec_config
+from vllm_specplugins.engine.frontend import spec_config
 from vllm_specplugins.engine.frontend.spec_config import take_over
 from vllm_specplugins.engine.vllm_api import compat
 
@@ -229,10 +230,10 @@ def test_asynchronous_scheduling() -> None:
         with pytest.raises(ConfigError, match="async_scheduling must be false on Model Runner V1"):
             take_over(config, True)
         return
-    assert config.scheduler_config.scheduler_cls == "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
+    assert config.scheduler_config.scheduler_cls == plan.PLANNED
     with pytest.raises(ConfigError, match="async_scheduling and scheduler_cls must be left alone with grammar"):
         engine_config({"method": "grammar"}, async_scheduling=True)
-    assert engine_config({"method": "grammar"}).scheduler_config.scheduler_cls == scheduling.GRAMMAR
+    assert engine_config({"method": "grammar"}).scheduler_config.scheduler_cls == plan.GRAMMAR
     with pytest.raises(ConfigError, match="scheduler_cls must be left alone"):
         engine_config(PROMPT_LOOKUP, async_scheduling=True, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
 
@@ -293,7 +294,7 @@ def test_scheduling_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduler = engine_config(speculative_config, **arguments).scheduler_config
         return scheduler.async_scheduling, scheduler.scheduler_cls
 
-    planned, ours = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler", scheduling.SYNCHRONOUS
+    planned, ours = plan.PLANNED, plan.CHOOSING
     says = "scheduled asynchronously;" if RUNNER == "v2" else "synchronously, for Model Runner V1 plans"
     for speculative_config in (early_exit, PROMPT_LOOKUP):
         assert asynchronous(speculative_config) == ((True, planned) if RUNNER == "v2" else (False, ours))

@@ -156,12 +156,10 @@ def guarded_proposer(vllm_config: "VllmConfig", device: Any, build: Any = None) 
     """The configured proposer, or what a speculator that drafts on the device makes of it, behind its fault barrier."""
     speculative_config = vllm_config.speculative_config
     config, context = speculative_config.plugin_config, context_of(vllm_config, device)
-    on_host = not (speculative_config.runs_target or speculative_config.drafts_on_device)
-    if on_host or not vllm_config.use_v2_model_runner:
+    if not speculative_config.plan.on_device:
         config = behind_gate(config)
-    # A call into the target belongs to the engine's own thread and stream; a cascade puts stages in threads.
-    waits = build and not speculative_config.drafts_late
-    in_thread = not (speculative_config.runs_target or config.stages or waits)
+    # A call into the target belongs to the engine's thread and stream; a cascade puts stages in threads.
+    in_thread = not (speculative_config.runs_target or config.stages) and (not build or speculative_config.plan.is_late)
     with _process_as_it_was():
         proposer = (build or build_proposer)(config, context)
     return FaultBarrier(

@@ -17,6 +17,7 @@ from vllm_specplugins.engine.hooks import replaced, wrap
 from vllm_specplugins.engine.vllm_api import compat
 from vllm_specplugins.methods import METHODS
 from vllm_specplugins.parsing import parse_config
+from vllm_specplugins.plan import wanted_schedule
 
 logger = logging.getLogger("vllm.specplugins")
 
@@ -116,8 +117,8 @@ def _with_method(config: SpecConfig, original: Any, engine_args: Any, *args: Any
 
     scheduling.give_time(config)
     asked = engine_args.async_scheduling
-    asynchronous = scheduling.wanted_of_vllm(config, asked, engine_args.pipeline_parallel_size)
-    ours = {"_specplugins_config": config, "async_scheduling": asynchronous} | trees.backend(config, engine_args)
+    wanted = wanted_schedule(config, asked, engine_args.pipeline_parallel_size)
+    ours = {"_specplugins_config": config, "async_scheduling": wanted} | trees.backend(config, engine_args)
     with (
         replaced(engine_args, ours),
         scheduling.may_be_asynchronous(config.method),

@@ -1,10 +1,4 @@
-"""Which methods of ours are scheduled asynchronously, as vLLM's own are, and which scheduler that takes.
-
-A method that reads tokens on the host waits for them in every step, and there a synchronous scheduler knows the true
-lengths of its drafts. One that reads none leaves the device busy while the next step is scheduled. A pipeline is always
-scheduled asynchronously: vLLM's synchronous scheduler would plan the drafts of a request whose last step is still on
-its way through the stages.
-"""
+"""What our methods need of vLLM's scheduling: a name that may be asynchronous, a K that fits a step, time to end."""
 
 import logging
 from collections.abc import Iterator
@@ -12,24 +6,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from vllm_specplugins.config import ConfigError, SpecConfig, methods_of
-from vllm_specplugins.engine.adaptive.conditions import chooses_length
+from vllm_specplugins.config import ConfigError, SpecConfig
 from vllm_specplugins.engine.frontend.method_names import name_in_vllm
 from vllm_specplugins.engine.hooks import replaced, wrap
-from vllm_specplugins.methods import drafts_on_device, reads_history
+from vllm_specplugins.plan import CHOOSING, PLANNED
 
 logger = logging.getLogger("vllm.specplugins")
 
-SCHEDULER = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
-GRAMMAR = "vllm_specplugins.engine.grammar.scheduler.GrammarScheduler"
 GRACE_S = 5.0  # as much time as vLLM gives workers
-SYNCHRONOUS = "vllm_specplugins.engine.v2.scheduler.ChoosingScheduler"
-
-
-def wanted_of_vllm(config: SpecConfig, asked: bool | None, num_stages: int) -> bool | None:
-    """What vLLM is told: what the user asked for, else False or vLLM's own default (None)."""
-    waits = reads_history(config) and not drafts_on_device(config) and num_stages == 1
-    return False if asked is None and waits else asked
 
 
 @contextmanager
@@ -42,61 +26,6 @@ def may_be_asynchronous(method: str) -> Iterator[None]:
         yield
 
 
-def settle(vllm_config: Any, asked: bool | None) -> str:
-    """Puts our scheduler, where it is needed, into a finished configuration; returns in words what was chosen, and why.
-
-    Raises:
-        ConfigError: the user asks for what our methods cannot run with.
-    """
-    scheduler, method = vllm_config.scheduler_config, vllm_config.speculative_config.plugin_config.method
-    if asked is None:
-        synchronous_for = _synchronous_for(vllm_config)
-        scheduler.async_scheduling = synchronous_for is None
-        words = f"synchronously, for {synchronous_for}" if synchronous_for else "asynchronously"
-    else:
-        words = f"{'a' if asked else ''}synchronously, as async_scheduling says"
-    num_stages = vllm_config.parallel_config.pipeline_parallel_size
-    forces = "grammar" in methods_of(vllm_config.speculative_config.plugin_config)
-    if forces and (scheduler.async_scheduling or scheduler.scheduler_cls is not None):
-        raise ConfigError(
-            f"{method}: async_scheduling and scheduler_cls must be left alone with grammar, whose text depends on all "
-            f"tokens before it, not {scheduler.async_scheduling} and {scheduler.scheduler_cls!r}."
-        )
-    if not scheduler.async_scheduling:
-        if num_stages > 1:
-            raise ConfigError(
-                f"{method}: pipeline_parallel_size must be 1 without async_scheduling, where vLLM plans drafts for a "
-                f"request whose last step is still under way, not {num_stages}."
-            )
-        if forces:
-            scheduler.scheduler_cls = GRAMMAR
-        elif scheduler.scheduler_cls is None:
-            scheduler.scheduler_cls = SYNCHRONOUS
-        return words
-    if not vllm_config.use_v2_model_runner:
-        raise ConfigError(f"{method}: async_scheduling must be false on Model Runner V1, not True.")
-    if scheduler.scheduler_cls is not None:
-        raise ConfigError(
-            f"{method}: scheduler_cls must be left alone with async_scheduling, not {scheduler.scheduler_cls!r}."
-        )
-    scheduler.scheduler_cls = SCHEDULER
-    return words
-
-
-def _synchronous_for(vllm_config: Any) -> str | None:
-    """Why scheduling has to wait for the drafts; None if it need not."""
-    config = vllm_config.speculative_config
-    if config.reads_on_host and vllm_config.parallel_config.pipeline_parallel_size == 1:
-        return "it reads tokens on the host (--async-scheduling plans each draft's length from the last one)"
-    if not vllm_config.use_v2_model_runner:
-        return "Model Runner V1 plans with the drafts at hand"
-    if vllm_config.scheduler_config.scheduler_cls is not None:
-        return "scheduler_cls is set"
-    if not vllm_config.scheduler_config.async_scheduling:
-        return "vLLM does so with this configuration"
-    return None
-
-
 def fitting(vllm_config: Any) -> SpecConfig | None:
     """The method with a shorter K, where a step may not schedule 1 + K tokens; None: K fits.
 
@@ -106,11 +35,11 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
     Raises:
         ConfigError: no K fits, or no tree.
     """
-    scheduler, config = vllm_config.scheduler_config, vllm_config.speculative_config.plugin_config
-    has_table = vllm_config.use_v2_model_runner and chooses_length(vllm_config)
-    if has_table and scheduler.scheduler_cls in (SCHEDULER, SYNCHRONOUS):
+    scheduler, speculative_config = vllm_config.scheduler_config, vllm_config.speculative_config
+    config, has_table = speculative_config.plugin_config, speculative_config.plan.scheduler_chooses
+    if has_table and scheduler.scheduler_cls in (PLANNED, CHOOSING):
         return None
-    slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
+    slots = speculative_config.max_num_new_slots_for_drafting
     limits = {
         "max_num_batched_tokens": scheduler.max_num_batched_tokens - slots,
         "max_num_scheduled_tokens": scheduler.max_num_scheduled_tokens,
@@ -121,12 +50,12 @@ def fitting(vllm_config: Any) -> SpecConfig | None:
         return None
     if limit < 2 or config.tree:
         raise ConfigError(f"{config.method}: {name} must be at least {1 + (config.tree or 1)} with it, not {limit}.")
-    tell = logger.warning if config.says_length else logger.info
+    log = logger.warning if config.says_length else logger.info
     sentence = "%s: num_speculative_tokens is %d, not %d: vLLM pads prompts to one token more, and %s allows %d tokens."
-    tell(sentence, config.method, limit - 1, config.length, name, limit)
-    config, most = replace(config.with_length(limit - 1), says_length=True), limit - 1
-    lengths = [min(stage.num_speculative_tokens or most, most) for stage in config.stages]
-    stages = [replace(own, num_speculative_tokens=num) for own, num in zip(config.stages, lengths, strict=True)]
+    log(sentence, config.method, limit - 1, config.length, name, limit)
+    config, length = replace(config.with_length(limit - 1), says_length=True), limit - 1
+    lengths = [min(stage.num_speculative_tokens or length, length) for stage in config.stages]
+    stages = [replace(stage, num_speculative_tokens=num) for stage, num in zip(config.stages, lengths, strict=True)]
     return config.with_stages(stages) if stages else config
 
 

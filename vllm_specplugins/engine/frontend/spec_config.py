@@ -23,8 +23,8 @@ from vllm_specplugins.config import (
     built_in_stage,
     sample_methods,
 )
-from vllm_specplugins.engine.adaptive import conditions
 from vllm_specplugins.engine.frontend import scheduling
+from vllm_specplugins.engine.frontend.conditions import conditions_of
 from vllm_specplugins.engine.frontend.entrances import check_arrivals
 from vllm_specplugins.engine.frontend.kernel_overrides import look_into_plain_modules_alone
 from vllm_specplugins.engine.frontend.method_names import name_in_vllm
@@ -32,7 +32,8 @@ from vllm_specplugins.engine.frontend.options import check_requests
 from vllm_specplugins.engine.frontend.trees import check_trees
 from vllm_specplugins.engine.metrics.export import export_metrics
 from vllm_specplugins.engine.target.admission import check_states, check_target, has_state
-from vllm_specplugins.methods import drafts_late, drafts_on_device, reads_history, runs_target
+from vllm_specplugins.methods import reads_history, runs_target
+from vllm_specplugins.plan import make_plan
 from vllm_specplugins.proposers.heads.medusa_heads import num_heads
 
 logger = logging.getLogger("vllm.specplugins")
@@ -60,7 +61,7 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     method: str | None = None
     plugin_config: SkipValidation[Any] = None
-    stays_on_host: bool = False  # though it could draft on the device; see adaptive/
+    plan: SkipValidation[Any] = None  # a plan.Plan, once vLLM has finished its configuration
 
     def __post_init__(self) -> None:
         if self.built_in is not None:
@@ -97,32 +98,12 @@ class PluginSpeculativeConfig(SpeculativeConfig):
 
     @property
     def reads_history(self) -> bool:
-        """Whether the method reads tokens: on the host, if it does not draft on the device."""
+        """Whether the method reads the requests' tokens: on the device, if it drafts there."""
         return reads_history(self.plugin_config)
 
-    @property
-    def drafts_on_device(self) -> bool:
-        """Whether the method, on Model Runner V2, drafts without the host."""
-        return drafts_on_device(self.plugin_config) and not self.stays_on_host
-
-    @property
-    def drafts_late(self) -> bool:
-        """Whether it does so with a proposer on the host that nobody waits for."""
-        return drafts_late(self.plugin_config) and self.drafts_on_device
-
-    @property
-    def reads_on_host(self) -> bool:
-        """Whether the method, on Model Runner V2, waits for tokens on the host."""
-        return self.reads_history and not self.drafts_on_device
-
-    @property
-    def chooses_length(self) -> bool:
-        """Whether the scheduler chooses how many tokens a step drafts, on Model Runner V2; on the host a gate does."""
-        return not self.reads_on_host and self.plugin_config.common.gate != "off"
-
     def use_ngram(self) -> bool:
-        """What vLLM asks to know whether all tokens shall be in the device's memory."""
-        return self.drafts_on_device and self.reads_history
+        """Whether vLLM's runner shall keep all tokens in the device's memory."""
+        return self.plan.on_device and self.reads_history
 
 
 class PluginVllmConfig(VllmConfig):
@@ -258,7 +239,9 @@ def take_over(vllm_config: VllmConfig, async_scheduling: bool | None) -> None:
     if worker not in WORKERS:
         raise ConfigError(f"{method}: worker_cls must be one of {', '.join(WORKERS)} (or left alone), not {worker!r}.")
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
-    conditions.place(vllm_config)
-    schedule = scheduling.settle(vllm_config, async_scheduling)
-    untrimmed_for = conditions.settle(vllm_config)
-    logger.info("%s %s", method, conditions.plan_in_words(vllm_config, schedule, untrimmed_for))
+    plan = make_plan(speculative_config.plugin_config, conditions_of(vllm_config, async_scheduling))
+    speculative_config.plan, speculative_config.enable_adaptive_verification = plan, plan.trims
+    vllm_config.scheduler_config.async_scheduling = plan.is_async
+    if plan.scheduler is not None:
+        vllm_config.scheduler_config.scheduler_cls = plan.scheduler
+    logger.info("%s %s", method, plan)

@@ -200,6 +200,8 @@ def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
         why = f"V2 does not support {', '.join(config._get_v2_model_runner_unsupported_features())}"
     yield Finding("runner", f"{runner}: {why}")
     yield Finding("scheduling", "asynchronous" if config.scheduler_config.async_scheduling else "synchronous")
+    if (plan := getattr(config.speculative_config, "plan", None)) is not None:
+        yield Finding("plan", f"{plan}" if plan.on_device else f"{plan} On the host: {plan.host_reason}.")
 
 
 def _shapes() -> list[Any]:

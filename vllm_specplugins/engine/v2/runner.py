@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu import model_runner
 
 from vllm_specplugins.cascade.on_device import LOOKUP, Stages
 from vllm_specplugins.config import methods_of
-from vllm_specplugins.engine.adaptive.conditions import or_planned
+from vllm_specplugins.engine.adaptive.trimming import or_planned
 from vllm_specplugins.engine.emitted import VERIFIED
 from vllm_specplugins.engine.frontend.spec_config import without_built_in
 from vllm_specplugins.engine.frontend.trees import register
@@ -45,7 +45,7 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
 
     def init_speculator(vllm_config: Any, *arguments: Any) -> Any:
         speculative_config = vllm_config.speculative_config
-        kind: type[Speculator] = HostSpeculator if speculative_config.reads_on_host else DeviceSpeculator
+        kind: type[Speculator] = DeviceSpeculator if speculative_config.plan.on_device else HostSpeculator
         if speculative_config.plugin_config.tree:
             kind = TreeSpeculator
         if speculative_config.built_in is None:

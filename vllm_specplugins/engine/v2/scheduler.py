@@ -16,7 +16,6 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_specplugins.engine.adaptive.conditions import chooses_length
 from vllm_specplugins.engine.emitted import VERIFIED, CountsEmitted
 from vllm_specplugins.engine.request_limits import RequestLimits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
@@ -90,8 +89,8 @@ class _Choosing(CountsEmitted):
         super().__init__(*args, **kwargs)
         self._lengths: DraftLengths | None = None
         self._drafted = self.num_spec_tokens  # in the last step that was planned
-        if self.use_v2_model_runner and chooses_length(self.vllm_config):  # type: ignore[attr-defined]
-            config: Any = self.vllm_config  # type: ignore[attr-defined]
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        if config.speculative_config.plan.scheduler_chooses:
             speculative_config, cliff = config.speculative_config, config.compilation_config.max_cudagraph_capture_size
             shape = {"longest_chain": speculative_config.plugin_config.longest_chain, "cliff": cliff or 0}
             trims = bool(speculative_config.enable_adaptive_verification)

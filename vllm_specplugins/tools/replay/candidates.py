@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from vllm_specplugins.config import ConfigError, built_in_stage
 from vllm_specplugins.draft import Proposer, ProposerContext
-from vllm_specplugins.methods import METHODS, behind_gate, build_proposer, drafters, drafts_on_device
+from vllm_specplugins.methods import METHODS, behind_gate, build_proposer, drafters
 from vllm_specplugins.parsing import parse_config, registered_methods
+from vllm_specplugins.plan import Conditions, make_plan
 from vllm_specplugins.tools.picker import Config, pick_methods
 from vllm_specplugins.tools.replay.rivals import Drafter
 
@@ -38,7 +39,7 @@ class Candidate:
     @property
     def waits(self) -> bool:
         """Whether its drafting waits for the device."""
-        return not drafts_on_device(parse_config(self.config))
+        return not make_plan(parse_config(self.config), Conditions()).on_device
 
     def build(self, context: ProposerContext) -> Proposer:
         """The proposer, behind its gate."""

@@ -51,7 +51,7 @@ class DeviceSpeculator(Speculator):
         self.limits = DraftLimits(req_states, max_num_draft, device, stages)
         self.lookups = Lookups(vllm_config, req_states, device)
         self.reads_tokens = self.lookups.late is not None
-        self._steps_alone = speculative_config.drafts_on_device and not self.lookups  # of an exit, each of them seen
+        self._steps_alone = isinstance(config.method_config, EarlyExitConfig)  # each of its steps is seen
         # vLLM's estimator rates an exit that is alone, in fewer launches; it knows of no lookup.
         self.use_acceptance_estimator &= self._steps_alone
         self._steps = torch.arange(max_num_draft, device=device)

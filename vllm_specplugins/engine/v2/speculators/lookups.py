@@ -32,7 +32,7 @@ class Lookups:
         if lookups or (row.is_lookup and row.is_late):
             own = lookups[0] if lookups else PromptLookupConfig()
             self.texts = TokenHistories(req_states, config.num_speculative_tokens, own, device)
-        if config.drafts_late:
+        if config.plan.is_late:
             vocab_size = vllm_config.model_config.get_vocab_size()
             self.late = LateDrafts(req_states, config.num_speculative_tokens, vocab_size, device)
         self._parts = [part for part in (self.texts, self.late) if part is not None]

@@ -1,0 +1,215 @@
+"""Where a method drafts, on which schedule, who chooses the lengths of drafts, and whether vLLM trims them.
+
+`make_plan` decides all of it from a configuration and from facts about the engine, once for each engine. It does not
+import vLLM: engine/frontend/conditions.py reads the facts. The start's log and `doctor` print the plan, and
+docs/compatibility.md has it as a table.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from vllm_specplugins.config import BuiltInConfig, ConfigError, SpecConfig, methods_of
+from vllm_specplugins.methods import drafters, drafts_late, method_of, runs_target
+
+# Schedulers of ours, for vLLM's field `scheduler_cls`.
+CHOOSING = "vllm_specplugins.engine.v2.scheduler.ChoosingScheduler"
+PLANNED = "vllm_specplugins.engine.v2.scheduler.PlannedScheduler"
+GRAMMAR = "vllm_specplugins.engine.grammar.scheduler.GrammarScheduler"
+
+
+class Place(Enum):
+    """Where drafts are made."""
+
+    HOST = "in each step, which waits for them"
+    EAGER = "on the device, eagerly"
+    GRAPH = "on the device, in CUDA graphs"
+
+
+class Chooser(Enum):
+    """Who chooses how many tokens a step drafts."""
+
+    SCHEDULER = "the scheduler"
+    GATE = "a gate beside it"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """Facts about an engine, named as in vLLM; by default those of one GPU where everything is possible.
+
+    Args:
+        asked_async: `async_scheduling` as the user gives it.
+        async_scheduling: the same as vLLM decides it.
+        scheduler_cls: the user's scheduler.
+        untrimmed_for: why vLLM's adaptive verification cannot trim drafts; None: it can.
+    """
+
+    use_v2_model_runner: bool = True
+    asked_async: bool | None = None
+    async_scheduling: bool = True
+    scheduler_cls: object = None
+    pipeline_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    world_size: int = 1
+    has_full_cudagraphs: bool = True
+    has_lora: bool = False
+    untrimmed_for: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a method runs in an engine. As a string it is the line of the start's log.
+
+    Args:
+        host_reason: why steps wait for drafts on the host; None: drafts are made on the device.
+        is_late: a thread on the host drafts, too, from tokens that are a step or two old, and no step waits for it.
+        schedule: in words, with the reason for it.
+        scheduler: our scheduler; None: the user's.
+        untrimmed_for: why no draft is trimmed on the device; None: vLLM's adaptive verification trims drafts there.
+    """
+
+    place: Place
+    host_reason: str | None
+    is_late: bool
+    is_async: bool
+    schedule: str
+    scheduler: str | None
+    chooser: Chooser
+    untrimmed_for: str | None
+
+    @property
+    def on_device(self) -> bool:
+        return self.place is not Place.HOST
+
+    @property
+    def scheduler_chooses(self) -> bool:
+        return self.chooser is Chooser.SCHEDULER
+
+    @property
+    def trims(self) -> bool:
+        return self.untrimmed_for is None
+
+    def __str__(self) -> str:
+        late = ", and late on the host, for which no step waits" if self.is_late else ""
+        trimmed = "trimmed on the device" if self.trims else f"not trimmed on the device: {self.untrimmed_for}"
+        return (
+            f"drafts {self.place.value}{late}; steps are scheduled {self.schedule}; "
+            f"{self.chooser.value} chooses how many tokens; drafts are {trimmed}."
+        )
+
+
+def make_plan(config: SpecConfig, engine: Conditions) -> Plan:
+    """The plan for a method in an engine.
+
+    Raises:
+        ConfigError: the user asks for a schedule that the method cannot have.
+    """
+    host_reason = _host_reason(config, engine)
+    on_device = engine.use_v2_model_runner and host_reason is None
+    is_async, schedule = _schedule(engine, reads_on_host=host_reason is not None)
+    return Plan(
+        place=_place(config, engine) if on_device else Place.HOST,
+        host_reason=host_reason if engine.use_v2_model_runner else "Model Runner V1 drafts there",
+        is_late=on_device and drafts_late(config),
+        is_async=is_async,
+        schedule=schedule,
+        scheduler=_scheduler(config, engine, is_async),
+        chooser=_chooser(config, engine, on_device),
+        untrimmed_for=_untrimmed_for(config, engine, on_device),
+    )
+
+
+def wanted_schedule(config: SpecConfig, asked_async: bool | None, pipeline_parallel_size: int) -> bool | None:
+    """The `async_scheduling` to ask vLLM for, before anything is known of the engine; None leaves it to vLLM."""
+    waits = pipeline_parallel_size == 1 and _host_reason(config, Conditions()) is not None
+    return False if asked_async is None and waits else asked_async
+
+
+def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
+    """Why Model Runner V2 has to wait for drafts on the host; None: it does not."""
+    rows, is_late = [row for row, _ in drafters(config)], drafts_late(config)
+    if config.stages:
+        can = rows[0].is_lookup and len(rows) == 2 and (rows[1].runs_target or rows[1].config is BuiltInConfig)
+    else:
+        can = rows[0].runs_target or rows[0].is_lookup or is_late
+    if not can:
+        return "it reads tokens there"
+    if not (config.stages or is_late):
+        return None
+    if not engine.use_v2_model_runner or engine.world_size != engine.tensor_parallel_size:
+        return "it drafts on the device without a pipeline only"
+    if is_late and not (engine.async_scheduling and engine.scheduler_cls is None):
+        return "its late drafts need steps that are scheduled ahead"
+    if is_late and not rows[0].is_late and engine.world_size > 1:
+        return "a thread of its own might draw random numbers that all ranks must share"
+    if rows[-1].runs_target and not config.tree and engine.untrimmed_for is not None:
+        return f"nothing would trim its drafts on the device: {engine.untrimmed_for}"
+    return None
+
+
+def _place(config: SpecConfig, engine: Conditions) -> Place:
+    has_graphs = engine.has_full_cudagraphs and not (engine.has_lora and runs_target(config))
+    return Place.GRAPH if has_graphs else Place.EAGER
+
+
+def _schedule(engine: Conditions, reads_on_host: bool) -> tuple[bool, str]:
+    """Whether steps are scheduled asynchronously, and why, in words.
+
+    A step that waits for the host is scheduled synchronously, and its scheduler knows the true lengths of drafts.
+    A pipeline never is: vLLM would plan drafts for a request whose last step is still under way.
+    """
+    if engine.asked_async is not None:
+        return engine.async_scheduling, f"{'a' if engine.asked_async else ''}synchronously, as async_scheduling says"
+    if reads_on_host and engine.pipeline_parallel_size == 1:
+        reason = "it reads tokens on the host (--async-scheduling plans each draft's length from the last one)"
+    elif not engine.use_v2_model_runner:
+        reason = "Model Runner V1 plans with the drafts at hand"
+    elif engine.scheduler_cls is not None:
+        reason = "scheduler_cls is set"
+    elif not engine.async_scheduling:
+        reason = "vLLM does so with this configuration"
+    else:
+        return True, "asynchronously"
+    return False, f"synchronously, for {reason}"
+
+
+def _scheduler(config: SpecConfig, engine: Conditions, is_async: bool) -> str | None:
+    """Our scheduler, if the user has none. ConfigError for what the user asks for and the method cannot have."""
+    method, theirs, num_stages = config.method, engine.scheduler_cls, engine.pipeline_parallel_size
+    forces = "grammar" in methods_of(config)
+    if forces and (is_async or theirs is not None):
+        raise ConfigError(
+            f"{method}: async_scheduling and scheduler_cls must be left alone with grammar, whose text depends on all "
+            f"tokens before it, not {is_async} and {theirs!r}."
+        )
+    if not is_async and num_stages > 1:
+        raise ConfigError(
+            f"{method}: pipeline_parallel_size must be 1 without async_scheduling, where vLLM plans drafts for a "
+            f"request whose last step is still under way, not {num_stages}."
+        )
+    if is_async and not engine.use_v2_model_runner:
+        raise ConfigError(f"{method}: async_scheduling must be false on Model Runner V1, not True.")
+    if is_async and theirs is not None:
+        raise ConfigError(f"{method}: scheduler_cls must be left alone with async_scheduling, not {theirs!r}.")
+    if theirs is not None:
+        return None
+    return PLANNED if is_async else GRAMMAR if forces else CHOOSING
+
+
+def _chooser(config: SpecConfig, engine: Conditions, on_device: bool) -> Chooser:
+    if config.common.gate == "off":
+        return Chooser.NOTHING
+    if not on_device:
+        return Chooser.GATE
+    # Engines of a mixture of experts run each layer together: one that drafted less would wait for the others.
+    is_alone = engine.pipeline_parallel_size == engine.data_parallel_size == 1
+    return Chooser.SCHEDULER if is_alone else Chooser.NOTHING
+
+
+def _untrimmed_for(config: SpecConfig, engine: Conditions, on_device: bool) -> str | None:
+    if not (on_device and method_of(config.method).rates_drafts):
+        return "the step that drafts knows their lengths"
+    if config.tree:
+        return "a tree is verified as a whole"
+    return 'gate is "off"' if config.common.gate == "off" else engine.untrimmed_for
