@@ -120,6 +120,6 @@ class Played:
             stopped = bool(tokens) and tokens[-1] in params.stop_token_ids
             assert name in self._aborted or stopped or len(tokens) == most, name
             assert len(tokens) <= most and set(tokens[:-1]).isdisjoint(params.stop_token_ids), name
-        num_steps, dropped = self.scheduler._told
+        num_steps, dropped = self.scheduler._sent
         num_begun = sum(map(bool, self.emitted.values()))
         assert num_steps + self.accepted - sum(dropped.values()) == sum(map(len, self.emitted.values())) - num_begun

@@ -335,7 +335,7 @@ def test_q_of_forced_tokens() -> None:
     verifier = Verifier.__new__(Verifier)
     verifier._runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c"]))
     verifier._rejection, drawn = "token", torch.randn(2, 2, 6)
-    verifier.keep_draft(["b", "a"], drawn)
+    verifier.save_q(["b", "a"], drawn)
     verifier.forced = {"a": (1, [3, 4]), "c": (0, [5])}
     rows = Rows([3, 2, 1], [1, 3, 4, 2, 2, 5], np.zeros(3, np.int64), torch.device("cpu"))
     q = verifier._q(rows, 3)

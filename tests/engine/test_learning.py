@@ -25,7 +25,7 @@ OTHERS = (("early_exit", 3), ("medusa", 6)) if OF_V1_TOO else ()
 def all_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a test has it read."""
     if RUNNER == "v1":
-        monkeypatch.setattr("vllm_specplugins.engine.v1.runner._MOST_UNREAD", 100_000)
+        monkeypatch.setattr("vllm_specplugins.engine.v1.readings._MAX_UNREAD", 100_000)
 
 
 def rounds(llm: Any, prompts: Any, num: int) -> Learner:

@@ -22,7 +22,7 @@ from vllm_specplugins.draft import ProposerContext
 from vllm_specplugins.engine.codec import TextCodec
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.remote import server
-from vllm_specplugins.proposers.remote.proposer import MOST_ASKED, Remote
+from vllm_specplugins.proposers.remote.proposer import MAX_ASKED, Remote
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -382,9 +382,9 @@ def test_questions_fit_the_drafter(drafter: Drafter, make: Callable[..., Remote]
 def test_many_requests_at_once(drafter: Drafter, make: Callable[..., Remote]) -> None:
     """A step asks a bounded number of questions, and later steps the others. Fails if a step asks for all of its
     requests, which takes half a second for 2000, or if the same requests ask each time."""
-    own, texts = make(), {str(number): TEXT[: 20 + number] for number in range(2 * MOST_ASKED + 10)}
+    own, texts = make(), {str(number): TEXT[: 20 + number] for number in range(2 * MAX_ASKED + 10)}
     drafter.answer = lambda question: (400, {}, [])
-    for most in (MOST_ASKED, 2 * MOST_ASKED, len(texts)):
+    for most in (MAX_ASKED, 2 * MAX_ASKED, len(texts)):
         step(own, texts)
         assert own.exchange_stats()["asked"] == most
 
@@ -392,7 +392,7 @@ def test_many_requests_at_once(drafter: Drafter, make: Callable[..., Remote]) ->
 def test_open_connections(drafter: Drafter, make: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch) -> None:
     """All are answered, over a bounded number of connections. Fails if each question opens one, which ends an engine
     that may open no more files."""
-    monkeypatch.setattr(server, "MOST_OPEN", 4)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 4)
     own, texts = make(), {str(number): TEXT[: 20 + number] for number in range(12)}
     step(own, texts)  # asks what the drafter takes, too
     wait_for(lambda: step(own, texts) and own.exchange_stats()["answered"] == 12)

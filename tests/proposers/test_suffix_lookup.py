@@ -241,7 +241,7 @@ def test_a_call_that_was_left_behind(monkeypatch: pytest.MonkeyPatch):
         own.forget([str(number)])
     own.store.work()
     states, began, compiled, ends = [], Event(), suffix_lookup.draft_step, [False]
-    own._turn = turn = Turn(began)
+    own._lock = turn = Turn(began)
 
     def slow(*arguments: Any) -> None:
         states.append(arguments[-1][-1].copy())

@@ -7,16 +7,13 @@ from llguidance.hf import from_tokenizer
 
 
 def byte_tokenizer(tokenizer: Any, vocab_size: int) -> Any:
-    """llguidance's of a tokenizer of vLLM's, for a model of this size, whose tokenizer may know fewer tokens.
-
-    ValueError: the tokenizer is not a fast one.
-    """
+    """llguidance's tokenizer for one of vLLM's, which may know fewer tokens than the model; ValueError: a slow one."""
     of_mistral = getattr(tokenizer, "llg_tokenizer", None)
     return of_mistral or from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)))
 
 
 class TextCodec:
-    """A `draft.Codec`; ValueError: the engine has no tokenizer, or a slow one."""
+    """A `draft.Codec`. ValueError: the engine has no tokenizer, or a slow one."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         if tokenizer is None:

@@ -1,8 +1,9 @@
-"""What our schedulers have in common: they know which tokens of a draft a request emits.
+"""Our schedulers count the tokens of a draft that a request emits.
 
-A request may end within a draft: at an end token, or when it is aborted. The worker has counted the rest of that draft
-as accepted, which vLLM's scheduler drops. So the scheduler counts what came out, corrects the reports of metrics that
-pass through it, and tells the worker for its logs. Of several stages the rest is taken off the one that had most there.
+A request may end within a draft: at an end token, or when it is aborted. vLLM's scheduler drops the rest of that draft,
+which the worker has counted as accepted. So our schedulers count the emitted tokens, correct the reports of metrics
+that pass through them, and inform the worker for its logs. The rest is subtracted from the stage with the largest
+count.
 """
 
 from collections import Counter
@@ -10,7 +11,7 @@ from typing import Any
 
 from vllm_specplugins.engine.metrics.names import REPORT, SEPARATOR, key
 
-EMITTED = "specplugins_emitted"  # attribute of SchedulerOutput: decoding steps; dropped draft tokens by their place
+EMITTED = "specplugins_emitted"  # attribute of SchedulerOutput: decoding steps, and dropped draft tokens by place
 VERIFIED = "specplugins_num_verified"  # of ModelRunnerOutput: draft tokens that were verified, if drafts were trimmed
 _BY_PLACE = "accepted_tokens_by_position"
 
@@ -22,10 +23,10 @@ class CountsEmitted:
         super().__init__(*args, **kwargs)
         self._num_steps, self._dropped = 0, Counter[int]()  # of single requests, without their first tokens; by place
         self._num_reported, self._to_report = 0, Counter[int]()
-        self._told = self._emitted = 0, dict[int, int]()  # to the worker, and of now: made anew where one changes
+        self._sent = self._emitted = 0, dict[int, int]()  # to the worker, and now: a new tuple after each change
 
     def add_request(self, request: Any) -> None:
-        if request.resumable:  # others' tokens take vLLM's way
+        if request.resumable:
             self._update_request_with_output = self._update_session
         super().add_request(request)  # type: ignore[misc]
 
@@ -33,8 +34,8 @@ class CountsEmitted:
         num_sampled = list(map(len, model_runner_output.sampled_token_ids))  # vLLM cuts them
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         num_emitted = 0
-        for own in outputs.values():
-            for core_output in own.outputs:
+        for engine_outputs in outputs.values():
+            for core_output in engine_outputs.outputs:
                 if core_output.new_token_ids:
                     num_emitted += len(core_output.new_token_ids)
                     self._num_steps += core_output.prefill_stats is None
@@ -48,8 +49,8 @@ class CountsEmitted:
         return outputs
 
     def _drop(self, outputs: Any, rows: dict[str, int], num_sampled: list[int]) -> None:
-        """Counts what was sampled and not emitted."""
-        all_outputs = (core_output for own in outputs.values() for core_output in own.outputs)
+        """Counts tokens that were sampled and not emitted."""
+        all_outputs = (core_output for engine_outputs in outputs.values() for core_output in engine_outputs.outputs)
         emitted = {core_output.request_id: len(core_output.new_token_ids) for core_output in all_outputs}
         for request_id, row in rows.items():
             places = range(max(1, emitted.get(request_id, 0)) - 1, num_sampled[row] - 1)
@@ -59,13 +60,13 @@ class CountsEmitted:
             self._emitted = self._num_steps, dict(self._dropped)
 
     def _correct(self, report: dict[str, Any]) -> None:
-        """Takes off what was dropped as far as the report has it; the device's counts come later."""
+        """Subtracts dropped tokens, as far as the report has them; the device's counts come later."""
         report[key("steps")] = self._num_steps - self._num_reported
         self._num_reported = self._num_steps
         for place in list(self._to_report):
             all_series = (series for series in report if series.startswith(_BY_PLACE + SEPARATOR))
-            own = [series for series in all_series if series.endswith(f"{SEPARATOR}{place}")]
-            for series in sorted(own, key=report.__getitem__, reverse=True):
+            of_place = [series for series in all_series if series.endswith(f"{SEPARATOR}{place}")]
+            for series in sorted(of_place, key=report.__getitem__, reverse=True):
                 num = min(report[series], self._to_report[place])
                 report[series] -= num
                 if num:
@@ -74,7 +75,7 @@ class CountsEmitted:
         self._to_report = +self._to_report
 
     def _update_session(self, request: Any, new_token_ids: list[int], *is_stale: Any, **kw: Any) -> Any:
-        """A session goes on after its last computed token. vLLM's synchronous scheduler counts dropped tokens, too."""
+        """A session continues after its last computed token; vLLM's synchronous scheduler includes dropped tokens."""
         session, num_sampled = request, len(new_token_ids)
         result = super()._update_request_with_output(request, new_token_ids, *is_stale, **kw)  # type: ignore[misc]
         if session.resumable and not session.num_output_placeholders:
@@ -83,9 +84,9 @@ class CountsEmitted:
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
-        self._told = self._emitted
-        setattr(scheduler_output, EMITTED, self._told)
+        self._sent = self._emitted
+        setattr(scheduler_output, EMITTED, self._sent)
 
     def has_finished_requests(self) -> bool:
-        """Also where the worker has to hear of a last step, which asynchronously comes after an empty one."""
-        return self._told is not self._emitted or super().has_finished_requests()  # type: ignore[misc]
+        """Also true while the worker lacks the counts of a last step, which asynchronously follows an empty one."""
+        return self._sent is not self._emitted or super().has_finished_requests()  # type: ignore[misc]

@@ -1,11 +1,11 @@
-"""Grammar: what a request's grammar forces. Grammars live where requests are scheduled: the engine adds it there."""
+"""Grammar: the engine drafts forced tokens where it schedules requests; see engine/grammar/."""
 
 from vllm_specplugins.config import GrammarConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
 
 
 class Grammar(Proposer):
-    """Drafts nothing where the model runs; see engine/grammar/."""
+    """Drafts no token."""
 
     def __init__(self, config: GrammarConfig, context: ProposerContext):
         pass

@@ -1,7 +1,7 @@
-"""Prompt lookup: draft what followed an earlier occurrence of the newest tokens.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the newest ones.
 
 A history proposer: it reads token ids only. Saxena, "Prompt Lookup Decoding" (2023); Yang et al., "Inference with
-Reference" (2023) for the `reference` option. Which occurrence, and what its search costs: see kernels/history_match.
+Reference" (2023) for the `reference` option. kernels/history_match says which occurrence, and the cost of its search.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class Lookup(Proposer):
-    """Copies what stands in texts, and continues drafts. It learns nothing: the accepted tokens come with the next
-    batch's histories."""
+    """Copies from texts and continues drafts. It needs no feedback: the next histories have the accepted tokens."""
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """What follows each request's history, where there is no draft yet."""
+        """Drafts after each request's history."""
         max_draft = batch.max_num_draft.astype(np.int64)
         token_ids, num_draft, confidence = self.continue_drafts(batch, NO_TOKENS, NO_COUNTS, max_draft)
         return Draft(token_ids, num_draft.astype(np.int32), confidence=confidence.astype(np.float32))
@@ -33,12 +32,12 @@ class Lookup(Proposer):
     def continue_drafts(
         self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
     ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
-        """What follows each request's history and a draft that was begun, which is not remembered.
+        """Drafts after each request's history and the draft that another proposer has begun.
 
         Args:
-            prefix: [num_reqs, K] int32.
-            num_begun: [num_reqs] int64, how many tokens of each were begun; empty: none of any.
-            max_draft: [num_reqs] int64, how many more there may be.
+            prefix: [num_reqs, K] int32, begun drafts.
+            num_begun: [num_reqs] int64, their lengths; empty: no request has one.
+            max_draft: [num_reqs] int64, how many tokens may follow.
 
         Returns tokens [num_reqs, K], their number [num_reqs], and the lengths of the matches [num_reqs].
         """
@@ -46,10 +45,10 @@ class Lookup(Proposer):
 
 
 class PromptLookup(Lookup):
-    """Of a request it keeps where copying would go on, and its reference; texts are searched in each step.
+    """Searches texts in each step; of a request it stores its reference, and where copying would go on.
 
     Request option `reference`: token ids that the output is likely to repeat (a predicted output, a retrieved
-    document); they are searched beside the request's own text, and never shown to the model.
+    document). The lookup searches them beside the request's text; the model never sees them.
     """
 
     def __init__(self, config: PromptLookupConfig, context: ProposerContext):
@@ -62,7 +61,7 @@ class PromptLookup(Lookup):
     def continue_drafts(
         self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
     ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
-        """By the longest match, that nearest to where copying would go on."""
+        """By the longest match; among equals the one nearest to where copying would go on."""
         num_reqs = batch.num_reqs
         token_ids = np.zeros((num_reqs, self._max_num_draft), np.int32)
         num_draft, match_lengths = np.zeros(num_reqs, np.int64), np.zeros(num_reqs)
@@ -71,7 +70,7 @@ class PromptLookup(Lookup):
         return token_ids, num_draft, match_lengths
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops what is kept of these requests."""
+        """Drops the references and rows of these requests."""
         rows = self._rows.forget(request_ids)
         self._known[rows] = 0
         for row in rows.tolist():
@@ -79,19 +78,19 @@ class PromptLookup(Lookup):
 
     def num_bytes(self) -> int:
         """Memory of all references."""
-        return sum(text.nbytes for text in list(self._references.values()))  # its own thread may change it
+        return sum(text.nbytes for text in list(self._references.values()))  # the proposer's thread may change it
 
     def rows_of(self, batch: DraftBatch) -> Ints:
-        """[num_reqs], where what is kept of these requests stands."""
+        """[num_reqs] the rows of these requests."""
         rows = self._rows.of(batch.request_ids)
-        if rows is not self._newest_rows:  # others than in the last step
+        if rows is not self._newest_rows:  # not the requests of the last step
             self._newest_rows, self._known = rows, with_room(self._known, self._rows.num_rows)
             for index in np.flatnonzero(self._known[rows, OWN] == 0).tolist():
                 self._begin(rows.item(index), batch.options[index])
         return rows
 
     def references_of(self, rows: Ints) -> Ints:
-        """[num_reqs * 2], where their references lie, and the lengths of these, or 0."""
+        """[num_reqs * 2] the address and the length of each row's reference, or 0."""
         return self._known[rows, REFERENCE : NUM_TOKENS + 1].ravel()
 
     @property
@@ -100,7 +99,7 @@ class PromptLookup(Lookup):
         return self._rows.num_rows
 
     def _begin(self, row: int, options: Mapping[str, Any]) -> None:
-        """A request that is new; a reference that is no list of token ids is not searched, and costs nobody else."""
+        """Begins a new request; a reference that is no list of token ids is ignored."""
         self._known[row] = NO_MATCH, NO_MATCH, 0, 0
         with suppress(TypeError, ValueError, OverflowError):
             text = np.ascontiguousarray(options.get("reference", ()), np.int32).ravel()

@@ -1,10 +1,9 @@
-"""Suffix lookup: what most often followed the longest match, in the request's own text and in earlier outputs.
+"""Suffix lookup: drafts the most frequent continuation of the longest match, in the request's text and earlier outputs.
 
 A history proposer: it reads token ids only. Oliaro et al., "SuffixDecoding" (2024). A request's output, with the end of
-its prompt, goes into the store of its tenant when the request ends, or is preempted; other tenants' outputs are never
-looked at. The store takes texts in by pieces, by work and not by the clock, so that all ranks do the same. Its compiled
-code lets the engine's thread run, which may come with a reset while a call that the engine has left behind still reads
-the ring: a lock has that call end first. Its work is bounded, so the wait is.
+its prompt, enters the store of its tenant when the request ends or is preempted; a lookup never searches other tenants'
+outputs. Texts enter by pieces of work, not of time, so that all ranks do the same. Compiled code releases the
+interpreter's lock: a reset waits for a call that the engine has abandoned, whose work is bounded.
 """
 
 import logging
@@ -31,17 +30,17 @@ from vllm_specplugins.structures.suffix.store_saver import StoreSaver
 
 logger = logging.getLogger("vllm.specplugins")
 
-STORE_WORK = 2_000  # looks into a table, of a step, for outputs that enter the store
-SHARED_WORK = 250  # where they are another engine's alone
-MAX_NEW = 256  # tokens that came since the last step; more are another text
-NUM_PROMPT_TOKENS = 8  # the last of a prompt, which go into the store with the output: it begins somewhere
-OUTPUT_SHARE = 16  # one part in so many of the store's memory, on top of it, is for outputs that are not finished
+STORE_WORK = 2_000  # table accesses of a step, for outputs that enter the store
+SHARED_WORK = 250  # the same for another engine's outputs alone
+MAX_NEW = 256  # tokens since the last step; a history with more is another text
+NUM_PROMPT_TOKENS = 8  # the end of a prompt, which enters the store with the output
+OUTPUT_SHARE = 16  # unfinished outputs may take this part of the store's memory, in addition
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class _Request:
-    """How many tokens of its history were seen, whose store it looks at, whether its output is kept to go there."""
+    """A request's tokens so far, the tenant of its store, and whether its output will enter it."""
 
     num_seen: int
     tenant: bytes
@@ -50,33 +49,29 @@ class _Request:
 
 
 class SuffixLookup(Lookup):
-    """See the module.
+    """Request options: `reference`, as prompt lookup's; `learn`, whether the output enters the store; `tenant`, bytes,
+    of the store (the engine derives it from the request's `cache_salt`)."""
 
-    Request options: `reference`, as prompt lookup's; `learn`, whether the output goes into the store; `tenant`, bytes,
-    whose store that is (the engine derives it from the request's `cache_salt`).
-    """
-
-    searches_requests: bool = True  # False: somebody else does, and the store alone is asked
+    searches_requests: bool = True  # False: the device searches requests' texts, and this the store alone
 
     def __init__(self, config: SuffixLookupConfig, context: ProposerContext):
         self._min_confidence = float(config.min_confidence)
         self._max_num_draft = context.max_num_draft
-        self._own = PromptLookup(PromptLookupConfig(), context)  # which knows rows and references
+        self._texts = PromptLookup(PromptLookupConfig(), context)  # rows and references of requests
         self.store = SuffixStore(config.store_bytes, self._save)
         self._max_output_bytes, self._output_bytes = config.store_bytes // OUTPUT_SHARE, 0
         self._requests: dict[str, _Request] = {}
         self._newest = np.zeros((1, 2, context.max_num_draft + 1), np.int32)  # drafts, by row: see Kept
         self._accept_probs = first_accept_probs()
         self._work = STORE_WORK
-        self._turn = RLock()  # held by who reads or changes the store
+        self._lock = RLock()  # for reads and changes of the store
         self._saver: StoreSaver | None = None
         self._shared: SharedTexts | None = None
         if config.store_path is not None or config.shared is not None:
             self._load(config, context)
 
     def _load(self, config: SuffixLookupConfig, context: ProposerContext) -> None:
-        """Enters the texts of this engine's file and of the server, on every rank those that rank 0 has read, which
-        alone saves and publishes."""
+        """Enters the texts of this engine's file and of the server. Rank 0 alone reads, saves and publishes them."""
         saver, shared, texts = None, None, []
         if context.file_suffix is not None:
             mark = fingerprint(context.tokenize, context.vocab_size)
@@ -95,7 +90,7 @@ class SuffixLookup(Lookup):
                         f"suffix_lookup: shared must be an address that redis-py takes: {error}"
                     ) from None
                 texts += shared.fill()
-                # In both, or twice.
+                # Without duplicates.
                 texts = list({(text.tenant, text.tokens.tobytes()): text for text in texts}.values())
         for in_use, tenant, text in context.agreed(texts):
             self.store.enter(tenant, text, in_use)
@@ -105,53 +100,48 @@ class SuffixLookup(Lookup):
     def continue_drafts(
         self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
     ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
-        """The draft with the most confidence, of those from a request's own text and from earlier outputs."""
-        with self._turn:
-            return self._continued(batch, prefix, num_begun, max_draft)
-
-    def _continued(
-        self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
-    ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
-        texts, lengths = places_of(batch.token_ids)
-        rows = self._own.rows_of(batch)
-        token_ids = np.zeros((len(rows), self._max_num_draft), np.int32)
-        drafts = token_ids, np.zeros(len(rows), np.int64), np.zeros(len(rows))
-        self._newest = with_room(self._newest, self._own.num_rows)
-        asked, has_new = array("q"), False
-        for index, (request_id, num_tokens) in enumerate(zip(batch.request_ids, lengths.tolist(), strict=True)):
-            request = self._requests.get(request_id)
-            if request is None or not 0 <= num_tokens - request.num_seen <= MAX_NEW:
-                request = self._begin(request_id, batch.token_ids[index], batch.options[index])
-                self._newest[rows[index], 0, 0], has_new = 0, True
-            num_new = num_tokens - request.num_seen
-            if num_new:
-                self._keep(request, batch.token_ids[index][-num_new:])
-                request.num_seen, has_new = num_tokens, True
-            asked.extend((num_new, self.store.number(request.tenant)))
-        requests = np.frombuffer(asked, np.int64) if asked else NO_COUNTS
-        references = self._own.references_of(rows)
-        first = OWN if self.searches_requests else STORE
-        step = texts, lengths, prefix, num_begun, max_draft, rows, references, requests, first, self._min_confidence
-        draft_step(step, (self._accept_probs, self._newest), drafts, tuple(self.store.ring))
-        if has_new:
-            self._take_shared()
-            self.store.work(self._work)
-        return drafts
+        """The draft with the higher confidence, of the request's text and of earlier outputs."""
+        with self._lock:
+            texts, lengths = places_of(batch.token_ids)
+            rows = self._texts.rows_of(batch)
+            token_ids = np.zeros((len(rows), self._max_num_draft), np.int32)
+            drafts = token_ids, np.zeros(len(rows), np.int64), np.zeros(len(rows))
+            self._newest = with_room(self._newest, self._texts.num_rows)
+            asked, has_new = array("q"), False
+            for index, (request_id, num_tokens) in enumerate(zip(batch.request_ids, lengths.tolist(), strict=True)):
+                request = self._requests.get(request_id)
+                if request is None or not 0 <= num_tokens - request.num_seen <= MAX_NEW:
+                    request = self._begin(request_id, batch.token_ids[index], batch.options[index])
+                    self._newest[rows[index], 0, 0], has_new = 0, True
+                num_new = num_tokens - request.num_seen
+                if num_new:
+                    self._record(request, batch.token_ids[index][-num_new:])
+                    request.num_seen, has_new = num_tokens, True
+                asked.extend((num_new, self.store.number(request.tenant)))
+            requests = np.frombuffer(asked, np.int64) if asked else NO_COUNTS
+            references = self._texts.references_of(rows)
+            first = OWN if self.searches_requests else STORE
+            step = texts, lengths, prefix, num_begun, max_draft, rows, references, requests, first, self._min_confidence
+            draft_step(step, (self._accept_probs, self._newest), drafts, tuple(self.store.ring))
+            if has_new:
+                self._take_shared()
+                self.store.work(self._work)
+            return drafts
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops the texts of these requests, and has their outputs enter the store, in this order."""
-        with self._turn:
-            self._own.forget(request_ids)
+        """Drops the texts of these requests; their outputs enter the store in this order."""
+        with self._lock:
+            self._texts.forget(request_ids)
             for request_id in request_ids:
                 self._finish(request_id)
             self.store.work(STORE_WORK)
 
     def num_bytes(self) -> int:
         """Memory of references, of the store and of outputs."""
-        return self._own.num_bytes() + self.store.num_bytes + self._output_bytes
+        return self._texts.num_bytes() + self.store.num_bytes + self._output_bytes
 
     def store_stats(self) -> dict[str, int]:
-        """What the store holds, and what became of texts and saves so far."""
+        """Sizes of the store, and counts of texts and saves so far."""
         store, saver = self.store, self._saver
         return {
             "texts": store.num_texts,
@@ -167,13 +157,13 @@ class SuffixLookup(Lookup):
         }
 
     def exchange_stats(self) -> dict[str, int]:
-        """What became of texts that engines share, so far; nothing where they share none."""
+        """Counts of texts that engines share, so far; empty where they share none."""
         return {} if self._shared is None else self._shared.counts
 
     def reset_store(self) -> None:
-        """Forgets all earlier outputs, of all tenants, in the file and on the server, too, and how often drafts were
-        right. What other engines have fetched stays."""
-        with self._turn:
+        """Forgets acceptance counts and all earlier outputs, in the file and on the server, too. Other engines keep the
+        outputs that they have fetched."""
+        with self._lock:
             self.store.clear()
             self._accept_probs = first_accept_probs()
             if self._saver is not None:
@@ -182,12 +172,12 @@ class SuffixLookup(Lookup):
                 self._shared.clear()
 
     def save_store(self) -> None:
-        """Waits until all that entered the store is on the disk, if it has a file."""
+        """Waits until the whole store is on the disk, if it has a file."""
         if self._saver is not None:
             self._saver.save()
 
     def close(self) -> None:
-        """Has the outputs of all requests enter the store, and saves them."""
+        """Enters the outputs of all requests and saves them."""
         self.forget(list(self._requests))
         if self._saver is not None:
             self._saver.close()
@@ -195,17 +185,17 @@ class SuffixLookup(Lookup):
             self._shared.close()
 
     def _begin(self, request_id: str, history: Int32Array, options: Mapping[str, Any]) -> _Request:
-        """A request that is new, or whose text is another one."""
+        """Begins a request that is new or has another text."""
         self._finish(request_id)
         tenant = options.get("tenant")
         tenant = tenant if isinstance(tenant, bytes) else b""
         self.store.ask(tenant)
         request = self._requests[request_id] = _Request(len(history), tenant, options.get("learn", True) is True)
-        self._keep(request, history[-1 - NUM_PROMPT_TOKENS :])  # one token of it is output
+        self._record(request, history[-1 - NUM_PROMPT_TOKENS :])  # one token of it is output
         return request
 
-    def _keep(self, request: _Request, new: Int32Array) -> None:
-        """Keeps what is new of a request's output, as long as there is room."""
+    def _record(self, request: _Request, new: Int32Array) -> None:
+        """Records new tokens of a request's output, as long as there is room."""
         request.learns &= self._output_bytes + new.nbytes <= self._max_output_bytes
         if request.learns:
             request.output.frombytes(new.tobytes())
@@ -224,7 +214,7 @@ class SuffixLookup(Lookup):
                 self._shared.add(stored)
 
     def _take_shared(self) -> None:
-        """Has one text of another engine's enter the store, where none of this one's waits."""
+        """Enters one text of another engine, if none of this engine's waits."""
         if self._shared is not None and not self.store.has_work and (text := self._shared.take()) is not None:
             self.store.enter(text.tenant, text.tokens)
             self._work = SHARED_WORK

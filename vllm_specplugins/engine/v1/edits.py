@@ -1,7 +1,7 @@
-"""Model Runner V1: all that vLLM does to the logits before the temperature, exact at every drafted position.
+"""Model Runner V1: edits of the logits before the temperature, exact at every drafted position.
 
-Biases, minimum lengths, penalties and bad words are one operation (kernels/rejection/adjust) on arrays that are made
-here, since V1 keeps lists. N: rows, B: requests, V: vocab_size, M: entries of the longest list.
+Biases, minimum lengths, penalties and bad words are one operation (kernels/rejection/adjust). It takes arrays, and V1
+has lists. N: rows, B: requests, V: vocab_size, M: entries of the longest list.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,24 +16,24 @@ from vllm_specplugins.engine.v1.rows import Rows
 from vllm_specplugins.engine.verify import edit_drafted
 from vllm_specplugins.kernels.rejection.adjust import BadWords, Bias, Edits, MinTokens, Penalties, adjust
 
-_OWN = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
+_OF_VLLM = (LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor)
 
 
 def custom(processors: Sequence[Any]) -> Iterator[Any]:
-    """The processors that are not vLLM's own."""
-    return (processor for processor in processors if type(processor) not in _OWN)
+    """The processors that are not vLLM's."""
+    return (processor for processor in processors if type(processor) not in _OF_VLLM)
 
 
 def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> torch.Tensor:
-    """[N, V] edited logits, float32, in the order of vLLM's sampler; the same tensor where there is nothing to do."""
-    processors = [p for p in metadata.logitsprocs.non_argmax_invariant if type(p) not in _OWN or _restores(p)]
+    """[N, V] edited logits, float32, in the order of vLLM's sampler; the same tensor if no request asks for edits."""
+    processors = [p for p in metadata.logitsprocs.non_argmax_invariant if type(p) not in _OF_VLLM or _restores(p)]
     allowed, holder = metadata.allowed_token_ids_mask, metadata.thinking_budget_state_holder
     budgets = holder is not None and holder.has_tracked_requests()
     edits, max_num_draft = _edits(metadata, input_batch, logits.shape[-1]), max(rows.num_draft)
     if edits == Edits() and allowed is None and not (processors or budgets):
         return logits
     edits = Edits(*(_on_device(field, logits.device) for field in edits))
-    # Penalties come after the processors.
+    # Penalties follow the processors.
     edited = adjust(logits, *rows.layout, edits._replace(penalties=None) if processors else edits, max_num_draft)
     if allowed is not None:
         edited.masked_fill_(allowed[rows.as_tensor(rows.requests)], -torch.inf)
@@ -52,9 +52,9 @@ def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> t
 
 
 def edit_of_drafts(metadata: Any, input_batch: Any, rows: list[int], vocab_size: int, device: Any) -> Any:
-    """`draft.Target.edit` for these rows of the batch; None where there is nothing to do.
+    """`draft.Target.edit` for these rows of the batch; None if no request asks for edits.
 
-    What is left to vLLM's own processors is not foreseen: a thinking budget, a logits processor of the user's own.
+    It leaves out thinking budgets and a user's logits processors.
     """
     edits, allowed = _edits(metadata, input_batch, vocab_size), metadata.allowed_token_ids_mask
     if edits == Edits() and allowed is None:
@@ -72,12 +72,12 @@ def edit_of_drafts(metadata: Any, input_batch: Any, rows: list[int], vocab_size:
 
 
 def _restores(processor: Any) -> bool:
-    """Whether it may let stop tokens come early, where a grammar leaves nothing else: it has to see a whole row."""
+    """Whether it may allow stop tokens early, where a grammar allows nothing else; it then needs a whole row."""
     return isinstance(processor, MinTokensLogitsProcessor) and any(entry[3] for entry in processor.min_toks.values())
 
 
 def _on_last_rows(logits: torch.Tensor, rows: Rows, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Applies what works on one row a request, and changes only rows of requests without drafts."""
+    """Applies a function of one row a request to each request's last row."""
     if len(logits) == len(rows.counts):
         return function(logits)
     last = rows.as_tensor(rows.starts[1:] - 1)
@@ -86,7 +86,7 @@ def _on_last_rows(logits: torch.Tensor, rows: Rows, function: Callable[[torch.Te
 
 
 def _edits(metadata: Any, input_batch: Any, vocab_size: int) -> Edits:
-    """What a batch asks for, in arrays; but the allowed tokens, of which V1 has masks, and what `_restores`."""
+    """The batch's edits in arrays, without allowed tokens, of which V1 has masks, and processors that `_restores`."""
     num_reqs = input_batch.num_reqs
     prompt_lengths, bias, min_tokens = input_batch.num_prompt_tokens[:num_reqs], None, None
     for processor in metadata.logitsprocs.non_argmax_invariant:
@@ -102,8 +102,9 @@ def _edits(metadata: Any, input_batch: Any, vocab_size: int) -> Edits:
     penalties = None if metadata.no_penalties else _penalties(metadata, input_batch, vocab_size)
     words, bad_words = metadata.bad_words_token_ids, None
     if words:
-        num_ends, offsets = _lists({r: [0, *accumulate(map(len, own))] for r, own in words.items()}, num_reqs)
-        _, token_ids = _lists({r: list(chain(*own)) for r, own in words.items()}, num_reqs)
+        ends = {request: [0, *accumulate(map(len, banned))] for request, banned in words.items()}
+        num_ends, offsets = _lists(ends, num_reqs)
+        _, token_ids = _lists({request: list(chain(*banned)) for request, banned in words.items()}, num_reqs)
         num_words = (num_ends - 1).clip(0)
         bad_words = BadWords(num_words, offsets, token_ids, input_batch.token_ids_cpu[:num_reqs], prompt_lengths)
     return Edits(bias=bias, min_tokens=min_tokens, penalties=penalties, bad_words=bad_words)
@@ -115,14 +116,14 @@ def _lists(
     """Lengths [B] int32 and entries [B, M] of the requests' lists."""
     lengths = np.zeros(num_reqs, np.int32)
     entries = np.zeros((num_reqs, max(map(len, lists.values()))), dtype)
-    for request, own in lists.items():
-        lengths[request] = len(own)
-        entries[request, : len(own)] = list(own)
+    for request, values in lists.items():
+        lengths[request] = len(values)
+        entries[request, : len(values)] = list(values)
     return lengths, entries
 
 
 def _penalties(metadata: Any, input_batch: Any, vocab_size: int) -> Penalties:
-    """Counted anew at each step, of the requests that ask for it: far less than the logits are."""
+    """Counts tokens anew at each step, for the requests that ask for penalties: far less work than the logits are."""
     parameters = metadata.repetition_penalties, metadata.frequency_penalties, metadata.presence_penalties
     counts = np.zeros((input_batch.num_reqs, vocab_size), np.int32)
     prompt_mask = np.zeros((input_batch.num_reqs, -(-vocab_size // 32)), np.int32)

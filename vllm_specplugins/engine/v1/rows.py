@@ -1,4 +1,4 @@
-"""Model Runner V1: which rows of a step's logits are whose. N: rows, B: requests."""
+"""Model Runner V1: the rows of a step's logits by request. N: rows, B: requests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 
 def metadata_of(device: torch.device, original: Callable[..., Any], num_draft: np.ndarray, ends: np.ndarray) -> Any:
-    """vLLM's own, of a step's numbers of drafts and ends of tokens [B]; at once where nothing is drafted."""
+    """vLLM's metadata of a step, from numbers of draft tokens and ends of tokens [B]; faster without drafts."""
     if num_draft.any():
         return original(num_draft, ends)
     arrays = num_draft, np.arange(len(ends) + 1, dtype=np.int32), ends - 1
@@ -21,7 +21,7 @@ def metadata_of(device: torch.device, original: Callable[..., Any], num_draft: n
 
 @dataclass(frozen=True)
 class Rows:
-    """Row i of a request predicts the token after its first i drafts."""
+    """Row i of a request predicts the token after its first i draft tokens."""
 
     num_draft: list[int]  # of each request
     draft_token_ids: list[int]  # of all requests
@@ -46,12 +46,12 @@ class Rows:
 
     @cached_property
     def steps(self) -> np.ndarray:
-        """[N] how many drafts stand before what a row predicts."""
+        """[N] how many draft tokens a row follows."""
         return np.arange(self.starts[-1]) - self.starts[:-1].repeat(self.counts)
 
     @cached_property
     def fed(self) -> np.ndarray:
-        """[N] the draft that is fed at a row; a request's first row has none."""
+        """[N] the draft token that a row is fed; a request's first row has none."""
         token_ids = np.zeros(self.starts[-1], np.int64)
         if self.draft_token_ids:
             token_ids[self.steps > 0] = self.draft_token_ids
@@ -59,7 +59,7 @@ class Rows:
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """[N] where the token that a row predicts will stand."""
+        """[N] the position of the token that a row predicts."""
         positions: np.ndarray = self.num_tokens[self.requests] + self.steps
         return positions
 

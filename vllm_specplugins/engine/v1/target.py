@@ -1,6 +1,6 @@
-"""Model Runner V1: the target as a model proposer sees it, and its layers on the paged KV cache."""
+"""Model Runner V1: the target for a model proposer, and its layers on the paged KV cache."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, PagedLayers
 from vllm_specplugins.engine.verify import DRAFT_NOISE
-from vllm_specplugins.proposers.learning.exits import ExitStates
-from vllm_specplugins.target import Reading, Sampling, Target
+from vllm_specplugins.target import Sampling, Target
 
 
 def target_of(
@@ -27,7 +26,7 @@ def target_of(
     """The target for the requests in these rows of the runner's batch."""
     input_batch, device = runner.input_batch, hidden_states.device
     lengths = torch.from_numpy(num_tokens.astype(np.int64))
-    # A request's hidden states begin where its query does; those of rejected drafts come last.
+    # A request's hidden states begin where its query does, and end with those of rejected drafts.
     starts = common.query_start_loc_cpu[:-1][rows].long()
     computed = torch.from_numpy(input_batch.num_computed_tokens_cpu[rows]).long()
     temperature = torch.from_numpy(input_batch.temperature_cpu[rows].astype(np.float32))
@@ -38,45 +37,6 @@ def target_of(
         num_tokens=lengths.to(device),
         last_hidden_states=hidden_states[newest.to(device)],
         sampling=Sampling(temperature.to(device), (torch.tensor(seeds) + DRAFT_NOISE).to(device)),
-    )
-
-
-def reading_of(
-    runner: Any,
-    rows: list[int],
-    num_tokens: np.ndarray,  # [num_reqs]
-    num_accepted: np.ndarray,  # [num_reqs]
-    options: Sequence[Mapping[str, Any]],
-    hidden_states: torch.Tensor,  # [num_tokens_of_the_step, hidden_size]
-    common: Any,  # the step's CommonAttentionMetadata
-    exits: ExitStates | None,  # what an exit that learns read when it drafted
-    drafted_rows: Mapping[str, int],  # of requests in that batch
-) -> Reading:
-    """What the target read for these rows of the runner's batch, each row's accepted draft included."""
-    input_batch, counts = runner.input_batch, num_accepted.astype(np.int64) + 1
-    firsts = num_tokens.astype(np.int64) - 1 - counts
-    starts = common.query_start_loc_cpu[:-1].numpy()[rows] - input_batch.num_computed_tokens_cpu[rows]
-    positions = np.concatenate([np.arange(first, first + num) for first, num in zip(firsts, counts, strict=True)])
-    owners = np.repeat(np.array(rows), counts)
-    of_step = torch.from_numpy(positions + np.repeat(starts, counts)).to(hidden_states.device)
-    request_ids, states = [input_batch.req_ids[row] for row in rows], hidden_states[of_step]
-    if exits is not None:
-        steps = np.arange(exits.token_ids.shape[1] + 1)
-        last = input_batch.token_ids_cpu.shape[1] - 1
-        fed = input_batch.token_ids_cpu[np.array(rows)[:, None], np.minimum(firsts[:, None] + steps[:-1], last)]
-        drafted = np.array([drafted_rows.get(request_id, -1) for request_id in request_ids])
-        told = (torch.from_numpy(own).to(states.device) for own in (drafted, fed, firsts, steps[None]))
-        early = exits.after(*told)[torch.from_numpy(steps < counts[:, None])]
-        states = torch.cat((early.to(states.dtype), states), dim=1)
-    return Reading(
-        request_ids=request_ids,
-        options=options,
-        temperatures=input_batch.temperature_cpu[rows].tolist(),
-        counts=counts.tolist(),
-        positions=positions.tolist(),
-        token_ids=input_batch.token_ids_cpu[owners, positions],
-        next_ids=input_batch.token_ids_cpu[owners, positions + 1],
-        states=states,
     )
 
 
@@ -119,11 +79,11 @@ class _PagedForward(PagedLayers):
         slots: dict[str, torch.Tensor] = {}
         for table, block_size, attn_groups in self._groups:
             blocks = table.gather(1, places // block_size).long()
-            own = (blocks * block_size + places % block_size).flatten()
-            of_group = CommonAttentionMetadata(**common, block_table_tensor=table, slot_mapping=own)
+            slot_mapping = (blocks * block_size + places % block_size).flatten()
+            of_group = CommonAttentionMetadata(**common, block_table_tensor=table, slot_mapping=slot_mapping)
             for group in attn_groups:
                 built = group.build_metadata_for_drafting(of_group, draft_index=0)
                 metadata |= dict.fromkeys(group.layer_names, built)
-                slots |= dict.fromkeys(group.layer_names, own)
+                slots |= dict.fromkeys(group.layer_names, slot_mapping)
         with set_forward_context(metadata, self._config, num_tokens=positions.numel(), slot_mapping=slots):
             yield common["positions"]

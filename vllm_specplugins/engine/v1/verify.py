@@ -1,8 +1,8 @@
 """Model Runner V1: samples and verifies with kernels/rejection, in place of vLLM's sampler and rejection sampler.
 
-Steps in which nothing was drafted take the same way, so that a seeded request's output does not depend on drafts. Row i
-of a request predicts the token after its first i drafts, and every sampling parameter sees it so: penalties and bad
-words count those drafts. N: rows, B: requests, V: vocab_size.
+Steps without drafts go the same way, so that a seeded request's output does not depend on drafts. Row i of a request
+predicts the token after its first i draft tokens, and penalties and bad words count those. N: rows, B: requests, V:
+vocab_size.
 """
 
 import copy
@@ -27,7 +27,7 @@ from vllm_specplugins.kernels.rejection.reference import truncated
 
 @contextmanager
 def all_logits_processors(vllm_config: VllmConfig) -> Iterator[None]:
-    """Lets a runner be built with all logits processors, of which vLLM has but one where there is speculation."""
+    """Lets vLLM build a runner with all logits processors; with speculation it leaves out all but one."""
     if vllm_config.speculative_config.plugin_config.common.verification != "fused":
         yield
         return
@@ -43,7 +43,7 @@ def all_logits_processors(vllm_config: VllmConfig) -> Iterator[None]:
 
 
 class Verifier:
-    """What a runner's `_sample` becomes."""
+    """Replaces a runner's `_sample`."""
 
     def __init__(self, runner: Any, seed_of: Callable[[str], int]):
         self._runner = runner
@@ -52,14 +52,14 @@ class Verifier:
         self._drafted_for: Sequence[str] = ()
         self.forced: Forced = {}  # in the newest step
 
-    def keep_draft(self, request_ids: Sequence[str], logits: torch.Tensor | None) -> None:
-        """Remembers what the drafts of these requests were drawn from, [num_reqs, K, V]; None: q is one-hot."""
+    def save_q(self, request_ids: Sequence[str], logits: torch.Tensor | None) -> None:
+        """Saves the logits of these requests' drafts, [num_reqs, K, V], for the next step; None: q is one-hot."""
         self._drafted_for, self._draft_logits = request_ids, logits
 
     def may_draft(self, row: int) -> bool:
-        """Whether a request can be verified at more than one position.
+        """Whether verification of a request can take more than one position.
 
-        A thinking budget and a logits processor of the user's own keep a state that moves one step at a time.
+        The state of a thinking budget, or of a user's logits processor, moves one step at a time.
         """
         input_batch = self._runner.input_batch
         request = self._runner.requests[input_batch.req_ids[row]]
@@ -124,10 +124,10 @@ class Verifier:
         return Sampling(metadata.temperature, torch.from_numpy(seeds).to(device), metadata.top_k, metadata.top_p, min_p)
 
     def _q(self, rows: Rows, max_num_draft: int) -> torch.Tensor | None:
-        """[B, >= max_num_draft, V] logits of the drafts, or None where all are certain.
+        """[B, >= max_num_draft, V] logits of q; None: q is one-hot for all.
 
-        A request that sat out a step has lost them: its drafts count as certain, which is as exact. The scheduler pads
-        a request that begins with one token to compute to 1 + K, with ids of -1: rows of -inf, which are no drafts.
+        A request that skipped a step has lost its logits, and a forced token has none: one-hot, which is exact. The
+        scheduler pads a request that begins with one token to compute with ids of -1; these rows stay -inf.
         """
         if self._draft_logits is None or max_num_draft == 0:
             return None
@@ -144,14 +144,14 @@ class Verifier:
                 result[index, :num_drawn] = logits[place[request_id], :num_drawn]
             first = rows.starts[index] + 1
             fed = rows.fed[first : first + num_draft]
-            [certain] = np.nonzero((fed >= 0) & (np.arange(num_draft) >= num_drawn))
-            result[index, certain, fed[certain]] = 0.0
+            [one_hot] = np.nonzero((fed >= 0) & (np.arange(num_draft) >= num_drawn))
+            result[index, one_hot, fed[one_hot]] = 0.0
         return result
 
     def _logprobs(
         self, logits: torch.Tensor, sampling: Sampling, sampled: torch.Tensor, metadata: Any, rows: Rows
     ) -> LogprobsTensors:
-        """Of the tokens of `sampled` [B, max_num_draft + 1], one row each, as vLLM's samplers give them."""
+        """vLLM's format, a row for each token of `sampled` [B, max_num_draft + 1]."""
         sampler = self._runner.sampler
         is_token = sampled >= 0
         requests, steps = is_token.nonzero(as_tuple=True)
@@ -167,32 +167,32 @@ class Verifier:
                 for index, request in enumerate(requests.tolist())
                 if request in metadata.logprob_token_ids
             }
-            found = sampler.gather_specific_token_logprobs(scores, chosen, token_ids)
+            logprobs = sampler.gather_specific_token_logprobs(scores, chosen, token_ids)
         else:
-            found = sampler.gather_logprobs(scores, metadata.max_num_logprobs, token_ids)
+            logprobs = sampler.gather_logprobs(scores, metadata.max_num_logprobs, token_ids)
         if sampled.shape[1] == 1:
-            return found
-        return LogprobsTensors(*(_spread(tensor, is_token.flatten()) for tensor in found[:3]))
+            return logprobs
+        return LogprobsTensors(*(_spread(tensor, is_token.flatten()) for tensor in logprobs[:3]))
 
 
 def _accepted(token_ids: np.ndarray, rows: Rows) -> torch.Tensor:
-    """[B, max_num_draft + 1] what rejection_sample gives, from what each row draws [N]."""
+    """[B, max_num_draft + 1] the result of rejection_sample, from the token that each row draws [N]."""
     sampled = np.empty((len(rows.counts), max(rows.num_draft) + 1), np.int64)
     host.accept(token_ids, rows.starts.astype(np.int32), rows.fed, sampled, np.empty(len(sampled), np.int32))
     return torch.from_numpy(sampled)
 
 
 def _spread(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Puts the rows of a tensor to the places that `mask` marks; zeros elsewhere."""
+    """Moves the rows of a tensor to the places that `mask` marks; zeros elsewhere."""
     result = tensor.new_zeros(len(mask), *tensor.shape[1:])
     result[mask] = tensor
     return result
 
 
 def _scale(logits: torch.Tensor, metadata: Any, sampling: Sampling) -> tuple[torch.Tensor, Sampling]:
-    """Logits at temperature 1 after all processors that come after it, and what is left to be done.
+    """Logits at temperature 1 after the processors that follow the temperature, and the sampling that remains.
 
-    Only where a processor of the user's own is among them; then there is one row a request.
+    For batches with a user's processor among these, which have one row a request.
     """
     greedy = sampling.temperature == 0
     scaled = logits.float() / torch.where(greedy, 1.0, sampling.temperature)[:, None]
@@ -200,11 +200,10 @@ def _scale(logits: torch.Tensor, metadata: Any, sampling: Sampling) -> tuple[tor
     for processor in metadata.logitsprocs.argmax_invariant:
         scaled = processor.apply(scaled)
     scaled[greedy] = untouched.float()
-    left = Sampling(torch.where(greedy, 0.0, 1.0), sampling.seeds, sampling.top_k, sampling.top_p)
-    return scaled, left
+    return scaled, Sampling(torch.where(greedy, 0.0, 1.0), sampling.seeds, sampling.top_k, sampling.top_p)
 
 
 def _processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """[N, V] logits after temperature and truncation; at temperature 0 as they are."""
+    """[N, V] logits after temperature and truncation; unchanged at temperature 0."""
     temperature = torch.where(sampling.temperature == 0, 1.0, sampling.temperature)
     return truncated(logits, sampling) / temperature[:, None]

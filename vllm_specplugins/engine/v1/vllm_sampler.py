@@ -1,4 +1,4 @@
-"""Model Runner V1: what vLLM's own rejection sampler needs of us, where `verification` is "vllm"."""
+"""Model Runner V1: what vLLM's rejection sampler needs where `verification` is "vllm"."""
 
 import torch
 
@@ -12,8 +12,8 @@ def expand_batch_to_tokens(
 ) -> torch.Tensor:
     """A sampling parameter of each request, [num_reqs], repeated for its draft tokens, [num_tokens].
 
-    In place of vLLM's, whose CPU kernel writes into a copy of its output: temperature, top-k and top-p of drafted
-    positions are uninitialised memory there, and samples come from the wrong distribution.
+    It replaces vLLM's, whose CPU kernel writes into a copy of its output: temperature, top-k and top-p of drafted
+    positions stay uninitialised, and samples come from the wrong distribution.
 
     >>> expand_batch_to_tokens(torch.tensor([0.5, 0.0]), torch.tensor([2, 3]), 3, 0, 1)
     tensor([0.5000, 0.5000, 1.0000])
@@ -24,6 +24,6 @@ def expand_batch_to_tokens(
 
 
 def probs_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """q of drafted tokens, [num_reqs, K, vocab_size] float32. At temperature 0 nobody reads it."""
+    """q of drafted tokens, [num_reqs, K, vocab_size] float32; vLLM does not read it at temperature 0."""
     scale = torch.where(temperature == 0, 1.0, temperature)[:, None, None]
     return torch.softmax(logits.float() / scale, dim=-1)

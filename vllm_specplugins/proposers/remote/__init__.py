@@ -1,1 +1,1 @@
-"""A model behind another server drafts: the proposer, the server that it asks, and what questions are made of."""
+"""A model behind another server drafts: the proposer, the server, and the forms of questions and answers."""

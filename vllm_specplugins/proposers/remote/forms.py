@@ -1,109 +1,90 @@
-"""What is asked and answered: token ids where the drafter has the target's tokenizer, else text.
+"""Two forms of questions and answers: token ids, where the drafter has the target's tokenizer, or text.
 
-Text is held as bytes, since a token may end within a character. It becomes tokens of the target's when it is drafted,
-from where the history ends: there both tokenizers agree. What the history says in other tokens is still as guessed.
+Text is held as bytes, since a token may end within a character. A draft tokenizes it with the target's tokenizer from
+the end of the history on, where both tokenizers agree; history that is spelt in other tokens still agrees as text.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_specplugins.draft import Codec, Int32Array
 
 Guess = Any  # tuple[int, ...] or bytes: has a length, slices, sums
-TOKEN_BYTES, MOST_TOKEN_BYTES = 4, 64  # of text, on average and at most
+TOKEN_BYTES, MAX_TOKEN_BYTES = 4, 64  # of text, on average and at most
 
 
 class Refused(ValueError):
     """The server does not answer this question as asked; it may answer those of other requests."""
 
 
-def newest(tokens: Guess, most: int) -> Guess:
-    """The newest of them, more than a half of `most` where there are as many, from the same place on for many steps,
-    for the server's prefix cache."""
-    half = max(1, most // 2)
+def newest(tokens: Guess, limit: int) -> Guess:
+    """The newest `limit` tokens, or down to half of them: a start that stays for many steps suits prefix caches."""
+    half = max(1, limit // 2)
     return tokens[max(0, len(tokens) // half - 1) * half :]
 
 
-class Form(Protocol):
-    """One of the two."""
-
-    none: Guess
-    asks: Mapping[str, Any]  # of a question, beside what both forms ask
-
-    def of(self, token_ids: Int32Array) -> Guess:
-        """What these tokens of a history are in this form."""
-
-    def unfinished(self, token_ids: Int32Array) -> Guess:
-        """What of the history's end no question can hold: an answer begins with it."""
-
-    def prompt(self, guess: Guess, max_tokens: int, vocab_size: int) -> list[int] | str:
-        """For a question to a drafter that takes at most so many tokens, with ids in [0, vocab_size)."""
-
-    def read(self, choice: Mapping[str, Any], most: int) -> Guess:
-        """A piece of an answer that has at most so many tokens; Refused where it has more, or others than the target;
-        whatever else where it is none."""
-
-    def num_tokens(self, guess: Guess) -> int:
-        """About how many they are."""
-
-    def draft(self, guess: Guess, limit: int) -> list[int]:
-        """Its first tokens, at most so many."""
-
-
 class TokenIds:
-    """See the module; ids are in [0, vocab_size)."""
+    """Guesses are tuples of token ids in [0, vocab_size)."""
 
     none: Guess = ()
-    asks: Mapping[str, Any] = {"return_token_ids": True}
+    fields: Mapping[str, Any] = {"return_token_ids": True}  # of a question
 
     def __init__(self, vocab_size: int):
         self._vocab_size = vocab_size
 
-    def of(self, token_ids: Int32Array) -> Guess:
+    def guess_of(self, token_ids: Int32Array) -> Guess:
+        """Tokens of a history in this form."""
         return tuple(token_ids.tolist())
 
     def unfinished(self, token_ids: Int32Array) -> Guess:
+        """The end of the history that no question can hold; an answer begins with it."""
         return ()
 
     def prompt(self, guess: Guess, max_tokens: int, vocab_size: int) -> list[int] | str:
+        """For a drafter that takes at most so many tokens, with ids in [0, vocab_size)."""
         places = range(len(guess), 0, -1)
         begin = next((place for place in places if guess[place - 1] >= vocab_size), 0)
         return list(newest(guess[begin:], max_tokens))
 
-    def read(self, choice: Mapping[str, Any], most: int) -> Guess:
+    def read(self, choice: Mapping[str, Any], max_tokens: int) -> Guess:
+        """A piece of an answer; Refused where it has more tokens, or others than the target."""
         tokens = choice["token_ids"]
-        if len(tokens) > most or not all(type(token) is int and 0 <= token < self._vocab_size for token in tokens):
+        if len(tokens) > max_tokens or not all(type(id_) is int and 0 <= id_ < self._vocab_size for id_ in tokens):
             raise Refused("more tokens than asked for, or outside of the vocabulary")
         return tuple(tokens)
 
     def num_tokens(self, guess: Guess) -> int:
+        """About how many they are."""
         return len(guess)
 
     def draft(self, guess: Guess, limit: int) -> list[int]:
+        """The first tokens, at most `limit`."""
         return list(guess[:limit])
 
 
 class Text:
+    """Guesses are bytes of UTF-8; methods as of TokenIds."""
+
     none: Guess = b""
-    asks: Mapping[str, Any] = {}
+    fields: Mapping[str, Any] = {}
 
     def __init__(self, codec: Codec):
         self._codec = codec
 
-    def of(self, token_ids: Int32Array) -> Guess:
+    def guess_of(self, token_ids: Int32Array) -> Guess:
         return self._codec.decode_bytes(token_ids.tolist())
 
     def unfinished(self, token_ids: Int32Array) -> Guess:
-        text = self.of(token_ids[-3:])  # a character has at most four bytes
+        text = self.guess_of(token_ids[-3:])  # a character has at most four bytes
         begin = next((place for place in range(len(text) - 1, -1, -1) if text[place] & 0xC0 != 0x80), len(text))
         return b"" if text[begin:].decode(errors="ignore") else text[begin:]
 
     def prompt(self, guess: Guess, max_tokens: int, vocab_size: int) -> list[int] | str:
         return str(newest(guess, max_tokens), errors="ignore")  # a token has a byte or more
 
-    def read(self, choice: Mapping[str, Any], most: int) -> Guess:
+    def read(self, choice: Mapping[str, Any], max_tokens: int) -> Guess:
         text: bytes = choice["text"].encode()
-        if len(text) > MOST_TOKEN_BYTES * most:
+        if len(text) > MAX_TOKEN_BYTES * max_tokens:
             raise Refused("more text than asked for")
         return text
 
@@ -114,3 +95,6 @@ class Text:
         text = guess[: 2 * TOKEN_BYTES * (limit + 1)]
         tokens = self._codec.tokenize_bytes(text)
         return tokens[: min(limit, len(tokens) - (len(text) < len(guess)))]  # the last one may go on
+
+
+Form = TokenIds | Text

@@ -1,7 +1,7 @@
-"""Remote: a model behind another server drafts, asked ahead of what the target has verified. Nothing waits for it.
+"""Remote: a model behind another server drafts ahead of verification, and no step waits for it.
 
-A history proposer. For each request one question is under way: it goes on from the history and from what the last
-answers guessed. What comes late is held against what was emitted since: what still fits is drafted.
+A history proposer. Each request has one question under way, which continues the history and the guess of earlier
+answers. A late answer is compared with the tokens emitted since, and its rest is drafted.
 """
 
 from collections import deque
@@ -12,38 +12,38 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_specplugins.config import ConfigError, RemoteConfig
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.proposers.remote.forms import Form, Guess, Refused, Text, TokenIds, newest
 from vllm_specplugins.proposers.remote.server import Server
 
-MOST_AHEAD = 256  # tokens
-MOST_ASKED = 64  # new questions in one step, of which each takes a quarter of a millisecond
-FORGETTING = 0.95  # of how far ahead to ask, by each answer
+MAX_AHEAD = 256  # tokens
+MAX_ASKED = 64  # new questions in one step, of which each takes a quarter of a millisecond
+DECAY = 0.95  # of how far ahead to ask, at each answer
 
 
 @dataclass(slots=True)
 class _Request:
-    """What is guessed of a request: what of it is `ahead` of the history, or what of the history it is `behind`."""
+    """The guess of a request: its part `ahead` of the history, or the part of the history that it is `behind`."""
 
     length: int  # of the history
     ahead: Guess
     behind: Guess
-    came: deque[Guess] = field(default_factory=deque)  # of the answer under way
-    asked_at: int = -1  # length of the history when it was last asked about
+    pieces: deque[Guess] = field(default_factory=deque)  # of the answer under way
+    asked_at: int = -1  # length of the history at the last question
     answer: "Future[None] | None" = None
     is_refused: bool = False  # the server does not take its questions
 
-    def fits(self) -> bool:
-        """Whether history and guess are the same as far as both go, which is then taken off."""
+    def agrees(self) -> bool:
+        """Whether history and guess are equal as far as both go, which is then dropped."""
         num_both = min(len(self.ahead), len(self.behind))
         both = self.ahead[:num_both], self.behind[:num_both]
         self.ahead, self.behind = self.ahead[num_both:], self.behind[num_both:]
         return bool(both[0] == both[1])
 
 
-class Remote:
-    """See the module. A request is asked about until the guess is as far ahead of its history as requests go, with all
-    of it accepted, while two questions are answered."""
+class Remote(Proposer):
+    """Asks about a request until the guess is as far ahead as a request goes, with all of it accepted, while the server
+    answers two questions."""
 
     def __init__(self, config: RemoteConfig, context: ProposerContext):
         self._least_ahead, self._max_model_len = 2 * (context.max_num_draft + 1), context.max_model_len
@@ -55,8 +55,8 @@ class Remote:
         self._counts = dict.fromkeys(("asked", "answered", "dropped", "failed"), 0)
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """What is left of each request's guess."""
-        self._room = MOST_ASKED
+        """The guess of each request after its history."""
+        self._room = MAX_ASKED
         drafts = [self._draft(*each) for each in zip(batch.request_ids, batch.token_ids, batch.max_num_draft)]  # noqa: B905
         num_draft = np.array([len(draft) for draft in drafts], np.int32)
         token_ids = np.zeros((len(drafts), max(num_draft, default=0)), np.int32)
@@ -64,17 +64,14 @@ class Remote:
             row[: len(draft)] = draft
         return Draft(token_ids, num_draft)
 
-    def observe(self, feedback: Feedback) -> None:
-        """Does nothing: the next batch's histories show which draft tokens were accepted."""
-
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Gives up the questions of these requests."""
+        """Cancels the questions of these requests."""
         for request_id in request_ids:
             if request_id in self._requests:
                 self._drop(self._requests.pop(request_id))
 
     def exchange_stats(self) -> dict[str, int]:
-        """Questions so far by what became of them; "dropped": the history went on otherwise, or ended."""
+        """Questions so far by result; "dropped": the history went on otherwise, or ended."""
         return self._counts
 
     def close(self) -> None:
@@ -83,7 +80,7 @@ class Remote:
 
     def _draft(self, request_id: str, text: Int32Array, limit: int) -> list[int]:
         request = self._requests.get(request_id)
-        if request is None or not self._goes_on(request, text):
+        if request is None or not self._update(request, text):
             if request is not None:
                 self._drop(request)
             is_refused = request is not None and request.is_refused
@@ -93,31 +90,30 @@ class Remote:
             self._ask(request, text)
         return [] if request.behind or not limit else self._form.draft(request.ahead, limit)
 
-    def _goes_on(self, request: _Request, text: Int32Array) -> bool:
-        """Takes in what is new of the history, and of the answer under way; False where they differ."""
+    def _update(self, request: _Request, text: Int32Array) -> bool:
+        """Adds new tokens of the history and new pieces of the answer; False where they differ."""
         if len(text) < request.length:
             return False
         is_done = request.answer is not None and request.answer.done()
-        request.behind = request.behind + self._form.of(text[request.length :])
+        request.behind = request.behind + self._form.guess_of(text[request.length :])
         request.length = len(text)
-        while request.came:
-            request.ahead = request.ahead + request.came.popleft()
+        while request.pieces:
+            request.ahead = request.ahead + request.pieces.popleft()
         if is_done:
             self._end(request)
-        return request.fits()
+        return request.agrees()
 
     def _end(self, request: _Request) -> None:
         error = None if request.answer is None else request.answer.exception()
-        request.answer, failed = None, error is not None
-        request.is_refused = isinstance(error, Refused)
-        if not failed:
+        request.answer, request.is_refused = None, isinstance(error, Refused)
+        self._counts["answered" if error is None else "failed"] += 1
+        if error is None:
             num_meanwhile = request.length - request.asked_at
-            wanted = max(self._least_ahead, FORGETTING * self._num_ahead, 2 * num_meanwhile + self._least_ahead)
-            self._num_ahead = min(wanted, MOST_AHEAD)
-        self._counts["failed" if failed else "answered"] += 1
+            wanted = max(self._least_ahead, DECAY * self._num_ahead, 2 * num_meanwhile + self._least_ahead)
+            self._num_ahead = min(wanted, MAX_AHEAD)
 
     def _ask(self, request: _Request, text: Int32Array) -> None:
-        """Asks what follows the guess, unless enough is known of it, or nothing is new since it was asked."""
+        """Asks for tokens after the guess, unless it is long enough, or nothing is new since the last question."""
         num_known = self._form.num_tokens(request.ahead)
         num_tokens = min(int(self._num_ahead), self._max_model_len - len(text) - num_known)
         is_enough = num_known >= self._num_ahead or num_tokens <= 0
@@ -125,9 +121,9 @@ class Remote:
             return
         request.asked_at, self._room = len(text), self._room - 1
         request.behind = self._form.none if request.ahead else self._form.unfinished(text)
-        request.came = deque()
-        asked = newest(text, self._max_prompt_tokens).copy()
-        request.answer = self._server.ask(asked, request.ahead, num_tokens, request.came)
+        request.pieces = deque()
+        prompt = newest(text, self._max_prompt_tokens).copy()
+        request.answer = self._server.ask(prompt, request.ahead, num_tokens, request.pieces)
         self._counts["asked"] += request.answer is not None
 
     def _drop(self, request: _Request) -> None:
