@@ -28,12 +28,11 @@ from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
 from vllm_specplugins.engine.harness.serving import serve_round
 from vllm_specplugins.engine.harness.traffic import Traffic, Turn
 from vllm_specplugins.tools.base_model import load_tokenizer
-from vllm_specplugins.tools.bench.advice import mean_ratio
 from vllm_specplugins.tools.bench.command import Turns, engine_arguments, engines_up
 from vllm_specplugins.tools.bench.figures import Cell, Row, rows_of
-from vllm_specplugins.tools.bench.report import Report, tell
+from vllm_specplugins.tools.bench.report import Report, mean_ratio, tell
 from vllm_specplugins.tools.bench.workloads import Workload, make_workload
-from vllm_specplugins.tools.formats import chat_prompt
+from vllm_specplugins.tools.data import chat_prompt
 from vllm_specplugins.tools.picker import NONE, pick_methods
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import serve_with
@@ -181,9 +180,9 @@ def replayed(turns: Turns, rows: Sequence[Row], tasks: Mapping[str, Workload], r
     """Predicted speed of vLLM's n-gram on this model runner to no speculation, by K: the geometric mean over the
     tasks."""
     # Processes of engines import this file: without speculation vLLM does not start where numba is loaded before it.
+    from vllm_specplugins.tools.replay.candidates import rivals
     from vllm_specplugins.tools.replay.costs import CostTable, Load
     from vllm_specplugins.tools.replay.data import Traffic as Log
-    from vllm_specplugins.tools.replay.rivals import rivals
     from vllm_specplugins.tools.replay.simulate import simulate
 
     ratios: dict[int, list[float]] = defaultdict(list)

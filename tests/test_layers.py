@@ -41,12 +41,11 @@ MAY_IMPORT = {
     "methods": {"config", "custom", "draft"},
     "plan": {"config", "methods"},
     "parsing": {"config", "custom", "methods"},
-    "arguments": {"config"},
-    "commands": {"arguments"},
+    "commands": {"config"},
     "__main__": {"commands", "config", "methods", "parsing"},
     "__init__": {"config", "engine"},
 }
-_BELOW = {*MAY_IMPORT} - {"arguments", "commands", "__main__", "__init__"}
+_BELOW = {*MAY_IMPORT} - {"commands", "__main__", "__init__"}
 MAY_IMPORT |= {"engine": _BELOW, "tools": _BELOW - {"cascade", "gate"} | {"engine"}}
 # Likewise the rooms of the engine.
 IN_ENGINE_MAY_IMPORT = {

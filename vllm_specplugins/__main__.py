@@ -12,16 +12,16 @@ from inspect import getdoc
 from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 from typing import NoReturn
 
-from vllm_specplugins.commands import COMMANDS
+from vllm_specplugins.commands import COMMANDS, adder
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.config.fields import GONE
 
-CLEAN_UP_S = 2.0  # after Ctrl-C, in which another one is not heard
-EXTRAS = {"rich": "tools"}  # of pyproject.toml; what is not here comes with vLLM
+CLEAN_UP_S = 2.0  # after Ctrl-C; another one is ignored meanwhile
+EXTRAS = {"rich": "tools"}  # of pyproject.toml; others come with vLLM
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses with one sentence, as everything here does."""
+    """A parser that refuses with one sentence."""
 
     def error(self, message: str) -> NoReturn:
         gone = "".join(f"; {name} went: {instead}" for name, instead in GONE.items() if repr(name) in message)
@@ -41,17 +41,16 @@ def parser() -> Parser:
     subparsers = commands.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, _, add_arguments) in COMMANDS.items():
         words, _, example = (getdoc(add_arguments) or "").partition("\n\n")
-        own = subparsers.add_parser(name, help=words, description=words, epilog=example)
-        add_arguments(own.add_argument)
+        add_arguments(adder(subparsers.add_parser(name, help=words, description=words, epilog=example)))
     return commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; 0, or 2 with one sentence on stderr, or 130 if interrupted."""
+    """Runs a command; its exit status, 2 with one sentence on stderr if it cannot run, or 130 if interrupted."""
     args = parser().parse_args(arguments)
-    module, needed, _ = COMMANDS[args.command]
+    module, packages, _ = COMMANDS[args.command]
     try:
-        for name in needed:
+        for name in packages:
             if find_spec(name) is None:
                 extra = f"vllm-specplugins[{EXTRAS.get(name, 'vllm')}]"
                 raise ConfigError(f"{args.command} needs {name}, which is not installed (pip install '{extra}').")
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    except OSError as error:  # a full disk behind standard output, or for temporary files
+    except OSError as error:  # such as a full disk under standard output, or under temporary files
         sys.stderr.write(f"error: {args.command} cannot go on ({error.strerror or type(error).__name__}).\n")
         return 2
     except KeyboardInterrupt:
@@ -71,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Within it Ctrl-C is an exception, so that a command can clean up, for which it has some time."""
+    """Makes Ctrl-C an exception, so that a command can clean up, for which it has CLEAN_UP_S."""
     if getsignal(SIGINT) is not SIG_DFL:
         yield
         return
@@ -91,9 +90,8 @@ def _interruptible() -> Iterator[None]:
 
 
 def program() -> int:
-    """`main` of a process of its own, which Ctrl-C ends at once, without a traceback, where there is nothing to clean
-    up."""
-    if getsignal(SIGINT) is default_int_handler:  # a shell that starts this in the background has it ignored
+    """`main` of a process, which Ctrl-C ends at once, without a traceback, where there is nothing to clean up."""
+    if getsignal(SIGINT) is default_int_handler:  # a shell ignores it for a process in the background
         signal(SIGINT, SIG_DFL)
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # for names that are no UTF-8

@@ -3,18 +3,79 @@
 Nothing heavy is imported before a command runs.
 """
 
+import argparse
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from vllm_specplugins.arguments import dictionary, listed, positive, share, temperature, whole
+from vllm_specplugins.config import brief
 
 TORCH = ("torch", "transformers", "rich")
-Add = Callable[..., Any]  # argparse's add_argument
+Add = Callable[..., None]  # the function that `adder` makes
+Value = TypeVar("Value")
+Number = TypeVar("Number", int, float)
 DATA = (
     'JSON lines of {"prompt": ..., "output": ...} in text or token ids, of {"messages": [...]} with answers in it or '
     'after it as "choices", or of {"text": ...}; else UTF-8 text; - is standard input'
 )
+
+
+def adder(parser: argparse.ArgumentParser) -> Add:
+    """A function that adds an argument to a parser.
+
+    Its arguments: the name, its help, a reader of its text (bool: a flag), and its default, which `shown` names.
+    """
+
+    def add(name: str, words: str, read: Any = str, default: Any = None, shown: str = "", **more: Any) -> None:
+        if shown := shown or ("" if default is None else str(default)):
+            words += f" (default: {shown})"
+        kind = {"action": "store_true"} if read is bool else {"type": read, "default": default}
+        parser.add_argument(name, help=words, **(kind if name.startswith("-") else {"type": read}), **more)
+
+    return add
+
+
+def number(read: Callable[[str], Number], fits: Callable[[Number], bool], words: str) -> Callable[[str], Number]:
+    """Reads a number that fits."""
+
+    def checked(text: str) -> Number:
+        try:
+            if fits(value := read(text)):
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"must be {words}, not {brief(text)}")
+
+    return checked
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Reads an integer in [low, high]."""
+    return number(int, lambda value: low <= value <= high, f"an integer from {low} to {high}")
+
+
+share = number(float, lambda value: 0 < value < 1, "a number between 0 and 1")
+temperature = number(float, lambda value: 0 <= value <= 10, "numbers from 0 to 10")
+positive = number(float, lambda value: 0 <= value < math.inf, "a number of 0 or more")
+count, layer = whole(1, 10_000_000), whole(1, 10_000)
+
+
+def listed(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
+    """Reads values with commas between them."""
+    return lambda text: [read(part) for part in text.split(",")]
+
+
+def dictionary(text: str) -> dict[str, Any]:
+    """Reads a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, not {brief(text)}")
+    return value
 
 
 def _train_exit_head(add: Add) -> None:
@@ -22,23 +83,21 @@ def _train_exit_head(add: Add) -> None:
 
     Example: python -m vllm_specplugins train-exit-head MODEL --exit-layer 8 --data corpus/*.txt --out HEAD
     """
-    add("--exit-layer", type=whole(1, 10_000), required=True, help="how many layers run before the head")
+    add("--exit-layer", "how many layers run before the head", layer, required=True)
     _training(add)
 
 
 def _train_jump(add: Add) -> None:
-    """Train what predicts the state in front of a model's head or last layers, so that they draft without the others.
+    """Train a part that predicts the state before a model's head or last layers, so that they draft without the others.
 
     Example: python -m vllm_specplugins train-jump MODEL --data corpus/*.txt --out HEAD
     """
-    layers = whole(0, 10_000)
-    add("--early-layers", type=layers, default=0, help="how many layers run for a token before the jump (default: 0)")
-    words = "how many layers lie before the first one after the jump (default: all, so that none runs)"
-    add("--late-layer", type=layers, help=words)
-    add("--inner-size", type=whole(1, 1_000_000), help="of the part (default: 4 times the hidden size)")
-    words = "how many jumps it learns to make, one after the other (default: 3)"
-    add("--num-draft", type=whole(1, 64), default=3, help=words)
-    add("--resume", metavar="DIR", help="a head to go on from, as one that learned while it served (default: none)")
+    add("--early-layers", "how many layers run for a token before the jump", whole(0, 10_000), 0)
+    shown = "all, so that none runs"
+    add("--late-layer", "how many layers lie before the first one after the jump", whole(0, 10_000), shown=shown)
+    add("--inner-size", "of the part", whole(1, 1_000_000), shown="4 times the hidden size")
+    add("--num-draft", "how many jumps it learns to make, one after the other", whole(1, 64), 3)
+    add("--resume", "a head to go on from, as one that learned while it served", shown="none", metavar="DIR")
     _training(add)
 
 
@@ -47,25 +106,23 @@ def _train_look_ahead(add: Add) -> None:
 
     Example: python -m vllm_specplugins train-look-ahead MODEL --exit-layer 8 --data c/*.txt --out AHEAD
     """
-    add("--exit-layer", type=whole(1, 10_000), required=True, help="how many layers they run through")
-    add("--exit-head", metavar="DIR", help="a trained head for this layer (default: the model's own norm and head)")
-    words = "how many tokens one pass drafts, one more than there are embeddings (default: 4)"
-    add("--num-draft", type=whole(2, 64), default=4, help=words)
+    add("--exit-layer", "how many layers they run through", layer, required=True)
+    add("--exit-head", "a trained head for this layer", shown="the model's norm and head", metavar="DIR")
+    add("--num-draft", "how many tokens one pass drafts, one more than there are embeddings", whole(2, 64), 4)
     _training(add)
 
 
 def _training(add: Add) -> None:
-    """What all training takes."""
     _model(add)
-    add("--data", type=Path, nargs="+", default=[], help=f"{DATA} (default: Python's standard library)")
-    add("--out", type=Path, required=True, help="folder of the part; an interrupted run goes on there")
-    add("--steps", type=whole(1, 10_000_000), default=1000, help="default: 1000")
-    add("--batch-tokens", type=whole(16, 10_000_000), default=4096, help="tokens a step (default: 4096)")
-    add("--row-tokens", type=whole(16, 1_000_000), default=512, help="tokens a row (default: 512)")
-    add("--learning-rate", type=share, default=1e-3, help="highest (default: 0.001)")
-    add("--heldout", type=share, default=0.05, help="share of rows to score (default: 0.05)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
-    _seed(add, "default: 0")
+    add("--data", DATA, Path, [], "Python's standard library", nargs="+")
+    add("--out", "folder of the part; an interrupted run goes on there", Path, required=True)
+    add("--steps", "optimizer steps", count, 1000)
+    add("--batch-tokens", "tokens a step", whole(16, 10_000_000), 4096)
+    add("--row-tokens", "tokens a row", whole(16, 1_000_000), 512)
+    add("--learning-rate", "highest", share, 1e-3)
+    add("--heldout", "share of rows to score", share, 0.05)
+    add("--device", "to train on", shown="cuda if there is a GPU", choices=("cpu", "cuda"))
+    _seed(add, "of the order of the rows")
 
 
 def _calibrate(add: Add) -> None:
@@ -74,50 +131,47 @@ def _calibrate(add: Add) -> None:
     Example: python -m vllm_specplugins calibrate MODEL --data corpus/*.txt --json REPORT
     """
     _model(add)
-    add("--data", type=Path, nargs="+", required=True, help=DATA)
-    add("--layers", type=listed(whole(1, 10_000)), help="exit layers, as in 1,2,4 (default: all but the last)")
-    add("--exits", type=whole(1, 64), default=2, help="how many of them to serve (default: 2)")
-    also = "prompt_lookup,suffix_lookup,cascade"
-    words = f"other methods to serve, by name or as values of --speculative-config, or none (default: {also})"
-    add("--also", nargs="+", default=[also], metavar="METHOD", help=words)
-    add("--max-draft", type=whole(1, 64), default=8, metavar="K", help="most of an exit's step (default: 8)")
-    add("--enforce-eager", action="store_true", help="as for vLLM; calibrate with it if you serve with it")
+    add("--data", DATA, Path, nargs="+", required=True)
+    add("--layers", "exit layers, as in 1,2,4", listed(layer), shown="all but the last")
+    add("--exits", "how many of them to serve", whole(1, 64), 2)
+    also, words = "prompt_lookup,suffix_lookup,cascade", "other methods to serve, as of `bench`, or none"
+    add("--also", words, default=[also], shown=also, nargs="+", metavar="METHOD")
+    add("--max-draft", "of an exit's step, at most", whole(1, 64), 8, metavar="K")
+    add("--enforce-eager", "as for vLLM; calibrate with it if you serve with it", bool)
     _measuring(add, rounds=3, prompts=8, tokens=96)
 
 
 def _verify_lossless(add: Add) -> None:
-    """Hold what real engines sample, with and without speculation, against its exact distribution.
+    """Compare samples of real engines, with and without speculation, with their exact distribution.
 
     Example: python -m vllm_specplugins verify-lossless --method prompt_lookup early_exit
     """
-    words = "names, or values of --speculative-config (default: all of ours)"
-    add("--method", nargs="+", metavar="METHOD", help=words)
-    add("--samples", type=whole(100, 10_000_000), default=4000, help="of each cell (default: 4000)")
-    _seed(add, "of model, prompts and engines (default: 0)")
-    add("--json", type=Path, help="where to write the report, too")
+    add("--method", "names, or values of --speculative-config", shown="all of ours", nargs="+", metavar="METHOD")
+    add("--samples", "of each cell", whole(100, 10_000_000), 4000)
+    _seed(add, "of model, prompts and engines")
+    add("--json", "where to write the report, too", Path)
 
 
 def _check(add: Add) -> None:
-    """Run a proposer of your own against a recorded engine, and say what it violates, gains and costs.
+    """Run your proposer against a recorded engine, and report its violations, its gain and its cost.
 
     Example: python -m vllm_specplugins check my_pkg.module:MyProposer, with PYTHONPATH=. in front. The exit code
     is 0 where nothing is violated, 1 where something is, 2 where it cannot be run.
     """
-    add("proposer", metavar="PROPOSER", help="package.module:Class, or the name of a registered method")
-    add("--options", type=dictionary, default={}, metavar="JSON", help="of the proposer (default: {})")
-    add("--time-budget-ms", type=whole(1, 60_000), default=1000, help="of a step (default: 1000)")
+    add("proposer", "package.module:Class, or the name of a registered method", metavar="PROPOSER")
+    add("--options", "of the proposer", dictionary, {}, metavar="JSON")
+    add("--time-budget-ms", "of a step", whole(1, 60_000), 1000)
 
 
 def _doctor(add: Add) -> None:
-    """Say what speculation would run on here, and what stands in its way; starts no engine.
+    """Report what speculation would run on here, and what stands in its way; starts no engine.
 
     Example: python -m vllm_specplugins doctor --speculative-config '{"method":"prompt_lookup"}'. The exit code is
     0 where that would be served, 1 where it would not, 2 where the question is wrong.
     """
-    words = "what you mean to serve with (default: a ready one)"
-    add("--speculative-config", type=dictionary, metavar="JSON", help=words)
+    add("--speculative-config", "to serve with", dictionary, shown="a ready one", metavar="JSON")
     _model(add, "--model")
-    add("--json", action="store_true", help="print the findings as JSON")
+    add("--json", "print the findings as JSON", bool)
 
 
 def _build_store(add: Add) -> None:
@@ -126,9 +180,9 @@ def _build_store(add: Add) -> None:
     Example: python -m vllm_specplugins build-store --tokenizer MODEL --data logs/*.jsonl --out store.bin
     """
     _model(add, "--tokenizer", required=True)
-    add("--data", type=Path, nargs="+", required=True, help=f"{DATA}; the last stay longest")
-    add("--out", type=Path, required=True, help="what store_path will name")
-    add("--cache-salt", metavar="SALT", help="whose requests shall see it (default: those without one)")
+    add("--data", f"{DATA}; the last stay longest", Path, nargs="+", required=True)
+    add("--out", "file, which store_path will name", Path, required=True)
+    add("--cache-salt", "of the requests that shall see it", shown="those without one", metavar="SALT")
 
 
 def _bench(add: Add) -> None:
@@ -138,99 +192,93 @@ def _bench(add: Add) -> None:
     --batch 1,4
     """
     _model(add, "--model", " (default: the chat model that examples/chat_model.py makes)")
-    words = "names, names with K as in ngram:31, or values of --speculative-config, as many as you like (default: "
     methods = "ngram,prompt_lookup,cascade"
-    add("--methods", nargs="+", default=[methods], metavar="METHOD", help=f"{words}{methods})")
+    words = "names, names with K as in ngram:31, or values of --speculative-config, as many as you like"
+    add("--methods", words, default=[methods], shown=methods, nargs="+", metavar="METHOD")
     names = "edit, summary, maths, chat, retrieval, translation, extraction, agent, code, copy, random, and repeat"
-    words = f"{names}, which asks the same in each round (default: the first four, without --data)"
-    add("--workloads", type=listed(str.strip), help=words)
-    add("--data", type=Path, nargs="+", default=[], help=DATA)
-    add("--batch", type=listed(whole(1, 4096)), default=[1], help="requests at a time, as in 1,4 (default: 1)")
-    add("--temperature", type=listed(temperature), default=[0.0], help="as in 0,0.8 (default: 0)")
-    add("--ignore-eos", action="store_true", help="outputs go on after the end of their text, to --tokens")
-    add("--engine-args", type=dictionary, default={}, metavar="JSON", help="more arguments of vllm.LLM, for all")
-    words = "a log of token ids whose outputs all engines are forced to emit, in place of workloads"
-    add("--trace", type=Path, metavar="LOG", help=words)
-    words = (
-        "with --trace: requests also arrive at random, at these shares of what no speculation can serve, as in 0.5,0.9"
-    )
-    add("--rate", type=listed(positive), default=[], help=words)
-    words = "with --trace: the name in the log's \"accepted\" that says how many tokens of vLLM's drafter are right"
-    add("--drafter", metavar="NAME", help=words)
-    add(
-        "--load-format", choices=("auto", "dummy"), help="dummy: weights at random, for a folder with config.json alone"
-    )
+    words = f"{names}, which asks the same in each round"
+    add("--workloads", words, listed(str.strip), shown="the first four, without --data")
+    add("--data", DATA, Path, [], "none", nargs="+")
+    add("--batch", "requests at a time, as in 1,4", listed(whole(1, 4096)), [1], "1")
+    add("--temperature", "as in 0,0.8", listed(temperature), [0.0], "0")
+    add("--ignore-eos", "outputs go on after the end of their text, to --tokens", bool)
+    add("--engine-args", "more arguments of vllm.LLM, for all", dictionary, {}, metavar="JSON")
+    add("--trace", "a log of token ids that all engines emit, in place of workloads", Path, metavar="LOG")
+    words = "with --trace: requests also arrive at random, at these shares of the capacity without speculation, as in "
+    add("--rate", f"{words}0.5,0.9", listed(positive), [], "none")
+    words = "with --trace: the name in the log's \"accepted\" for the accepted tokens of vLLM's drafter"
+    add("--drafter", words, metavar="NAME")
+    words = "dummy: weights at random, for a folder with config.json alone"
+    add("--load-format", words, choices=("auto", "dummy"))
     _measuring(add, rounds=5, prompts=4, tokens=None)
 
 
 def _replay(add: Add) -> None:
-    """Play recorded traffic with every proposer that reads token ids alone (no model, no GPU): what would have been
-    accepted, what it would have cost, and what to serve it with.
+    """Play recorded traffic with every proposer that reads token ids alone (no model, no GPU): how much would have been
+    accepted, its cost, and the method to serve with.
 
     Example: python -m vllm_specplugins replay --data trace.jsonl --tokenizer MODEL --batch 1,32
     """
-    words = '; with "time" in seconds where requests came one after the other'
-    add("--data", type=Path, nargs="+", required=True, help=f"{DATA}{words}")
-    _model(add, "--tokenizer", more="; for text")
-    words = "names, names with K, or values of --speculative-config (default: all that can be played)"
-    add("--methods", nargs="+", default=[], metavar="METHOD", help=words)
-    words = "default: 3,5,8,12,15,24,31,48,64, as long as the speed rises"
-    add("--num-draft", type=listed(whole(1, 64)), help=words)
-    add("--batch", type=listed(whole(1, 4096)), default=[1], help="requests at a time, as in 1,32 (default: 1)")
-    add("--requests", type=whole(1, 10_000_000), default=2000, help="most requests (default: 2000)")
-    add("--by-file", action="store_true", help="play each file of --data for itself, as a task of its name")
-    words = "only requests with even or odd ids, as places in the log where they have none (default: all)"
-    add("--ids", choices=("all", "even", "odd"), default="all", help=words)
-    add("--max-output", type=whole(1, 10_000_000), help="leave out requests with more tokens of output")
-    words = "also play a drafter that the log holds accepted lengths of, its ms of a draft, and K: eagle3:2.14:5"
-    add("--drafter", metavar="NAME:MS[:MS_A_TOKEN]:K", help=words)
-    words = (
-        "step times: those published of llama-2-7b or llama-3.1-8b on an H100, or those in a file that `bench --json` "
-    )
-    add("--costs", default="llama-2-7b", metavar="COSTS", help=f"{words}wrote (default: llama-2-7b)")
-    add("--step-ms", type=positive, help="instead, the time of a step without drafts, and with it --token-ms")
-    add("--token-ms", type=positive, help="what one more token to verify adds to it")
-    add("--context-us", type=positive, default=0.0, help="the time that a token of context adds to it (default: 0)")
-    add("--verify-ms", type=positive, default=0.0, help="the time that verifying any draft adds to it (default: 0)")
-    add("--draft-us", type=positive, help="of drafting, by request and step (default: measured here)")
+    words = f'{DATA}; with "time" in seconds where requests came one after the other'
+    add("--data", words, Path, nargs="+", required=True)
+    _model(add, "--tokenizer", "; for text")
+    words = "names, names with K, or values of --speculative-config"
+    add("--methods", words, default=[], shown="all that can be played", nargs="+", metavar="METHOD")
+    ladder = "3,5,8,12,15,24,31,48,64, as long as the speed rises"
+    add("--num-draft", "values of K", listed(whole(1, 64)), shown=ladder)
+    add("--batch", "requests at a time, as in 1,32", listed(whole(1, 4096)), [1], "1")
+    add("--requests", "the first ones, at most as many", count, 2000)
+    add("--by-file", "play each file of --data for itself, as a task of its name", bool)
+    words = "only requests with even or odd ids, as places in the log where they have none"
+    add("--ids", words, default="all", choices=("all", "even", "odd"))
+    add("--max-output", "leave out requests with more tokens of output", count)
+    words = "also play a drafter with accepted lengths in the log, its ms of a draft, and K: eagle3:2.14:5"
+    add("--drafter", words, metavar="NAME:MS[:MS_A_TOKEN]:K")
+    words = "step times: those published of llama-2-7b or llama-3.1-8b on an H100, or a file that `bench --json` wrote"
+    add("--costs", words, default="llama-2-7b", metavar="COSTS")
+    add("--step-ms", "instead, the time of a step without drafts, and with it --token-ms", positive)
+    add("--token-ms", "time that one more token to verify adds to it", positive)
+    add("--context-us", "time that a token of context adds to it", positive, 0.0)
+    add("--verify-ms", "time that verifying any draft adds to it", positive, 0.0)
+    add("--draft-us", "of drafting, by request and step", positive, shown="measured here")
     _files(add)
 
 
 def _measuring(add: Add, rounds: int, prompts: int, tokens: int | None) -> None:
-    """What is asked of engines whose speed is compared."""
-    add("--rounds", type=whole(1, 1000), default=rounds, help=f"that are measured, after one (default: {rounds})")
-    words = f"in a round, or as many as are asked at a time if that is more (default: {prompts})"
-    add("--prompts", type=whole(1, 10_000), default=prompts, help=words)
-    words = "of prompts that are cut or made; a shorter file is one prompt (default: 256)"
-    add("--prompt-tokens", type=whole(16, 1_000_000), default=256, help=words)
-    words = f"length limit of an output (default: {tokens or '64, and with --trace that of the log'})"
-    add("--tokens", type=whole(2, 100_000), default=tokens, help=words)
-    add("--dtype", choices=("auto", "bfloat16", "float16", "float32"), help="default: float32 on a CPU, else auto")
+    """Arguments of commands that compare the speed of engines."""
+    add("--rounds", "that are measured, after one", whole(1, 1000), rounds)
+    add("--prompts", "in a round, or as many as are asked at a time if that is more", layer, prompts)
+    words = "of prompts that are cut or generated; a shorter file is one prompt"
+    add("--prompt-tokens", words, whole(16, 1_000_000), 256)
+    shown = str(tokens or "64, and with --trace that of the log")
+    add("--tokens", "length limit of an output", whole(2, 100_000), tokens, shown)
+    shown = "float32 on a CPU, else auto"
+    add("--dtype", "of the model", shown=shown, choices=("auto", "bfloat16", "float16", "float32"))
     _files(add)
 
 
 def _files(add: Add) -> None:
-    add("--json", type=Path, help="where to write the figures")
-    add("--plot", type=Path, help="where to draw them, as PNG")
+    add("--json", "where to write the figures", Path)
+    add("--plot", "where to draw them, as PNG", Path)
 
 
 def _model(add: Add, name: str = "model", more: str = "", **kwargs: Any) -> None:
-    add(name, metavar="MODEL", help=f"folder of a checkpoint, or its Hugging Face name{more}", **kwargs)
+    add(name, f"folder of a checkpoint, or its Hugging Face name{more}", metavar="MODEL", **kwargs)
 
 
 def _seed(add: Add, words: str) -> None:
-    add("--seed", type=whole(0, 2**31), default=0, help=words)
+    add("--seed", words, whole(0, 2**31), 0)
 
 
-# Of each command the module whose `run` it is, what that needs beside this package, and what adds its arguments, whose
-# docstring is its help.
+# By command: the module with its `run`, packages that it needs beside this one, and the function that adds its
+# arguments, with its help as docstring.
 COMMANDS: dict[str, tuple[str, tuple[str, ...], Callable[[Add], None]]] = {
     "train-exit-head": ("vllm_specplugins.tools.training.command", TORCH, _train_exit_head),
     "train-jump": ("vllm_specplugins.tools.training.command", TORCH, _train_jump),
     "train-look-ahead": ("vllm_specplugins.tools.training.command", TORCH, _train_look_ahead),
     "calibrate": ("vllm_specplugins.tools.calibrate", ("vllm", *TORCH), _calibrate),
     "verify-lossless": ("vllm_specplugins.tools.verify_lossless", ("vllm", *TORCH), _verify_lossless),
-    "check": ("vllm_specplugins.tools.check.run", ("rich",), _check),
+    "check": ("vllm_specplugins.tools.check", ("rich",), _check),
     "doctor": ("vllm_specplugins.tools.doctor", ("vllm", "torch", "rich"), _doctor),
     "build-store": ("vllm_specplugins.tools.build_store", TORCH, _build_store),
     "bench": ("vllm_specplugins.tools.bench.command", ("vllm", *TORCH), _bench),

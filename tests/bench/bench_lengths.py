@@ -27,9 +27,9 @@ from rich.table import Table
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
 from vllm_specplugins.methods import behind_gate, build_proposer
 from vllm_specplugins.parsing import parse_config
+from vllm_specplugins.tools.replay.candidates import NGRAM_GPU, NGRAM_GPU_LENGTHS, Fixed
 from vllm_specplugins.tools.replay.costs import H100, CostTable, Load
 from vllm_specplugins.tools.replay.data import Traffic
-from vllm_specplugins.tools.replay.rivals import NGRAM_GPU, NGRAM_GPU_LENGTHS, Fixed
 from vllm_specplugins.tools.replay.simulate import simulate
 
 LONGEST = 31

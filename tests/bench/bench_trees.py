@@ -195,7 +195,7 @@ def outputs_of(base: BaseModel, prompts: list[list[int]], temperature: float) ->
     def choose(logits: torch.Tensor, place: int) -> torch.Tensor:
         return coupled_sample(logits, torch.full((len(logits),), place), sampling)
 
-    rows = base.go_on(torch.tensor(prompts), PROMPT + OUTPUT, choose)
+    rows = base.generate(torch.tensor(prompts), PROMPT + OUTPUT, choose)
     return [row[PROMPT:] for row in rows]
 
 

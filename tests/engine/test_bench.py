@@ -69,7 +69,7 @@ def test_a_round_is_a_first_reading(method: str, tmp_path: Path) -> None:
     """
     workload = make_workload("copy", load_tokenizer(str(DEMO_MODEL)), 48, 128)
     args = argparse.Namespace(prompts=12, rounds=3, tokens=48, ignore_eos=False)
-    cells = [rounds_of(args, workload, Cell(name, batch, 0.0)) for name, batch in (("copy", 4), ("copy", 1))]
+    cells = [rounds_of(args, workload, Cell(name, batch, 0.0), {}) for name, batch in (("copy", 4), ("copy", 1))]
     arguments = {"model": str(DEMO_MODEL), "max_model_len": 512, "max_num_seqs": 4}
 
     def last_turn(rounds: list[Traffic]) -> Turn:

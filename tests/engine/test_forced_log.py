@@ -118,7 +118,7 @@ def played(config: dict[str, Any], prompts: Any, outputs: Any) -> float:
     traffic, num_draft = Traffic(), config["num_speculative_tokens"]
     for prompt, output in zip(prompts, outputs, strict=True):
         traffic.add(prompt, output)
-    candidate = Candidate(config["method"], config["gate"], config)
+    candidate = Candidate.ours(config["method"], config["gate"], config)
     totals = simulate(traffic, candidate.build, num_draft, Load(CostTable.line(STEP_MS, TOKEN_MS), len(prompts), 100.0))
     return totals.emitted / totals.steps
 

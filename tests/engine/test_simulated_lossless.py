@@ -20,9 +20,9 @@ from simulated_device.device import simulated_device
 from transformers import Qwen2Config
 
 from vllm_specplugins.engine.harness.samples import SETTINGS, draw
-from vllm_specplugins.tools.lossless.checkpoint import make_model as make_target
-from vllm_specplugins.tools.lossless.checkpoint import write_parts
 from vllm_specplugins.tools.lossless.grid import cell
+from vllm_specplugins.tools.lossless.model import make_model as make_target
+from vllm_specplugins.tools.lossless.model import write_parts
 from vllm_specplugins.tools.lossless.report import PASSED, Judged, Report
 from vllm_specplugins.tools.verify_lossless import NO_SPECULATION, Verification
 

@@ -11,7 +11,7 @@ from parts import learner_of, swaps_weights, with_embeddings, write_head
 from recorded import replays, runner
 from small_vocabulary import VOCAB_SIZE, exact_probs, sampled, write_checkpoint
 
-from vllm_specplugins.tools.lossless.statistics import chi_squared
+from vllm_specplugins.tools.lossless.report import chi_squared
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)

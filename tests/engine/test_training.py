@@ -8,7 +8,7 @@ from conftest import DEMO_MODEL, RUNNER, spec_metrics
 
 from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.training.kinds import exit_guesser, initial_head
-from vllm_specplugins.tools.training.scores import own_texts, scores
+from vllm_specplugins.tools.training.scores import scores, write_texts
 
 pytestmark = pytest.mark.skipif(RUNNER == "v2", reason="the engine of the tools is V1's on a CPU")
 K, NUM_TOKENS = 3, 96
@@ -34,7 +34,7 @@ def test_printed_is_measured(engine: Any, base: BaseModel, rows: list[list[int]]
 
     # First the engine: vLLM's kernels on a CPU do not come up where the host's compiled loops already are.
     llm = engine({**early_exit(2, K), "draft_sample_method": "coupled"})
-    texts = [own_texts(base, rows, heat) for heat in (0.0, 1.0)]
+    texts = [write_texts(base, rows, heat) for heat in (0.0, 1.0)]
     found = scores(base, *texts, exit_guesser(base, initial_head(base, 2)), K)
     for own, printed in zip(texts, (found.length, found.sampled_lengths["coupled"]), strict=True):
         before = spec_metrics(llm)

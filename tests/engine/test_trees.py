@@ -18,8 +18,8 @@ from vllm_specplugins.config import ConfigError, chain_length
 from vllm_specplugins.engine.frontend.trees import check_trees
 from vllm_specplugins.engine.harness.samples import SETTINGS, draw
 from vllm_specplugins.engine.hooks import both
-from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint
 from vllm_specplugins.tools.lossless.grid import cell
+from vllm_specplugins.tools.lossless.model import write_checkpoint
 from vllm_specplugins.tools.lossless.report import PASSED, WRONG, Judged, Report
 from vllm_specplugins.tools.verify_lossless import NO_SPECULATION, Verification
 

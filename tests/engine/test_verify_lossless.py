@@ -18,8 +18,8 @@ from vllm_specplugins.kernels.rejection import reference
 
 from vllm_specplugins.engine.harness.samples import SETTINGS, draw
 from vllm_specplugins.tools.lossless import grid
-from vllm_specplugins.tools.lossless.checkpoint import write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.grid import BIAS, CUTS, METHODS, PENALTIES, REWARDS, TOP_K, Cell, cell
+from vllm_specplugins.tools.lossless.model import write_checkpoint, write_parts
 from vllm_specplugins.tools.lossless.report import PASSED, WRONG, Judged, Report
 from vllm_specplugins.tools.verify_lossless import NO_SPECULATION, Verification
 

@@ -1,6 +1,7 @@
 """`calibrate` with engines that are made up, and everything else real."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ from transformers import LlamaForCausalLM
 
 from vllm_specplugins.__main__ import main
 from vllm_specplugins.engine.harness.traffic import Answer, Turn
-from vllm_specplugins.tools.base_model import BaseModel
 from vllm_specplugins.tools.bench.figures import Row
-from vllm_specplugins.tools.exits import agreements, tokens_per_step
+from vllm_specplugins.tools.calibrate import exit_rows
 
 pytest.importorskip("vllm")
 
@@ -130,19 +130,27 @@ def test_a_name_that_is_no_method(tiny_model: Path, text_files: list[Path], caps
 
 
 def test_bits_are_those_of_the_drafts(tiny_model: Path) -> None:
-    """Against a draft loop that runs the exit itself. Kills: bits of another token or another layer."""
+    """Against a draft loop that runs the exit itself. Kills: bits of another token or another layer, a bonus token that
+    is forgotten, a step that begins at a wrong place."""
     prompts = [[0, 40, 50, 60], [0, 300, 301]]
-    outputs = greedy(tiny_model, prompts, 20)
-    [(match, _)] = agreements(BaseModel.load(str(tiny_model), "cpu"), [2], prompts, outputs)
+    args = Namespace(model=str(tiny_model), tokens=20, max_draft=3)
+    [row] = exit_rows(args, [2], prompts)
     model = LlamaForCausalLM.from_pretrained(tiny_model)
     model.model.layers = model.model.layers[:2]
-    num_tokens = num_steps = 0
-    for prompt, output in zip(prompts, outputs, strict=True):
-        done = 1
-        while done + 3 <= len(output):
-            ids = [*prompt, *output[:done]]
-            draft = model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False, eos_token_id=None)
-            right = np.array(draft[0, len(ids) :].tolist()) == np.array(output[done : done + 3])
-            emitted = 4 if right.all() else int(right.argmin()) + 1
-            done, num_tokens, num_steps = done + emitted, num_tokens + emitted, num_steps + 1
-    assert tokens_per_step(match, 3) == pytest.approx(num_tokens / num_steps)
+    emitted = {}
+    for num_draft in (1, 2, 3):
+        num_tokens = num_steps = 0
+        for prompt, output in zip(prompts, greedy(tiny_model, prompts, 20), strict=True):
+            done = 1
+            while done + num_draft <= len(output):
+                ids = torch.tensor([[*prompt, *output[:done]]])
+                draft = model.generate(ids, max_new_tokens=num_draft, do_sample=False, eos_token_id=None)
+                right = np.array(draft[0, ids.shape[1] :].tolist()) == np.array(output[done : done + num_draft])
+                count = num_draft + 1 if right.all() else int(right.argmin()) + 1
+                done, num_tokens, num_steps = done + count, num_tokens + count, num_steps + 1
+        emitted[num_draft] = num_tokens / num_steps
+    gains = {count: tokens / (1 + count * 2 / 3) for count, tokens in emitted.items()}
+    assert row.num_draft == max(gains, key=gains.__getitem__)
+    assert row.tokens_per_step == pytest.approx(emitted[row.num_draft]) and row.guess == pytest.approx(
+        max(gains.values())
+    )

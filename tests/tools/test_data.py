@@ -1,8 +1,6 @@
 """One reader for all commands: every form of text and traffic, and what is none."""
 
 import json
-import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,23 +54,6 @@ def test_every_command_reads_every_form(form: str, tmp_path: Path, tokenizer: An
     assert out.stat().st_size > 100
 
 
-def test_a_pipe_that_nobody_writes_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is refused after a while; one that somebody writes to late is read. Fails if a command waits for ever, or if
-    it takes a pipe that is still empty for an empty file."""
-    pipe = tmp_path / "pipe.txt"
-    os.mkfifo(pipe)
-    replay = ["replay", "--data", str(pipe), "--tokenizer", str(DEMO_MODEL)]
-    monkeypatch.setattr(data, "PIPE_S", 0.2)
-    assert main(replay) == 2 and "pipe.txt, to which nothing wrote for 0.2 s.\n" in capsys.readouterr().err
-    monkeypatch.setattr(data, "PIPE_S", 20)
-    writer = threading.Timer(0.3, lambda: pipe.write_text(CODE))
-    writer.start()
-    assert "".join(data._lines(pipe, "pipe")) == CODE
-    writer.join()
-
-
 def commands(file: str, tmp_path: Path) -> list[list[str]]:
     model = str(DEMO_MODEL)
     return [
@@ -97,12 +78,8 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
         lambda path: written(path, '{"messages": [{"role": "assistant", "content": "x", "tool_calls": 7}]}'),
         "must hold a list of calls as tool_calls, not 7",
     ),
-    "calls of BFCL that are none": (
-        lambda path: written(path, '{"id": "a", "question": [[]], "ground_truth": [{"f": {"a": 7}}]}'),
-        "must hold calls as ground_truth",
-    ),
     "deep nesting": (lambda path: written(path, "[" * 100_000), "must be a JSON object"),
-    "what never ends": (lambda path: "/dev/zero", "--data must be files whose lines have at most"),
+    "what never ends": (lambda path: "/dev/zero", "--data must be files in which lines have at most"),
     "nothing": (lambda path: written(path, " \n"), "which is empty"),
     "no UTF-8": (lambda path: written(path, b"\xff\xfe\x00a"), "must be UTF-8"),
 }
@@ -124,14 +101,6 @@ def test_one_sentence(name: str, tmp_path: Path, capsys: Any, monkeypatch: pytes
         [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert words in error and error.startswith("error: --data")
     assert not (tmp_path / "store.bin").exists()
-
-
-def test_a_text_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Short lines without end. Kills: a limit of lines alone."""
-    monkeypatch.setattr(data, "MAX_TEXT", 1 << 10)
-    file = written(tmp_path / "long.txt", "word\n" * 1000)
-    assert main(["replay", "--data", file, "--tokenizer", str(DEMO_MODEL)]) == 2
-    assert "--data must be texts of at most" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -156,7 +125,7 @@ def test_token_ids(tmp_path: Path, capsys: Any) -> None:
     assert not (tmp_path / "store.bin").exists()
     written(tmp_path / "a.jsonl", json.dumps({"prompt": [1, 2], "output": [1 << 20]}))
     assert main(["replay", "--data", file]) == 2
-    assert "whose output has two tokens or more" in capsys.readouterr().err
+    assert "an output of two tokens or more" in capsys.readouterr().err
     deep = '{"prompt": [1], "output": [2, 3], "options": ' + '{"a":' * 500 + "1" + "}" * 501
     assert main(["replay", "--data", written(tmp_path / "a.jsonl", deep)]) == 2
     assert "of at most 64 levels as options" in capsys.readouterr().err

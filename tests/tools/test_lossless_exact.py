@@ -6,10 +6,9 @@ import itertools
 import pytest
 import torch
 
-from vllm_specplugins.tools.lossless import exact
-from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, make_model
-from vllm_specplugins.tools.lossless.exact import ExactModel, next_probs
+from vllm_specplugins.tools.lossless import model as exact
 from vllm_specplugins.tools.lossless.grid import ALLOWED, BIAS, CUTS, MIN_TOKENS, PENALTIES
+from vllm_specplugins.tools.lossless.model import VOCAB_SIZE, ExactModel, make_model, next_probs
 
 PROMPT = [3, 1, 4, 1, 5]
 LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.1]])).double()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from vllm_specplugins.tools.lossless import statistics
-from vllm_specplugins.tools.lossless.statistics import LEAST_EXPECTED, chi_squared, merge
+from vllm_specplugins.tools.lossless import report as statistics
+from vllm_specplugins.tools.lossless.report import LEAST_EXPECTED, chi_squared, merge
 
 
 def test_examples() -> None:

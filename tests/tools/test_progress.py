@@ -45,12 +45,12 @@ def wait_for_line(pattern: str, capfd: pytest.CaptureFixture[str]) -> None:
 def test_lines(capfd: pytest.CaptureFixture[str]) -> None:
     """Kills: silence while nothing advances, a task that is over and still spoken of, and lines after the end."""
     with progress() as bars:
-        wait_for_line("working, .*", capfd)
+        wait_for_line("working", capfd)
         task = bars.add_task("reading [1/2]", total=4)
         bars.advance(task)
-        wait_for_line(r"reading \[1/2\]: 1 of 4, [\d:]+ so far, about [\d:]+ left", capfd)
+        wait_for_line(r"reading \[1/2\]: 1 of 4, \d+ s so far", capfd)
         bars.update(task, completed=4)
-        wait_for_line("working, .*", capfd)
+        wait_for_line("working", capfd)
     time.sleep(0.1)
     capfd.readouterr()
     time.sleep(0.1)
@@ -62,10 +62,10 @@ def test_how_long_still() -> None:
     now = [0.0]
     bars = Progress(disable=True, get_time=lambda: now[0], speed_estimate_period=module.MEMORY_SECONDS)
     task = bars.add_task("training, loss 2.100", total=100)
-    assert line_of(bars.tasks[0]) == "training, loss 2.100: 0 of 100, 0:00:00 so far"
+    assert line_of(bars.tasks[0]) == "training, loss 2.100: 0 of 100, 0 s so far"
     for now[0], done in ((100.0, 51), (200.0, 52), (300.0, 53)):
         bars.update(task, completed=done)
-    assert line_of(bars.tasks[0]) == "training, loss 2.100: 53 of 100, 0:05:00 so far, about 1:18:20 left"
+    assert line_of(bars.tasks[0]) == "training, loss 2.100: 53 of 100, 300 s so far, about 4700 s left"
 
 
 def spoken(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:

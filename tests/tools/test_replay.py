@@ -19,7 +19,7 @@ from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.replay.candidates import Candidate, candidates
 from vllm_specplugins.tools.replay.costs import H100, CostTable, Load, costs_of
 from vllm_specplugins.tools.replay.data import Chosen, Traffic, read_traffic
-from vllm_specplugins.tools.replay.figures import row_of, verdict
+from vllm_specplugins.tools.replay.report import row_of, verdict
 from vllm_specplugins.tools.replay.simulate import Totals, simulate
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo" / "model"
@@ -290,7 +290,7 @@ def totals(emitted: int, ms: float) -> Totals:
 def test_choice() -> None:
     """Kills: the best batch taken for all of them, the most tokens for the fastest, a gain that is not worth it."""
     plain, k4, k8 = totals(100, 100.0), totals(300, 150.0), totals(400, 160.0)
-    few, many = (Candidate("lookup", "always", {"num_speculative_tokens": count}) for count in (4, 8))
+    few, many = (Candidate("lookup", "always", count, None, {}) for count in (4, 8))
     rows = [row_of(few, 1, k4, plain), row_of(many, 1, k8, plain)]
     assert verdict(rows, [few, many])[1] is many
     rows += [row_of(few, 32, totals(300, 290.0), plain), row_of(many, 32, totals(400, 1000.0), plain)]
@@ -307,7 +307,7 @@ def test_range_over_requests() -> None:
     plain = Totals(emitted=800, step_ms=800.0, by_request={number: (20, 20.0) for number in range(40)})
     mixed = Totals(emitted=800, by_request={number: (20, 20.0 / (3 if number % 2 else 1)) for number in range(40)})
     mixed.step_ms = sum(ms for _, ms in mixed.by_request.values())
-    candidate = Candidate("lookup", "always", {"num_speculative_tokens": 4})
+    candidate = Candidate("lookup", "always", 4, None, {})
     row = row_of(candidate, 1, mixed, plain)
     assert row.speed_up == pytest.approx(1.5) and 1.3 < row.low < 1.42 and 1.58 < row.high < 1.8
     even = Totals(emitted=800, step_ms=400.0, by_request={number: (20, 10.0) for number in range(40)})

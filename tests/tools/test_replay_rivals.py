@@ -15,10 +15,18 @@ from vllm_specplugins.structures.arrays import view
 from vllm_specplugins.target import Offer
 from vllm_specplugins.tools.base_model import load_tokenizer
 from vllm_specplugins.tools.data import samples
-from vllm_specplugins.tools.replay.candidates import ALWAYS, candidates
+from vllm_specplugins.tools.replay.candidates import (
+    ALWAYS,
+    LONG_MATCH,
+    NGRAM_GPU,
+    Drafter,
+    Fixed,
+    candidates,
+    match_end,
+    oracle,
+)
 from vllm_specplugins.tools.replay.costs import CostTable, Load
 from vllm_specplugins.tools.replay.data import Traffic
-from vllm_specplugins.tools.replay.rivals import LONG_MATCH, NGRAM_GPU, Drafter, Fixed, match_end, oracle
 from vllm_specplugins.tools.replay.simulate import simulate
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +166,7 @@ def test_command_with_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[st
         row = next(row for row in facts["rows"] if all(row[name] == known[name] for name in names))
         assert row["speed_up"] == pytest.approx(known["speed_up"], rel=0.01), known
     alone = next(row for row in rows if row["method"] == "eagle3")
-    assert alone["draft_us"] == pytest.approx(2140, rel=0.15) and len(alone["along"]) > 2
+    assert alone["draft_us"] == pytest.approx(2140, rel=0.15)
 
 
 def test_a_cell_of_the_chat_model() -> None:
@@ -215,8 +223,8 @@ def read(*files: Path) -> list[tuple[str, str | None]]:
 
 def test_public_formats(tmp_path: Path) -> None:
     """Rows as the benchmarks' authors describe them. Fails if SpecDecode-Bench's lengths, which count the bonus token,
-    are taken as they stand; if an array of tau-bench's conversations is one text; if a later turn of SPEED-Bench is
-    asked before the first is answered; or if BFCL's answer belongs to another question, or holds an optional value."""
+    are taken as they stand; if an array of tau-bench's conversations is one text; or if a later turn of SPEED-Bench is
+    asked before the first is answered."""
     user = {"role": "user", "content": "Add 2."}
     simulated = tmp_path / "simulated.jsonl"
     row = {"id": "0", "prompt_token_ids": [5], "generated_token_ids": [6, 7, 8], "acc_eagle": {"acc_len": [3, 1, 2]}}
@@ -233,12 +241,3 @@ def test_public_formats(tmp_path: Path) -> None:
     speed.write_text(json.dumps({"category": "maths", "messages": [user, {"role": "user", "content": "Why?"}]}))
     (prompt, output), *rest = read(speed)
     assert "Add 2." in prompt and "Why?" not in prompt and output is None and not rest
-    asked, answers = tmp_path / "BFCL_simple.json", tmp_path / "possible_answer.json"
-    function = {"name": "add", "parameters": {}}
-    questions = [{"id": name, "question": [[user]], "function": [function]} for name in ("simple_0", "simple_1")]
-    asked.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    call = {"add": {"value": [2, "2"], "unit": ["", "m"]}}
-    answers.write_text(json.dumps({"id": "simple_1", "ground_truth": [call]}))
-    found = read(asked, answers)
-    assert [output for _, output in found] == ['{"name": "add", "arguments": {"value": 2}}', None]
-    assert '"parameters"' in found[0][0]

@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import os
 import re
 import resource
 import shlex
@@ -27,6 +26,7 @@ from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer
 from vllm_specplugins.tools.data import token_rows
 from vllm_specplugins.tools.files import save_whole
 from vllm_specplugins.tools.training import command, core
+from vllm_specplugins.tools.training.command import Trained
 from vllm_specplugins.tools.training.core import rows_of_step, schedule, train
 from vllm_specplugins.tools.training.kinds import (
     ExitHeadSettings,
@@ -36,8 +36,7 @@ from vllm_specplugins.tools.training.kinds import (
     initial_head,
     look_ahead_guesser,
 )
-from vllm_specplugins.tools.training.report import Trained
-from vllm_specplugins.tools.training.scores import Scores, Text, own_texts, scores
+from vllm_specplugins.tools.training.scores import Scores, Text, scores, write_texts
 
 COMMON: dict[str, Any] = {
     "model": "tiny", "steps": 12, "batch_tokens": 128, "row_tokens": 64, "learning_rate": 0.02, "seed": 0,
@@ -60,11 +59,11 @@ def rows(tiny_model: Path, text_files: list[Path]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def written(base: BaseModel, rows: list[list[int]]) -> list[list[int]]:
     """What the model writes: a part that learns from it is scored on the like."""
-    return [text.row for heat in (0.0, 1.0) for text in own_texts(base, rows[:-8], heat)]
+    return [text.row for heat in (0.0, 1.0) for text in write_texts(base, rows[:-8], heat)]
 
 
 def score(base: BaseModel, rows: list[list[int]], guesser: Guesser, num_draft: int) -> Scores:
-    return scores(base, own_texts(base, rows, 0.0), own_texts(base, rows, 1.0), guesser, num_draft)
+    return scores(base, write_texts(base, rows, 0.0), write_texts(base, rows, 1.0), guesser, num_draft)
 
 
 def overlaps(base: BaseModel, rows: list[list[int]], head: Any) -> float:
@@ -177,30 +176,21 @@ DAMAGE: tuple[Callable[[dict[str, Any]], Any], ...] = (
 
 
 def test_a_spoilt_state(base: BaseModel, rows: list[list[int]], tmp_path: Path) -> None:
-    """Edited, cut short, or with another bit. Kills: an entry that is not looked at before it is used; weights
-    of another shape that are spread over ours, or with bits that are not theirs; a traceback of torch's or pickle's; a
-    pipe that is waited for."""
+    """Edited or cut short. Kills: an entry that is not looked at before it is used; weights of another shape that are
+    spread over ours; a traceback of torch's or pickle's."""
     settings, path = replace(SETTINGS, steps=1), tmp_path / core.STATE_FILE
-    expected = train(base, rows, settings, tmp_path).state_dict()
+    train(base, rows, settings, tmp_path)
     whole, files = path.read_bytes(), [io.BytesIO() for _ in DAMAGE]
     for damage, file in zip(DAMAGE, files, strict=True):
         state = torch.load(io.BytesIO(whole), weights_only=True)
         damage(state)
         torch.save(state, file)
     refused = [file.getvalue() for file in files] + [whole[: len(whole) * part // 9] for part in range(9)]
-    places = range(20, len(whole), len(whole) // 30)
-    for data in (*refused, *(whole[:at] + bytes([whole[at] ^ 8]) + whole[at + 1 :] for at in places)):
+    for data in refused:
         path.write_bytes(data)
-        try:
-            weights = train(base, rows, settings, tmp_path).state_dict()
-        except ConfigError as error:
-            assert str(error) == f"--out must be a folder whose {core.STATE_FILE} is whole, not {tmp_path}."
-            continue
-        assert data not in refused and all(torch.equal(weights[name], expected[name]) for name in expected)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(ConfigError, match=f"whose {core.STATE_FILE} is whole"):
-        train(base, rows, settings, tmp_path)
+        with pytest.raises(ConfigError) as error:
+            train(base, rows, settings, tmp_path)
+        assert str(error.value) == f"--out must be a folder with a whole {core.STATE_FILE}, not {tmp_path}."
 
 
 @pytest.mark.parametrize(("num_rows", "batch_rows"), [(7, 3), (2, 5), (10, 10)])
@@ -282,10 +272,10 @@ def test_scores_only_what_was_not_trained_on(
 
     def spying_texts(base: Any, rows: Any, *args: Any) -> Any:
         seen["scored"] = rows
-        return own_texts(base, rows, *args)
+        return write_texts(base, rows, *args)
 
     monkeypatch.setattr(command, "train", spying_train)
-    monkeypatch.setattr(command, "own_texts", spying_texts)
+    monkeypatch.setattr(command, "write_texts", spying_texts)
     assert command.run(arguments(tiny_model, text_files, tmp_path, steps=1)) == 0
     trained, scored = ({tuple(row) for row in seen[name]} for name in ("trained", "scored"))
     assert not trained & scored
@@ -436,10 +426,10 @@ def test_walk() -> None:
     )
 
 
-def test_own_texts(base: BaseModel, rows: list[list[int]]) -> None:
+def test_write_texts(base: BaseModel, rows: list[list[int]]) -> None:
     """What the model says, drawn with noise that a draft can know: one with the model's own logits is always accepted,
     however it is drawn. Fails if a text's noise is another seed's or another place's, or if the cache is not."""
-    cold, warm = (own_texts(base, rows[:3], heat) for heat in (0.0, 1.0))
+    cold, warm = (write_texts(base, rows[:3], heat) for heat in (0.0, 1.0))
     for text in cold:
         [states] = base.hidden_states([text.row])
         said = base.logits(states[-1]).argmax(-1).tolist()

@@ -15,10 +15,8 @@ from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.harness.samples import Draw, Drawn, Request
 from vllm_specplugins.tools import progress, verify_lossless
 from vllm_specplugins.tools.lossless import grid
-from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, make_model
-from vllm_specplugins.tools.lossless.exact import ExactModel
-from vllm_specplugins.tools.lossless.report import Judged, Report
-from vllm_specplugins.tools.lossless.statistics import ChiSquared
+from vllm_specplugins.tools.lossless.model import VOCAB_SIZE, ExactModel, make_model
+from vllm_specplugins.tools.lossless.report import ChiSquared, Judged, Report
 
 pytest.importorskip("vllm")
 EXACT = ExactModel(make_model(0), grid.NUM_TOKENS)  # of --seed 0

@@ -10,7 +10,7 @@ from stages import Played, Request, loops_at, traffic_of
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, ProposerContext
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.parsing import parse_config
-from vllm_specplugins.tools.replay.player import Player
+from vllm_specplugins.tools.replay.simulate import Player
 
 NOISE = 0.01  # of the times that a gate is told
 TOKENS = 4000  # of texts that are counted, at least

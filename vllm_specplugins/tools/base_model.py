@@ -1,4 +1,4 @@
-"""The served model in transformers, frozen: what its layers hold, and what its head makes of that.
+"""The served model in transformers, frozen: the states that its layers leave, and the logits of its head.
 
 Knows nothing of vLLM. T: tokens, H: hidden size, V: vocabulary, L: layers.
 """
@@ -24,8 +24,8 @@ class BaseModel:
 
     Args:
         model: of transformers, in eval mode; its parameters need no gradients.
-        dtype: that the checkpoint is stored in.
-        norm_weight: [H] float32, what the final norm multiplies by (for Gemma, one more than its parameter).
+        dtype: of the stored checkpoint.
+        norm_weight: [H] float32, factor of the final norm (for Gemma, one more than its parameter).
         norm_eps: of the final norm.
     """
 
@@ -36,12 +36,11 @@ class BaseModel:
 
     @classmethod
     def load(cls, path: str, device: str) -> "BaseModel":
-        """The checkpoint at a path or of a Hugging Face name: in float32 on a CPU, else in its own dtype.
+        """The checkpoint at a path or of a Hugging Face name: in float32 on a CPU, else in its dtype.
 
         Raises:
             ConfigError: there is none, or it has no final RMSNorm.
         """
-        logging.set_verbosity_error()
         logging.disable_progress_bar()
         model = _from_pretrained(AutoModelForCausalLM, path, dtype="auto")
         dtype = model.dtype
@@ -70,7 +69,7 @@ class BaseModel:
 
     @torch.no_grad()
     def hidden_states(self, rows: Sequence[Sequence[int]]) -> Iterator[list[torch.Tensor]]:
-        """For each row of token ids, what n layers leave, n from 0 on: L + 1 tensors [T, H], the last one normed."""
+        """For each row of token ids the states after 0 to L layers: L + 1 tensors [T, H], the last one normed."""
         tensors = [torch.tensor(row) for row in rows]
         # Attention is causal: padding at the end reaches no token before it.
         batch = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(self.model.device)
@@ -86,33 +85,36 @@ class BaseModel:
             token_ids = torch.zeros(1, len(normed), dtype=torch.long, device=normed.device)
             logits: torch.Tensor = self.model(token_ids, use_cache=False).logits[0].float()
         finally:
-            del layers.forward  # what hid the class's own
+            del layers.forward  # it hides that of the class
         return logits
 
     @torch.no_grad()
-    def go_on(
+    def generate(
         self, prompts: torch.Tensor, num_tokens: int, choose: Callable[[torch.Tensor, int], torch.Tensor]
     ) -> list[list[int]]:
-        """Prompts [N, T] int64 and what follows, each up to the model's own end or to `num_tokens` together.
+        """Prompts [N, T] int64 with the text after them, each up to an end token or to `num_tokens` in all.
 
         Args:
-            choose: the next tokens [N], from their logits [N, V] and from the place where they will stand.
+            choose: the next tokens [N], from their logits [N, V] and their position.
         """
         cache, rows, fed = DynamicCache(), prompts, prompts
-        for place in range(prompts.shape[1], num_tokens):
+        for position in range(prompts.shape[1], num_tokens):
             states = self.model.base_model(fed, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-            fed = choose(self.logits(states), place)[:, None]
+            fed = choose(self.logits(states), position)[:, None]
             rows = torch.cat((rows, fed), dim=1)
-        ends = self.model.generation_config.eos_token_id
+        ends, begin = self.model.generation_config.eos_token_id, prompts.shape[1]
         stops = {ends} if isinstance(ends, int) else set(ends or ())
-        return [_until(row, prompts.shape[1], stops) for row in rows.tolist()]
+        return [
+            row[: next((end + 1 for end in range(begin, len(row)) if row[end] in stops), len(row))]
+            for row in rows.tolist()
+        ]
 
     def passes(self, first: int, num_tokens: int, end: int | None = None, normed: bool = True) -> Run:
-        """The layers [first, end), or all from there on, over a row of so many tokens, again and again.
+        """A function that runs the layers [first, end), or all from there on, over a row, once for each draft token.
 
-        First on the text, step 0, then on what stands in its place in drafts: [T, H] after the layers, of states [T, H]
-        in front of them. A pass of step k sees, of the text, what stands k tokens or more before it, and of the passes
-        of steps 1 to k the tokens between.
+        It maps states [T, H] before the layers to those after them: first of the text, step 0, then of the tokens that
+        stand in its place in drafts. A pass of step k sees the text up to k tokens before a token, and between that and
+        the token the passes of steps 1 to k.
         """
         body, cache = self.cut(first, self.num_layers if end is None else end, normed), DynamicCache()
         like = next(body.parameters())
@@ -124,13 +126,13 @@ class BaseModel:
             allowed = torch.cat(seen, dim=1)[None, None]
             mask = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
             mask.masked_fill_(~allowed, torch.finfo(like.dtype).min)
-            found = body(
+            output = body(
                 inputs_embeds=states.to(like.dtype)[None],
                 attention_mask=mask,
                 position_ids=positions[None],
                 past_key_values=cache,
             )
-            last: torch.Tensor = found.last_hidden_state[0].float()
+            last: torch.Tensor = output.last_hidden_state[0].float()
             return last
 
         return run
@@ -141,11 +143,6 @@ class BaseModel:
         parts = {"layers": body.layers[first:end]} | ({} if normed else {"norm": torch.nn.Identity()})
         body._modules = {**body._modules, **parts}
         return body
-
-
-def _until(row: list[int], begin: int, stops: set[int]) -> list[int]:
-    """Up to the first stop from `begin` on, which is kept."""
-    return row[: next((end + 1 for end in range(begin, len(row)) if row[end] in stops), len(row))]
 
 
 def overlap(full_logits: torch.Tensor, exit_logits: torch.Tensor) -> torch.Tensor:
@@ -159,7 +156,6 @@ def overlap(full_logits: torch.Tensor, exit_logits: torch.Tensor) -> torch.Tenso
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a checkpoint; ConfigError if it has none."""
-    logging.set_verbosity_error()
     return _from_pretrained(AutoTokenizer, path)
 
 
@@ -169,10 +165,11 @@ def load_config(path: str) -> Any:
 
 
 def _from_pretrained(kind: Any, path: str, **arguments: Any) -> Any:
+    logging.set_verbosity_error()
     if path.startswith((".", "/")) and not Path(path, "config.json").is_file():
         raise ConfigError(f"MODEL must be a Hugging Face name or a folder with a config.json, not {brief(path)}.")
     try:
         return kind.from_pretrained(path, **arguments)
-    except Exception as error:  # whatever transformers and tokenizers raise for a damaged file
+    except Exception as error:  # transformers and tokenizers may raise anything for a damaged file
         cause = error_text(error)
         raise ConfigError(f"MODEL must be a checkpoint that transformers can load, not {path} ({cause}).") from error

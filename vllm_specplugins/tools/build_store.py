@@ -24,7 +24,7 @@ TOKENS_AT_ONCE = 4096  # of a text: as long as an output may be
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; 0."""
+    """The command; returns 0."""
     tokenizer, vocab_size = load_tokenizer(args.tokenizer), int(load_config(args.tokenizer).vocab_size)
     tenant = b"" if args.cache_salt is None else tenant_of(args.cache_salt)
 
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
             pieces = np.split(ids, range(TOKENS_AT_ONCE, len(ids), TOKENS_AT_ONCE))
             records += [record(StoredText(True, tenant, piece)) for piece in pieces]
     file = StoreFile(args.out, fingerprint(tokenize, vocab_size), vocab_size, sys.maxsize)
-    with writing("--out", "file", file.path):  # in the place of another store, if there is one; of nothing else
-        with suppress(DamagedError):  # or of another model
+    with writing("--out", "file", file.path):  # it replaces another store, if there is one, and nothing else
+        with suppress(DamagedError):  # or that of another model
             if file.path.exists():
                 file.open()
         file.write(records)

@@ -1,29 +1,32 @@
-"""`calibrate`: `bench`, on the user's own text, over the methods that a model can be served with.
+"""`calibrate`: `bench`, on the user's text, over the methods that can serve a model.
 
-The model continues the text greedily; each layer is asked how often it would have drafted what came out (exits.py), and
-the best exits are served, beside the methods that the user names, trained parts among them.
+The model continues the text greedily. Each exit is compared token by token with the model's output; as a draft token is
+verified only if all before it were right, this gives the exact number of accepted tokens. The cost is a guess: a draft
+token takes its share of the layers of a step, and verification takes nothing. The best exits are then served, beside
+the methods that the user names, trained parts among them. K: num_draft.
 """
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
-from rich.console import Console
 
 from vllm_specplugins.config import ConfigError, brief
+from vllm_specplugins.proposers.heads.distillation import exit_guesser
 from vllm_specplugins.tools.base_model import BaseModel, load_config, load_tokenizer
-from vllm_specplugins.tools.bench.command import Turns, measure
+from vllm_specplugins.tools.bench.command import measure, num_prompts
 from vllm_specplugins.tools.bench.report import tell
 from vllm_specplugins.tools.bench.workloads import Workload
 from vllm_specplugins.tools.data import MIN_ROW_TOKENS, token_rows
-from vllm_specplugins.tools.exits import ExitRow, exit_rows
 from vllm_specplugins.tools.files import every_nth
 from vllm_specplugins.tools.picker import NONE, Config, pick
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.report import check_files, say, show_table, stdout, table_of
+from vllm_specplugins.tools.report import check_files, say, show_table
+from vllm_specplugins.tools.training.kinds import initial_head
+from vllm_specplugins.tools.training.scores import Text, accept_probs, mean_length, write_texts
 
-MIN_STEPS = 8  # an output with fewer says little about an exit
+MIN_STEPS = 8  # of an output: fewer tell little about an exit
 COLUMNS = ("same", "min(p, q)", "best K", "tok/step")
 LEGEND = (
     "same: how often the exit would have drafted the model's greedy token. min(p, q): share of the exit's samples that "
@@ -32,42 +35,52 @@ LEGEND = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ExitRow:
+    """Figures of an exit on the model's outputs."""
+
+    exit_layer: int
+    match_rate: float  # share of the tokens that it would have drafted at temperature 0
+    overlap: float  # mean sum of min(p, q): share of its samples that is accepted at temperature 1
+    num_draft: int  # K that is guessed to be fastest
+    tokens_per_step: float  # with that K
+    guess: float  # speed-up over no speculation
+
+    @property
+    def name(self) -> str:
+        return f"exit {self.exit_layer}"
+
+
 def run(args: argparse.Namespace) -> int:
-    """The command; prints its findings and returns the exit status of `bench`."""
+    """The command; returns the exit status of `bench`."""
     methods = {name: config for name, config in pick(args.also, "--also").items() if config}
     check_files(args)
     args.batch, args.temperature, args.ignore_eos = [1], [0.0], False
     args.trace, args.rate, args.load_format = None, [], None
     args.engine_args = {"enforce_eager": True} if args.enforce_eager else {}
-    workload = pick_prompts(args)
-    exits = pick_exits(args)
+    workload, layers = pick_prompts(args), pick_layers(args)
     with progress() as bars:
-        turns: Turns = {}
-        measure(args, {NONE: None}, [workload], bars, together=False, turns=turns)
-        [plain] = turns.values()
-        outputs = [answer.token_ids for turn in plain[NONE] for answer in turn.answers]
-        prompts = [prompt for own in workload.rounds(args.prompts, 1 + args.rounds) for prompt in own]
-        rows = compare(args, exits, prompts[: args.prompts], outputs[: args.prompts])
+        bars.add_task("comparing exits with the model", total=None)
+        rows = exit_rows(args, layers, workload.take(args.prompts))
+        bars.remove_task(bars.task_ids[-1])
         best = sorted(rows, key=lambda row: -row.guess)[: args.exits]
-        configs = {NONE: None, **candidates(best, methods)}
-        report = measure(args, configs, [workload], bars, together=False, turns=turns)
-    show(rows, best, stdout())
+        report = measure(args, {NONE: None, **configs(best, methods)}, [workload], bars, together=False)
+    show(rows, best)
     return tell(args, report, {"exits": [asdict(row) for row in rows]})
 
 
 def pick_prompts(args: argparse.Namespace) -> Workload:
-    """Beginnings for the engines to continue, spread evenly over the user's text."""
+    """Beginnings to be continued, spread evenly over the user's text."""
     if args.tokens < (least := args.max_draft + MIN_STEPS):
         raise ConfigError(f"--tokens must be at least {least} with --max-draft {args.max_draft}, not {args.tokens}.")
     rows = token_rows(args.data, load_tokenizer(args.model), args.prompt_tokens)
     if not rows:
         raise ConfigError(f"--data must hold at least {MIN_ROW_TOKENS} tokens in one file, not fewer.")
-    return Workload("data", [rows[index] for index in every_nth(len(rows), args.prompts * (1 + args.rounds))])
+    return Workload("data", [rows[index] for index in every_nth(len(rows), num_prompts(args))])
 
 
-def pick_exits(args: argparse.Namespace) -> list[int]:
-    """The exit layers to look at, in order, all but the last if the user names none; ConfigError for one that the model
-    does not have."""
+def pick_layers(args: argparse.Namespace) -> list[int]:
+    """The exit layers of the user, or all but the last; ConfigError for one that the model does not have."""
     last = load_config(args.model).num_hidden_layers - 1
     layers = sorted(set(args.layers or range(1, max(1, last) + 1)))
     if not 1 <= layers[0] <= layers[-1] <= last:
@@ -75,39 +88,57 @@ def pick_exits(args: argparse.Namespace) -> list[int]:
     return layers
 
 
-def compare(
-    args: argparse.Namespace,
-    exits: Sequence[int],
-    prompts: Sequence[Sequence[int]],
-    outputs: Sequence[Sequence[int]],
-) -> list[ExitRow]:
-    """How the exits do on the model's outputs; ConfigError if none of these is long enough to replay K = max_draft."""
-    longest = max(map(len, outputs))
-    if longest < args.max_draft + MIN_STEPS:
-        wanted = f"by {args.max_draft + MIN_STEPS} tokens or more"
-        raise ConfigError(f"--data must hold text that the model continues {wanted}, not by {longest} at most.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return list(exit_rows(BaseModel.load(args.model, device), exits, prompts, outputs, args.max_draft))
+@torch.no_grad()
+def exit_rows(args: argparse.Namespace, layers: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[ExitRow]:
+    """A row for each exit, with the best K; ConfigError if the model's outputs are too short to tell."""
+    base = BaseModel.load(args.model, "cuda" if torch.cuda.is_available() else "cpu")
+    texts, least = list[Text](), args.max_draft + MIN_STEPS
+    for length in sorted(set(map(len, prompts))):
+        alike = [prompt for prompt in prompts if len(prompt) == length]
+        texts += write_texts(base, alike, 0.0, length, length + args.tokens)
+    if (longest := max(len(text.row) - text.begin for text in texts)) < least:
+        raise ConfigError(
+            f"--data must hold text that the model continues by {least} tokens or more, not by {longest} at most."
+        )
+    rows = []
+    for layer in layers:
+        guesser = exit_guesser(base, initial_head(base, layer))
+        probs = [accept_probs(base, text, guesser, 1) for text in texts]
+        # Tokens by K: a step with a draft beyond the end of an output does not count.
+        bits = [its["greedy"][0] for its in probs]
+        tokens = {
+            k: mean_length([matches.unfold(0, k, 1).T for matches in bits if len(matches) >= k])
+            for k in range(1, args.max_draft + 1)
+        }
+        gains = {k: emitted / (1 + k * layer / base.num_layers) for k, emitted in tokens.items()}
+        best = max(gains, key=lambda k: gains[k])
+        shared = torch.cat([its["overlap"][0] for its in probs]).mean().item()
+        rows.append(ExitRow(layer, torch.cat(bits).mean().item(), shared, best, tokens[best], gains[best]))
+    return rows
 
 
-def candidates(best: Sequence[ExitRow], methods: Mapping[str, Config]) -> dict[str, Config]:
-    """What is served: exits and methods; `cascade` ends with a trained part among them, or with the best exit."""
-    found = {row.name: row.speculative_config() for row in best}
+def configs(best: Sequence[ExitRow], methods: Mapping[str, Config]) -> dict[str, Config]:
+    """The methods that are served; `cascade` ends with a trained part among them, or with the best exit."""
+    served: dict[str, Config] = {
+        row.name: {"method": "early_exit", "exit_layer": row.exit_layer, "num_speculative_tokens": row.num_draft}
+        for row in best
+    }
     trained = [config for config in methods.values() if {"head", "exit_head"} & config.keys()]
-    last = next(iter([*trained, *found.values()]), None)
+    last = next(iter([*trained, *served.values()]), None)
     for name, config in methods.items():
         if name == "cascade" and last:
             stage = {key: value for key, value in last.items() if key != "num_speculative_tokens"}
             config = {**config, "stages": [*config["stages"][:-1], stage]}
-        found[name] = config
-    return found
+        served[name] = config
+    return served
 
 
-def show(rows: Sequence[ExitRow], served: Sequence[ExitRow], console: Console) -> None:
+def show(rows: Sequence[ExitRow], served: Sequence[ExitRow]) -> None:
     """Prints the table of exits."""
-    table = table_of("exit", COLUMNS)
+    lines = []
     for row in rows:
         figures = f"{row.match_rate:.1%}", f"{row.overlap:.1%}", str(row.num_draft), f"{row.tokens_per_step:.2f}"
-        table.add_row(row.name, *figures, style="bold" if row in served else None)
-    show_table(console, table)
-    say(console, f"{LEGEND}\n")
+        style = "bold" if row in served else "none"
+        lines.append([f"[{style}]{cell}[/]" for cell in (row.name, *figures)])
+    show_table(COLUMNS, {"": lines}, "exit")
+    say(f"{LEGEND}\n")

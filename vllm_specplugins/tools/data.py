@@ -1,30 +1,31 @@
-"""The user's texts and traffic, from files and pipes. One reader for all commands; `formats.py` knows the rows.
+"""The user's texts and traffic, from files and pipes, for all commands; rows in our form, of a chat or of benchmarks.
 
-A file holds JSON lines if it is called so, or if its first line is a JSON object; else it is one text. It is read by
-lines, of bounded length: what never ends is refused.
+A file holds JSON lines if its name says so, or if its first line is a JSON object; else it is one text.
 """
 
 import json
-import os
-import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from io import TextIOWrapper
-from itertools import chain
+from itertools import chain, dropwhile
 from pathlib import Path
-from select import select
-from typing import Any, BinaryIO
+from typing import Any
 
-from vllm_specplugins.config import ConfigError, brief
-from vllm_specplugins.tools.formats import FORMATS, Tokenizer, parsed
+from vllm_specplugins.config import ConfigError, brief, error_text
 
+FORMATS = (
+    '{"prompt": text or token ids, "output": text or token ids}, {"messages": [...]} as for chat, with answers of the '
+    'assistant or "choices" as in an answer of OpenAI\'s API, a row of Spec-Bench, SpecDecode-Bench or tau-bench, or '
+    '{"text": text}'
+)
+Tokenizer = Callable[[], Any]  # loads one of transformers; called at the first text
+Pairs = Iterator[tuple[list[int], list[int] | None]]  # prompt and output; no output without an answer
 STDIN = Path("-")
 JSON_SUFFIXES = (".jsonl", ".ndjson")
-MAX_LINE, MAX_TEXT = 1 << 26, 1 << 30  # letters
-PIPE_S = 30  # for which a pipe's first letter is waited for; standard input is waited for without end
-MIN_ROW_TOKENS = 8  # what is left of a text after its last whole row counts from here on
+MAX_LINE = 1 << 26  # characters
+MIN_ROW_TOKENS = 8  # of a row that is cut from a text: the rest of a text may be shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,10 @@ class Sample:
     """A request, or a text.
 
     Args:
-        place: where it stands, as in "line 3 of FILE".
+        place: as in "line 3 of FILE".
         row: the JSON object that it was read from.
         prompt: token ids; none of a text.
-        output: token ids of what was answered, or of the text; None where nothing was.
+        output: token ids of the answer, or of the text; None without an answer.
     """
 
     place: str
@@ -45,20 +46,20 @@ class Sample:
 
 
 def samples(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 << 31) -> Iterator[Sample]:
-    """All that the files hold, in order; the file "-" is standard input. A conversation is a sample for each answer in
+    """All samples of the files, in order; the file "-" is standard input. A conversation is a sample for each answer in
     it, and one for an answer that is still to come.
 
     Raises:
         ConfigError: a file that cannot be read, or a line that holds nothing of FORMATS: it is named.
     """
-    for place, row in _with_answers(chain.from_iterable(map(_rows, files))):
+    for place, row in chain.from_iterable(map(_rows, files)):
         try:
             for prompt, output in parsed(row, tokenizer):
                 if (highest := max((*prompt, *(output or ())), default=0)) >= vocab_size:
                     raise ConfigError(f"must hold token ids below {vocab_size}, not {highest}.")
                 yield Sample(place, row, prompt, output)
         except ConfigError as error:
-            is_of_model = str(error).startswith("MODEL")  # whose tokenizer was loaded for this text
+            is_of_model = str(error).startswith("MODEL")  # its tokenizer is loaded at the first text
             raise ConfigError(f"{error}" if is_of_model else f"--data: {place} {error}") from None
 
 
@@ -78,7 +79,7 @@ def answered(files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int = 1 <<
 
 
 def token_rows(files: Sequence[Path], tokenizer: Any, row_tokens: int) -> list[list[int]]:
-    """All that the files hold as rows; see rows_of. Of a conversation that is its last answer, with all before it."""
+    """All texts of the files as rows; see rows_of. A conversation is its last answer, with all before it."""
     by_row = {id(sample.row): sample for sample in list(samples(files, lambda: tokenizer, len(tokenizer)))}
     return _cut(([*sample.prompt, *(sample.output or ())] for sample in by_row.values()), tokenizer, row_tokens)
 
@@ -103,60 +104,37 @@ def _cut(texts: Iterable[list[int]], tokenizer: Any, row_tokens: int) -> list[li
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each JSON object of a file stands, and the object; a text is one. Empty lines are left out."""
+    """The place of each JSON object of a file, and the object; a text is one. Empty lines are left out."""
     name = "standard input" if file == STDIN else str(file)
-    lines = _lines(file, name)
-    begun: list[str] = []  # up to the first line that is not empty
-    while not (begun and begun[-1].strip()):
-        if (line := next(lines, None)) is None:
-            raise ConfigError(f"--data must be files with text in them, not {name}, which is empty.")
-        begun.append(line)
-    if file.suffix == ".json" and begun[-1].lstrip().startswith("["):  # one array
-        yield from _entries(_whole(chain(begun, lines), name), name)
-        return
-    if file.suffix not in JSON_SUFFIXES and _object(begun[-1]) is None:
-        yield name, {"text": _whole(chain(begun, lines), name)}
-        return
-    for number, line in enumerate(chain(begun, lines), start=1):
-        if line.strip():
-            if (row := _object(line)) is None:
-                raise ConfigError(f"--data: line {number} of {name} must be a JSON object, not {brief(line.strip())}.")
-            yield f"line {number} of {name}", row
-
-
-def _entries(text: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSON array."""
-    for number, row in enumerate(json.loads(text) if _is_json(text) else [None], start=1):
-        if not isinstance(row, dict):
-            raise ConfigError(f"--data: {name} must be a JSON array of objects, which entry {number} is not.")
-        yield f"entry {number} of {name}", row
-
-
-def _with_answers(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows; a question of BFCL gets the answer of its id, which stands in a later file."""
-    asked: dict[Any, tuple[str, dict[str, Any]]] = {}
-    for place, row in rows:
-        match row:
-            case {"id": str() as name, "question": list()}:
-                asked[name] = place, row
-            case {"id": str() as name, "ground_truth": list() as calls} if name in asked:
-                place, question = asked.pop(name)
-                yield place, {**question, "ground_truth": calls}
-            case _:
-                yield place, row
-    yield from asked.values()
+    rest = dropwhile(lambda line: not line[1].strip(), enumerate(_lines(file, name), start=1))
+    if (first := next(rest, None)) is None:
+        raise ConfigError(f"--data must be files with text in them, not {name}, which is empty.")
+    lines = chain([first], rest)
+    if file.suffix == ".json" and first[1].lstrip().startswith("["):  # one array
+        for number, row in enumerate(_json("".join(line for _, line in lines)) or [None], start=1):
+            if not isinstance(row, dict):
+                raise ConfigError(f"--data: {name} must be a JSON array of objects, which entry {number} is not.")
+            yield f"entry {number} of {name}", row
+    elif file.suffix not in JSON_SUFFIXES and not isinstance(_json(first[1]), dict):
+        yield name, {"text": "\n" * (first[0] - 1) + "".join(line for _, line in lines)}
+    else:
+        for number, line in lines:
+            if line.strip():
+                if not isinstance(row := _json(line), dict):
+                    words = brief(line.strip())
+                    raise ConfigError(f"--data: line {number} of {name} must be a JSON object, not {words}.")
+                yield f"line {number} of {name}", row
 
 
 def _lines(file: Path, name: str) -> Iterator[str]:
     """The lines of a UTF-8 file, each with its end; a byte order mark is no part of them."""
     try:
-        with nullcontext(sys.stdin.buffer) if file == STDIN else _opened(file) as stream:
+        with nullcontext(sys.stdin.buffer) if file == STDIN else file.open("rb") as stream:
             lines = TextIOWrapper(stream, "utf-8-sig")
             while line := lines.readline(MAX_LINE + 1):
                 if len(line) > MAX_LINE:
-                    raise ConfigError(
-                        f"--data must be files whose lines have at most {MAX_LINE:,} letters, not {name}."
-                    )
+                    limit = f"lines have at most {MAX_LINE:,} characters"
+                    raise ConfigError(f"--data must be files in which {limit}, not {name}.")
                 yield line
     except UnicodeDecodeError:
         raise ConfigError(f"--data must be UTF-8 text files, not {name}.") from None
@@ -164,36 +142,134 @@ def _lines(file: Path, name: str) -> Iterator[str]:
         raise ConfigError(f"--data must be readable files, not {name} ({error.strerror}).") from None
 
 
-def _opened(file: Path) -> BinaryIO:
-    """A file to read; ConfigError for a pipe to which nobody writes."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    stream = open(descriptor, "rb")  # noqa: SIM115
-    if stat.S_ISFIFO(os.fstat(descriptor).st_mode) and not select([stream], [], [], PIPE_S)[0]:
-        stream.close()
-        raise ConfigError(f"--data must be files with text in them, not {file}, to which nothing wrote for {PIPE_S} s.")
-    os.set_blocking(descriptor, True)
-    return stream
-
-
-def _whole(lines: Iterator[str], name: str) -> str:
-    """One text of all lines."""
-    found, size = [], 0
-    for line in lines:
-        found.append(line)
-        size += len(line)
-        if size > MAX_TEXT:
-            raise ConfigError(f"--data must be texts of at most {MAX_TEXT:,} letters, not {name}.")
-    return "".join(found)
-
-
-def _is_json(text: str) -> bool:
+def _json(text: str) -> Any:
     try:
-        json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return False
-    return True
+        return None
 
 
-def _object(line: str) -> dict[str, Any] | None:
-    row = json.loads(line) if _is_json(line) else None
-    return row if isinstance(row, dict) else None
+def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of a conversation whose next turn is the model's, by the tokenizer's template if it has one."""
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+    turns = [f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages]
+    ids = tokenizer("".join(turns) + "Assistant:")["input_ids"]
+    return ids
+
+
+def token_ids(value: Any, key: str, tokenizer: Tokenizer, is_start: bool = False) -> list[int]:
+    """Token ids of a text, which may begin a request, or as they stand; ConfigError if it is neither."""
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise ConfigError(f"must hold text without lone surrogates as {key}, not {brief(value)}.")
+        ids: list[int] = tokenizer()(value, add_special_tokens=is_start)["input_ids"]
+        return ids
+    if _are_counts(value):
+        ids = value
+        return ids
+    raise ConfigError(f"must hold text or token ids as {key}, not {brief(value)}.")
+
+
+def accepted_lengths(row: Mapping[str, Any], drafter: str | None) -> dict[str, list[int]]:
+    """By drafter: for each number of output tokens so far, how many tokens of its draft would be accepted.
+
+    A row holds them in our form, or in SpecDecode-Bench's, which counts one token more.
+
+    Args:
+        drafter: the row must hold its lengths; None: those of none.
+
+    Raises:
+        ConfigError: lengths of another form, or of other drafters alone.
+    """
+    given = row.get("accepted", {})
+    if not isinstance(given, dict):
+        raise ConfigError(f"must hold a JSON object as accepted, not {brief(given)}.")
+    for name, lengths in given.items():
+        if not _are_counts(lengths):
+            raise ConfigError(f"must hold token counts of 0 or more as accepted[{name!r}], not {brief(lengths)}.")
+    theirs = {
+        key[4:]: [max(0, length - 1) for length in value["acc_len"]]
+        for key, value in row.items()
+        if key.startswith("acc_") and isinstance(value, dict) and _are_counts(value.get("acc_len"))
+    }
+    if drafter is not None and drafter not in theirs | given:
+        raise ConfigError(f'must hold "accepted": {{"{drafter}": [...]}} for --drafter, not {brief(given or theirs)}.')
+    return theirs | given
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 31 for number in value)
+
+
+def parsed(row: Mapping[str, Any], tokenizer: Tokenizer) -> Pairs:
+    """Prompt and output of each sample of a line, as token ids; ConfigError if it holds nothing of FORMATS."""
+    match row:
+        case {"messages": messages}:
+            yield from _conversation(messages, row.get("choices"), tokenizer)
+        case {"turns": [str() as first, *_]}:  # a later turn needs an answer to the one before
+            yield _rendered(tokenizer(), [{"role": "user", "content": first}]), None
+        case {"prompt_token_ids": prompt, "generated_token_ids": output}:  # SpecDecode-Bench
+            yield token_ids(prompt, "prompt_token_ids", tokenizer), token_ids(output, "generated_token_ids", tokenizer)
+        case {"traj": messages}:  # tau-bench
+            yield from _conversation(messages, None, tokenizer)
+        case {"prompt": prompt}:
+            output = token_ids(row["output"], "output", tokenizer) if "output" in row else None
+            yield token_ids(prompt, "prompt", tokenizer, is_start=True), output
+        case {"text": text}:
+            yield [], token_ids(text, "text", tokenizer)
+        case _:
+            raise ConfigError(f"must hold {FORMATS}, not {brief(dict(row))}.")
+
+
+def _conversation(messages: Any, choices: Any, tokenizer: Tokenizer) -> Pairs:
+    """Each answer of the assistant after all that stands before it. With `choices`, as in a log of requests, the answer
+    in these alone: earlier answers are in the lines before, too."""
+    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        raise ConfigError(f"must hold messages that have a role and a content, not {brief(messages)}.")
+    turns = [{"role": message["role"], "content": _text(message)} for message in messages]
+    ends = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+    match choices:
+        case None:
+            pass
+        case [{"message": dict() as answer}, *_]:
+            ends = [len(turns)]
+            turns.append({"role": "assistant", "content": _text(answer)})
+        case _:
+            raise ConfigError(f"must hold a message in its first choice, not {brief(choices)}.")
+    for end in ends:
+        output = token_ids(turns[end]["content"], "content", tokenizer)
+        yield (_rendered(tokenizer(), turns[:end]) if output else []), output
+    if not ends:  # the first question of SPEED-Bench: a later one needs an answer to the one before
+        turns = turns[: 1 + next((index for index, turn in enumerate(turns) if turn["role"] == "user"), len(turns))]
+    if turns[-1]["role"] != "assistant":
+        yield _rendered(tokenizer(), turns), None
+
+
+def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> list[int]:
+    try:
+        return chat_prompt(tokenizer, turns)
+    except Exception as error:  # a template may raise anything
+        raise ConfigError(
+            f"must hold messages that the tokenizer's chat template takes ({error_text(error)})."
+        ) from error
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and len(message) > 1
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """The text of a message, or the texts of its parts, and its calls of tools as JSON."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if not isinstance(content, str):
+        raise ConfigError(f"must hold text, or a list of parts, as content, not {brief(content)}.")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ConfigError(f"must hold a list of calls as tool_calls, not {brief(calls)}.")
+    calls = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
+    return "\n".join([*filter(None, [content]), *(json.dumps(call, ensure_ascii=False) for call in calls)])

@@ -1,4 +1,4 @@
-"""Folders that tools read and write, and which of many they pick. Knows nothing of models."""
+"""Folders that tools read and write, and samples of a range."""
 
 import os
 import shutil
@@ -6,9 +6,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
-from vllm_specplugins.config import ConfigError, brief
+from vllm_specplugins.config import ConfigError
 from vllm_specplugins.structures.whole_file import SavedFolder
 from vllm_specplugins.tools.report import writing
 
@@ -27,7 +26,7 @@ def every_nth(count: int, wanted: int) -> list[int]:
 
 
 def make_folder(path: Path) -> Path:
-    """The folder at `path`, made if need be."""
+    """The folder of --out, which is made if need be."""
     with writing("--out", "folder", path):
         path.mkdir(parents=True, exist_ok=True)
     return path
@@ -35,28 +34,22 @@ def make_folder(path: Path) -> Path:
 
 @contextmanager
 def scratch(stays: Callable[[], bool] = lambda: False) -> Iterator[Path]:
-    """A folder for as long as a `with` block lasts; it stays where a ConfigError or a report names a log in it."""
+    """A temporary folder; it stays where a ConfigError or a report names a log in it."""
     folder = Path(tempfile.mkdtemp(prefix="specplugins-"))
+    goes = True
     try:
         yield folder
+        goes = not stays()
     except ConfigError:
+        goes = False
         raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if not stays():
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def other_run(name: str, stored: Any, value: Any, folder: Path) -> ConfigError:
-    """That a folder holds what was made with another value of a setting."""
-    flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
-    was, found = ("the text", "other text") if name == "data" else (brief(stored), brief(value))
-    return ConfigError(f"{flag} must be {was}, as in the run in {folder}, or --out new, not {found}.")
+    finally:
+        if goes:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_whole(folder: Path, save: Callable[[Path], object]) -> None:
-    """See structures/whole_file.py: SavedFolder.
+    """Has `save` write files into the folder, all or none (SavedFolder).
 
     Raises:
         ConfigError: the folder cannot be written, or the disk is full.
@@ -65,6 +58,6 @@ def save_whole(folder: Path, save: Callable[[Path], object]) -> None:
     try:
         with closing(SavedFolder(folder)) as saved:
             saved.replace(save)
-    except (OSError, RuntimeError) as error:  # of torch where it cannot write on
+    except (OSError, RuntimeError) as error:  # torch raises the latter where it cannot write on
         cause = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ConfigError(f"--out must be a folder on a disk with room, not {folder} ({cause}).") from error

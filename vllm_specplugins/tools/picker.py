@@ -1,4 +1,4 @@
-"""Which methods a tool is to run: by name, by name and K, or as the user would give them to vLLM. One for all tools."""
+"""The methods that a tool is to run: by name, by name and K, or as the user would give them to vLLM."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ Named = Mapping[str, Sequence[tuple[str, Config]]]
 
 _NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_max": 8, "prompt_lookup_min": 2}
 _LOOKUP, _EXIT = {"method": "prompt_lookup"}, {"method": "early_exit", "exit_layer": 1}
-# What a name stands for, where that is not a method of ours with its defaults; None is no speculation.
+# Names that are not methods of ours with their defaults; None is no speculation.
 NAMED: Mapping[str, Config | None] = {
     NONE: None,
     "ngram": {"method": "ngram", **_NGRAM},
@@ -25,8 +25,13 @@ NAMED: Mapping[str, Config | None] = {
 }
 
 
+def is_ours(config: Config) -> bool:
+    """Whether the method is one of this package or a registered one."""
+    return config.get("method") in (*METHODS, *registered_methods())
+
+
 def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
-    """Names and configurations of what is compared, no speculation first, whether it is asked for or not.
+    """Configurations by name, no speculation first, whether the user names it or not.
 
     >>> list(pick_methods(["ngram:31,prompt_lookup", '{"method": "ngram", "num_speculative_tokens": 2}']))
     ['none', 'ngram:31', 'prompt_lookup', 'ngram:2']
@@ -38,27 +43,27 @@ def pick_methods(wanted: Sequence[str]) -> dict[str, Config | None]:
 
 
 def pick(wanted: Sequence[str], option: str, named: Named | None = None) -> dict[str, Config]:
-    """What each name stands for, with its K where it says one, and each value in JSON; no configuration twice.
+    """Configurations by name, no configuration twice.
 
     Args:
         wanted: each names with commas between them, or a value of --speculative-config in JSON. NAME:K is the method
             with K draft tokens.
-        named: what names stand for; by default our methods and registered ones for themselves, and those in NAMED.
+        named: configurations of a name; by default NAMED, and our methods and registered ones by their names.
 
     Raises:
         ConfigError: no method of that name, no JSON, or a configuration that its method refuses.
     """
-    ours = (*METHODS, *registered_methods())
     if named is None:
-        named = {name: [(name, NAMED.get(name, {"method": name}) or {})] for name in dict.fromkeys([*NAMED, *ours])}
+        names = dict.fromkeys([*NAMED, *METHODS, *registered_methods()])
+        named = {name: [(name, NAMED.get(name, {"method": name}) or {})] for name in names}
     picked: dict[str, Config] = {}
     for text in wanted:
         for name, config in [_parsed(text, option)] if text.lstrip().startswith("{") else _by_name(text, option, named):
-            if config.get("method") in ours:
+            if is_ours(config):
                 parse_config(config)
             if config not in picked.values():
-                names = chain([name], (f"{name} #{number}" for number in count(2)))
-                picked[next(free for free in names if free not in picked)] = config
+                numbered = chain([name], (f"{name} #{number}" for number in count(2)))
+                picked[next(free for free in numbered if free not in picked)] = config
     return picked
 
 
@@ -68,15 +73,14 @@ def _by_name(text: str, option: str, named: Named) -> Iterator[tuple[str, Config
         if name not in named:
             names = ", ".join(named)
             raise ConfigError(f"{option} must be of {names}, or a speculative_config in JSON, not {brief(word)}.")
-        if not colon:
-            yield from named[name]
-            continue
-        if not (number.isdecimal() and 1 <= int(number[:9]) <= MAX_NUM_SPECULATIVE_TOKENS):
+        if colon and not (number.isdecimal() and 1 <= int(number[:9]) <= MAX_NUM_SPECULATIVE_TOKENS):
             allowed = f"1 to {MAX_NUM_SPECULATIVE_TOKENS}"
             raise ConfigError(f"{option}: K must be {allowed}, as in {name}:5, not {brief(word)}.")
-        for its, own in named[name]:
-            if own:
-                yield f"{its}:{number}", {**own, "num_speculative_tokens": int(number)}
+        for its_name, config in named[name]:
+            if not colon:
+                yield its_name, config
+            elif config:
+                yield f"{its_name}:{number}", {**config, "num_speculative_tokens": int(number)}
 
 
 def _parsed(text: str, option: str) -> tuple[str, Config]:

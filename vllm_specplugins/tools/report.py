@@ -1,10 +1,10 @@
-"""What all tools' reports share: tables of at most 100 columns, wrapped sentences, JSON and pictures."""
+"""Parts of all reports: tables of at most 100 columns, wrapped sentences, JSON and pictures."""
 
 import argparse
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -17,53 +17,63 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.structures.whole_file import write_all, write_whole
+from vllm_specplugins.structures.whole_file import write_whole
 
 WIDTH = 100
-# Panel and name in it, what it is of, a speed-up, and the ends of its range.
+# Panel, name and place of a point, its speed-up, and the ends of its range.
 Points = Sequence[tuple[str, str, str, float, float, float]]
 
 
 def stdout() -> Console:
-    """Where a report goes: as wide as the terminal, or WIDTH where there is none."""
+    """A console as wide as the terminal, or WIDTH where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH)
 
 
-def table_of(first: str, columns: Iterable[str], title: str | None = None) -> Table:
-    """A table with a column of names and others of figures."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+def show_table(
+    columns: Sequence[str], sections: Mapping[str, Sequence[Sequence[str]]], first: str = "", out: Console | None = None
+) -> None:
+    """Prints a table of named rows in sections, which have a title or "". A narrow terminal breaks its lines.
+
+    Args:
+        sections: rows by title; the first cell of a row is its name, and all cells may hold markup.
+        first: heading of the names.
+    """
+    console = out or stdout()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column(first, overflow="fold", max_width=30)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def show_table(console: Console, table: Table) -> None:
-    """Prints all of it: a terminal that is narrower breaks the lines, and nothing is lost."""
+    for title, rows in sections.items():
+        table.add_section()
+        if title:
+            table.add_row(f"[bold]{title}[/bold]")
+        for name, *figures in rows:
+            table.add_row(f"{'  ' * bool(title)}{name}", *figures)
     needed = Console(width=1000).measure(table).maximum
     Console(file=console.file, width=max(console.width, needed)).print(table)
 
 
-def say(console: Console, words: str, style: str | None = None) -> None:
-    """Prints sentences, wrapped; a line that begins with "--" is to be copied, and stays whole."""
-    for line in words.split("\n"):
+def say(text: str, style: str | None = None, out: Console | None = None) -> None:
+    """Prints sentences and wraps them; a line that begins with "--" is for copying and stays whole."""
+    for line in text.split("\n"):
         whole = line.startswith("--")
+        console = out or stdout()
         console.print(line, width=WIDTH, highlight=False, soft_wrap=whole, markup=False, emoji=False, style=style)
 
 
 def serve_with(config: Mapping[str, Any]) -> str:
-    """The argument of `vllm serve`, to be copied: on one line."""
+    """The argument of `vllm serve`, on one line for copying."""
     return f"--speculative-config {shlex.quote(json.dumps(config))}"
 
 
-def versions(*more: str) -> dict[str, str]:
-    """Of this package and of others."""
-    return {name: version(name) for name in (*more, "vllm-specplugins")}
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of packages, and of this one."""
+    return {name: version(name) for name in (*packages, "vllm-specplugins")}
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Raises ConfigError if --json or --plot cannot be written, or nothing can be drawn; before any work."""
+    """Raises ConfigError, before any work, if --json or --plot cannot be written or nothing can be drawn."""
     for option in ("json", "plot"):
         path: Path | None = getattr(args, option, None)
         if path and (path.is_dir() or not path.parent.is_dir()):
@@ -74,7 +84,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 @contextmanager
 def writing(option: str, kind: str, path: Path) -> Iterator[None]:
-    """Raises ConfigError where what it holds cannot write to the path."""
+    """Raises ConfigError where its block cannot write to the path."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -83,35 +93,28 @@ def writing(option: str, kind: str, path: Path) -> Iterator[None]:
 
 
 def write_file(option: str, kind: str, path: Path, data: bytes) -> None:
-    """Writes a file as a whole, or else the old one stays; ConfigError where that cannot be."""
+    """Writes a whole file, or raises ConfigError and leaves the old one."""
     with writing(option, kind, path):
-        if path.exists() and not path.is_file():  # a terminal or a pipe, to which somebody must listen
-            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.set_blocking(descriptor, True)
-            write_all(descriptor, data)
-        else:
-            os.umask(mask := os.umask(0))
-            mode = path.stat().st_mode if path.exists() else 0o666 & ~mask
-            descriptor = write_whole(path, data)
-            os.fchmod(descriptor, mode)
+        if path.exists() and not path.is_file():  # such as /dev/stdout
+            path.write_bytes(data)
+            return
+        os.umask(mask := os.umask(0))
+        mode = path.stat().st_mode if path.exists() else 0o666 & ~mask
+        descriptor = write_whole(path, data)
+        os.fchmod(descriptor, mode)
         os.close(descriptor)
 
 
-def write_json(facts: Mapping[str, Any], path: Path) -> None:
-    """Writes a report; ConfigError where that cannot be."""
-    write_file("--json", "file", path, json.dumps(facts, indent=1).encode() + b"\n")
-
-
-def publish(args: argparse.Namespace, facts: Mapping[str, Any], title: str, points: Points) -> None:
-    """Writes a report and draws a picture of it, where the user wants them."""
+def publish(args: argparse.Namespace, facts: Mapping[str, Any], title: str = "", points: Points = ()) -> None:
+    """Writes a report to --json and draws its points to --plot, where the user wants them."""
     if args.json:
-        write_json(facts, args.json)
-    if args.plot:
-        plot(args.plot, title, points)
+        write_file("--json", "file", args.json, json.dumps(facts, indent=1).encode() + b"\n")
+    if points and args.plot:
+        write_file("--plot", "PNG file", args.plot, picture(title, points))
 
 
-def plot(path: Path, title: str, points: Points) -> None:
-    """A PNG of speed-ups and their ranges, a colour for each name; ConfigError where it cannot be written."""
+def picture(title: str, points: Points) -> bytes:
+    """A PNG of speed-ups with their ranges, with a colour for each name."""
     from matplotlib.figure import Figure
 
     panels, names, places = (list(dict.fromkeys(parts)) for parts in list(zip(*points, strict=True))[:3])
@@ -122,14 +125,14 @@ def plot(path: Path, title: str, points: Points) -> None:
         axes.axhline(1, color="0.4", lw=1, ls="--")
         axes.set_xticks(range(len(places)), places)
         axes.set_title(panel, fontsize=11)
-    for panel, name, of, middle, low, high in points:
+    for panel, name, place, middle, low, high in points:
         axes, number = drawn[panels.index(panel)], names.index(name)
-        at, color = places.index(of) + (number - len(names) / 2) * 0.5 / len(names), f"C{number}"
+        at, color = places.index(place) + (number - len(names) / 2) * 0.5 / len(names), f"C{number}"
         axes.vlines(at, low, high, color=color)
         axes.plot(at, middle, "o", color=color)
     drawn[0].set_ylabel("speed-up over no speculation")
     handles = [drawn[0].plot([], [], "o", color=f"C{number}", label=name)[0] for number, name in enumerate(names)]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
-    picture = BytesIO()
-    figure.savefig(picture, dpi=100, format="png")
-    write_file("--plot", "PNG file", path, picture.getvalue())
+    file = BytesIO()
+    figure.savefig(file, dpi=100, format="png")
+    return file.getvalue()

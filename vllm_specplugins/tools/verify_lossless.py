@@ -1,8 +1,8 @@
-"""`verify-lossless`: shows that what is served with speculation has the distribution that it has without.
+"""`verify-lossless`: shows that outputs with speculation have the distribution of outputs without it.
 
-A tiny model with random weights is served by real engines, without speculation and with each method. For each cell of
-a grid of sampling parameters, samples are held against the model's exact distribution (lossless/exact.py), which knows
-nothing of vLLM; at temperature 0, outputs are held against those without speculation, token for token.
+Real engines serve a tiny model with random weights, without speculation and with each method. For each cell of a grid
+of sampling parameters, samples are compared with the model's exact distribution (lossless/exact.py), which knows
+nothing of vLLM; at temperature 0, outputs are compared with those without speculation, token for token.
 """
 
 import argparse
@@ -15,16 +15,14 @@ from vllm_specplugins.config import ConfigError
 from vllm_specplugins.engine.harness.samples import SETTINGS, Draw, sampling_engine
 from vllm_specplugins.tools.files import scratch
 from vllm_specplugins.tools.lossless import grid
-from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE, write_checkpoint, write_parts
-from vllm_specplugins.tools.lossless.exact import ExactModel
-from vllm_specplugins.tools.lossless.report import Judged, Report, facts, show
-from vllm_specplugins.tools.lossless.statistics import chi_squared
+from vllm_specplugins.tools.lossless.model import VOCAB_SIZE, ExactModel, write_checkpoint, write_parts
+from vllm_specplugins.tools.lossless.report import Judged, Report, chi_squared
 from vllm_specplugins.tools.picker import pick
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.report import check_files, stdout, write_json
+from vllm_specplugins.tools.report import check_files, publish
 
 NUM_PROMPTS = 4
-# Engines compute in another order, some with TF32: a token this close to where a cut falls may be in or out.
+# Engines compute in another order, some with TF32: a token this close to a cut may be in or out.
 ROUNDING = 2e-3
 NO_SPECULATION = "no speculation"
 
@@ -34,7 +32,6 @@ class Verification:
 
     Args:
         model: of transformers, the one that the engines serve.
-        cells: in order.
         num_samples: of a cell.
         seed: of the prompts.
         advance: called after each cell.
@@ -51,10 +48,9 @@ class Verification:
 
     def judge(self, draw: Draw, method: str) -> list[Judged]:
         """All cells of a method, up to the one in which its engine dies; NO_SPECULATION comes first of all methods."""
-        judged: list[Judged] = []
-        served: list[grid.Cell] = []
+        judged, served = list[Judged](), list[grid.Cell]()
         for cell in (*self._cells, None):
-            if cell is None and sum(not own.is_greedy for own in served) < 2:
+            if cell is None and sum(not other.is_greedy for other in served) < 2:
                 break
             cell = cell or grid.mixed(served)
             try:
@@ -89,7 +85,7 @@ class Verification:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; prints its report, and returns 0 if nothing is wrong, else 1."""
+    """The command; returns 0 if nothing is wrong, else 1."""
     methods = pick_methods(args.method)
     check_files(args)
     cells, judged = grid.cells(), list[Judged]()
@@ -105,14 +101,13 @@ def run(args: argparse.Namespace) -> int:
             with sampling_engine(blame, log, folder / "model", placed, settings) as draw:
                 judged += verification.judge(draw, method)
     report = Report(judged, {"samples": args.samples, "seed": args.seed, "methods": methods})
-    show(report, stdout())
-    if args.json:
-        write_json(facts(report), args.json)
+    report.show()
+    publish(args, report.facts)
     return 0 if report.is_lossless else 1
 
 
 def pick_methods(wanted: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """Names and configurations of the methods to verify; all of ours if the user names none.
+    """Configurations of the methods to verify, by name; all of ours if the user names none.
 
     Raises:
         ConfigError: no method of that name, or no JSON.
@@ -120,7 +115,7 @@ def pick_methods(wanted: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     >>> list(pick_methods(["jump", '{"method": "ngram", "num_speculative_tokens": 2}']))
     ['jump-probabilistic', 'jump-coupled', 'ngram:2']
     """
-    every = grid.METHODS.items()
+    every = list(grid.METHODS.items())
     named = {name: [(name, config)] for name, config in every}
     for method in {config["method"] for _, config in every}:  # all of its forms
         named[method] = [(name, config) for name, config in every if config["method"] == method]

@@ -1,4 +1,4 @@
-"""What speculation would run on in this process, found without starting an engine; for `doctor`."""
+"""What speculation would run on in this process, without starting an engine; for `doctor`."""
 
 import os
 import platform
@@ -31,13 +31,7 @@ UNTRAINED = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of a diagnosis.
-
-    Args:
-        name: what was looked at.
-        value: what was found, in words.
-        state: OK, ADVICE (it would run better otherwise) or PROBLEM (it would not be served so).
-    """
+    """One line of a diagnosis; its state is OK, ADVICE (it could run better) or PROBLEM (it would not be served)."""
 
     name: str
     value: str
@@ -49,7 +43,7 @@ def diagnose(raw: Mapping[str, Any] | None, model: str | None) -> list[Finding]:
 
     Args:
         raw: the value of --speculative-config; None: READY.
-        model: folder or name of a checkpoint; None: what depends on one is not looked at.
+        model: folder or name of a checkpoint; None: no findings on a model.
     """
     asked = dict(READY if raw is None else raw)
     checked = list(_configuration(asked, model))
@@ -100,11 +94,11 @@ def _plugin() -> Iterator[Finding]:
 
 
 def _registered() -> Iterator[Finding]:
-    for found in registrations((*METHODS, *BUILT_IN, *vllm_methods())):
-        if found.refusal is None:
-            yield Finding("registered method", f"{found.name} ({found.proposer}, of {found.package})")
+    for entry in registrations((*METHODS, *BUILT_IN, *vllm_methods())):
+        if entry.refusal is None:
+            yield Finding("registered method", f"{entry.name} ({entry.proposer}, of {entry.package})")
         else:
-            yield Finding("registered method", found.refusal, ADVICE)
+            yield Finding("registered method", entry.refusal, ADVICE)
 
 
 def _device() -> Finding:
@@ -116,7 +110,7 @@ def _device() -> Finding:
 
 
 def _memory() -> Finding:
-    """Whether what vLLM takes at its start is free."""
+    """Whether the memory is free that vLLM takes at its start."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
 
@@ -125,7 +119,7 @@ def _memory() -> Finding:
         words = f"{asked} GiB for the KV cache (VLLM_CPU_KVCACHE_SPACE); {free:.1f} GiB are free"
         return Finding("memory", words, OK if asked < free else PROBLEM)
     share = EngineArgs.gpu_memory_utilization
-    words = f"vLLM takes {share:.0%} of {total:.1f} GiB unless told otherwise; {free:.1f} GiB are free"
+    words = f"vLLM takes {share:.0%} of {total:.1f} GiB by default; {free:.1f} GiB are free"
     if free >= share * total:
         return Finding("memory", words)
     otherwise = "set VLLM_CPU_KVCACHE_SPACE=1 (GiB for the KV cache), or more"
@@ -135,7 +129,7 @@ def _memory() -> Finding:
 
 
 def _seams() -> Iterator[Finding]:
-    """What we touch of vLLM, and what of that is not there."""
+    """Names of vLLM that we touch, and those that are not there."""
     problems = compat.probe_installed()
     for problem in problems:
         yield Finding("seam", f"{problem}; vLLM would serve without speculation", PROBLEM)
@@ -146,8 +140,7 @@ def _seams() -> Iterator[Finding]:
 
 
 def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
-    """Whether the plugin would take the configuration, and what to expect of it; of vLLM's own methods, whether vLLM
-    knows the fields."""
+    """Whether the plugin would take the configuration, or vLLM one of its methods, and advice on it."""
     from vllm.config.speculative import SpeculativeConfig
 
     name, arguments = asked.get("method"), {"spec_method": None, "spec_model": None, "spec_tokens": None}
@@ -157,7 +150,7 @@ def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Find
         raw = requested(SimpleNamespace(speculative_config=asked, **arguments))
         if raw is None and (name not in METHODS or "model" in asked):
             check_names(asked, [entry.name for entry in fields(SpeculativeConfig)], str(name))
-            yield Finding("configuration", f"{name} is a method of vLLM's own, which serves it without us", ADVICE)
+            yield Finding("configuration", f"{name} is a method of vLLM, which serves it without us", ADVICE)
             return
         config = parse_config(asked if raw is None else raw)
     except ConfigError as error:
@@ -173,7 +166,7 @@ def _configuration(asked: Mapping[str, Any], model: str | None) -> Iterator[Find
 
 
 def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
-    """Runner and scheduling, as vLLM's own configuration decides on them."""
+    """Runner and scheduling, as vLLM's configuration decides on them."""
     from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
 
@@ -190,7 +183,7 @@ def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
     install()
     try:
         config = EngineArgs(model=model, speculative_config=dict(asked)).create_engine_config()
-    except Exception as error:  # whatever vLLM raises for a model or a configuration that it does not take
+    except Exception as error:  # vLLM may raise anything for a model or a configuration that it does not take
         yield Finding("model", shorten(str(error), 400, placeholder=" ...") or type(error).__name__, PROBLEM)
         return
     yield Finding("model", f"{model}: {config.model_config.architecture}, which {asked['method']} can draft for")
@@ -205,7 +198,7 @@ def _runner(asked: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
 
 
 def _shapes() -> list[Any]:
-    """A lookup's by default, trimmed; then those of a part of the model that draws its drafts, in chains and trees."""
+    """Those of a lookup by default, trimmed; and of a part of the model that draws its drafts, in chains and trees."""
     import torch
 
     from vllm_specplugins.kernels.self_check import Shapes

@@ -1,10 +1,9 @@
 """A forced log: engines emit exactly the tokens of a log, so that any traffic can be timed without its model's weights.
 
 `ForcedLog` is vLLM's `worker_extension_cls`: after the engine has started, `collective_rpc("specplugins_force")` hands
-it the log. While a step is sampled it writes one large value into each row of the target's logits, at the token that
-the log has there. All methods, vLLM's and ours, then verify their drafts at temperature 0 as they always do, with the
-kernels, shapes and host times of real serving. What a drafter of vLLM proposes is replaced by tokens of the log where
-the log says how many of them were accepted.
+it the log. While a step samples, it writes one large value into each row of the target's logits, at the token of the
+log. All methods, vLLM's and ours, then verify their drafts at temperature 0 with the kernels, shapes and host times of
+real serving. Tokens of the log replace the drafts of vLLM's drafter where the log holds their accepted lengths.
 """
 
 from collections.abc import Sequence
@@ -27,12 +26,11 @@ class ForcedLog:
     use_v2_model_runner: bool
 
     def specplugins_force(self, outputs: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]] | None) -> None:
-        """Has requests emit their row of the log from now on.
+        """Makes requests emit their row of the log from now on.
 
         Args:
             outputs: token ids of each row.
-            accepted: for each position of each row, how many tokens of vLLM's drafter are accepted there; None: its
-                drafts stay as they are.
+            accepted: accepted tokens of vLLM's drafter at each position of each row; None: its drafts stay.
         """
         log = _Log(outputs, accepted, self.model_runner.device)
         kind = _OnV2 if self.use_v2_model_runner else _OnV1
@@ -40,22 +38,19 @@ class ForcedLog:
 
 
 class _Log:
-    """The log's tokens on the device: [rows, longest + 1] int64, where the last token of a row repeats.
-
-    After the end of a row nothing is compared with the log; the token that stands there is emitted.
-    """
+    """The log's tokens on the device: [rows, longest + 1] int64, in which the last token of a row repeats."""
 
     def __init__(self, outputs: Sequence[Sequence[int]], accepted: Any, device: torch.device):
         self.tokens = torch.from_numpy(_padded(outputs)).to(device)
         self.accepted = None if accepted is None else torch.from_numpy(_padded(accepted)).to(device)
 
     def force(self, logits: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
-        """Writes into the logits [N, V]: row i emits token `places[i]` of row `rows[i]` of the log; both are [N]."""
+        """Writes into the logits [N, V]: row i emits token `places[i]` of row `rows[i]` of the log."""
         tokens = self.tokens[rows, places.clamp(0, self.tokens.shape[1] - 1)]
         logits.scatter_(1, tokens[:, None], LARGE)
 
     def draft(self, drafts: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
-        """Writes into the drafts [R, K]: as many tokens of the log as are accepted at `places` [R], then others."""
+        """Writes into the drafts [R, K]: the tokens of the log that are accepted at `places` [R], then wrong ones."""
         assert self.accepted is not None
         last = self.tokens.shape[1] - 1
         offsets = torch.arange(drafts.shape[1], device=drafts.device)

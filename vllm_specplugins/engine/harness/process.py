@@ -1,4 +1,4 @@
-"""One engine in a process of its own, for all tools. The calling process never imports vLLM."""
+"""An engine in another process, for all tools. The calling process never imports vLLM."""
 
 import multiprocessing
 import os
@@ -20,16 +20,16 @@ ENVIRONMENT = {
 }
 METRICS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 GIB = 1 << 30
-ENGINE_BYTES = 3 * GIB // 2  # of a CPU's memory that an engine takes beside weights and KV cache
+ENGINE_BYTES = 3 * GIB // 2  # that an engine takes of a CPU's memory, beside weights and KV cache
 
 
 class EngineProcess:
-    """A process and a pipe to it for as long as a `with` block lasts; what it prints goes to `log`.
+    """A process and a pipe to it, for a `with` block; its output goes to `log`.
 
     Args:
-        blame: what must be otherwise if the engine fails, as the beginning of a sentence.
-        work: of the process, called with its end of the pipe and the arguments. It receives what is sent, None at the
-            end, and sends anything but a string.
+        blame: beginning of the sentence that says that the engine failed.
+        work: function of the process, called with its end of the pipe and the arguments. It receives messages, None at
+            the end, and sends anything but a string.
     """
 
     def __init__(self, log: Path, blame: str, work: Callable[..., None], *arguments: Any):
@@ -39,8 +39,8 @@ class EngineProcess:
         self._process = context.Process(target=_run, args=(self._theirs, log, work, arguments))
 
     def __enter__(self) -> Self:
-        resource_tracker.ensure_running()  # which the first start would do, and unblock the signal
-        before = pthread_sigmask(SIG_BLOCK, [SIGINT])  # which a process inherits: Ctrl-C is for this one alone
+        resource_tracker.ensure_running()  # the first start would do it, and unblock the signal
+        before = pthread_sigmask(SIG_BLOCK, [SIGINT])  # the process inherits it: Ctrl-C is for this one alone
         try:
             self._process.start()
         finally:
@@ -60,7 +60,7 @@ class EngineProcess:
             self._process.join()
 
     def send(self, message: Any) -> None:
-        """Hands the process something to do."""
+        """Sends a message."""
         with suppress(OSError):  # receive says why
             self._pipe.send(message)
 
@@ -70,7 +70,7 @@ class EngineProcess:
         return self.receive()
 
     def receive(self) -> Any:
-        """The next thing that it sends.
+        """The next message of the process.
 
         Raises:
             ConfigError: the engine failed.
@@ -95,25 +95,25 @@ def build_llm(arguments: Mapping[str, Any], speculative_config: Mapping[str, Any
 
 
 def kv_cache_gib(otherwise: int) -> int:
-    """What a CPU's KV cache takes, as vLLM is told."""
+    """GiB of a CPU's KV cache, as vLLM's variable says."""
     asked = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     return int(asked) if asked.isdecimal() else otherwise
 
 
 def memory() -> tuple[int, int]:
-    """Bytes that are free, and all of them: of the GPU, or of the machine where there is none."""
+    """Free bytes and all bytes: of the GPU, or of the machine where there is none."""
     import torch
 
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()
     import psutil  # type: ignore[import-untyped]  # comes with vLLM
 
-    found = psutil.virtual_memory()
-    return found.available, found.total
+    machine = psutil.virtual_memory()
+    return machine.available, machine.total
 
 
 def fit_together(model: str, num_engines: int) -> bool:
-    """Whether as many engines of a model may be up at a time; on a GPU they share its memory."""
+    """Whether `num_engines` engines of a model may be up together; on a GPU they share its memory."""
     import torch
 
     weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
@@ -123,19 +123,19 @@ def fit_together(model: str, num_engines: int) -> bool:
 
 def totals(llm: Any) -> list[int]:
     """vLLM's running totals of METRICS."""
-    found = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
-    return [int(found[name].value) if name in found else 0 for name in METRICS]
+    values = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
+    return [int(values[name].value) if name in values else 0 for name in METRICS]
 
 
 def faults(llm: Any) -> dict[str, int]:
-    """Of our proposer since the engine began, by kind; none of another's."""
+    """Faults of our proposer since the engine began, by kind."""
     if not hasattr(llm.llm_engine.vllm_config.speculative_config, "plugin_config"):
         return {}
     return faults_of(llm.collective_rpc("specplugins_stats")[0])
 
 
 def _run(pipe: Connection, log: Path, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """The process: works, or sends a sentence on what failed."""
+    """The process: works, or sends a sentence on its failure."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,4 +1,4 @@
-"""Engines that answer many requests at once and count their drafts; for all but timing."""
+"""Engines that answer many requests at once and count their drafts, without timing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,16 +32,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What became of some requests that were served together.
+    """Outputs of requests that were served together, with their draft tokens; or vLLM's refusal of the parameters."""
 
-    Args:
-        token_ids: of each output of each request; empty if vLLM refused the parameters.
-        num_drafted: draft tokens that were verified.
-        num_accepted: how many of them were accepted.
-        refusal: vLLM's sentence.
-    """
-
-    token_ids: list[list[list[int]]] = field(default_factory=list)
+    token_ids: list[list[list[int]]] = field(default_factory=list)  # of each output of each request
     num_drafted: int = 0
     num_accepted: int = 0
     refusal: str | None = None
@@ -75,22 +68,15 @@ def draw(llm: Any, requests: Sequence[Request]) -> Drawn:
 
 @contextmanager
 def sampling_engine(
-    blame: str,
-    log: Path,
-    model: Path | str,
-    speculative_config: Mapping[str, Any] | None = None,
-    settings: Mapping[str, Any] = SETTINGS,
+    blame: str, log: Path, model: Path | str, speculative_config: Any = None, settings: Mapping[str, Any] = SETTINGS
 ) -> Iterator[Draw]:
-    """`draw` of an engine in a process of its own.
+    """`draw` of an engine in another process; it raises ConfigError if the engine failed.
 
     Args:
-        blame: what must be otherwise if the engine fails, as the beginning of a sentence.
+        blame: beginning of the sentence that says so.
         log: file for its output.
         model: folder of a checkpoint, or its Hugging Face name.
         settings: arguments of `vllm.LLM` beside the model.
-
-    Raises:
-        ConfigError: here or from `draw`, if the engine failed.
     """
     with EngineProcess(log, blame, _draw_all, {"model": str(model), **settings}, speculative_config) as process:
         process.receive()

@@ -1,7 +1,7 @@
 """Engines that serve traffic, many requests at a time, and are timed step by step; for `bench`.
 
-Each has a process of its own. On a CPU their clocks stand still after every slice of time, so that others can go on:
-what disturbs the machine for longer than a moment then disturbs all of them alike.
+Each has a process. On a CPU they run in slices of time, and a clock stands still while others run: a disturbance of the
+machine that lasts longer than a moment then disturbs all of them alike.
 """
 
 import math
@@ -37,8 +37,8 @@ def serving_engine(
     log: Path,
     forced: Forced | None = None,
 ) -> EngineProcess:
-    """An engine of a method, with arguments of `vllm.LLM`. First it sends its Machine. After Traffic is sent, each
-    GO_ON is answered: with a Turn where all of it is served, or else with how many tokens were made so far."""
+    """An engine of a method, with arguments of `vllm.LLM`. First it sends its Machine. After Traffic, it answers each
+    GO_ON: with a Turn when all is served, else with the number of tokens so far."""
     blame = f"{name} must be a method that vLLM can serve this model with"
     return EngineProcess(log, blame, _serve_all, dict(arguments), speculative_config, forced)
 
@@ -46,11 +46,9 @@ def serving_engine(
 def serve_rounds(
     engines: Mapping[str, EngineProcess], rounds: Sequence[Traffic], advance: Callable[[], object]
 ) -> dict[str, list[Turn]]:
-    """The turns of each engine. In a round all serve the same traffic, and get through it side by side.
+    """The turns of each engine, by method. In a round all serve the same traffic side by side; the first one warms up.
 
     Args:
-        engines: by method.
-        rounds: what each round asks all engines; the first one warms up.
         advance: called after each round.
     """
     turns: dict[str, list[Turn]] = {name: [] for name in engines}
@@ -64,7 +62,7 @@ def serve_rounds(
 
 
 def serve_round(engines: Mapping[str, EngineProcess], traffic: Traffic) -> dict[str, Turn]:
-    """One turn of each engine; whoever has made the fewest tokens goes on."""
+    """One turn of each engine; the one with the fewest tokens goes on."""
     turns: dict[str, Turn] = {}
     num_tokens = dict.fromkeys(engines, 0)
     for engine in engines.values():
@@ -96,13 +94,13 @@ def _serve_all(
     ours = hasattr(vllm_config.speculative_config, "plugin_config")
     # A GPU would work on while the clock stands still.
     clock = _Clock(pipe, SLICE_S if on_cpu else math.inf, llm.collective_rpc if ours else None)
-    keeps = "store_path" in repr(config)  # what was stored before is asked for, and stays as it is
+    keeps = "store_path" in repr(config)  # a store of the user, which stays as it is
     extra_args, salt = {"specplugins": {"learn": False}} if keeps else None, None
     steps = _Steps(llm, clock)
     while (traffic := pipe.recv()) is not None:
         if keeps:
             traffic = replace(traffic, salt=None)
-        if ours and traffic.salt != salt:  # forgets how often drafts were accepted, too
+        if ours and traffic.salt != salt:  # this resets acceptance estimates, too
             llm.collective_rpc("specplugins_store", args=("reset",))
         salt = traffic.salt
         turn = _serve(llm, traffic, clock, extra_args)
@@ -110,21 +108,21 @@ def _serve_all(
 
 
 def _processor_name() -> str:
-    """As the operating system calls it, with the number of its cores."""
+    """The operating system's name for it, with the number of its cores."""
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
+    name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f"{name[1] if name else platform.machine()}, {os.cpu_count()} cores"
 
 
 class _Clock:
-    """Time, less that in which the other engines had their turns; `tell`, if any, has our workers leave that out."""
+    """Time without that of the other engines' slices; `tell`, if any, tells it to our workers."""
 
     def __init__(self, pipe: Connection, slice_s: float, tell: Callable[..., object] | None):
         self._pipe, self._slice_s, self._tell = pipe, slice_s, tell
         self._paused_s = self._resumed = 0.0
 
     def now(self) -> float:
-        """In seconds."""
+        """Seconds."""
         return time.perf_counter() - self._paused_s
 
     def wait(self) -> None:
@@ -138,14 +136,14 @@ class _Clock:
         self._paused_s += self.now() - start
 
     def give_way(self, num_tokens: int) -> None:
-        """Lets others go on, if this engine had its slice."""
+        """Lets others go on if the slice of this engine is over."""
         if self.now() - self._resumed >= self._slice_s:
             self._pipe.send(num_tokens)
             self.wait()
 
 
 class _Steps:
-    """The steps of an engine in which all requests decoded; see Turn. Each takes from the end of the step before."""
+    """Steps of an engine without a prefill (see Turn), each timed from the end of the step before."""
 
     def __init__(self, llm: Any, clock: _Clock):
         self._clock, self._ended, self._steps = clock, math.nan, list[tuple[int, float]]()
@@ -161,7 +159,7 @@ class _Steps:
         return update(scheduled, output)
 
     def taken(self) -> list[tuple[int, float]]:
-        """The steps since the last call; until the next one the engine rests."""
+        """The steps since the last call; the engine is idle until the next one."""
         steps, self._steps, self._ended = self._steps, [], math.nan
         return steps
 
@@ -178,8 +176,8 @@ def _serve(llm: Any, traffic: Traffic, clock: _Clock, extra_args: Any) -> Turn:
             temperature=traffic.temperature,
             max_tokens=lengths if isinstance(lengths, int) else lengths[index],
             ignore_eos=traffic.ignore_eos,
-            # Without a seed: on CPUs vLLM 0.32 dies of a seeded request whose prompt is computed in pieces.
-            detokenize=False,  # in a server, another process does that
+            # Without a seed: on CPUs vLLM 0.32 dies of a seeded request with a chunked prefill.
+            detokenize=False,  # another process does that in a server
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra_args if traffic.logged is None else {**(extra_args or {}), LOGGED: traffic.logged[index]},
             **more,

@@ -1,4 +1,4 @@
-"""Traffic that a timed engine is given, and records of how it was served."""
+"""Traffic for a timed engine, and records of how it was served."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,29 +7,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Requests of one kind.
+    """Requests of one kind."""
 
-    Args:
-        prompts: token ids of each.
-        temperature: of all.
-        max_tokens: length limit of an output, or that of each output.
-        at_a_time: how many are served together; one that is done makes room for the next.
-        ignore_eos: whether a request that has ended its text goes on to max_tokens.
-        salt: `cache_salt` of all: nothing is known to them of earlier requests of another salt.
-        arrivals: seconds from the beginning at which each request arrives, in order; None: as soon as there is room.
-        sampling: more arguments of SamplingParams, of StructuredOutputsParams under "structured_outputs".
-        logged: index of each request's row in the log that the engine is forced to emit; see forced.py.
-    """
-
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Sequence[int]]  # token ids
     temperature: float
-    max_tokens: int | Sequence[int]
-    at_a_time: int
-    ignore_eos: bool = False
-    salt: str | None = None
-    arrivals: Sequence[float] | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    logged: Sequence[int] | None = None
+    max_tokens: int | Sequence[int]  # length limit of all outputs, or of each
+    at_a_time: int  # requests that are served together; one that ends makes room for the next
+    ignore_eos: bool = False  # a request that has ended its text goes on to max_tokens
+    salt: str | None = None  # `cache_salt`: requests know nothing of earlier ones of another salt
+    arrivals: Sequence[float] | None = None  # seconds from the beginning, in order; None: as soon as there is room
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # more arguments of SamplingParams
+    logged: Sequence[int] | None = None  # each request's row of the log that the engine is forced to emit (forced.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +30,15 @@ class Forced:
 
 @dataclass(slots=True)
 class Answer:
-    """What one request got, and when.
+    """The output of a request, and its times."""
 
-    Args:
-        token_ids: [num_tokens] of the output.
-        first_ms: from its arrival to its first token.
-        step_ms: [num_steps] from each step that gave it tokens to the next one that did.
-        num_first: tokens of the first step.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    first_ms: float = 0.0
-    step_ms: list[float] = field(default_factory=list)
-    num_first: int = 0
+    token_ids: list[int] = field(default_factory=list)  # [num_tokens]
+    first_ms: float = 0.0  # from its arrival to its first token
+    step_ms: list[float] = field(default_factory=list)  # [num_steps] between steps that emitted tokens
+    num_first: int = 0  # tokens of the first step
 
     def add(self, token_ids: Sequence[int], elapsed_ms: float) -> None:
-        """The tokens of a step."""
+        """Adds the tokens of a step."""
         if self.token_ids:
             self.step_ms.append(elapsed_ms)
         else:
@@ -67,27 +48,16 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an engine made of some traffic.
+    """A record of an engine that served some traffic."""
 
-    Args:
-        seconds: from the first arrival to the last token.
-        answers: in the order of the prompts.
-        cpu_seconds: CPU time of the engine's thread, which on a CPU runs the model, too.
-        num_drafts: how often a request's step had a draft.
-        num_draft_tokens: how many tokens these held.
-        num_accepted_tokens: how many of them were accepted.
-        num_faults: of our proposer, which cost it drafts; none without speculation.
-        steps: of each engine step in which all requests decoded: the tokens that it verified, and its ms.
-    """
-
-    seconds: float
-    answers: list[Answer]
-    cpu_seconds: float = 0.0
-    num_drafts: int = 0
+    seconds: float  # from the first arrival to the last token
+    answers: list[Answer]  # in the order of the prompts
+    cpu_seconds: float = 0.0  # CPU time of the engine's thread, which on a CPU runs the model, too
+    num_drafts: int = 0  # steps of a request with a draft
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_faults: int = 0
-    steps: Sequence[tuple[int, float]] = ()
+    num_faults: int = 0  # of our proposer, which cost it drafts
+    steps: Sequence[tuple[int, float]] = ()  # tokens verified by each engine step without a prefill, and its ms
 
     @property
     def tokens_per_second(self) -> float:
@@ -96,7 +66,7 @@ class Turn:
 
     @property
     def num_steps(self) -> int:
-        """Of all requests, without those of their first tokens."""
+        """Steps of all requests, without those of their first tokens."""
         return sum(len(answer.step_ms) for answer in self.answers)
 
     @property
@@ -117,7 +87,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What an engine runs on: the device's name, the dtype that it computes in, and vLLM's model runner."""
+    """The device of an engine, the dtype that it computes in, and vLLM's model runner."""
 
     device: str
     dtype: str

@@ -1,8 +1,10 @@
-"""The command `bench`: starts an engine for each method, lets them take turns, and reports."""
+"""The command `bench`: an engine for each method, which take turns where the memory allows it."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from random import Random
 from typing import Any
 
 import torch
@@ -15,10 +17,9 @@ from vllm_specplugins.engine.harness.traffic import Forced, Machine, Traffic, Tu
 from vllm_specplugins.tools.base_model import load_config, load_tokenizer
 from vllm_specplugins.tools.bench.figures import Cell, rows_of, step_ms_by_tokens
 from vllm_specplugins.tools.bench.report import Report, tell
-from vllm_specplugins.tools.bench.trace import arrivals, plain_turns, read_log
-from vllm_specplugins.tools.bench.workloads import DEFAULT, Workload, make_workload, read_workloads
+from vllm_specplugins.tools.bench.workloads import DEFAULT, Workload, make_workload, read_log, read_workloads
 from vllm_specplugins.tools.files import CHAT_MODEL, scratch
-from vllm_specplugins.tools.picker import Config, pick_methods
+from vllm_specplugins.tools.picker import NONE, Config, pick_methods
 from vllm_specplugins.tools.progress import progress
 from vllm_specplugins.tools.report import check_files
 
@@ -29,7 +30,7 @@ Turns = dict[Cell, dict[str, list[Turn]]]  # by cell and method
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; prints its report, and returns 0, or 1 if speculation changed an output."""
+    """The command; returns 0, or 1 if speculation changed an output."""
     configs = pick_methods(args.methods)
     args.model = args.model or chat_model()
     check_files(args)
@@ -39,16 +40,12 @@ def run(args: argparse.Namespace) -> int:
     log = workloads[0].log
     args.tokens = args.tokens or (max(map(len, log.outputs)) if log else TOKENS)
     with progress() as bars:
-        report = measure(args, configs, workloads, bars, fit_together(args.model, len(configs)), {})
+        report = measure(args, configs, workloads, bars, fit_together(args.model, len(configs)))
     return tell(args, report)
 
 
 def chat_model() -> str:
-    """The folder of the chat model that is served where the user names none.
-
-    Raises:
-        ConfigError: it is not there.
-    """
+    """The folder of the default model; ConfigError if it is not there."""
     if not (CHAT_MODEL / "config.json").is_file():
         raise ConfigError(
             f"--model must name a model, or {CHAT_MODEL} must hold the chat model, which `python "
@@ -63,25 +60,21 @@ def measure(
     workloads: Sequence[Workload],
     bars: Progress,
     together: bool,
-    turns: Turns,
 ) -> Report:
     """Serves all cells.
 
     Args:
-        configs: of all methods, no speculation first.
-        together: all engines are up and take turns, or else one serves after the other.
-        turns: what was served before, which is not served again; gets the others' turns.
+        configs: by method, no speculation first.
+        together: all engines are up and take turns; else one serves after the other.
     """
-    served = {name for own in turns.values() for name in own}
-    fresh = {name: config for name, config in configs.items() if name not in served}
-    groups = [fresh] if together else [{name: config} for name, config in fresh.items()]
-    arguments = engine_arguments(args, len(groups[0]), workloads)
+    groups = [configs] if together else [{name: config} for name, config in configs.items()]
+    arguments, turns = engine_arguments(args, len(groups[0]), workloads), Turns()
     cells = [
         (workload, Cell(workload.name, batch, temperature))
         for temperature in args.temperature for workload in workloads for batch in args.batch
     ]  # fmt: skip
     cells += [(workload, Cell(workload.name, MAX_OPEN, 0.0, rate)) for workload in workloads for rate in args.rate]
-    task = bars.add_task("", total=len(fresh) + len(groups) * len(cells) * (1 + args.rounds))
+    task = bars.add_task("", total=len(configs) + len(groups) * len(cells) * (1 + args.rounds))
 
     def advance(words: str | None = None) -> None:
         bars.update(task, advance=words is None, description=words)
@@ -90,8 +83,7 @@ def measure(
         with engines_up(group, arguments, advance, workloads[0].log) as (engines, machine):
             for workload, cell in cells:
                 advance(str(cell))
-                plain = plain_turns(turns, cell.workload) if cell.rate else ()
-                traffic = rounds_of(args, workload, cell, plain)
+                traffic = rounds_of(args, workload, cell, turns)
                 turns.setdefault(cell, {}).update(serve_rounds(engines, traffic, advance))
     logs = {workload.name: workload.log.outputs for workload in workloads if workload.log}
     conditions = {name: getattr(args, name) for name in ("model", "rounds", "prompts", "tokens")} | {
@@ -102,53 +94,61 @@ def measure(
         "short": [workload.name for workload in workloads if workload.is_short(num_prompts(args))],
     }
     on_cpu = not torch.cuda.is_available()
-    rows = [row for cell, own in turns.items() for row in rows_of(cell, own, on_cpu, logs.get(cell.workload))]
-    closed = (turn for cell, own in turns.items() if not cell.rate for its in own.values() for turn in its[1:])
+    rows = [row for cell, its in turns.items() for row in rows_of(cell, its, on_cpu, logs.get(cell.workload))]
+    closed = (turn for cell, its in turns.items() if not cell.rate for all_ in its.values() for turn in all_[1:])
     return Report(rows, configs, machine, conditions, step_ms_by_tokens(closed))
 
 
-def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, plain: Sequence[Turn] = ()) -> list[Traffic]:
-    """The traffic of each round of a cell, after one to warm up with: each round has a tenant, and but for logs prompts
-    that no other round has.
+def rounds_of(args: argparse.Namespace, workload: Workload, cell: Cell, turns: Turns) -> list[Traffic]:
+    """The traffic of a warm-up and of each round. Each has a tenant, and prompts that no other round has, but for logs.
 
     Args:
-        plain: turns of no speculation that say how much traffic it can serve, for a cell with a rate.
+        turns: for a cell with a rate: no speculation's at the largest batch show how much traffic it can serve.
     """
-    prompts, log = workload.rounds(max(args.prompts, cell.batch), 1 + args.rounds), workload.log
+    rounds, log = workload.rounds(max(args.prompts, cell.batch), 1 + args.rounds), workload.log
     return [
         Traffic(
-            prompts=own,
+            prompts=prompts,
             temperature=cell.temperature,
             max_tokens=[*map(len, log.outputs)] if log else args.tokens,
             at_a_time=cell.batch,
             ignore_eos=args.ignore_eos or log is not None,
             salt=str(cell) if workload.repeats else f"{cell}, round {index}",
-            arrivals=arrivals(cell.rate, len(own), plain) if cell.rate else None,
-            logged=range(len(own)) if log else None,
+            arrivals=arrivals(cell, len(prompts), turns) if cell.rate else None,
+            logged=range(len(prompts)) if log else None,
         )
-        for index, own in enumerate(prompts)
+        for index, prompts in enumerate(rounds)
     ]
 
 
+def arrivals(cell: Cell, count: int, turns: Turns) -> list[float]:
+    """Seconds at which requests arrive: a Poisson process, the same in each run."""
+    closed = [other for other in turns if other.workload == cell.workload and not other.rate]
+    plain = turns[max(closed, key=lambda other: other.batch)][NONE][1:]
+    rate = cell.rate * sum(len(turn.answers) for turn in plain) / sum(turn.seconds for turn in plain)
+    random = Random(0)
+    return list(accumulate(random.expovariate(rate) for _ in range(count)))
+
+
 def pick_workloads(args: argparse.Namespace) -> list[Workload]:
-    """The user's files, and the tasks and built-in texts that the user names: DEFAULT without either.
+    """The user's files, and the tasks and built-in texts that the user names; DEFAULT without either.
 
     Raises:
         ConfigError: see make_workload, read_workloads and load_tokenizer.
     """
     tokenizer, count = load_tokenizer(args.model), num_prompts(args)
     names: Sequence[str] = args.workloads or (() if args.data else DEFAULT)
-    made = [make_workload(name, tokenizer, count, args.prompt_tokens) for name in names]
-    return made + [found for file in args.data for found in read_workloads(file, tokenizer, count, args.prompt_tokens)]
+    built_in = [make_workload(name, tokenizer, count, args.prompt_tokens) for name in names]
+    return built_in + [its for file in args.data for its in read_workloads(file, tokenizer, count, args.prompt_tokens)]
 
 
 def num_prompts(args: argparse.Namespace) -> int:
-    """So many of a workload are served, the first round's among them."""
+    """The number of prompts of a workload, those of the warm-up included."""
     return int(max(args.prompts, *args.batch) * (1 + args.rounds))
 
 
 def engine_arguments(args: argparse.Namespace, num_engines: int, workloads: Sequence[Workload]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that so many engines share; the user's own come last.
+    """Arguments of `vllm.LLM` for engines that are up together; those of the user come last.
 
     Raises:
         ConfigError: a prompt and its output do not fit into the model's context.
@@ -178,16 +178,12 @@ def engines_up(
     advance: Callable[..., None],
     log: Forced | None = None,
 ) -> Iterator[tuple[dict[str, EngineProcess], Machine]]:
-    """All engines, started one after the other, and what they run on.
-
-    Raises:
-        ConfigError: one that does not start; its log is kept.
-    """
-    with scratch() as logs, ExitStack() as stack:
+    """All engines, started one after the other, and their machine; ConfigError for one that does not start."""
+    with scratch() as folder, ExitStack() as stack:
         engines: dict[str, EngineProcess] = {}
         for number, (name, config) in enumerate(configs.items()):
             advance(f"{name}: starting vLLM")
-            engine = serving_engine(name, arguments, config, logs / f"engine-{number}.log", log)
+            engine = serving_engine(name, arguments, config, folder / f"engine-{number}.log", log)
             engines[name] = stack.enter_context(engine)
             machine = engine.receive()
             advance()

@@ -1,7 +1,7 @@
-"""From turns to figures: medians and ranges over rounds, each round against no speculation in the same round.
+"""Figures of a benchmark: medians and ranges over rounds, each round relative to no speculation in the same round.
 
-A ratio is of tokens per second. Decoding alone, without the time to each request's first token, it is what a step
-emits over what a step costs: `ratio = tokens per step / step cost`, where no speculation has 1 for both.
+A ratio is one of tokens per second. For decoding alone, without the time to the first token of each request,
+ratio = tokens per step / step cost, and no speculation has 1 for both.
 """
 
 import math
@@ -16,15 +16,15 @@ import numpy as np
 from vllm_specplugins.engine.harness.traffic import Turn
 
 NGRAM = 8  # tokens in a row that count as a repetition
-LOOPS = 0.5  # an output that repeats more of itself than this is called a loop
+LOOPS = 0.5  # share of repeated tokens above which an output is called a loop
 NOISE = 0.02  # of a ratio
-SOME_STEPS = 3  # of as many tokens: the time of fewer may be that of a hiccup
-WIDE = 0.3  # share of the median that a range of ratios may cover before other load on the machine is suspected
+SOME_STEPS = 3  # with the same number of tokens: fewer may be hiccups
+WIDE = 0.3  # range of ratios, in medians, above which other load on the machine is suspected; it is below 0.1 without
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure of every round: its median, its range, and itself."""
+    """Median and range of a figure over the rounds."""
 
     median: float
     low: float
@@ -38,7 +38,7 @@ class Spread:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the rounds differ by more than they do on a quiet machine, where the range is below 0.1."""
+        """Whether the rounds differ by more than on a quiet machine."""
         return self.high - self.low > WIDE * self.median
 
     def interval(self, other: Self | None = None) -> tuple[float, float]:
@@ -59,12 +59,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The traffic of a comparison.
+    """Traffic of a comparison.
 
     Args:
-        workload: its name.
-        batch: requests at a time; with a rate the limit on them.
-        temperature: of all requests.
+        batch: requests at a time; with a rate their limit.
         rate: requests arrive at random times, at this share of the rate that no speculation can serve; 0: a request
             arrives as soon as another one has ended.
     """
@@ -81,52 +79,33 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a method did in a cell.
-
-    Args:
-        tokens_per_second: median over the rounds, prompts included.
-        ratio: of tokens per second to no speculation.
-        decoding: the same for decoding alone.
-        tokens_per_step: of a request, without the step of its first token: acceptance length.
-        step_cost: mean time of such a step, over that of no speculation.
-        step_ms: median over the rounds of that mean.
-        coverage: share of those steps that had a draft.
-        accepted: share of draft tokens that were right; None if there were none.
-        first_ms: to the first token, median.
-        gap_ms: from tokens to the next ones of the same request, median and 99th percentile.
-        repeats: share of output tokens that end an 8-gram which stood before in the same output.
-        num_outputs: in all rounds.
-        num_different: how many of them differ from those of no speculation, or of the log; None where they are sampled.
-        num_faults: of our proposer.
-        clock: "wall", or "cpu" where all times are CPU time of the engine's thread.
-    """
+    """Figures of a method in a cell. A step is one of a request, after that of its first token."""
 
     cell: Cell
     method: str
-    tokens_per_second: float
-    ratio: Spread
-    decoding: Spread
-    tokens_per_step: float
-    step_cost: Spread
-    step_ms: float
-    coverage: float
-    accepted: float | None
-    first_ms: float
-    gap_ms: tuple[float, float]
-    repeats: float
+    tokens_per_second: float  # median over the rounds, prompts included
+    ratio: Spread  # of tokens per second to no speculation
+    decoding: Spread  # the same ratio for decoding alone
+    tokens_per_step: float  # acceptance length
+    step_cost: Spread  # mean time of a step relative to no speculation
+    step_ms: float  # median over the rounds of that mean time
+    coverage: float  # share of steps with a draft
+    accepted: float | None  # share of draft tokens; None without any
+    first_ms: float  # median time to the first token
+    gap_ms: tuple[float, float]  # between tokens of a request: median and 99th percentile
+    repeats: float  # share of output tokens that end an n-gram which stood before in the same output
     num_outputs: int
-    num_different: int | None
-    num_faults: int
-    clock: str = "wall"
+    num_different: int | None  # outputs that are not those of no speculation, or of the log; None if sampled
+    num_faults: int  # of our proposer
+    clock: str = "wall"  # or "cpu": all times are CPU time of the engine's thread
 
     @property
     def loops(self) -> bool:
-        """Whether the outputs are mostly repetition."""
         return self.repeats > LOOPS
 
     @property
     def beats_its_steps(self) -> bool:
-        """Whether decoding gained more than the tokens of a step explain: its steps were cheaper."""
+        """Whether decoding gained more than the tokens of a step explain, because steps were cheaper."""
         return self.step_cost.median < 1 - NOISE
 
 
@@ -139,22 +118,23 @@ def rows_of(
     """The rows of a cell.
 
     Args:
-        turns: by method, no speculation first; each holds the turn that warmed up and then the others.
+        turns: by method, no speculation first; the first turn of each is a warm-up.
         has_cpu_clock: the model runs in the engine's thread, on a CPU. The CPU time of that thread then replaces wall
             time where other load on the machine makes a range of the cell wide.
-        log: the outputs that the engines were forced to emit; None: outputs are compared with no speculation's.
+        log: outputs that the engines were forced to emit; None: outputs are compared with no speculation's.
     """
     plain = next(iter(turns.values()))
-    rows = [_row(cell, method, own[1:], plain[1:], "wall", log) for method, own in turns.items()]
-    if not has_cpu_clock or not any(row.ratio.is_wide for row in rows):
-        return rows
-    return [_row(cell, method, own[1:], plain[1:], "cpu", log) for method, own in turns.items()]
+    for clock in ("wall", "cpu"):
+        rows = [_row(cell, name, measured[1:], plain[1:], clock, log) for name, measured in turns.items()]
+        if not (has_cpu_clock and any(row.ratio.is_wide for row in rows)):
+            break
+    return rows
 
 
 def _row(
     cell: Cell,
     method: str,
-    own: Sequence[Turn],
+    turns: Sequence[Turn],
     plain: Sequence[Turn],
     clock: str,
     log: Sequence[Sequence[int]] | None,
@@ -163,13 +143,13 @@ def _row(
         return turn.cpu_seconds / turn.seconds if clock == "cpu" else 1.0
 
     def against(figure: Callable[[Turn], float]) -> Spread:
-        return Spread.of([figure(turn) / figure(other) for turn, other in zip(own, plain, strict=True)])
+        return Spread.of([figure(turn) / figure(other) for turn, other in zip(turns, plain, strict=True)])
 
     def total(name: str) -> int:
-        return sum(getattr(turn, name) for turn in own)
+        return sum(getattr(turn, name) for turn in turns)
 
-    answers = [answer for turn in own for answer in turn.answers]
-    expected = [list(tokens) for tokens in log or ()] * len(own)
+    answers = [answer for turn in turns for answer in turn.answers]
+    expected = [list(tokens) for tokens in log or ()] * len(turns)
     expected = expected or [answer.token_ids for turn in plain for answer in turn.answers]
     gaps = [ms for answer in answers for ms in answer.step_ms] or [0.0]
     num_steps, num_draft_tokens = total("num_steps"), total("num_draft_tokens")
@@ -177,12 +157,12 @@ def _row(
     return Row(
         cell=cell,
         method=method,
-        tokens_per_second=statistics.median(turn.tokens_per_second / scale(turn) for turn in own),
+        tokens_per_second=statistics.median(turn.tokens_per_second / scale(turn) for turn in turns),
         ratio=against(lambda turn: turn.tokens_per_second / scale(turn)),
         decoding=against(lambda turn: turn.tokens_per_step / turn.step_ms / scale(turn)),
         tokens_per_step=total("num_decoded") / num_steps if num_steps else 1.0,
         step_cost=against(lambda turn: turn.step_ms * scale(turn)),
-        step_ms=statistics.median(turn.step_ms * scale(turn) for turn in own),
+        step_ms=statistics.median(turn.step_ms * scale(turn) for turn in turns),
         coverage=total("num_drafts") / max(1, num_steps),
         accepted=total("num_accepted_tokens") / num_draft_tokens if num_draft_tokens else None,
         first_ms=statistics.median(answer.first_ms for answer in answers),
@@ -201,7 +181,7 @@ def step_ms_by_tokens(turns: Iterable[Turn]) -> dict[int, float]:
     for turn in turns:
         for num_tokens, ms in turn.steps:
             times[num_tokens].append(ms)
-    return {number: statistics.median(own) for number, own in sorted(times.items()) if len(own) >= SOME_STEPS}
+    return {number: statistics.median(ms) for number, ms in sorted(times.items()) if len(ms) >= SOME_STEPS}
 
 
 def repeated_share(outputs: Sequence[Sequence[int]], ngram: int = NGRAM) -> float:
@@ -212,9 +192,6 @@ def repeated_share(outputs: Sequence[Sequence[int]], ngram: int = NGRAM) -> floa
     """
     num_repeated = 0
     for output in outputs:
-        seen: set[tuple[int, ...]] = set()
-        for end in range(ngram, len(output) + 1):
-            gram = tuple(output[end - ngram : end])
-            num_repeated += gram in seen
-            seen.add(gram)
+        grams = [tuple(output[end - ngram : end]) for end in range(ngram, len(output) + 1)]
+        num_repeated += len(grams) - len(set(grams))
     return num_repeated / max(1, sum(map(len, outputs)))

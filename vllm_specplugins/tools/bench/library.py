@@ -1,8 +1,7 @@
-"""Text that is on every machine: the Python standard library, split by file, and edit tasks made from it.
+"""Text that is on every machine: the Python standard library, split by file, and edit tasks that are made from it.
 
-Files whose path hashes to 0 modulo 40 are held out: the demo model is trained on the others, and what it is asked is
-made of these. An edit task asks for a copy of some code with one identifier renamed (or none), in a fixed plain format,
-so that most of the answer can be looked up in the prompt.
+Files whose path hashes to 0 modulo 40 are held out: the demo model is trained on the others, and its prompts are made
+of these. An edit task asks for a copy of some code with one identifier renamed (or none), in a fixed plain format.
 """
 
 import ast
@@ -34,12 +33,12 @@ window winter writer
 
 
 def is_held_out(source: str) -> bool:
-    """Whether the file at `source` (a path relative to the library) is kept out of training."""
+    """Whether the file at `source` (a path relative to the library) is held out of training."""
     return int(hashlib.sha256(source.encode()).hexdigest(), 16) % 40 == 0
 
 
 def library_files() -> Iterator[tuple[str, str]]:
-    """Yields (relative path, text) of the interpreter's standard library, in the order of the paths."""
+    """(relative path, text) of the interpreter's standard library, in the order of the paths."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         source = path.relative_to(root).as_posix()
@@ -54,7 +53,7 @@ def library_files() -> Iterator[tuple[str, str]]:
 
 
 def snippets(text: str, min_lines: int = 10, max_lines: int = 60) -> Iterator[str]:
-    """Yields the functions and classes of a source file that have min_lines to max_lines lines, dedented."""
+    """The functions and classes of a source file that have min_lines to max_lines lines, dedented."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -70,9 +69,7 @@ def snippets(text: str, min_lines: int = 10, max_lines: int = 60) -> Iterator[st
 
 
 def edit_prompt(code: str, rng: random.Random) -> str:
-    """A prompt that ends with the line `# After:`.
-
-    Four tasks in five rename an identifier that occurs at least twice in `code`; the others repeat the code.
+    """A prompt that ends with `# After:`. Four in five rename an identifier that occurs twice; others repeat `code`.
 
     >>> edit_prompt("x = 1\\n", random.Random(0))
     '# Repeat the code.\\n# Before:\\nx = 1\\n# After:\\n'

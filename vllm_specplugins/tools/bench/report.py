@@ -1,37 +1,38 @@
-"""What a benchmark found: a table for the terminal, JSON and a picture."""
+"""The report of a benchmark: a table, JSON and a picture, the method to serve with, and reasons for doubt."""
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from vllm_specplugins.engine.harness.traffic import Machine
-from vllm_specplugins.tools.bench.advice import notes, verdict
-from vllm_specplugins.tools.bench.figures import Row
+from vllm_specplugins.tools.bench.figures import Row, Spread
 from vllm_specplugins.tools.picker import NONE, Config
-from vllm_specplugins.tools.report import publish, say, show_table, stdout, table_of, versions
+from vllm_specplugins.tools.report import publish, say, serve_with, show_table, versions
 
+PAYS = 1.03  # a gain that is worth a configuration
+LOSES = 0.97
+MIN_ROUNDS, MIN_REQUESTS = 3, 8  # of a workload: fewer prove nothing
 COLUMNS = ("tokens/s", "ratio", "decoding alone", "tok/step", "step cost", "same")
 AT_RATES = ("tokens/s", "ratio", "tok/step", "first, ms", "next, ms", "same")
 LEGEND = (
-    "tokens/s: prompts included, median. ratio: to no speculation in the same round, median (range). decoding alone: "
-    "without the time to a request's first token; it is tok/step (mean tokens of a request's step) by step cost (its "
-    "time, in that of a step without speculation). same: outputs that are those of no speculation, token for token."
+    "tokens/s: prompts included, median. ratio: to no speculation in the same round, median (range). tok/step: mean "
+    "tokens of a request's step. same: outputs that equal those of no speculation, or of the log, token for token. "
+)
+DECODING_LEGEND = (
+    "decoding alone: without the time to a request's first token; it is tok/step by step cost (time of a step, "
+    "relative to a step without speculation)."
 )
 RATES_LEGEND = (
-    "tokens/s: prompts included, median; at a rate those of the arrivals, and the advice is that of the batches. "
-    "ratio: to no speculation in the same round (range). tok/step: mean tokens of a request's step. first: from "
-    "a request's arrival to its first token, median. next: from its tokens to the next ones, median and 99th "
-    "percentile. same: outputs that are those of no speculation, or of the log, token for token."
+    "first: from a request's arrival to its first token, median. next: from its tokens to the next ones, median and "
+    "99th percentile. At a rate tokens/s are those of the arrivals, and the advice is that of the batches."
 )
 FRESH = (
-    "Each round asks prompts of its own, as a tenant of its own, without a prefix cache: nothing is drafted from what "
-    "earlier rounds emitted. What an engine learns of itself (times of its steps, how often drafts are accepted) is "
-    "kept, as in a server that has been up for a minute."
+    "Each round asks new prompts, as a new tenant, without a prefix cache: nothing is drafted from the outputs of "
+    "earlier rounds. An engine keeps its estimates (times of steps, acceptance), as a server does."
 )
 
 
@@ -41,10 +42,9 @@ class Report:
 
     Args:
         rows: by cell, and in it by method.
-        configs: of the methods, no speculation first.
-        machine: that the engines ran on.
-        conditions: what it was run with.
-        step_ms_by_tokens: of all engines: ms of a step by the tokens that it verified. `replay --costs` reads them.
+        configs: by method, no speculation first.
+        conditions: arguments of the run.
+        step_ms_by_tokens: of all engines: ms of a step by the tokens that it verified, for `replay --costs`.
     """
 
     rows: list[Row]
@@ -54,104 +54,158 @@ class Report:
     step_ms_by_tokens: Mapping[int, float] = field(default_factory=dict)
 
     @property
-    def has_rates(self) -> bool:
-        """Whether requests arrive at a rate somewhere."""
-        return any(row.cell.rate for row in self.rows)
-
-    @property
     def is_lossless(self) -> bool:
         """Whether no output differs that must not."""
         may_differ = self.machine.dtype != "float32" and not self.conditions["forced"]
         return may_differ or not any(row.num_different for row in self.rows)
 
     def verdict(self) -> tuple[str, Config | None]:
-        """What to serve with, in words, and its configuration if there is advice."""
-        if not self.is_lossless:
-            if self.conditions["forced"]:
-                return "An output differs from the log that the engines were forced to emit.", None
-            return "Speculation changed an output, which it must not in float32.", None
-        return verdict([row for row in self.rows if not row.cell.rate], self.configs)
+        """The method to serve with, in words, and its configuration if there is advice."""
+        if self.is_lossless:
+            return verdict([row for row in self.rows if not row.cell.rate], self.configs)
+        if self.conditions["forced"]:
+            return "An output differs from the log that the engines were forced to emit.", None
+        return "Speculation changed an output, which it must not in float32.", None
 
     def notes(self) -> Iterator[str]:
-        """What to know before believing the figures."""
+        """Reasons for doubt."""
         yield FRESH
         if names := self.conditions["keeps"]:
-            yield f"But in {', '.join(names)}: what was learnt from a round's outputs is known in the next."
+            yield f"But in {', '.join(names)}: a method knows the outputs of earlier rounds."
         if names := self.conditions["short"]:
             yield f"{', '.join(names)} has fewer prompts than were asked for: rounds share them."
         yield from notes(self.rows, self.machine.dtype)
 
 
+def verdict(rows: Sequence[Row], configs: Mapping[str, Config | None]) -> tuple[str, Config | None]:
+    """The method to serve with, in words, and its configuration; None for no speculation, or without certainty.
+
+    Rounds are pairs: all methods serve the same prompts in turns. A method is recommended where the 95 % interval of
+    its ratio to no speculation is above 1, and its median pays.
+
+    Args:
+        rows: of all methods.
+        configs: by method, no speculation first.
+    """
+    by_method = {name: [row for row in rows if row.method == name] for name in configs}
+    gains = {name: mean_ratio(its) for name, its in by_method.items()}
+    best = max(list(gains)[1:], key=lambda name: gains[name].median)
+    words, gain = f"{best}: {gains[best]}", gains[best]
+    if len(cells := by_method[best]) > 1:
+        low, high = (end(cells, key=lambda row: row.ratio.median) for end in (min, max))
+        words += f" in the mean, {low.ratio.median:.2f}x ({low.cell}) to {high.ratio.median:.2f}x ({high.cell})"
+        if low.ratio.median < LOSES:
+            words += f"; where you serve such traffic ({low.cell}), go without"
+    if doubts := list(_doubts(rows)):
+        return f"No advice: {'; '.join(doubts)}. The highest median has {words}.", None
+    low_end, high_end = gain.interval()
+    if high_end <= 1 or gain.median < PAYS:
+        return f"Serve without speculation. The best method here is {words}.", None
+    if low_end <= 1:
+        return (
+            f"No advice: the interval of the best method, {low_end:.2f} to {high_end:.2f} times as fast as no "
+            f"speculation, holds 1; more rounds narrow it. The highest median has {words}."
+        ), None
+    rivals = [name for name in list(gains)[1:] if name != best and gain.interval(gains[name])[0] <= 1]
+    equal = f" ({', '.join(rivals)} may be as fast)" if rivals else ""
+    return f"Serve with {words}{equal}.\n{serve_with(configs[best] or {})}", configs[best]
+
+
+def mean_ratio(rows: Sequence[Row]) -> Spread:
+    """The ratios of a method, in each round the geometric mean over the cells."""
+    return Spread.of([*map(statistics.geometric_mean, zip(*(row.ratio.rounds for row in rows), strict=True))])
+
+
+def _doubts(rows: Sequence[Row]) -> Iterator[str]:
+    if (count := len(rows[0].ratio.rounds)) < MIN_ROUNDS:
+        yield f"it takes {MIN_ROUNDS} rounds, not {count}"
+    if (count := min(row.num_outputs for row in rows)) < MIN_REQUESTS:
+        yield f"it takes {MIN_REQUESTS} requests of each workload, not {count}"
+
+
+def notes(rows: Sequence[Row], dtype: str) -> Iterator[str]:
+    """Reasons for doubt that follow from the rows."""
+    for row in rows:
+        if row.beats_its_steps:
+            yield (
+                f"{row.method} ({row.cell}) decodes {row.decoding.median:.2f}x as fast with {row.tokens_per_step:.2f} "
+                f"tokens/step: its steps took {row.step_cost} of one without speculation, as on some CPUs "
+                "(docs/figures.md)."
+            )
+        if row.num_faults:
+            yield f"{row.method} failed {row.num_faults} times ({row.cell}), which cost it drafts."
+    plain = [row for row in rows if row.method == NONE]
+    if wide := [str(row.cell) for row in rows if row.ratio.is_wide]:
+        cause = "rounds have different prompts, and other work may have loaded the machine"
+        yield f"Ranges are wide ({'; '.join(dict.fromkeys(wide))}): {cause}."
+    if timed := [str(row.cell) for row in plain if row.clock == "cpu"]:
+        yield f"Times are CPU time of the engine's thread, for wall time was noisy ({'; '.join(timed)})."
+    if looping := [str(row.cell) for row in plain if row.loops]:
+        yield (
+            f"Loops: more than half of the output repeats itself ({'; '.join(looping)}), which flatters every lookup: "
+            "expect less from text that does not."
+        )
+    if any(row.num_different for row in rows) and dtype != "float32":
+        yield f"Outputs in {dtype} may differ: how sums are rounded depends on how many tokens a step verifies."
+    if any(row.num_different is None for row in rows):
+        yield "Sampled outputs are not compared; `verify-lossless` tests their distribution."
+
+
 def tell(args: argparse.Namespace, report: Report, more: Mapping[str, Any] | None = None) -> int:
-    """Prints and writes what was found, and in the file `more`; the exit status."""
-    _show(report, stdout())
-    advice, chosen = report.verdict()
+    """Prints, writes and draws a report, with `more` facts in the file; the exit status."""
+    rows, machine, has_rates = report.rows, report.machine, any(row.cell.rate for row in report.rows)
+    columns, (advice, chosen) = AT_RATES if has_rates else COLUMNS, report.verdict()
+    cells = dict.fromkeys(row.cell for row in rows)
+    show_table(columns, {str(cell): [_figures(row, columns) for row in rows if row.cell == cell] for cell in cells})
+    for words in (LEGEND + (RATES_LEGEND if has_rates else DECODING_LEGEND), *report.notes(), _conditions(report)):
+        say(words)
+    for name, config in report.configs.items():
+        if config:
+            say(f"{name}: {json.dumps(config)}")
+    say(f"\n{advice}", style=None if report.is_lossless else "bold red")
     facts = {
         **report.conditions,
-        "machine": asdict(report.machine),
+        "machine": asdict(machine),
         "versions": versions("vllm", "torch", "transformers"),
         "methods": dict(report.configs),
         "step_ms_by_tokens": dict(report.step_ms_by_tokens),
         "lossless": report.is_lossless,
-        "rows": [asdict(row) | {"loops": row.loops, "beats_its_steps": row.beats_its_steps} for row in report.rows],
+        "rows": [asdict(row) | {"loops": row.loops, "beats_its_steps": row.beats_its_steps} for row in rows],
         "notes": list(report.notes()),
         "advice": advice,
         "chosen": chosen,
         **(more or {}),
     }
-    machine = report.machine
     title = f"{Path(args.model).name}, {machine.dtype}, {machine.device}\n{advice.splitlines()[0]}"
     points = [
         (f"temperature {row.cell.temperature:g}", row.method, f"{row.cell.workload}\n{row.cell.batch} at a time",
          row.ratio.median, row.ratio.low, row.ratio.high)
-        for row in report.rows if row.method != NONE
+        for row in rows if row.method != NONE
     ]  # fmt: skip
     publish(args, facts, title, points)
     return 0 if report.is_lossless else 1
 
 
-def _show(report: Report, console: Console) -> None:
-    """Prints the table, what to know about it, and what follows."""
-    columns = AT_RATES if report.has_rates else COLUMNS
-    table = table_of("", columns)
-    for cell in dict.fromkeys(row.cell for row in report.rows):
-        table.add_section()
-        table.add_row(f"[bold]{cell}[/bold]")
-        for row in report.rows:
-            if row.cell == cell:
-                figures = _figures(row)
-                table.add_row(f"  {row.method}", *(figures[column] for column in columns))
-    show_table(console, table)
-    for words in (RATES_LEGEND if report.has_rates else LEGEND, *report.notes(), _conditions(report)):
-        say(console, words)
-    for name, config in report.configs.items():
-        if config:
-            say(console, f"{name}: {json.dumps(config)}")
-    say(console, f"\n{report.verdict()[0]}", style=None if report.is_lossless else "bold red")
-
-
-def _figures(row: Row) -> dict[str, str]:
-    """All columns."""
+def _figures(row: Row, columns: Sequence[str]) -> list[str]:
     same = "sampled" if row.num_different is None else f"{row.num_outputs - row.num_different}/{row.num_outputs}"
-    median_ms, p99_ms = row.gap_ms
-    return {
+    figures = {
         "tokens/s": f"{row.tokens_per_second:.1f}",
         "ratio": "1.00x" if row.method == NONE else str(row.ratio),
         "decoding alone": "1.00x" if row.method == NONE else str(row.decoding),
         "tok/step": f"{row.tokens_per_step:.2f}",
         "step cost": f"{row.step_cost.median:.2f}",
         "first, ms": f"{row.first_ms:.0f}",
-        "next, ms": f"{median_ms:.0f}, {p99_ms:.0f}",
+        "next, ms": f"{row.gap_ms[0]:.0f}, {row.gap_ms[1]:.0f}",
         "same": f"[bold red]{same}[/bold red]" if row.num_different else same,
     }
+    return [row.method, *(figures[column] for column in columns)]
 
 
 def _conditions(report: Report) -> str:
     machine, done = report.machine, report.conditions
-    made = ", ".join(f"{name} {number}" for name, number in versions("vllm", "torch").items())
+    packages = ", ".join(f"{name} {number}" for name, number in versions("vllm", "torch").items())
     turns = " in which the engines took turns" if done["together"] else ", one engine after the other"
     return (
-        f"{done['model']}; {done['rounds']} rounds{turns}, each of {done['prompts']} requests "
-        f"or more, with up to {done['tokens']} tokens; {machine.device}; {machine.dtype}; Model Runner "
-        f"{machine.runner}; {made}."
+        f"{done['model']}; {done['rounds']} rounds{turns}, each of {done['prompts']} requests or more, with up to "
+        f"{done['tokens']} tokens; {machine.device}; {machine.dtype}; Model Runner {machine.runner}; {packages}."
     )

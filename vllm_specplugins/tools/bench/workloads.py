@@ -1,16 +1,25 @@
-"""The prompts of a benchmark: tasks of this package, text that is on every machine, and the files of the user."""
+"""The prompts of a benchmark: tasks of this package, text that is on every machine, the files of the user, or a log.
 
+With a log (`bench --trace`) all engines are forced to emit its outputs, at the kernels, shapes and host times of real
+serving, so that any traffic can be timed on any machine; neither the model's weights nor exact arithmetic matter.
+"""
+
+import argparse
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.engine.harness.traffic import Forced
+from vllm_specplugins.methods import runs_target
+from vllm_specplugins.parsing import parse_config
+from vllm_specplugins.tools.base_model import load_config
 from vllm_specplugins.tools.bench.library import edit_prompt, is_held_out, library_files, snippets
-from vllm_specplugins.tools.data import rows_of, samples
+from vllm_specplugins.tools.data import Sample, accepted_lengths, answered, rows_of, samples
+from vllm_specplugins.tools.picker import Config, is_ours
 
 # Eight rows of messages for each task; a conversation of several turns is a prompt for each of its answers.
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -26,8 +35,8 @@ class Workload:
 
     Args:
         prompts: token ids of each.
-        repeats: whether all rounds ask the same, so that methods know the outputs of earlier rounds.
-        log: the outputs that engines are forced to emit, one for each prompt; all rounds ask all of its prompts.
+        repeats: all rounds ask the same, and a method knows the outputs of earlier rounds.
+        log: outputs that engines are forced to emit, one for each prompt; all rounds ask all of its prompts.
     """
 
     name: str
@@ -36,15 +45,15 @@ class Workload:
     log: Forced | None = None
 
     def take(self, count: int, start: int = 0) -> list[list[int]]:
-        """So many prompts, from the start again where there are fewer."""
+        """`count` prompts, from the start again where there are fewer."""
         return [self.prompts[index % len(self.prompts)] for index in range(start, start + count)]
 
     def is_short(self, count: int) -> bool:
-        """Whether some of so many prompts come again although they should not."""
+        """Whether some of `count` prompts come again although they should not."""
         return not (self.repeats or self.log) and len(self.prompts) < count
 
     def rounds(self, count: int, num_rounds: int) -> list[list[list[int]]]:
-        """Each round's own prompts, so many, or the same in all of them."""
+        """`count` prompts for each round: new ones, or the same in all rounds."""
         if self.log:
             return [self.prompts] * num_rounds
         return [self.take(count, 0 if self.repeats else count * index) for index in range(num_rounds)]
@@ -55,8 +64,8 @@ def make_workload(name: str, tokenizer: Any, count: int, num_tokens: int) -> Wor
 
     Args:
         name: one of TASKS or of BUILT_IN.
-        count: number of prompts; of a task at most the eight that there are.
-        num_tokens: length of a prompt that is cut or generated; a task's prompts are whole.
+        count: number of prompts; a task has eight.
+        num_tokens: length of a prompt that is cut or generated; the prompts of a task are whole.
 
     Raises:
         ConfigError: no such workload, or too little text on this machine.
@@ -75,26 +84,25 @@ def read_workloads(file: Path, tokenizer: Any, count: int, num_tokens: int) -> l
     """The workloads of a file: one for each `task` of its rows and each task of Spec-Bench's questions, or one in all.
 
     Args:
-        count: most prompts of a workload, the first ones of the file.
-        num_tokens: of a prompt that is cut from a text.
+        count: at most as many prompts of a workload, the first ones of the file.
+        num_tokens: length of a prompt that is cut from a text.
 
     Raises:
         ConfigError: see samples; a file without a prompt.
     """
-    prompts: dict[str, list[list[int]]] = {}
+    by_task: dict[str, list[list[int]]] = {}
     for sample in samples([file], lambda: tokenizer, len(tokenizer)):
-        own = prompts.setdefault(_task(sample.row) or file.stem, [])
+        prompts = by_task.setdefault(_task(sample.row) or file.stem, [])
         cut = isinstance(sample.row.get("text"), str) and not sample.prompt
         asked = rows_of([sample.row["text"]], tokenizer, num_tokens) if cut else [sample.prompt]
-        own += [prompt for prompt in asked if prompt][: max(0, count - len(own))]
-    found = [Workload(name, own) for name, own in prompts.items() if own]
-    if not found:
+        prompts += [prompt for prompt in asked if prompt][: max(0, count - len(prompts))]
+    workloads = [Workload(name, prompts) for name, prompts in by_task.items() if prompts]
+    if not workloads:
         raise ConfigError(f"--data must hold prompts, not {file}.")
-    return found
+    return workloads
 
 
 def _task(row: Mapping[str, Any]) -> str | None:
-    """The task that a row names, or that Spec-Bench counts its category to."""
     match row:
         case {"task": str() as task}:
             return task
@@ -105,20 +113,18 @@ def _task(row: Mapping[str, Any]) -> str | None:
 
 def _code(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
     """Beginnings of files, and of their longer functions and classes."""
-    for text in _texts(rng, 20, 200):
-        ids: list[int] = tokenizer(text)["input_ids"]
-        if len(ids) > num_tokens:
-            yield ids[:num_tokens]
+    texts = (tokenizer(text)["input_ids"] for text in _texts(rng, 20, 200))
+    return (ids[:num_tokens] for ids in texts if len(ids) > num_tokens)
 
 
 def _copy(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
-    """Edit tasks, most of whose answer stands in the prompt."""
-    made = (tokenizer(edit_prompt(text, rng))["input_ids"] for text in _texts(rng, 10, 60))
-    return (ids for ids in made if len(ids) <= 2 * num_tokens)
+    """Edit tasks, whose answers stand in the prompt for the greater part."""
+    texts = (tokenizer(edit_prompt(text, rng))["input_ids"] for text in _texts(rng, 10, 60))
+    return (ids for ids in texts if len(ids) <= 2 * num_tokens)
 
 
 def _random(tokenizer: Any, num_tokens: int, rng: random.Random) -> Iterator[list[int]]:
-    """Tokens that mean nothing: what a lookup finds there is chance."""
+    """Tokens without meaning, in which a lookup matches by chance."""
     usual = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
     while True:
         yield rng.choices(usual, k=num_tokens)
@@ -136,8 +142,51 @@ BUILT_IN: dict[str, Callable[[Any, int, random.Random], Iterator[list[int]]]] = 
 def _texts(rng: random.Random, min_lines: int, max_lines: int) -> Iterator[str]:
     """Functions and classes of held-out files, one of each file in turn, until there are no more."""
     files = [list(snippets(text, min_lines, max_lines)) for source, text in library_files() if is_held_out(source)]
-    for found in files:
-        rng.shuffle(found)
+    for texts in files:
+        rng.shuffle(texts)
     rng.shuffle(files)
     while any(files):
-        yield from [found.pop() for found in files if found]
+        yield from [texts.pop() for texts in files if texts]
+
+
+def read_log(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> Workload:
+    """The requests of a log, with the outputs that engines are forced to emit.
+
+    Raises:
+        ConfigError: a method, a temperature or a log that cannot be forced.
+    """
+    _check(args, configs)
+    vocab_size, count, rows = load_config(args.model).vocab_size, max(args.prompts, *args.batch), []
+    for sample in islice(_forced_samples(args.trace), count):
+        output = (sample.output or [])[: args.tokens]
+        if (highest := max([*sample.prompt, *output])) >= vocab_size:
+            raise ConfigError(f"--trace: {sample.place} must hold token ids below {vocab_size}, not {highest}.")
+        try:
+            lengths = accepted_lengths(sample.row, args.drafter)
+        except ConfigError as error:
+            raise ConfigError(f"--trace: {sample.place} {error}") from None
+        rows.append((sample.prompt, output, lengths.get(args.drafter, [])))
+    if not rows:
+        raise ConfigError(f"--trace must be a file with a prompt and an output, not {args.trace}.")
+    prompts, outputs, accepted = map(list, zip(*rows, strict=True))
+    return Workload(args.trace.stem, prompts, log=Forced(outputs, accepted if args.drafter else None))
+
+
+def _forced_samples(file: Path) -> Iterator[Sample]:
+    def no_tokenizer() -> NoReturn:
+        raise ConfigError('must hold "prompt" and "output" as token ids to be forced, not as text.')
+
+    return (sample for sample in answered([file], no_tokenizer) if sample.prompt)
+
+
+def _check(args: argparse.Namespace, configs: Mapping[str, Config | None]) -> None:
+    if args.temperature != [0.0]:
+        raise ConfigError(f"--temperature must be 0 with --trace, which forces greedy choices, not {args.temperature}.")
+    if args.engine_args.get("enable_batch_sharded_sampling"):
+        raise ConfigError("--engine-args: enable_batch_sharded_sampling must be false with --trace, not true.")
+    for name, config in configs.items():
+        if config and is_ours(config) and runs_target(parse_config(config)):
+            raise ConfigError(
+                f"--methods: {name} must not read the target's layers with --trace: an early exit, a jump or Medusa "
+                "drafts by real weights, which no log forces."
+            )

@@ -1,4 +1,4 @@
-"""What is verified: methods, and cells of sampling parameters. A cell is one test of one method."""
+"""The grid of a verification: methods, and cells of sampling parameters. A cell is one test of one method."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specplugins.engine.harness.samples import Request
-from vllm_specplugins.tools.lossless.checkpoint import VOCAB_SIZE
+from vllm_specplugins.tools.lossless.model import VOCAB_SIZE
 
 NUM_TOKENS = 4  # of an outcome: the first is never drafted; with K = 2 the last may be drafted, recovered or a bonus
 NUM_GREEDY_TOKENS = 24
@@ -26,7 +26,7 @@ _JUMP = {"method": "jump", "draft_sample_method": "probabilistic"}
 _CASCADE = {"method": "cascade", "gate": "off"}
 
 
-def _beside_lookup(method: str) -> dict[str, Any]:
+def _after_lookup(method: str) -> dict[str, Any]:
     """A stage that is built into vLLM, after a lookup that drafts longer."""
     stage = {"method": method, "model": f"MADE/{method}", "num_speculative_tokens": 4}
     return {**_CASCADE, "stages": [_LOOKUP, stage], "num_speculative_tokens": 12}
@@ -44,13 +44,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "cascade-verify": {**_CASCADE, "stages": [_LOOKUP, _SAMPLED_EXIT], "policy": "verify", **_DRAFTS},
     "cascade-auto": {**_CASCADE, "stages": [{**_LOOKUP, "min_ngram": 2}, _SAMPLED_EXIT], **_DRAFTS},
     "cascade-jump": {**_CASCADE, "stages": [{**_LOOKUP, "min_ngram": 2}, {**_JUMP, "head": "MADE/jump"}], **_DRAFTS},
-    "cascade-draft_model": _beside_lookup("draft_model"),
-    "cascade-eagle": _beside_lookup("eagle"),
+    "cascade-draft_model": _after_lookup("draft_model"),
+    "cascade-eagle": _after_lookup("eagle"),
 }
 
 
 def placed(config: Any, folder: Path) -> Any:
-    """A configuration whose trained parts lie in a folder: what `checkpoint.write_parts` made.
+    """A configuration with the trained parts that `model.write_parts` has written to a folder.
 
     >>> placed({"method": "cascade", "stages": [{"method": "jump", "head": "MADE/jump"}]}, Path("/parts"))
     {'method': 'cascade', 'stages': [{'method': 'jump', 'head': '/parts/jump'}]}
@@ -58,7 +58,7 @@ def placed(config: Any, folder: Path) -> Any:
     return json.loads(json.dumps(config).replace("MADE/", f"{folder}/"))
 
 
-# Keyword arguments of SamplingParams, and how a table names them.
+# Keyword arguments of SamplingParams, and their names in a table.
 TOP_K, TOP_P, MIN_P = {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.15}
 CUTS = {**TOP_K, **TOP_P, **MIN_P}
 REPETITION = {"repetition_penalty": 1.7}
@@ -77,7 +77,7 @@ WORDS = {"logit_bias": "bias", "allowed_token_ids": "allowed", "stop_token_ids":
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Samples that are judged together: of each of some parameters, after each prompt."""
+    """Sampling parameters of which samples are judged together, after each prompt."""
 
     name: str
     params: tuple[dict[str, Any], ...]
@@ -88,7 +88,7 @@ class Cell:
 
 
 def cell(temperature: float, *edits: dict[str, Any]) -> Cell:
-    """A cell of a temperature and other parameters.
+    """A cell of a temperature and more parameters.
 
     >>> cell(0.7, TOP_K, SEEDED).name
     'T 0.7, top-k 3, seeds'
@@ -124,9 +124,8 @@ def cells() -> list[Cell]:
 
 def mixed(cells: list[Cell]) -> Cell:
     """All sampled cells at once: requests of different parameters in the same steps."""
-    return Cell(
-        "all of the above at once", tuple(params for cell in cells if not cell.is_greedy for params in cell.params)
-    )
+    sampled = tuple(params for cell in cells if not cell.is_greedy for params in cell.params)
+    return Cell("all of the above at once", sampled)
 
 
 def make_prompts(seed: int, count: int) -> list[list[int]]:
@@ -136,15 +135,14 @@ def make_prompts(seed: int, count: int) -> list[list[int]]:
 
 
 def groups(cell: Cell, prompts: list[list[int]]) -> list[Request]:
-    """What is drawn alike in a cell; a mixed one has its prompts in turns."""
+    """Requests that sample from one distribution each; a mixed cell has its prompts in turns."""
     if len(cell.params) == 1:
         return [Request(prompt, cell.params[0]) for prompt in prompts]
     return [Request(prompts[index % len(prompts)], params) for index, params in enumerate(cell.params)]
 
 
 def requests(groups: list[Request], num_samples: int, is_greedy: bool = False) -> Iterator[tuple[int, Request]]:
-    """Each group's index and requests for about num_samples outputs of all groups together, in turns; one of each
-    group where all outputs are the same."""
+    """Each group's index and requests, in turns, for about num_samples outputs in all; one of each group if greedy."""
     turns = 1 if is_greedy else max(MIN_TURNS, round(num_samples / len(groups) / PER_TURN))
     # A request's last token is never drafted: one more than an outcome has is asked for.
     more: dict[str, Any] = {"n": PER_TURN, "max_tokens": NUM_TOKENS + 1}

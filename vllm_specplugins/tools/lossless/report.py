@@ -1,18 +1,27 @@
-"""What a verification found: a table for the terminal, and JSON."""
+"""The verdict of a verification, from counts of outcomes and their probabilities: a table and JSON.
+
+An outcome is t tokens; counts and probabilities are arrays [V] * t (V: vocab_size), one for each group of samples from
+one distribution. Knows nothing of engines.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from vllm_specplugins.tools.lossless.statistics import ChiSquared
-from vllm_specplugins.tools.report import say, show_table, table_of, versions
+from vllm_specplugins.tools.report import say, show_table, versions
 
+Counts = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+LEAST_EXPECTED = 5.0  # below it the chi-squared distribution is a poor approximation
 FALSE_ALARMS = 1e-3  # share of runs in which a lossless method is called lossy
 COLUMNS = ("drafted", "accepted", "chi-squared", "free", "p", "verdict")
 PASSED, REFUSED, UNPROVEN, WRONG, DIED = "passed", "refused", "nothing drafted", "WRONG", "DIED"
-STYLES = {WRONG: "bold red", DIED: "bold red", UNPROVEN: "red", REFUSED: "yellow"}
+STYLES = {PASSED: "none", REFUSED: "yellow", UNPROVEN: "red", WRONG: "bold red", DIED: "bold red"}
 LEGEND = (
     "chi-squared, free: of the counts of the first tokens against their exact probabilities, rare outcomes merged, and "
     "its degrees of freedom. Temperature 0: outputs against those without speculation, token for token. p: how "
@@ -22,11 +31,66 @@ LEGEND = (
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """A cell of a method: refused by vLLM, or the end of its engine, or compared token for token, or tested.
+class ChiSquared:
+    """A test of goodness of fit."""
+
+    statistic: float  # sum of (observed - expected)^2 / expected; infinite if an impossible outcome was observed
+    num_free: int  # degrees of freedom; 0 if everything is certain
+    p_value: float  # probability of a statistic of this size or more, if the probabilities are right
+    num_impossible: int = 0  # observations of outcomes that cannot be
+
+
+def chi_squared(groups: Sequence[tuple[Counts, Floats, Floats]]) -> ChiSquared:
+    """Tests the counts of all groups together.
 
     Args:
+        groups: counts, probabilities, and probabilities that are 0 for impossible outcomes alone, for each group.
+
+    >>> probs = np.array([0.5, 0.3, 0.2])
+    >>> chi_squared([(np.array([55, 28, 17]), probs, probs)])
+    ChiSquared(statistic=1.083..., num_free=2, p_value=0.581..., num_impossible=0)
+    """
+    num_impossible = sum(int(counts[possible == 0].sum()) for counts, _, possible in groups)
+    statistic, num_free = float("inf") if num_impossible else 0.0, 0
+    for counts, probs, _ in groups:
+        observed, expected = merge(counts, probs * counts.sum())
+        statistic += float(((observed - expected) ** 2 / expected).sum())
+        num_free += len(observed) - 1
+    half_free, half = (torch.tensor(x / 2, dtype=torch.float64) for x in (num_free, statistic))
+    p_value = float(torch.special.gammaincc(half_free, half)) if num_free else float(not num_impossible)
+    return ChiSquared(statistic, num_free, p_value, num_impossible)
+
+
+def merge(counts: Counts, expected: Floats) -> tuple[Floats, Floats]:
+    """Observed and expected counts of cells, each with an expected count of LEAST_EXPECTED or more.
+
+    Rare outcomes are merged with those that begin alike, first all that differ in their last token only, and so on: a
+    cell is an outcome, or "begins so, and is none of the others". The rest joins the smallest cell.
+    """
+    cells: list[Floats] = []  # [2, number of cells]
+    rest: Floats = np.stack((counts, expected)).astype(np.float64)
+    while True:
+        common = rest[1] >= LEAST_EXPECTED
+        cells.append(rest[:, common])
+        rest = np.where(common, 0.0, rest)
+        if rest.ndim == 1:
+            break
+        rest = rest.sum(-1)
+    merged = np.concatenate(cells, axis=1)
+    assert merged.size, "a group has at least LEAST_EXPECTED samples"
+    merged[:, merged[1].argmin()] += rest
+    return merged[0], merged[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A cell of a method.
+
+    Args:
+        test: of a sampled cell.
         num_different: outputs at temperature 0 that differ from those without speculation.
+        refusal: vLLM's sentence.
+        failure: the end of the engine, in a sentence.
     """
 
     method: str
@@ -40,11 +104,11 @@ class Judged:
 
 
 class Report:
-    """All judged cells and their verdicts; the first method is no speculation at all.
+    """All judged cells and their verdicts; the first method is no speculation.
 
     Args:
         judged: by method.
-        conditions: what it was run with.
+        conditions: arguments of the run.
     """
 
     def __init__(self, judged: list[Judged], conditions: dict[str, Any]):
@@ -54,9 +118,39 @@ class Report:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether all that vLLM serves passed, and of every method something did."""
-        passed = {cell.method for cell, v in zip(self.judged, self.verdicts, strict=True) if v == PASSED}
+        """Whether all cells that vLLM serves passed, and at least one of every method."""
+        passed = {cell.method for cell, verdict in self.pairs if verdict == PASSED}
         return passed == {cell.method for cell in self.judged} and set(self.verdicts) <= {PASSED, REFUSED}
+
+    @property
+    def pairs(self) -> list[tuple[Judged, str]]:
+        return list(zip(self.judged, self.verdicts, strict=True))
+
+    @property
+    def conclusion(self) -> str:
+        """The verdict on all of it, with counts."""
+        counts = [f"{count} {verdict}" for verdict in STYLES if (count := self.verdicts.count(verdict))]
+        plain = self.judged[0].method
+        if any(verdict == WRONG and cell.method == plain for cell, verdict in self.pairs):
+            return f"Nothing is proven: this vLLM is wrong with {plain} ({', '.join(counts)})."
+        return f"{'Lossless' if self.is_lossless else 'NOT proven lossless'}: {', '.join(counts)}."
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The report for JSON."""
+        cells = [asdict(cell) | {"verdict": verdict} for cell, verdict in self.pairs]
+        packages = versions("vllm", "torch", "transformers")
+        return {"lossless": self.is_lossless, **self.conditions, "versions": packages, "cells": cells}
+
+    def show(self) -> None:
+        """Prints a section for each method, and the conclusion."""
+        methods = dict.fromkeys(cell.method for cell in self.judged)
+        rows = {name: [_row(*pair) for pair in self.pairs if pair[0].method == name] for name in methods}
+        show_table(COLUMNS, rows, "sampling parameters")
+        refused = dict.fromkeys(f"{REFUSED}: {cell.refusal}" for cell in self.judged if cell.refusal)
+        died = [f"{DIED}: {cell.failure}" for cell in self.judged if cell.failure]
+        for sentence in (LEGEND, *refused, *died, f"\n{self.conclusion}"):
+            say(sentence)
 
 
 def _verdict(cell: Judged, limit: float, must_draft: bool) -> str:
@@ -69,43 +163,11 @@ def _verdict(cell: Judged, limit: float, must_draft: bool) -> str:
     return UNPROVEN if must_draft and not cell.num_drafted else PASSED
 
 
-def show(report: Report, console: Console) -> None:
-    """Prints a table for each method, and the verdict."""
-    for method in dict.fromkeys(cell.method for cell in report.judged):
-        table = table_of("sampling parameters", COLUMNS, method)
-        for cell, verdict in zip(report.judged, report.verdicts, strict=True):
-            if cell.method == method:
-                table.add_row(cell.cell, *_numbers(cell), verdict, style=STYLES.get(verdict))
-        show_table(console, table)
-    say(console, LEGEND)
-    for sentence in dict.fromkeys(f"{REFUSED}: {cell.refusal}" for cell in report.judged if cell.refusal):
-        say(console, sentence)
-    for cell in report.judged:
-        if cell.failure:
-            say(console, f"{DIED}: {cell.failure}")
-    say(console, f"\n{_conclusion(report)}")
-
-
-def _numbers(cell: Judged) -> Sequence[str]:
+def _row(cell: Judged, verdict: str) -> Sequence[str]:
+    figures: Sequence[str] = [""] * 5
     drafts = f"{cell.num_drafted:,}", f"{cell.num_accepted:,}"
     if cell.test is not None:
-        return *drafts, f"{cell.test.statistic:.1f}", str(cell.test.num_free), f"{cell.test.p_value:.2g}"
-    if cell.num_different is None:
-        return [""] * 5
-    return *drafts, "same" if not cell.num_different else f"{cell.num_different} differ", "", ""
-
-
-def _conclusion(report: Report) -> str:
-    count = {verdict: report.verdicts.count(verdict) for verdict in (PASSED, REFUSED, UNPROVEN, WRONG, DIED)}
-    numbers = ", ".join(f"{number} {verdict}" for verdict, number in count.items() if number)
-    plain = report.judged[0].method
-    if any(v == WRONG and cell.method == plain for cell, v in zip(report.judged, report.verdicts, strict=True)):
-        return f"Nothing is proven: this vLLM is wrong with {plain} ({numbers})."
-    return f"{'Lossless' if report.is_lossless else 'NOT proven lossless'}: {numbers}."
-
-
-def facts(report: Report) -> dict[str, Any]:
-    """The report as JSON takes it."""
-    cells = [asdict(cell) | {"verdict": v} for cell, v in zip(report.judged, report.verdicts, strict=True)]
-    made = versions("vllm", "torch", "transformers")
-    return {"lossless": report.is_lossless, **report.conditions, "versions": made, "cells": cells}
+        figures = *drafts, f"{cell.test.statistic:.1f}", str(cell.test.num_free), f"{cell.test.p_value:.2g}"
+    elif cell.num_different is not None:
+        figures = *drafts, "same" if not cell.num_different else f"{cell.num_different} differ", "", ""
+    return [cell.cell, *figures, f"[{STYLES[verdict]}]{verdict}[/]"]

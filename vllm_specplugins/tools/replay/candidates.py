@@ -1,88 +1,264 @@
-"""What is compared: history proposers, each as it is and behind a gate, with each K."""
+"""The methods that a replay compares: proposers that read token ids alone, with and without a gate and with each K, and
+beside them rules of others and an oracle, without a gate.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+A log may hold, for each number of output tokens, how many tokens of a drafter's draft the target would have accepted.
+The draft is that many tokens of the output, followed by wrong ones.
+"""
 
-from vllm_specplugins.config import ConfigError, built_in_stage
-from vllm_specplugins.draft import Proposer, ProposerContext
-from vllm_specplugins.methods import METHODS, behind_gate, build_proposer, drafters
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from vllm_specplugins.config import MAX_NUM_SPECULATIVE_TOKENS, ConfigError, PromptLookupConfig, brief, built_in_stage
+from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
+from vllm_specplugins.kernels.compiled import compiled
+from vllm_specplugins.methods import BUILT_IN, METHODS, behind_gate, build_proposer, drafters
 from vllm_specplugins.parsing import parse_config, registered_methods
 from vllm_specplugins.plan import Conditions, make_plan
-from vllm_specplugins.tools.picker import Config, pick_methods
-from vllm_specplugins.tools.replay.rivals import Drafter
+from vllm_specplugins.proposers.prompt_lookup import PromptLookup
+from vllm_specplugins.structures.arrays import NO_COUNTS, NO_TOKENS, DraftArrays, Ints, of_stage
+from vllm_specplugins.tools.picker import Config, is_ours, pick_methods
+from vllm_specplugins.tools.replay.data import Traffic, number_of
 
-ALWAYS, GATED = "always", "gated"
+ALWAYS, GATED, FIXED = "always", "gated", "fixed"
 GATES = {ALWAYS: "off", GATED: "auto"}
-# K that are tried where the user names none: on, as long as the speed rises.
-LADDER = (3, 5, 8, 12, 15, 24, 31, 48, 64)
+LADDER = (3, 5, 8, 12, 15, 24, 31, 48, 64)  # values of K where the user names none, as long as the speed rises
+NGRAM_GPU = 2, 8  # tokens of vLLM's shortest and longest n-gram, as `bench` serves it
+NGRAM_GPU_LENGTHS = 5, 15, 31
+LONG_MATCH = 4, 64  # tokens of a match that overrides a drafter in TensorRT-LLM, and of the longest that is counted
+LOOKUP_LENGTH = 31  # K of a lookup by default
+Build = Callable[[ProposerContext], Proposer]
 
 
 @dataclass(frozen=True, slots=True)
+class Drafter:
+    """A drafter of which logs hold the accepted lengths.
+
+    Args:
+        ms: time of all its passes for a step's drafts.
+        token_ms: time of each draft token, those of all requests counted.
+        num_draft: K.
+    """
+
+    name: str
+    ms: float
+    token_ms: float
+    num_draft: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Drafter":
+        """The drafter of NAME:MS[:MS_A_TOKEN]:K; ConfigError for another form, or a number that is out of range.
+
+        >>> Drafter.parse("eagle3:2.14:5")
+        Drafter(name='eagle3', ms=2.14, token_ms=0.0, num_draft=5)
+        """
+        name, *times, num_draft = text.split(":") if text.count(":") in (2, 3) else ("", "", "")
+        try:
+            drafter = cls(name, float(times[0]), float(times[-1]) if times[1:] else 0.0, int(num_draft))
+        except ValueError:
+            drafter = cls("", 0.0, 0.0, 0)
+        fits = 0 <= drafter.ms < np.inf and 0 <= drafter.token_ms < np.inf
+        if not (name and fits and 1 <= drafter.num_draft <= MAX_NUM_SPECULATIVE_TOKENS):
+            allowed = f"NAME:MS[:MS_A_TOKEN]:K, times of 0 or more and K from 1 to {MAX_NUM_SPECULATIVE_TOKENS}"
+            raise ConfigError(f"--drafter must be {allowed}, not {brief(text)}.")
+        return drafter
+
+    @property
+    def cascade(self) -> Config:
+        """The configuration of a lookup beside it."""
+        method = self.name if self.name in BUILT_IN else "draft_model"
+        stage = {"method": method, "model": "MODEL", "num_speculative_tokens": self.num_draft}
+        stages = [{"method": "prompt_lookup"}, stage]
+        return {"method": "cascade", "stages": stages, "num_speculative_tokens": LOOKUP_LENGTH}
+
+    def step_ms(self, num_reqs: int, drafts: bool) -> float:
+        """The time of a step; where it only takes in the newest tokens, that is one of K passes."""
+        return (self.ms + self.token_ms * self.num_draft * num_reqs) / (1 if drafts else self.num_draft)
+
+    def draft(self, traffic: Traffic, request_ids: Sequence[str], texts: Sequence[Int32Array]) -> Int32Array:
+        """[num_reqs, K]: after each text the tokens that the target would accept, and then wrong ones."""
+        token_ids = np.full((len(texts), self.num_draft), traffic.vocab_size - 1, np.int32)
+        for row, number, text in zip(token_ids, map(number_of, request_ids), texts, strict=True):
+            lengths, place = traffic.accepted[number][self.name], len(text) - traffic.prompt_lengths[number]
+            count = min(self.num_draft, int(lengths[place])) if place < len(lengths) else 0
+            right = traffic.histories[number][len(text) : len(text) + count]
+            row[: len(right)] = right
+        return token_ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A method, whether a gate chooses its lengths, and its whole --speculative-config."""
+    """A method that is played.
+
+    Args:
+        policy: ALWAYS, or GATED: a gate chooses its lengths; FIXED for a method of others.
+        num_draft: K.
+        config: its whole --speculative-config; None for a method of others.
+        waits: its drafting waits for the device.
+    """
 
     method: str
     policy: str
-    config: Config
+    num_draft: int
+    build: Build
+    config: Config | None = None
     drafter: Drafter | None = None
+    waits: bool = False
 
-    @property
-    def num_draft(self) -> int:
-        """K."""
-        return int(self.config["num_speculative_tokens"])
+    @classmethod
+    def ours(cls, method: str, policy: str, config: Config, drafter: Drafter | None = None) -> "Candidate":
+        """A method of this package or a registered one."""
+        parsed, num_draft = parse_config(config), int(config["num_speculative_tokens"])
+        build = partial(build_proposer, behind_gate(parsed))
+        return cls(method, policy, num_draft, build, config, drafter, not make_plan(parsed, Conditions()).on_device)
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What its rows are found by."""
+        """Its method, policy and K, which its rows hold, too."""
         return self.method, self.policy, self.num_draft
 
     @property
-    def waits(self) -> bool:
-        """Whether its drafting waits for the device."""
-        return not make_plan(parse_config(self.config), Conditions()).on_device
-
-    def build(self, context: ProposerContext) -> Proposer:
-        """The proposer, behind its gate."""
-        return build_proposer(behind_gate(parse_config(self.config)), context)
+    def facts(self) -> dict[str, Any]:
+        """Its entry in a report."""
+        drafter = asdict(self.drafter) if self.drafter else None
+        return {"method": self.method, "policy": self.policy, "config": self.config, "drafter": drafter}
 
 
 def candidates(wanted: Sequence[str], num_drafts: Sequence[int]) -> list[Candidate]:
-    """All that are to be played, by method, policy and K.
+    """Our methods, by method, policy and K.
 
     Args:
-        wanted: as for `bench`; nothing: every history proposer that is here.
+        wanted: as for `bench`; nothing: all that read token ids alone.
 
     Raises:
-        ConfigError: a method that is none, or that needs more than histories.
+        ConfigError: an unknown method, or one that reads more.
     """
     picked = {name: config for name, config in pick_methods(wanted or list(_default())).items() if config}
     for name, config in picked.items():
-        if not _reads_histories_alone(config):
+        if not _reads_tokens_alone(config):
             raise ConfigError(
                 f"--methods must be proposers that read token ids alone, as prompt_lookup does, not {name}."
             )
     return [
-        Candidate(name, policy, {**config, "gate": gate, "num_speculative_tokens": num_draft})
+        Candidate.ours(name, policy, {**config, "gate": gate, "num_speculative_tokens": num_draft})
         for name, config in picked.items() for policy, gate in GATES.items() for num_draft in num_drafts
     ]  # fmt: skip
 
 
 def beside(drafter: Drafter) -> Candidate:
     """The cascade of a lookup and a recorded drafter, as it is served by default."""
-    return Candidate("cascade", GATED, drafter.cascade, drafter)
+    return Candidate.ours("cascade", GATED, drafter.cascade, drafter)
+
+
+def rivals(drafter: Drafter | None) -> list[Candidate]:
+    """vLLM's n-gram with each K; with a drafter that one alone, and TensorRT-LLM's rule for both."""
+    rules = [Candidate("ngram_gpu", FIXED, num_draft, partial(Fixed, *NGRAM_GPU)) for num_draft in NGRAM_GPU_LENGTHS]
+    if drafter is not None:
+        fixed = {drafter.name: partial(Fixed, 0, 0), "match of 4 first": partial(Fixed, *LONG_MATCH)}
+        rules += [Candidate(name, FIXED, drafter.num_draft, build, None, drafter) for name, build in fixed.items()]
+    return rules
+
+
+def oracle(drafter: Drafter, traffic: Traffic, tokens_per_ms: float) -> Candidate:
+    """The oracle at a rate of the engine, which playing it measures."""
+    build = partial(Oracle, drafter, traffic, tokens_per_ms)
+    return Candidate("oracle of both", FIXED, LOOKUP_LENGTH, build, None, drafter)
 
 
 def _default() -> Iterator[str]:
-    """Names of every history proposer."""
     for name, method in METHODS.items():
         if not method.runs_target and method.reads_tokens_alone and name not in ("cascade", "custom"):
             yield name
     yield from registered_methods()
 
 
-def _reads_histories_alone(config: Config) -> bool:
-    if config["method"] not in (*METHODS, *registered_methods()):
+def _reads_tokens_alone(config: Config) -> bool:
+    if not is_ours(config):
         return False
     parsed = parse_config(config)
     reads_more = any(row.runs_target or not row.reads_tokens_alone for row, _ in drafters(parsed))
     return not (reads_more or built_in_stage(parsed))
+
+
+class Fixed(Proposer):
+    """Drafts K tokens in every step: those after the latest of the longest matches of so many tokens, else the
+    drafter's. It is vLLM's `ngram_gpu` on Model Runner V2, or, with a drafter that always runs, TensorRT-LLM's rule."""
+
+    def __init__(self, min_ngram: int, max_ngram: int, context: ProposerContext):
+        self._ngrams, self._width = (min_ngram, max_ngram), context.max_num_draft
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        token_ids = np.zeros((batch.num_reqs, self._width), np.int32)
+        if batch.offer is not None:
+            token_ids[:] = batch.offer.token_ids
+        for row, tokens in zip(token_ids, batch.token_ids, strict=True):
+            if self._ngrams[1] and (end := match_end(tokens, *self._ngrams)):
+                copied = tokens[end : end + self._width]
+                row[: len(copied)], row[len(copied) :] = copied, tokens[-1]
+        return Draft(token_ids, batch.max_num_draft)
+
+
+@compiled(types.int64(types.Array(types.int32, 1, "C", readonly=True), types.int64, types.int64))
+def match_end(tokens: Any, min_ngram: int, max_ngram: int) -> int:
+    """The place after the latest of the longest earlier matches of the newest tokens; 0 without one.
+
+    >>> match_end(np.frombuffer(np.array([1, 2, 9, 1, 2, 8, 1, 2], np.int32).tobytes(), np.int32), 2, 8)
+    5
+    """
+    last, longest, place = len(tokens) - 1, min_ngram - 1, 0
+    for end in range(last, 0, -1):
+        length = 0
+        while length < min(max_ngram, end) and tokens[end - 1 - length] == tokens[last - length]:
+            length += 1
+        if length > longest:
+            longest, place = length, end
+        if longest == max_ngram:
+            break
+    return place
+
+
+class Oracle(Proposer):
+    """Drafts as many tokens as will be accepted: those of a lookup, or those of the drafter and of a lookup after them.
+    The drafter runs where its tokens bring more than the engine emits in its time.
+
+    Args:
+        tokens_per_ms: the rate of the engine.
+    """
+
+    def __init__(self, drafter: Drafter, traffic: Traffic, tokens_per_ms: float, context: ProposerContext):
+        self._drafter, self._traffic, self._rate = drafter, traffic, tokens_per_ms
+        self._lookup, self._width = PromptLookup(PromptLookupConfig(), context), context.max_num_draft
+        self.asked = False  # whether the drafter runs in this step
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        assert batch.offer is not None
+        limits, truth = batch.max_num_draft.astype(np.int64), np.full((batch.num_reqs, self._width), -1, np.int32)
+        for row, name, text in zip(truth, batch.request_ids, batch.token_ids, strict=True):
+            rest = self._traffic.histories[number_of(name)][len(text) : len(text) + self._width]
+            row[: len(rest)] = rest
+        padding = (0, 0), (0, self._width - self._drafter.num_draft)
+        offered = of_stage(1, np.pad(batch.offer.token_ids, padding), limits * 0 + self._drafter.num_draft, limits)
+        looked_up = np.minimum(_right(self._match(batch, NO_TOKENS, NO_COUNTS, limits), truth), limits)
+        begun = np.minimum(_right(offered, truth), limits)
+        offered = offered._replace(num_draft=begun)
+        both = offered.followed_by(self._match(batch, offered.token_ids, begun, limits - begun))
+        longest = np.maximum(looked_up, np.minimum(_right(both, truth), limits))
+        saved_ms = self._drafter.step_ms(batch.num_reqs, True) - self._drafter.step_ms(batch.num_reqs, False)
+        self.asked = bool((longest - looked_up).sum() > self._rate * saved_ms)
+        return Draft(np.maximum(truth, 0), (longest if self.asked else looked_up).astype(np.int32))
+
+    def _match(self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, limits: Ints) -> DraftArrays:
+        return of_stage(0, *self._lookup.continue_drafts(batch, prefix, num_begun, limits))
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        self._lookup.forget(request_ids)
+
+
+def _right(drafts: DraftArrays, truth: Int32Array) -> Ints:
+    """[num_reqs]: how many tokens of each draft are the output's."""
+    right: Ints = ((drafts.token_ids == truth) & drafts.is_drafted).cumprod(axis=1).sum(axis=1)
+    return right

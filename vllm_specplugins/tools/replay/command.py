@@ -1,4 +1,4 @@
-"""The command `replay`: plays recorded traffic with every history proposer, and says what would serve it fastest."""
+"""The command `replay`: plays recorded traffic with every history proposer, and names the one to serve with."""
 
 import argparse
 import statistics
@@ -13,18 +13,25 @@ from rich.progress import Progress
 from vllm_specplugins.config import ConfigError
 from vllm_specplugins.tools.picker import NONE
 from vllm_specplugins.tools.progress import progress
-from vllm_specplugins.tools.replay.candidates import GATED, LADDER, Candidate, beside, candidates
+from vllm_specplugins.tools.replay.candidates import (
+    GATED,
+    LADDER,
+    Candidate,
+    Drafter,
+    beside,
+    candidates,
+    oracle,
+    rivals,
+)
 from vllm_specplugins.tools.replay.costs import H100, HOST_SOURCE, LOOKUP, NO_SPECULATION, CostTable, Load, costs_of
 from vllm_specplugins.tools.replay.data import Chosen, Traffic, read_traffic
-from vllm_specplugins.tools.replay.figures import Row, compared, row_of
-from vllm_specplugins.tools.replay.report import tell
-from vllm_specplugins.tools.replay.rivals import Drafter, Rival, oracle, rivals
+from vllm_specplugins.tools.replay.report import Row, compare, row_of, tell
 from vllm_specplugins.tools.replay.simulate import Tokenize, Totals, simulate
 from vllm_specplugins.tools.report import check_files
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; prints its report, and returns 0."""
+    """The command; returns 0."""
     if (args.step_ms is None) != (args.token_ms is None):
         raise ConfigError("--step-ms and --token-ms must be given together, not one alone.")
     if args.step_ms is None:
@@ -32,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         costs = CostTable.line(args.step_ms, args.token_ms, args.context_us / 1000, args.verify_ms)
     drafter = Drafter.parse(args.drafter) if args.drafter else None
-    found = candidates(args.methods, args.num_draft or LADDER) + ([beside(drafter)] if drafter else [])
+    compared = candidates(args.methods, args.num_draft or LADDER) + ([beside(drafter)] if drafter else [])
     check_files(args)
 
     @cache
@@ -44,21 +51,20 @@ def run(args: argparse.Namespace) -> int:
         return load_tokenizer(args.tokenizer)
 
     def tokenize(text: str) -> list[int]:
-        """What a proposer may ask for; without a tokenizer no text has tokens."""
+        """For proposers; without a tokenizer no text has tokens."""
         return list(tokenizer()(text, add_special_tokens=False)["input_ids"]) if args.tokenizer else []
 
     with progress() as bars:
         reading = bars.add_task("reading", total=None)
         chosen = Chosen(args.requests, args.ids, args.max_output, drafter.name if drafter else None)
         files = {file.stem: [file] for file in args.data} if args.by_file else {"": args.data}
-        tasks = {
-            task: read_traffic(its, tokenizer, chosen, partial(bars.advance, reading)) for task, its in files.items()
-        }
+        advance = partial(bars.advance, reading)
+        tasks = {task: read_traffic(paths, tokenizer, chosen, advance) for task, paths in files.items()}
         bars.remove_task(reading)
         rows = [
             replace(row, task=task)
             for task, traffic in tasks.items()
-            for row in play(args, traffic, found, costs, tokenize, bars)
+            for row in play(args, traffic, compared, costs, tokenize, bars)
         ]
     conditions = {
         "requests": sum(len(traffic.histories) for traffic in tasks.values()),
@@ -71,33 +77,31 @@ def run(args: argparse.Namespace) -> int:
         "most": max(args.num_draft) if args.num_draft else None,
     }
     played = {row.key for row in rows}
-    tell(args, rows, [candidate for candidate in found if candidate.key in played], conditions)
+    tell(args, rows, [candidate for candidate in compared if candidate.key in played], conditions)
     return 0
 
 
 def play(
     args: argparse.Namespace,
     traffic: Traffic,
-    found: Sequence[Candidate],
+    compared: Sequence[Candidate],
     costs: CostTable,
     tokenize: Tokenize,
     bars: Progress,
 ) -> list[Row]:
-    """A row for each batch size and candidate, no speculation first; where the user names no K, as long as speed
-    rises with it."""
-    task = bars.add_task("no speculation", total=len(traffic.histories) * len(args.batch) * (1 + len(found)))
+    """A row for each batch size and candidate, no speculation first. Where the user names no K, K rises as long as the
+    speed does."""
+    task = bars.add_task("no speculation", total=len(traffic.histories) * len(args.batch) * (1 + len(compared)))
     advance = partial(bars.advance, task)
 
-    def load(batch: int, host: CostTable, waits: bool) -> Load:
+    def load(batch: int, host: CostTable, waits: bool = False) -> Load:
         return Load(costs, batch, args.draft_us, *((host, waits) if costs is H100 else ()))
 
-    plain = {
-        batch: simulate(traffic, None, 0, load(batch, NO_SPECULATION, False), advance=advance) for batch in args.batch
-    }
+    plain = {batch: simulate(traffic, None, 0, load(batch, NO_SPECULATION), advance=advance) for batch in args.batch}
     rows = [row_of(None, batch, totals, totals) for batch, totals in plain.items()]
-    others = {batch: _rivals(traffic, found, load(batch, LOOKUP, False), plain[batch]) for batch in args.batch}
-    rows += [row_of(rival, batch, own, plain[batch]) for batch, its in others.items() for rival, own in its.items()]
-    for (method, policy), sizes in groupby(found, lambda candidate: (candidate.method, candidate.policy)):
+    others = {batch: _rivals(traffic, compared, load(batch, LOOKUP), plain[batch]) for batch in args.batch}
+    rows += [row_of(rival, batch, its, plain[batch]) for batch, all_ in others.items() for rival, its in all_.items()]
+    for (method, policy), sizes in groupby(compared, lambda candidate: (candidate.method, candidate.policy)):
         gains: list[float] = []
         for candidate in sizes:
             if not args.num_draft and is_past(gains):
@@ -105,26 +109,27 @@ def play(
                 continue
             if not gains:  # compilers and caches warm up
                 _played(traffic.first(1), candidate, Load(costs), tokenize=tokenize)
-            host, own = NO_SPECULATION if candidate.waits else LOOKUP, list[Row]()
+            host, new = NO_SPECULATION if candidate.waits else LOOKUP, list[Row]()
             for batch in args.batch:
                 bars.update(task, description=f"{method}, {policy}, K = {candidate.num_draft}, {batch} at a time")
-                its = load(batch, host, candidate.waits)
-                named = {f"{rival.method}, K = {rival.num_draft}": rest for rival, rest in others[batch].items()}
-                totals = _played(traffic, candidate, its, tokenize=tokenize, advance=advance)
-                more = compared(totals, {NONE: plain[batch], **named}) if candidate.policy == GATED else {}
-                own.append(row_of(candidate, batch, totals, plain[batch], beside=more))
-            gains.append(statistics.geometric_mean(row.speed_up for row in own))
-            rows += own
+                its_load = load(batch, host, candidate.waits)
+                totals = _played(traffic, candidate, its_load, tokenize=tokenize, advance=advance)
+                named = {f"{rival.method}, K = {rival.num_draft}": its for rival, its in others[batch].items()}
+                pairs = {NONE: plain[batch], **named} if policy == GATED else {}
+                speeds = {name: compare(totals, other) for name, other in pairs.items()}
+                new.append(row_of(candidate, batch, totals, plain[batch], beside=speeds))
+            gains.append(statistics.geometric_mean(row.speed_up for row in new))
+            rows += new
     return rows
 
 
-def _played(traffic: Traffic, candidate: Candidate | Rival, load: Load, **more: Any) -> Totals:
+def _played(traffic: Traffic, candidate: Candidate, load: Load, **more: Any) -> Totals:
     return simulate(traffic, candidate.build, candidate.num_draft, load, drafter=candidate.drafter, **more)
 
 
-def _rivals(traffic: Traffic, found: Sequence[Candidate], load: Load, plain: Totals) -> Mapping[Rival, Totals]:
+def _rivals(traffic: Traffic, compared: Sequence[Candidate], load: Load, plain: Totals) -> Mapping[Candidate, Totals]:
     """The totals of each rival; the oracle is played twice, to know the rate that it reaches."""
-    drafter = next((candidate.drafter for candidate in found if candidate.drafter), None)
+    drafter = next((candidate.drafter for candidate in compared if candidate.drafter), None)
     played = {rival: _played(traffic, rival, load) for rival in rivals(drafter)}
     if drafter is not None:
         first = _played(traffic, oracle(drafter, traffic, plain.tokens_per_ms), load)

@@ -1,5 +1,4 @@
-"""What a step costs: the time of a forward pass that verifies so many tokens, and of the host. Measured by others, or
-given by hand."""
+"""The time of a step: of a forward pass, by the tokens that it verifies, and of the host."""
 
 import json
 from collections.abc import Mapping
@@ -13,14 +12,14 @@ from vllm_specplugins.config import ConfigError, brief
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Time of a step by the tokens in it; between those that were measured it follows the line, after them the last,
-    if that does not fall.
+    """Time of a step by the tokens in it. It is linear between measured points; after them it goes on, if it does not
+    fall.
 
     Args:
-        ms: by tokens verified, in their order, those of all requests together; a request without a draft verifies one.
+        ms: by tokens verified, in order, those of all requests together; a request without a draft verifies one.
         context_ms: for each token of context of each request: attention reads its keys and values.
-        source: where the figures are from.
-        draft_ms: that a step takes more if it verifies a draft.
+        source: of the figures.
+        draft_ms: added to a step that verifies a draft.
     """
 
     ms: Mapping[int, float]
@@ -30,7 +29,7 @@ class CostTable:
 
     @classmethod
     def line(cls, step_ms: float, token_ms: float, context_ms: float = 0.0, draft_ms: float = 0.0) -> "CostTable":
-        """One request's step, and what each draft token, each token of context and any draft add to it.
+        """The time of one request's step, and of each draft token, each token of context and any draft.
 
         >>> CostTable.line(10.0, 0.5).step_ms(num_reqs=1, num_draft=4)
         12.0
@@ -40,7 +39,7 @@ class CostTable:
         return cls({1: step_ms, 2: step_ms + token_ms}, context_ms, source, draft_ms)
 
     def step_ms(self, num_reqs: int, num_draft: int = 0, num_context: int = 0) -> float:
-        """ms of a step of num_reqs requests with so many draft tokens and tokens of context, in all."""
+        """ms of a step, by numbers of requests, of their draft tokens and of their tokens of context, in all."""
         tokens, ms = list(self.ms), list(self.ms.values())
         count, slope = num_reqs + num_draft, (ms[-1] - ms[-2]) / (tokens[-1] - tokens[-2])
         after = max(0.0, slope) * max(0, count - tokens[-1])
@@ -50,13 +49,13 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a step costs, and how many requests there are at a time.
+    """The time of a step, and the number of requests at a time.
 
     Args:
-        draft_us: of drafting, for each request and step; None: what it takes here.
-        host: what the engine's thread does in a step, by requests; None: it is in the costs.
-        waits: whether drafting waits for the device, as on the host it does. Else host and device work side by side,
-            and a step takes as long as the slower one.
+        draft_us: of drafting, for each request and step; None: as measured here.
+        host: time of the engine's thread in a step, by requests; None: it is in the costs.
+        waits: drafting waits for the device. Else host and device work side by side, and a step takes as long as the
+            slower one.
     """
 
     costs: CostTable
@@ -66,10 +65,16 @@ class Load:
     waits: bool = False
 
     def step_ms(self, num_reqs: int, num_draft: int, num_context: int) -> float:
-        """See CostTable; with the host."""
+        """As of CostTable, with the host."""
         ms = self.costs.step_ms(num_reqs, num_draft, num_context)
         host_ms = self.host.step_ms(num_reqs) if self.host else 0.0
         return ms + host_ms if self.waits else max(ms, host_ms)
+
+    def drafting_ms(self, num_reqs: int, measured_ms: float) -> float:
+        """Time of drafting; if the device drafts, it is in the host's share."""
+        if self.draft_us is not None:
+            return self.draft_us * num_reqs / 1000
+        return 0.0 if self.host and not self.waits else measured_ms
 
 
 # The engine's thread, Model Runner V2, asynchronous, minima on the null device: an engine whose device does nothing (an
@@ -78,8 +83,8 @@ NO_SPECULATION = CostTable({1: 0.556, 8: 0.663, 32: 0.956})
 LOOKUP = CostTable({1: 1.085, 8: 1.234, 32: 1.68})
 HOST_SOURCE = (
     "the host's share as measured on an engine whose device does nothing: 0.56, 0.66 and 0.96 ms a step at 1, 8 and 32 "
-    "requests without speculation, 1.09, 1.23 and 1.68 with prompt_lookup beside the device; what drafts on the host "
-    "makes the device wait"
+    "requests without speculation, 1.09, 1.23 and 1.68 with prompt_lookup beside the device; the device waits for "
+    "drafting on the host"
 )
 BANDWIDTH = 3.35e12  # bytes per second of an H100 SXM
 LAYERS, KV_BYTES = 32, 32 * 2 * 4096 * 2  # of Llama 2 7B
@@ -106,18 +111,14 @@ COSTS = {"llama-2-7b": H100, "llama-3.1-8b": LLAMA_3_1_8B}
 
 
 def costs_of(name: str) -> CostTable:
-    """The costs with a name of COSTS, or those in a file that `bench --json` wrote.
-
-    Raises:
-        ConfigError: neither of the two.
-    """
+    """The costs with a name of COSTS, or those in a file that `bench --json` wrote; ConfigError for neither."""
     if name in COSTS:
         return COSTS[name]
     allowed = f"--costs must be {', '.join(COSTS)}, or a file that bench --json wrote, with steps of two lengths"
     try:
-        found = json.loads(Path(name).read_text())
-        ms = {int(tokens): float(its) for tokens, its in found["step_ms_by_tokens"].items()}
-        source = f"{Path(found['model']).name}, {found['machine']['device']}: steps that bench measured"
+        bench = json.loads(Path(name).read_text())
+        ms = {int(tokens): float(median) for tokens, median in bench["step_ms_by_tokens"].items()}
+        source = f"{Path(bench['model']).name}, {bench['machine']['device']}: steps that bench measured"
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{allowed}, not {brief(name)} ({type(error).__name__}).") from None
     if len(ms) < 2:

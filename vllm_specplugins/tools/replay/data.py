@@ -1,7 +1,7 @@
-"""Recorded traffic: prompts and what was answered to them, when, and for whom."""
+"""Recorded traffic: prompts and their outputs, arrival times, options and tenants."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,10 @@ from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.draft import Int32Array
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.request_options import MAX_CONTEXT, Limits, understood
-from vllm_specplugins.tools.data import Sample, answered
-from vllm_specplugins.tools.formats import Tokenizer, accepted_lengths, token_ids
+from vllm_specplugins.tools.data import Sample, Tokenizer, accepted_lengths, answered, token_ids
 
 LARGE_VOCABULARY = 1 << 18  # as large as that of any model of today
-CHECKED = ("enabled", "learn", "max_draft", "max_context", "reference")  # others are a method's own
+CHECKED = ("enabled", "learn", "max_draft", "max_context", "reference")  # others belong to a method
 Accepted = Mapping[str, Int32Array]
 DEEPEST = 64  # levels of options: proposers get a copy of them
 LIMITS = Limits(parse_config({"method": "prompt_lookup"}), vocab_size=1 << 31, max_model_len=MAX_CONTEXT)
@@ -24,14 +23,14 @@ LIMITS = Limits(parse_config({"method": "prompt_lookup"}), vocab_size=1 << 31, m
 
 @dataclass(slots=True)
 class Traffic:
-    """Requests in the order in which they were made, by number.
+    """Requests by number, in the order of their arrival.
 
     Args:
         histories: prompt and output of each.
-        prompt_lengths: how much of that is prompt.
-        start_ms: when each came, since the beginning; all 0 where nobody wrote it down.
-        options: of each, what `SamplingParams.extra_args["specplugins"]` held.
-        accepted: of each, by drafter and tokens of output that there are, how much of its draft would be accepted.
+        prompt_lengths: number of tokens of its prompt.
+        start_ms: its arrival since the beginning; 0 where the log holds none.
+        options: its `SamplingParams.extra_args["specplugins"]`.
+        accepted: by drafter and number of output tokens so far, how many tokens of its draft would be accepted.
     """
 
     histories: list[Int32Array] = field(default_factory=list)
@@ -57,8 +56,7 @@ class Traffic:
 
     def first(self, count: int) -> "Traffic":
         """The first requests alone."""
-        lists = self.histories, self.prompt_lengths, self.start_ms, self.options, self.accepted
-        return Traffic(*(values[:count] for values in lists))  # type: ignore[arg-type]
+        return Traffic(*(getattr(self, entry.name)[:count] for entry in fields(self)))
 
     @property
     def num_output_tokens(self) -> int:
@@ -66,27 +64,27 @@ class Traffic:
 
     @property
     def max_model_len(self) -> int:
-        """The least context that holds all of it."""
+        """The smallest context that holds every request."""
         return max(map(len, self.histories), default=0) + 1
 
     @property
     def vocab_size(self) -> int:
-        """A vocabulary of these tokens and of those that a proposer may bring; no text holds its last one."""
+        """A vocabulary for these tokens and those of proposers; no text holds its last one."""
         return max(LARGE_VOCABULARY, *(2 + int(history.max()) for history in self.histories))
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Which requests of a log are played.
+    """The requests of a log that are played.
 
     Args:
-        most: how many are played at most, the first ones.
-        ids: "even" or "odd", of their "id", or their places in the log where they have none; "all": of either kind.
+        limit: the first ones, at most as many.
+        ids: "even" or "odd" ones of their "id", or their places in the log where they have none; "all": of either kind.
         max_output: tokens of the longest output; None: any number.
-        drafter: that each must hold accepted lengths of; None: none.
+        drafter: each must hold its accepted lengths; None: those of none.
     """
 
-    most: int
+    limit: int
     ids: str = "all"
     max_output: int | None = None
     drafter: str | None = None
@@ -113,22 +111,22 @@ def read_traffic(
         ConfigError: see answered.
     """
     traffic, place, start_ms = Traffic(), "", 0.0
-    its = (sample for number, sample in enumerate(answered(files, tokenizer)) if chosen.allows(number, sample))
-    for sample in islice(its, chosen.most):
+    every = (sample for number, sample in enumerate(answered(files, tokenizer)) if chosen.allows(number, sample))
+    for sample in islice(every, chosen.limit):
         try:
             if sample.place != place:
                 place, start_ms = sample.place, _start_ms(sample.row, start_ms)
             prompt, output = sample.prompt, sample.output or []
             if not prompt and "text" in sample.row:
                 prompt, output = output[: len(output) // 2], output[len(output) // 2 :]
-            lengths = accepted_lengths(sample.row, chosen.drafter)
-            accepted = {name: np.array(own, np.int32) for name, own in lengths.items()}
+            lengths = accepted_lengths(sample.row, chosen.drafter).items()
+            accepted = {name: np.array(counts, np.int32) for name, counts in lengths}
             traffic.add(prompt, output, start_ms, accepted, **_options(sample.row, tokenizer))
         except ConfigError as error:
             raise ConfigError(f"--data: {sample.place} {error}") from None
         advance()
     if traffic.num_output_tokens <= len(traffic.histories):
-        raise ConfigError("--data must hold a request whose output has two tokens or more.")
+        raise ConfigError("--data must hold a request with an output of two tokens or more.")
     return traffic
 
 
@@ -139,13 +137,13 @@ def _start_ms(row: Mapping[str, Any], earliest: float) -> float:
     return 1000.0 * float(seconds)
 
 
-def _is_deep(value: Any, most: int = DEEPEST) -> bool:
+def _is_deep(value: Any, depth: int = DEEPEST) -> bool:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(most == 0 or _is_deep(item, most - 1) for item in items)
+    return any(depth == 0 or _is_deep(item, depth - 1) for item in items)
 
 
 def _options(row: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:
-    """A request's own, and whose it is, as the engine tells a proposer."""
+    """The options and the tenant of a request, in the form in which the engine hands them to a proposer."""
     options, tenant = row.get("options", {}), row.get("tenant", "")
     if not isinstance(options, dict) or _is_deep(options):
         raise ConfigError(f"must hold a JSON object of at most {DEEPEST} levels as options, not {brief(options)}.")
@@ -155,3 +153,13 @@ def _options(row: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:
         options = {**options, "reference": token_ids(options["reference"], "reference", tokenizer)}
     understood({key: value for key, value in options.items() if key in CHECKED}, LIMITS)
     return {**options, "tenant": tenant.encode(errors="replace")} if tenant else options
+
+
+def name_of(number: int) -> str:
+    """The id of a request."""
+    return f"request-{number}"
+
+
+def number_of(name: str) -> int:
+    """The number of a request, by its id."""
+    return int(name.rpartition("-")[2])

@@ -1,16 +1,21 @@
-"""What a replay found: a table for the terminal, JSON, and points of speed by K for a picture."""
+"""The report of a replay: rows of figures, a table, JSON and a picture, and the method to serve with."""
 
 import argparse
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
+from vllm_specplugins.tools.bench.report import LOSES, PAYS
 from vllm_specplugins.tools.picker import NONE
 from vllm_specplugins.tools.replay.candidates import ALWAYS, Candidate
-from vllm_specplugins.tools.replay.figures import Row, best_rows, verdict
-from vllm_specplugins.tools.replay.plot import plot
-from vllm_specplugins.tools.report import say, show_table, stdout, table_of, versions, write_json
+from vllm_specplugins.tools.replay.simulate import Totals
+from vllm_specplugins.tools.report import publish, say, serve_with, show_table, versions
 
+BOOTSTRAPS = 1000
+FEW_REQUESTS = 200  # their range tells little of others
 COLUMNS = ("K", "tok/step", "drafted", "accepted", "draft, us", "ms/token", "predicted")
 LEGEND = (
     "K: the fastest of those tried. tok/step: mean tokens of a request's step, its first token left out (acceptance "
@@ -19,45 +24,144 @@ LEGEND = (
     "request. predicted: the speed-up over no speculation, and its range (95 %) over requests like these. gated: a "
     "gate drafts only what pays; fixed: K tokens in each step."
 )
-FEW_REQUESTS = 200  # the range of fewer says little
 
 
-def tell(args: argparse.Namespace, rows: list[Row], found: Sequence[Candidate], conditions: Mapping[str, Any]) -> None:
-    """Prints the best K of each method, and what follows; writes all rows, if the user wants a file."""
-    advice, best = verdict(rows, found)
-    console, table, notes = stdout(), table_of("", COLUMNS), _notes(rows, best, conditions)
-    for title in dict.fromkeys(row.title for row in rows):
-        table.add_section()
-        table.add_row(f"[bold]{title}[/bold]")
-        for row in best_rows([row for row in rows if row.title == title]):
-            table.add_row(f"  {row.method}{'' if row.policy == ALWAYS else ', ' + row.policy}", *_figures(row))
-    show_table(console, table)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Figures of a candidate. A step is one of a request, after that of its first token."""
+
+    batch: int  # requests at a time
+    method: str  # or NONE
+    policy: str
+    num_draft: int  # K
+    tokens_per_step: float  # acceptance length
+    coverage: float  # share of steps that verified a draft
+    accepted: float | None  # share of draft tokens; None without any
+    ms_per_token: float  # of the engine's time, for each token of any request
+    draft_us: float  # time of drafting, by request and step
+    speed_up: float  # of tokens per ms, over no speculation
+    low: float  # the speed-up's 95 % range, had other requests like these come
+    high: float
+    num_faults: int
+    task: str = ""  # the file of the requests, where each is played for itself
+    # Of a gated method, by other method and K: its speed relative to that one's, and the range.
+    beside: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """That of its candidate."""
+        return self.method, self.policy, self.num_draft
+
+    @property
+    def title(self) -> str:
+        """Its file, where there are several, and the number of requests at a time."""
+        return f"{self.task}{', ' if self.task else ''}{self.batch} at a time"
+
+    @property
+    def name(self) -> str:
+        """Its method and policy, as a table names them."""
+        return self.method if self.policy == ALWAYS else f"{self.method}, {self.policy}"
+
+    @property
+    def speed(self) -> str:
+        return f"{self.speed_up:.2f}x ({self.low:.2f}-{self.high:.2f})"
+
+
+def row_of(candidate: Candidate | None, batch: int, totals: Totals, plain: Totals, **more: Any) -> Row:
+    """The row of these totals; `plain` is no speculation's, `more` other fields of the row."""
+    steps = max(1, totals.steps)
+    method, policy, num_draft = candidate.key if candidate else (NONE, ALWAYS, 0)
+    speed_up, low, high = compare(totals, plain)
+    return Row(
+        batch=batch,
+        method=method,
+        policy=policy,
+        num_draft=num_draft,
+        tokens_per_step=totals.emitted / steps,
+        coverage=totals.drafts / steps,
+        accepted=totals.accepted / totals.drafted if totals.drafted else None,
+        ms_per_token=totals.ms / max(1, totals.emitted),
+        draft_us=1000 * totals.drafting_ms / steps,
+        speed_up=speed_up,
+        low=low,
+        high=high,
+        num_faults=totals.num_faults,
+        **more,
+    )
+
+
+def compare(totals: Totals, other: Totals) -> tuple[float, float, float]:
+    """The speed relative to another one's, and its range over requests, which both played alike."""
+    speed_up = totals.tokens_per_ms / other.tokens_per_ms if other.emitted else 1.0
+    if not (numbers := sorted(other.by_request)):
+        return speed_up, speed_up, speed_up
+    (tokens, ms), (its_tokens, its_ms) = (np.array([of.by_request[n] for n in numbers]).T for of in (totals, other))
+    drawn = np.random.default_rng(0).multinomial(len(numbers), [1 / len(numbers)] * len(numbers), BOOTSTRAPS)
+    speeds = (drawn @ tokens) / (drawn @ ms) / ((drawn @ its_tokens) / (drawn @ its_ms))
+    low, high = np.quantile(speeds, (0.025, 0.975))
+    return speed_up, float(low), float(high)
+
+
+def best_rows(rows: Sequence[Row]) -> list[Row]:
+    """For each file, batch size, method and policy the row with the fastest K."""
+    best: dict[tuple[str, int, str, str], Row] = {}
+    for row in rows:
+        key = row.task, row.batch, row.method, row.policy
+        best[key] = max(best.get(key, row), row, key=lambda row: row.speed_up)
+    return list(best.values())
+
+
+def verdict(rows: Sequence[Row], played: Sequence[Candidate]) -> tuple[str, Candidate | None]:
+    """The candidate with the best geometric mean over the batch sizes, in words with the value for
+    --speculative-config; None where none pays."""
+    by_key = {candidate.key: [row for row in rows if row.key == candidate.key] for candidate in played}
+    gains = {key: statistics.geometric_mean(row.speed_up for row in its) for key, its in by_key.items()}
+    best = max(played, key=lambda candidate: gains[candidate.key])
+    gain, cells = gains[best.key], by_key[best.key]
+    if gain < PAYS:
+        return f"Serve without speculation: the best method here is {gain:.2f} times as fast.", None
+    gated = "" if best.policy == ALWAYS else " behind a gate"
+    words = f"Predicted: {best.method}{gated}, K = {best.num_draft}, serves this {gain:.2f} times as fast as without"
+    words += f" ({', '.join(f'{row.title}: {row.speed}' for row in cells)})"
+    if any(row.speed_up < LOSES for row in cells):
+        words += "; where it loses, go without"
+    if all(row.low <= 1 for row in cells):
+        return f"{words}. No advice: the ranges do not tell it from no speculation.", best
+    return f"{words}. Measure it with `bench` before you serve with it.\n{serve_with(best.config or {})}", best
+
+
+def tell(args: argparse.Namespace, rows: list[Row], played: Sequence[Candidate], conditions: dict[str, Any]) -> None:
+    """Prints and draws the best K of each method, prints the advice, and writes all rows."""
+    advice, best = verdict(rows, played)
+    shown, notes = best_rows(rows), _notes(rows, best, conditions)
+    titles = dict.fromkeys(row.title for row in rows)
+    show_table(COLUMNS, {title: [_figures(row) for row in shown if row.title == title] for title in titles})
     for words in (LEGEND, *notes, f"\n{advice}"):
-        say(console, words)
+        say(words)
     facts = {
         **conditions,
         "versions": versions(),
         "rows": [asdict(row) for row in rows],
-        "candidates": [asdict(candidate) for candidate in found],
+        "candidates": [candidate.facts for candidate in played],
         "notes": notes,
         "advice": advice,
     }
-    if args.json:
-        write_json(facts, args.json)
-    if args.plot:
-        plot(args.plot, f"{conditions['requests']} recorded requests, predicted", rows)
+    points = [
+        (f"{row.batch} at a time", row.name, row.task, row.speed_up, row.low, row.high)
+        for row in shown if row.method != NONE
+    ]  # fmt: skip
+    publish(args, facts, f"{conditions['requests']} recorded requests, predicted", points)
 
 
 def _figures(row: Row) -> list[str]:
     if row.method == NONE:
-        return ["", "1.00", "", "", "", f"{row.ms_per_token:.2f}", "1.00x"]
+        return [NONE, "", "1.00", "", "", "", f"{row.ms_per_token:.2f}", "1.00x"]
     accepted = "" if row.accepted is None else f"{row.accepted:.0%}"
     shares = f"{row.tokens_per_step:.2f}", f"{row.coverage:.0%}", accepted
-    return [str(row.num_draft), *shares, f"{row.draft_us:.1f}", f"{row.ms_per_token:.2f}", row.speed]
+    return [row.name, str(row.num_draft), *shares, f"{row.draft_us:.1f}", f"{row.ms_per_token:.2f}", row.speed]
 
 
 def _notes(rows: Sequence[Row], best: Candidate | None, done: Mapping[str, Any]) -> list[str]:
-    """What the figures were made with, and what not to believe."""
     host = f"; {done['host']}" if done["host"] else ""
     words = [
         f"{done['requests']} requests with {done['output_tokens']} tokens of output after {done['prompt_tokens']} of "

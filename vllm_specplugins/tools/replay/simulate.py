@@ -1,27 +1,117 @@
-"""A simulated engine: recorded requests in the order in which they came, so many at a time, in steps that cost time.
+"""A simulated engine: recorded requests in the order of their arrival, several at a time, in steps that take time.
 
-Prompts are free, since they cost the same whatever is drafted: what is counted is decoding. A request that comes while
-others decode takes part from the next step on, and makes that step say nothing to a gate, as in an engine.
+Prompts are free, since they take the same time with any drafts: decoding is counted. A request that arrives while
+others decode takes part from the next step on; that step tells a gate nothing, as in an engine. The recording holds the
+tokens of the target, and a draft is accepted as far as it agrees.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from vllm_specplugins.counters import faults_of
-from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Proposer, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, ProposerContext
 from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.request_options import draft_limit
 from vllm_specplugins.target import Offer
+from vllm_specplugins.tools.replay.candidates import Build, Drafter
 from vllm_specplugins.tools.replay.costs import Load
-from vllm_specplugins.tools.replay.data import Traffic
-from vllm_specplugins.tools.replay.player import Fate, Player
-from vllm_specplugins.tools.replay.rivals import Drafter
+from vllm_specplugins.tools.replay.data import Traffic, name_of
 
-PLACE = 32  # tokens of an output that count as one place
-Build = Callable[[ProposerContext], Proposer]
 Tokenize = Callable[[str], list[int]]
+
+
+class Fate(NamedTuple):
+    """Draft tokens of a request that a step verified and accepted, and tokens that it emitted; 0 in its first step."""
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+class Player:
+    """Plays recorded texts to a proposer. The caller decides which requests take part in a step.
+
+    Args:
+        recorded: `histories`, `prompt_lengths` and `options` of requests, by number: prompt and output of each, the
+            number of tokens of its prompt, its options.
+        max_num_draft: K.
+        propose: of a fault barrier.
+        forget: of a fault barrier.
+    """
+
+    def __init__(
+        self,
+        recorded: Any,
+        max_num_draft: int,
+        max_model_len: int,
+        propose: Callable[[DraftBatch, Feedback], Draft],
+        forget: Callable[[Sequence[str]], None],
+    ):
+        self._histories: Sequence[Int32Array] = recorded.histories
+        self._recorded, self._max_num_draft, self._max_model_len = recorded, max_num_draft, max_model_len
+        self._propose, self._forget = propose, forget
+        # A request that arrives has its prompt, and the token that its prefill emits.
+        self.lengths: list[int] = [length + 1 for length in recorded.prompt_lengths]
+        self._drafts: dict[int, list[int]] = {}  # to be verified
+        self._has_arrived: set[int] = set()
+
+    def num_drafted(self, number: int) -> int:
+        """Tokens of a request that wait to be verified."""
+        return len(self._drafts.get(number, ()))
+
+    def is_new(self, number: int) -> bool:
+        """Whether the request had no step yet."""
+        return number not in self._has_arrived
+
+    def has_ended(self, number: int) -> bool:
+        """Whether the whole output is emitted."""
+        return self.lengths[number] >= len(self._histories[number])
+
+    def step(self, running: Sequence[int], step_ms: float | None = None) -> list[Fate]:
+        """Verifies the drafts of these requests, and drafts for them; `step_ms` is for the feedback."""
+        fates = [self._verify(number) for number in running]
+        self._has_arrived.update(running)
+        batch = self.batch(running)
+        drafted, accepted, _ = (np.array(counts, np.int32) for counts in zip(*fates, strict=True))
+        proposed = self._propose(batch, Feedback(batch.request_ids, drafted, accepted, step_ms))
+        for number, tokens, count in zip(running, proposed.token_ids, proposed.num_draft, strict=True):
+            self._drafts[number] = tokens[:count].tolist()
+        return fates
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """These requests are over, or preempted: their drafts are lost."""
+        for number in numbers:
+            self._drafts.pop(number, None)
+            self._forget([name_of(number)])
+
+    def batch(self, running: Sequence[int]) -> DraftBatch:
+        """The batch of these requests that the proposer sees."""
+        options, lengths = [self._recorded.options[number] for number in running], self.lengths
+        limits = [
+            draft_limit(its, lengths[number], self._max_num_draft, self._max_model_len)
+            for number, its in zip(running, options, strict=True)
+        ]
+        return DraftBatch(
+            request_ids=[name_of(number) for number in running],
+            token_ids=[self._histories[number][: lengths[number]] for number in running],
+            max_num_draft=np.array(limits, np.int32),
+            options=options,
+        )
+
+    def _verify(self, number: int) -> Fate:
+        draft = self._drafts.pop(number, [])
+        if self.is_new(number):
+            return Fate(0, 0, 0)
+        history, length = self._histories[number], self.lengths[number]
+        truth = history[length : length + len(draft)]
+        accepted = int(np.cumprod(np.equal(draft[: len(truth)], truth)).sum())
+        self.lengths[number] = min(length + accepted + 1, len(history))  # the target emits one token more
+        return Fate(len(draft), accepted, self.lengths[number] - length)
 
 
 @dataclass(slots=True)
@@ -31,10 +121,9 @@ class Totals:
     Args:
         drafts: steps that verified a draft.
         step_ms: of the engine, drafting excluded.
-        drafting_ms: of the proposer and what is around it, on this machine or as the load says.
+        drafting_ms: of the proposer and its barrier, on this machine or as the load says.
         num_faults: of the proposer.
-        by_request: of each, by number, tokens emitted and its share of the time.
-        along: by PLACE tokens of a request's output, tokens emitted in steps that begin there, and such steps.
+        by_request: tokens emitted by each and its share of the time, by number.
     """
 
     steps: int = 0
@@ -46,17 +135,13 @@ class Totals:
     drafting_ms: float = 0.0
     num_faults: int = 0
     by_request: dict[int, tuple[int, float]] = field(default_factory=dict)
-    along: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def add(self, fates: Mapping[int, Fate], step_ms: float, drafting_ms: float, places: Sequence[int]) -> None:
-        """Adds a step of these requests, each with so many tokens of output at its start (`places`). A request whose
-        prompt the step computed got nothing."""
+    def add(self, fates: Mapping[int, Fate], step_ms: float, drafting_ms: float) -> None:
+        """Adds a step of these requests; one whose prompt the step computed emitted nothing."""
         self.step_ms += step_ms
         self.drafting_ms += drafting_ms
-        for place, (number, (drafted, accepted, emitted)) in zip(places, fates.items(), strict=True):
+        for number, (drafted, accepted, emitted) in fates.items():
             tokens, ms = self.by_request.get(number, (0, 0.0))
-            its_tokens, its_steps = self.along.get(place // PLACE, (0, 0))
-            self.along[place // PLACE] = its_tokens + emitted, its_steps + (emitted > 0)
             self.by_request[number] = tokens + emitted, ms + (step_ms + drafting_ms) / len(fates)
             self.steps += emitted > 0
             self.drafts += drafted > 0
@@ -89,7 +174,7 @@ def simulate(
         num_draft: K.
         tokenize: for the proposer.
         advance: called whenever a request is over.
-        drafter: that the proposer is offered the drafts of, as of a stage built into the engine.
+        drafter: offers its drafts to the proposer, as a stage does that is built into the engine.
     """
     engine = _Engine(traffic, build, num_draft, load, tokenize, drafter)
     totals, idle_ms = engine.totals, 0.0
@@ -119,10 +204,9 @@ class _Engine:
         tokenize: Tokenize,
         drafter: Drafter | None,
     ):
-        self.totals = Totals()
-        self._traffic, self._drafter, self._drafter_ms = traffic, drafter, 0.0
-        self.barrier: FaultBarrier | None = None
-        self._load, self._num_reqs, self._proposing_ms = load, 0, 0.0
+        self.totals, self.barrier = Totals(), None
+        self._traffic, self._load, self._drafter = traffic, load, drafter
+        self._num_reqs, self._drafter_ms, self._proposing_ms = 0, 0.0, 0.0
         max_model_len = traffic.max_model_len + num_draft
         if build is not None:
             context = ProposerContext(
@@ -134,7 +218,7 @@ class _Engine:
                 agreed=self._agreed,
             )
             self.barrier = FaultBarrier(build(context), traffic.vocab_size, num_draft, None)
-        forget = self.barrier.forget if self.barrier else lambda numbers: None
+        forget = self.barrier.forget if self.barrier else lambda names: None
         self._player = Player(traffic, num_draft, max_model_len, self._propose, forget)
 
     def step(self, running: Sequence[int]) -> list[int]:
@@ -144,11 +228,10 @@ class _Engine:
         num_draft = sum(map(player.num_drafted, decoding))
         context = sum(player.lengths[number] for number in decoding)
         step_ms = self._load.step_ms(len(decoding), num_draft, context) if decoding else 0.0
-        places = [player.lengths[number] - self._traffic.prompt_lengths[number] for number in running]
         fates = player.step(running, step_ms if len(decoding) == len(running) else None)
         drafting_ms = self._drafting_ms(self._proposing_ms) + self._drafter_ms if self.barrier else 0.0
-        self.totals.add(dict(zip(running, fates, strict=True)), step_ms, drafting_ms, places)
-        over = [number for number in running if player.has_ended(number)]
+        self.totals.add(dict(zip(running, fates, strict=True)), step_ms, drafting_ms)
+        over = list(filter(player.has_ended, running))
         player.forget(over)
         return over
 
@@ -157,19 +240,20 @@ class _Engine:
         if self.barrier is None:
             return Draft.empty(batch.num_reqs)
         if self._drafter is not None:
-            batch, feedback = self._offered(self._drafter, batch, feedback)
+            batch, feedback = self._offered(self.barrier, self._drafter, batch, feedback)
         start = time.thread_time()
         draft = self.barrier.propose(batch, feedback)
         self._proposing_ms = (time.thread_time() - start) * 1000
-        asked = getattr(self.barrier.proposer, "asked", None)  # by an oracle, which asks when it has chosen
+        asked = getattr(self.barrier.proposer, "asked", None)  # of an oracle, which decides while it proposes
         if self._drafter is not None and asked is not None:
             self._drafter_ms = self._drafter.step_ms(batch.num_reqs, asked)
         return draft
 
-    def _offered(self, drafter: Drafter, batch: DraftBatch, feedback: Feedback) -> tuple[DraftBatch, Feedback]:
-        """The drafter runs before ours is asked, and its time is a part of the step, as in an engine."""
-        assert self.barrier is not None
-        is_needed = self.barrier.needs_built_in(batch, feedback.num_accepted)
+    def _offered(
+        self, barrier: FaultBarrier, drafter: Drafter, batch: DraftBatch, feedback: Feedback
+    ) -> tuple[DraftBatch, Feedback]:
+        """Batch and feedback after the drafter has run, as in an engine; its time is a part of the step."""
+        is_needed = barrier.needs_built_in(batch, feedback.num_accepted)
         self._drafter_ms = drafter.step_ms(batch.num_reqs, is_needed)
         token_ids = drafter.draft(self._traffic, batch.request_ids, batch.token_ids)
         offer = Offer(token_ids[:, : None if is_needed else 0], self._drafter_ms)
@@ -177,14 +261,11 @@ class _Engine:
             feedback = replace(feedback, step_ms=feedback.step_ms + self._drafter_ms)
         return replace(batch, offer=offer), feedback
 
-    def _drafting_ms(self, measured: float) -> float:
-        if self._load.draft_us is not None:
-            return self._load.draft_us * self._num_reqs / 1000
-        # What drafts on the device is in the host's share.
-        return 0.0 if self._load.host and not self._load.waits else measured
+    def _drafting_ms(self, measured_ms: float) -> float:
+        return self._load.drafting_ms(self._num_reqs, measured_ms)
 
     def _agreed(self, value: Any) -> Any:
-        """What ranks agree on: a gate's times, of which the drafting's are those of the load, and drafts."""
+        """Replaces the ranks' agreement: the drafting time of a gate is that of the load."""
         match value:
             case [float() as step_ms, float() as drafting_ms, *others]:
                 return [step_ms, self._drafting_ms(drafting_ms), *others]

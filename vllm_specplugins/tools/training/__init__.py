@@ -1,7 +1,5 @@
-"""Training of the small parts that draft on a frozen model's states.
+"""Training of small parts that draft from the states of a frozen model.
 
-`kinds.py` says what a part drafts from; `core.py` trains, saves and resumes any. Drafts are unrolled over a whole row
-at once, as they are when served: pass k sees of the text what stands k tokens or more before it, and between that what
-the draft itself has written. What is printed as tokens a step is what an engine measures (`scores.py`): the model goes
-on with held-out beginnings, with the noise that verification draws with, and a step begins after what was accepted.
+Drafts are unrolled over a whole row at once, as they are when served: pass k sees the text up to k tokens before a
+token, and after that the passes of its draft. `scores.py` counts tokens a step as an engine does.
 """

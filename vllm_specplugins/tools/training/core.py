@@ -1,12 +1,9 @@
-"""The training that all parts share: a part learns to predict what the model does.
+"""The training of all parts: a part learns to predict the model's distribution (proposers/heads/distillation.py).
 
-The loss is proposers/heads/distillation.py's. A step's rows follow from its number alone, so that a run that was killed
-goes on as if it had not been.
+The rows of a step follow from its number alone, so that a run that was killed goes on as if it had not been.
 """
 
-import os
 import time
-import zipfile
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,12 +12,11 @@ from typing import Any
 
 import torch
 
-from vllm_specplugins.config import ConfigError
+from vllm_specplugins.config import ConfigError, brief
 from vllm_specplugins.proposers.heads.distillation import Guesser, distil
 from vllm_specplugins.proposers.heads.trained import TrainedPart
-from vllm_specplugins.structures.whole_file import open_regular
 from vllm_specplugins.tools.base_model import BaseModel
-from vllm_specplugins.tools.files import other_run, save_whole
+from vllm_specplugins.tools.files import save_whole
 
 STATE_FILE = "training_state.pt"
 SAVE_SECONDS = 60.0
@@ -29,13 +25,12 @@ WARM_UP = 0.05  # of the steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What decides the weights of a run, which is only resumed with the same. Each kind of part has fields of its own.
+    """Settings that decide the weights of a run, which resumes with the same alone. Each kind of part adds fields.
 
     Args:
         model: path or name.
-        steps: optimizer steps.
-        batch_tokens: about so many tokens a step.
-        row_tokens: most tokens of a row.
+        batch_tokens: of a step, about.
+        row_tokens: of a row, at most.
         learning_rate: at its highest.
         seed: of the order of the rows.
         heldout: share of the rows that is not trained on.
@@ -59,7 +54,7 @@ class Settings:
 
     @abstractmethod
     def allowed(self, base: BaseModel) -> dict[str, tuple[int, int]]:
-        """The least and the most that the part's own fields may be for a model."""
+        """Limits of the part's fields for a model."""
 
     @abstractmethod
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> TrainedPart:
@@ -67,7 +62,7 @@ class Settings:
 
     @abstractmethod
     def guesser(self, base: BaseModel, part: Any) -> Guesser:
-        """What drafts with the part, as it does when served, on all of a row at once."""
+        """The drafter of the part, as it is served, on all of a row at once."""
 
     @abstractmethod
     def serving(self, folder: Path) -> dict[str, Any]:
@@ -88,12 +83,10 @@ def train(
     out: Path,
     advance: Callable[[int, float], None] = lambda step, loss: None,
 ) -> TrainedPart:
-    """Trains a part and saves it in `out`, in the model's dtype; goes on where a run in `out` stopped.
+    """Trains a part and saves it in `out`, in the model's dtype; resumes a run that stopped there.
 
     Args:
-        base: the model.
         rows: token ids to train on.
-        settings: see Settings.
         out: folder of the part and of the state of its training.
         advance: called after each step with the number of steps done and the loss, in nats a draft token.
 
@@ -107,27 +100,33 @@ def train(
     guesser = settings.guesser(base, part)
     for step in range(first, settings.steps):
         optimizer.param_groups[0]["lr"] = settings.learning_rate * schedule(step, settings.steps)
-        picked = rows_of_step(step, len(rows), settings.batch_rows, settings.seed)
-        texts = [rows[index] for index in picked]
+        texts = [rows[index] for index in rows_of_step(step, len(rows), settings.batch_rows, settings.seed)]
         loss = distil(base, base.hidden_states(texts), guesser, settings.num_draft, sum(map(len, texts)))
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 == settings.steps or time.monotonic() - saved > SAVE_SECONDS:
-            save_state(out / STATE_FILE, settings, part, optimizer, step + 1)
+            save_state(out, settings, part, optimizer, step + 1)
             saved = time.monotonic()
         advance(step + 1, loss)
     save_whole(out, lambda folder: part.save(folder, base.dtype))
-    part.requires_grad_(False).to(base.dtype).float()  # what is scored is what was saved
+    part.requires_grad_(False).to(base.dtype).float()  # for the scores, which are those of the saved part
     return part
 
 
+def save_state(out: Path, settings: Settings, part: TrainedPart, optimizer: Any, step: int) -> None:
+    """Writes the state of a run; a reader sees the old one or the new one, never a part."""
+    state = {"settings": asdict(settings), "step": step}
+    state |= {"optimizer": optimizer.state_dict(), "weights": part.state_dict()}
+    save_whole(out, lambda folder: torch.save(state, folder / STATE_FILE))
+
+
 def schedule(step: int, steps: int) -> float:
-    """The learning rate's share of its highest: up over WARM_UP of the steps, then down to nothing."""
+    """Share of the highest learning rate: it rises over WARM_UP of the steps, then falls to nothing."""
     return min(1.0, (step + 1) / (WARM_UP * steps + 1)) * (1 - step / steps)
 
 
 def rows_of_step(step: int, num_rows: int, batch_rows: int, seed: int) -> list[int]:
-    """The rows of a step: each row once an epoch, in an order of that epoch's own."""
+    """The rows of a step: each row once an epoch, in another order in each."""
     first, last = step * batch_rows, (step + 1) * batch_rows
     epochs = range(first // num_rows, (last - 1) // num_rows + 1)
     seeds = [torch.Generator().manual_seed(seed * 1_000_003 + epoch) for epoch in epochs]
@@ -141,12 +140,7 @@ def resume(path: Path, settings: Settings, part: TrainedPart, optimizer: torch.o
     if not path.exists():
         return 0
     try:
-        with open(open_regular(path, os.O_RDONLY), "rb") as file:
-            with zipfile.ZipFile(file) as archive:  # torch.load looks at no checksum
-                if archive.testzip() is not None:
-                    raise ValueError("a damaged archive")
-            file.seek(0)
-            state = torch.load(file, weights_only=True, map_location=next(part.parameters()).device)
+        state = torch.load(path, weights_only=True, map_location=next(part.parameters()).device)
         stored, step = dict(state["settings"]), state["step"]
         differing = [name for name, value in asdict(settings).items() if stored.get(name) != value]
         if not differing:
@@ -155,15 +149,12 @@ def resume(path: Path, settings: Settings, part: TrainedPart, optimizer: torch.o
             part.load_state_dict(state["weights"])
             optimizer.load_state_dict(state["optimizer"])
     except Exception as error:
-        raise ConfigError(f"--out must be a folder whose {STATE_FILE} is whole, not {path.parent}.") from error
+        raise ConfigError(f"--out must be a folder with a whole {STATE_FILE}, not {path.parent}.") from error
     if differing:
         name = differing[0]
-        raise other_run(name, stored.get(name), getattr(settings, name), path.parent)
+        flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
+        was, given = brief(stored.get(name)), brief(getattr(settings, name))
+        if name == "data":
+            was, given = "the text", "other text"
+        raise ConfigError(f"{flag} must be {was}, as in the run in {path.parent}, or --out new, not {given}.")
     return int(step)
-
-
-def save_state(path: Path, settings: Settings, part: TrainedPart, optimizer: Any, step: int) -> None:
-    """Writes the state of a run; a reader finds the old one or the new one, never a part."""
-    state = {"settings": asdict(settings), "step": step, "optimizer": optimizer.state_dict()}
-    state["weights"] = part.state_dict()
-    save_whole(path.parent, lambda folder: torch.save(state, folder / path.name))

@@ -1,8 +1,8 @@
 """The kinds of parts that can be trained: an exit head, a jump, and look-ahead embeddings.
 
-The target's keys and values of the tokens before a draft are the target's own, those of the draft are the part's: K
-passes over a row, the k-th of which sees of the text what stands k tokens or more before it (as in EAGLE-3, Li et al.
-2025, "training-time test"). T: tokens of a row, H: hidden size, M: embeddings.
+The keys and values of the tokens before a draft are the target's, those of the draft are the part's: K passes over a
+row, of which the k-th sees the text up to k tokens before a token (as in EAGLE-3, Li et al. 2025, "training-time
+test"). T: tokens of a row, H: hidden size, M: embeddings.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ FITTED_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitHeadSettings(Settings):
-    """A norm and a head that read an early layer as the model's own read its last one; see ExitHeadConfig."""
+    """A norm and a head that read an early layer as the model's norm and head read its last one; see ExitHeadConfig."""
 
     exit_layer: int
 
@@ -45,7 +45,7 @@ class ExitHeadSettings(Settings):
 
 
 def initial_head(base: BaseModel, exit_layer: int) -> ExitHead:
-    """The model's own norm and head, in float32."""
+    """The norm and the head of the model, in float32."""
     weight = base.head_weight.to(torch.float32, copy=True)
     config = ExitHeadConfig(
         exit_layer=exit_layer, hidden_size=base.hidden_size, vocab_size=len(weight), rms_norm_eps=base.norm_eps
@@ -55,10 +55,10 @@ def initial_head(base: BaseModel, exit_layer: int) -> ExitHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpSettings(Settings):
-    """What predicts the state in front of a late layer; see JumpHeadConfig.
+    """A part that predicts the state before a late layer; see JumpHeadConfig.
 
     Args:
-        resume: folder of a head to go on from; None: it begins anew.
+        resume: folder of a head that it begins with; None: it begins anew.
     """
 
     early_layers: int
@@ -71,18 +71,18 @@ class JumpSettings(Settings):
         return {**layers, "inner_size": (1, 1_000_000)}
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> JumpHead:
-        """The linear part fits some rows' states best (ridge regression); the other adds nothing yet."""
+        """The linear half fits some rows' states best (ridge regression); the other half adds nothing yet."""
+        hidden, late_layer = base.hidden_size, self.late_layer
+        sizes = {"early_layers": self.early_layers, "late_layer": late_layer, "inner_size": self.inner_size}
         if self.resume is not None:
-            sizes = {"num_layers": base.num_layers, "hidden_size": base.hidden_size, "inner_size": self.inner_size}
-            JumpHead.check(self.resume, early_layers=self.early_layers, late_layer=self.late_layer, **sizes)
+            JumpHead.check(self.resume, **sizes, num_layers=base.num_layers, hidden_size=hidden)
             return JumpHead.load(self.resume, base.model.device)
-        hidden, eps, norm_weight = base.hidden_size, base.norm_eps, base.norm_weight.cpu()
         gram, cross = torch.zeros(2 * hidden, 2 * hidden), torch.zeros(2 * hidden, hidden)
         for states in base.hidden_states([rows[index] for index in every_nth(len(rows), FITTED_ROWS)]):
-            early, late, last = (states[index].float().cpu() for index in (self.early_layers, self.late_layer, -1))
-            if self.late_layer == base.num_layers:  # the final norm is still to come
-                late = late / norm_weight
-            both = torch.cat((F.rms_norm(early, (hidden,), eps=eps)[1:], last[:-1]), dim=-1)
+            early, late, last = (states[index].float().cpu() for index in (self.early_layers, late_layer, -1))
+            if late_layer == base.num_layers:  # the final norm is still to come
+                late = late / base.norm_weight.cpu()
+            both = torch.cat((F.rms_norm(early, (hidden,), eps=base.norm_eps)[1:], last[:-1]), dim=-1)
             gram += both.T @ both
             cross += both.T @ (late - early)[1:]
         gram.diagonal().add_(RIDGE * gram.diagonal().mean())
@@ -93,10 +93,8 @@ class JumpSettings(Settings):
             "up.weight": up / (2 * hidden) ** 0.5,
             "down.weight": torch.zeros(hidden, self.inner_size),
         }
-        own = {"early_layers": self.early_layers, "late_layer": self.late_layer, "inner_size": self.inner_size}
-        config = JumpHeadConfig(num_layers=base.num_layers, hidden_size=hidden, rms_norm_eps=eps, **own)
-        device = base.model.device
-        return JumpHead(config, {name: tensor.to(device) for name, tensor in weights.items()})
+        config = JumpHeadConfig(num_layers=base.num_layers, hidden_size=hidden, rms_norm_eps=base.norm_eps, **sizes)
+        return JumpHead(config, {name: tensor.to(base.model.device) for name, tensor in weights.items()})
 
     def guesser(self, base: BaseModel, part: JumpHead) -> Guesser:
         return jump_guesser(base, part)
@@ -107,11 +105,11 @@ class JumpSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAheadSettings(Settings):
-    """Embeddings that stand for draft tokens not yet known.
+    """Embeddings that stand for draft tokens which are not known yet.
 
     Args:
         exit_layer: how many layers they run through.
-        exit_head: folder of a trained head for this layer; None is the model's own norm and head.
+        exit_head: folder of a trained head for this layer; None: the norm and the head of the model.
     """
 
     exit_layer: int
@@ -121,13 +119,14 @@ class LookAheadSettings(Settings):
         return {"exit_layer": (1, base.num_layers), "num_draft": (2, 64)}
 
     def begin(self, base: BaseModel, rows: Sequence[Sequence[int]]) -> LookAhead:
-        """See Settings. All embeddings begin as the mean of the tokens' in some rows."""
+        """All embeddings begin as the mean of the tokens' in some rows."""
         some = [rows[index] for index in every_nth(len(rows), FITTED_ROWS)]
         mean = torch.cat([states[0].float() for states in base.hidden_states(some)]).mean(0)
+        num_embeddings = self.num_draft - 1
         config = LookAheadConfig(
-            exit_layer=self.exit_layer, hidden_size=base.hidden_size, num_embeddings=self.num_draft - 1
+            exit_layer=self.exit_layer, hidden_size=base.hidden_size, num_embeddings=num_embeddings
         )
-        return LookAhead(config, {"embeddings.weight": mean.repeat(self.num_draft - 1, 1)})
+        return LookAhead(config, {"embeddings.weight": mean.repeat(num_embeddings, 1)})
 
     def guesser(self, base: BaseModel, part: LookAhead) -> Guesser:
         if self.exit_head is None:
@@ -138,19 +137,19 @@ class LookAheadSettings(Settings):
 
     def serving(self, folder: Path) -> dict[str, Any]:
         head = {} if self.exit_head is None else {"exit_head": str(Path(self.exit_head).resolve())}
-        own = {"look_ahead": str(folder.resolve()), "num_speculative_tokens": self.num_draft}
-        return {"method": "early_exit", "exit_layer": self.exit_layer, **head, **own}
+        ahead = {"look_ahead": str(folder.resolve()), "num_speculative_tokens": self.num_draft}
+        return {"method": "early_exit", "exit_layer": self.exit_layer, **head, **ahead}
 
 
 def look_ahead_guesser(base: BaseModel, part: LookAhead, head: ExitHead | None = None) -> Guesser:
-    """The first draft token is the exit's own; the k-th pass is that of the k-th embedding, after every token."""
+    """The first draft token is the exit's; pass k is that of the k-th embedding, after every token."""
 
     def guesses(states: States, num_draft: int) -> Iterator[Guess]:
         num_tokens = len(states[0])
         run = base.passes(0, num_tokens, part.config.exit_layer, normed=head is None)
-        fed = [states[0], *(own.expand(num_tokens, -1) for own in part.embeddings.weight[: num_draft - 1])]
-        for step, own in enumerate(fed[:num_tokens]):
-            yield Guess((base if head is None else head).logits(run(own, step)[step:]), step)
+        ahead = [vector.expand(num_tokens, -1) for vector in part.embeddings.weight[: num_draft - 1]]
+        for step, inputs in enumerate([states[0], *ahead][:num_tokens]):
+            yield Guess((head or base).logits(run(inputs, step)[step:]), step)
 
     return guesses
 

@@ -1,18 +1,90 @@
-"""The exact distribution of a tiny model's first tokens under sampling parameters, by enumeration of all outcomes.
+"""A tiny Llama with random weights, and the exact distribution of its first tokens under sampling parameters.
 
-The parameters are applied here once more, in float64 and as plainly as can be, in vLLM's order. R: rows, V: vocab_size,
-t: tokens of an outcome.
+The first of its two layers is a fair guess at both. Its distributions are far from uniform and differ from one context
+to the next, so that wrong sampling shows. All outcomes are enumerated; the parameters are applied in float64, plainly
+and in vLLM's order. R: rows, V: vocab_size, t: tokens of an outcome.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
+from vllm_specplugins.proposers.heads.jump_head import JumpHead, JumpHeadConfig
+from vllm_specplugins.proposers.heads.look_ahead import LookAhead, LookAheadConfig
+
+VOCAB_SIZE = 10
+MAX_MODEL_LEN = 64
+HIDDEN_SIZE, NUM_LAYERS = 64, 2
 Params = Mapping[str, Any]  # keyword arguments of vLLM's SamplingParams
+
+
+def write_checkpoint(folder: Path, seed: int) -> LlamaForCausalLM:
+    """Writes the model of this seed into a folder, without a tokenizer."""
+    logging.disable_progress_bar()
+    model = make_model(seed)
+    model.save_pretrained(folder)
+    return model
+
+
+def write_parts(folder: Path, seed: int) -> None:
+    """Writes `jump` and `look_ahead`, with random weights, and `draft_model` and `eagle`, of the first layer."""
+    model, generator = make_model(seed), torch.Generator().manual_seed(seed)
+    _write_eagle(folder / "eagle", model)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    model.save_pretrained(folder / "draft_model")
+    config = JumpHeadConfig(
+        early_layers=1, late_layer=1, num_layers=NUM_LAYERS, hidden_size=HIDDEN_SIZE, inner_size=8, rms_norm_eps=1e-6
+    )
+    shapes = JumpHead(config).state_dict()
+    weights = {name: 0.05 * torch.randn(like.shape, generator=generator) for name, like in shapes.items()}
+    JumpHead(config, weights | {"norm.weight": torch.ones(HIDDEN_SIZE)}).save(folder / "jump")
+    embeddings = {"embeddings.weight": 0.2 * torch.randn(1, HIDDEN_SIZE, generator=generator)}
+    ahead = LookAheadConfig(exit_layer=1, hidden_size=HIDDEN_SIZE, num_embeddings=1)
+    LookAhead(ahead, embeddings).save(folder / "look_ahead")
+
+
+def _write_eagle(folder: Path, model: LlamaForCausalLM) -> None:
+    """A head that sees a tenth of the target's state, in the format of published ones."""
+    folder.mkdir()
+    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    same, parts = torch.eye(HIDDEN_SIZE), model.model.layers[0].state_dict()
+    weights = {f"layers.0.{name}": part for name, part in parts.items() if not name.startswith("input_layernorm")}
+    weights["fc.weight"] = torch.cat((same, 0.1 * same), dim=1)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def make_model(seed: int) -> LlamaForCausalLM:
+    """The model of a seed, in float32 on the CPU."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=128,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,  # the smallest that vLLM's CPU attention takes
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            parameter.normal_(std=0.3 if name.startswith("lm_head") else 0.2, generator=generator)
+    return model.eval()
 
 
 class ExactModel:
@@ -24,30 +96,27 @@ class ExactModel:
     """
 
     def __init__(self, model: Any, num_tokens: int):
-        self._model = model
-        self._vocab_size: int = model.config.vocab_size
-        self._num_tokens = num_tokens
+        self._model, self._vocab_size, self._num_tokens = model, int(model.config.vocab_size), num_tokens
         self._logits: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     def joint(self, prompt: Sequence[int], params: Params, slack: float = 0.0) -> NDArray[np.float64]:
-        """[V] * t: probability of each outcome. After a stop token it is repeated to the end.
+        """[V] * t: probability of each outcome, in which a stop token repeats to the end.
 
         Args:
-            slack: by what share a token may miss a cut (min-p, top-k, top-p) and still be left in.
+            slack: a token that misses a cut (min-p, top-k, top-p) by this share or less is left in.
         """
         joint = torch.ones((), dtype=torch.float64)
         for length, logits in enumerate(self._prefix_logits(tuple(prompt))):
             prefixes = self._prefixes(length)
             probs = next_probs(logits, prompt, prefixes, params, slack)
             for stop in params.get("stop_token_ids", ()):
-                ended = (prefixes == stop).any(-1)
-                probs[ended] = torch.nn.functional.one_hot(torch.tensor(stop), self._vocab_size).double()
+                probs[(prefixes == stop).any(-1)] = torch.eye(self._vocab_size, dtype=torch.float64)[stop]
             joint = joint[..., None] * probs.reshape([self._vocab_size] * (length + 1))
         result: NDArray[np.float64] = joint.numpy()
         return result
 
     def _prefixes(self, length: int) -> torch.Tensor:
-        """[V ** length, length]: all of them, in order."""
+        """[V ** length, length]: all prefixes, in order."""
         return torch.tensor(list(product(range(self._vocab_size), repeat=length)), dtype=torch.long)
 
     def _prefix_logits(self, prompt: tuple[int, ...]) -> list[torch.Tensor]:
@@ -85,9 +154,7 @@ def next_probs(
 def _edit(logits: torch.Tensor, length: int, params: Params) -> torch.Tensor:
     """Allowed tokens, logit bias and min tokens."""
     if allowed := params.get("allowed_token_ids"):
-        forbidden = torch.ones(logits.shape[-1], dtype=torch.bool)
-        forbidden[allowed] = False
-        logits[:, forbidden] = -torch.inf
+        logits[:, [token for token in range(logits.shape[-1]) if token not in allowed]] = -torch.inf
     for token, bias in params.get("logit_bias", {}).items():
         logits[:, int(token)] += bias
     if length < params.get("min_tokens", 0):

@@ -1,0 +1,182 @@
+"""`check`: plays a recorded engine to a proposer, behind the fault barrier, and reports its violations.
+
+The recording holds arrivals, preemptions and ends of requests, as tests/tools/record_trace.py of commit 5d3e21a saw
+them. The drafts decide how far each request gets in a step (replay/simulate.py).
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_specplugins.config import ConfigError, SpecConfig
+from vllm_specplugins.counters import Counters
+from vllm_specplugins.custom import import_object
+from vllm_specplugins.draft import PROTOCOL_VERSION, Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
+from vllm_specplugins.isolation.barrier import FaultBarrier
+from vllm_specplugins.isolation.faults import CHARGED, MAX_FAULTS
+from vllm_specplugins.methods import build_proposer
+from vllm_specplugins.parsing import parse_config, registered_methods
+from vllm_specplugins.tools.progress import progress
+from vllm_specplugins.tools.replay.data import name_of
+from vllm_specplugins.tools.replay.simulate import Player
+from vllm_specplugins.tools.report import say, show_table
+
+NEWCOMER = "the-request-after-all-others"
+SHIPPED = Path(__file__).with_name("trace.npz")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A recording.
+
+    Args:
+        histories: prompt and output of each request.
+        prompt_lengths: of each request.
+        steps: (requests that sampled a token, requests that were forgotten before), by number.
+        options: of each request.
+    """
+
+    histories: list[Int32Array]
+    prompt_lengths: list[int]
+    steps: list[tuple[list[int], list[int]]]
+    options: list[Mapping[str, Any]]
+    vocab_size: int
+    max_model_len: int
+    max_num_draft: int
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; returns 0 if nothing is violated, else 1."""
+    config, trace = parse_config(configured(args.proposer, args.options, args.time_budget_ms)), load()
+    with progress() as bars:
+        task = bars.add_task("steps of the recording", total=len(trace.steps))
+        violations, counters = check(config, trace, lambda: bars.advance(task))
+    if counters.request_steps:
+        show_table([args.proposer], {"": _figures(counters)}, f"protocol {PROTOCOL_VERSION}")
+    for sentence in violations:
+        say(f"violated: {sentence}")
+    if not violations:
+        say("Nothing is violated.")
+    return 1 if violations else 0
+
+
+def configured(proposer: str, options: Mapping[str, Any], time_budget_ms: int) -> dict[str, Any]:
+    """The `speculative_config` of "package.module:Class", or of a registered method; ConfigError if there is none."""
+    common = {"time_budget_ms": time_budget_ms}
+    if ":" in proposer:
+        return {"method": "custom", "proposer": proposer, "options": dict(options), **common}
+    registered = registered_methods()
+    if proposer not in registered:
+        names = ", ".join(registered) or "none"
+        raise ConfigError(
+            f"check: PROPOSER must be package.module:Class or a registered method ({names}), not {proposer!r}."
+        )
+    has_config = hasattr(import_object(registered[proposer].proposer, proposer), "Config")
+    return {"method": proposer, **common, **(options if has_config else {"options": dict(options)})}
+
+
+def check(config: SpecConfig, trace: Trace, advance: Callable[[], None] = lambda: None) -> tuple[list[str], Counters]:
+    """Plays the trace to the configured proposer: its violations, a sentence each, and its counters.
+
+    Args:
+        advance: called before each step.
+
+    Raises:
+        ConfigError: the proposer cannot be made.
+    """
+    context = ProposerContext(
+        vocab_size=trace.vocab_size,
+        max_model_len=trace.max_model_len,
+        max_num_reqs=len(trace.histories),
+        max_num_draft=trace.max_num_draft,
+        tokenize=lambda text: [1 + code % (trace.vocab_size - 1) for code in text.encode()],
+        time_budget_ms=config.common.time_budget_ms,
+    )
+    proposer = build_proposer(config, context)
+    barrier = FaultBarrier(proposer, trace.vocab_size, trace.max_num_draft, config.common.time_budget_ms)
+    play(trace, barrier.propose, barrier.forget, advance)
+    return list(_violations(proposer, barrier.counters, trace)), barrier.counters
+
+
+def _violations(proposer: Proposer, counters: Counters, trace: Trace) -> Iterator[str]:
+    """Faults by kind, of which the barrier has logged the first causes, and forgotten requests that it still holds."""
+    for kind, count in counters.faults.items():
+        did = "failed at the options of a request" if kind == CHARGED else kind
+        yield f"It {did} in {count} step{'s' * (count > 1)}."
+    if counters.times_switched_off:  # then it is not asked to forget, either
+        yield f"It was switched off after {MAX_FAULTS} faults: an engine would have gone on without its drafts."
+        return
+    gone = {name_of(number) for number in range(len(trace.histories))}
+    for name, value in getattr(proposer, "__dict__", {}).items():
+        entries = value if isinstance(value, dict | set | list | tuple) else ()
+        if held := gone.intersection(entry for entry in entries if isinstance(entry, str)):
+            yield f"Its {name} still holds {len(held)} of {len(gone)} requests that it was to forget."
+
+
+def _figures(counters: Counters) -> list[tuple[str, str]]:
+    steps = counters.request_steps
+    return [
+        ("steps of single requests", f"{steps}"),
+        ("with a draft", f"{counters.drafts / steps:.0%}"),
+        ("draft tokens accepted", f"{counters.accepted_tokens} of {counters.drafted_tokens}"),
+        ("tokens a step", f"{1 + counters.accepted_tokens / steps:.2f}"),
+        ("us a request and step", f"{counters.propose_ms * 1000 / steps:.1f}"),
+    ]
+
+
+def load(path: Path = SHIPPED) -> Trace:
+    """The trace in a file."""
+
+    def lists(file: Any, values: str, sizes: str) -> list[list[int]]:
+        ends = np.cumsum(file[sizes].astype(int))[:-1]
+        return [part.tolist() for part in np.split(file[values].astype(int), ends)]
+
+    with np.load(path) as file:
+        vocab_size, max_model_len, max_num_draft, _ = file["limits"].tolist()
+        return Trace(
+            histories=[np.array(tokens, np.int32) for tokens in lists(file, "tokens", "lengths")],
+            prompt_lengths=file["prompt_lengths"].tolist(),
+            steps=[*zip(lists(file, "batches", "batch_sizes"), lists(file, "gone", "num_gone"), strict=True)],
+            options=json.loads(str(file["options"])),
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            max_num_draft=max_num_draft,
+        )
+
+
+def play(
+    trace: Trace,
+    propose: Callable[[DraftBatch, Feedback], Draft],
+    forget: Callable[[Sequence[str]], None],
+    advance: Callable[[], None] = lambda: None,
+) -> None:
+    """Plays all steps with the functions of a fault barrier, and as many more as slow requests need."""
+    player = Player(trace, trace.max_num_draft, trace.max_model_len, propose, forget)
+    last = {number: step for step, (requests, _) in enumerate(trace.steps) for number in requests}
+    over: set[int] = set()
+
+    def forget_all(numbers: Sequence[int]) -> None:
+        player.forget(numbers)
+        over.update(filter(player.has_ended, numbers))
+
+    for step in itertools.count():
+        requests, forgotten = trace.steps[step] if step < len(trace.steps) else ([], [])
+        advance()
+        forget_all([number for number in forgotten if number not in over and last[number] >= step])
+        # A request that the recorded drafts had brought further goes on until it is over.
+        late = [number for number, end in last.items() if end < step]
+        running = [number for number in dict.fromkeys([*requests, *late]) if number not in over]
+        if running:
+            player.step(running)
+            forget_all(list(filter(player.has_ended, running)))
+        elif step >= len(trace.steps):
+            break
+    # A barrier hands on what is to be forgotten before it next proposes.
+    nothing = np.zeros(1, np.int32)
+    propose(replace(player.batch([0]), request_ids=[NEWCOMER]), Feedback([NEWCOMER], nothing, nothing))

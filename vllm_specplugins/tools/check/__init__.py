@@ -1,1 +1,0 @@
-"""`check`: a proposer of the user's own against a recorded engine."""
