@@ -179,7 +179,7 @@ def test_rounds_are_strangers(run: Run, engines: Any) -> None:
     rounds = engines.asked["prompt_lookup"]
     assert status == 0 and len({traffic.salt for traffic in rounds}) == 1
     assert len({tuple(prompt) for traffic in rounds for prompt in traffic.prompts}) == 2
-    assert "what was learnt from a round's outputs is known" in output
+    assert "a method knows the outputs of earlier rounds" in output
 
 
 def test_all_cells(run: Run, tmp_path: Path) -> None:
