@@ -17,10 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from vllm_specplugins.kernels.rejection import rejection_sample
-from vllm_specplugins.kernels.rejection.testing import to_device
+from vllm_specplugins.kernels.rejection.inputs import make_batch, to_device
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from batches import make_batch
 
 TOP_P = 0.95
 # How far twenty tokens of a row are above the bulk, in logits: with 20 top-p keeps some of them; with 12 some rows are

@@ -12,18 +12,18 @@ from interpreted import DEVICE, needs_triton
 from launch_keys import recorded
 from vllm_specplugins.kernels.acceptance import Drafts, Other, State, observe, predict, worth
 from vllm_specplugins.kernels.acceptance.reference import clear, new_state
-from vllm_specplugins.kernels.acceptance.testing import Step, make_steps
+from vllm_specplugins.kernels.inputs import make_outcomes
+from vllm_specplugins.kernels.rejection.inputs import to_device
 
 POISON = 77.0
 
 
-def run(steps: list[Step], num_stages: int, width: int, implementation: str) -> tuple[list[Any], State]:
+def run(steps: list[Any], num_stages: int, width: int, implementation: str) -> tuple[list[Any], State]:
     """Acceptance probabilities and numbers of tokens worth keeping, of each step; what is known in the end."""
     device = DEVICE if implementation == "fused" else "cpu"
-    found, state = [], new_state(num_stages, 2 * len(steps[0].slots) + 1, width, device)
+    found, state = [], new_state(num_stages, 2 * len(steps[0][0]) + 1, width, device)
     for index, step in enumerate(steps):
-        slots, sampled, rejected = (tensor.to(device) for tensor in (step.slots, *step[2:]))
-        drafts = Drafts(*(part.to(device) for part in step.drafts))
+        slots, drafts, sampled, rejected = to_device(step, device)
         accept_probs = torch.full(drafts.stage.shape, POISON, dtype=torch.float64, device=device)
         copies = torch.full((len(state.tried), 1), POISON, device=device)
         other = Other(num_stages - 1, index % (width + 1), index % 2 == 0, (slots % 4).int())
@@ -53,7 +53,7 @@ def test_equals_reference(num_rows: int, num_stages: int, width: int) -> None:
     """To 1e-9, over tiles of rows. Fails if tokens behind the first rejected one, or of another stage, are learned
     from; if a tile or a decay is left out of the record of all; if a row of padding counts, or a draft's
     end does not hold; if one step adds more to the record of all than it may."""
-    steps = make_steps(5 if num_rows > 9 else 16, num_rows, num_stages, width, seed=num_rows)
+    steps = make_outcomes(5 if num_rows > 9 else 16, num_rows, num_stages, width, seed=num_rows)
     (found, state), (expected, known) = (run(steps, num_stages, width, name) for name in ("fused", "reference"))
     assert_same(found, expected)
     assert_same(state[:5], known[:5])
@@ -75,8 +75,8 @@ def test_among_equals(implementation: str) -> None:
 @needs_triton
 def test_whole_numbers() -> None:
     """A lookup's confidences. Fails if they are taken for another type."""
-    step = make_steps(1, 6, 1, 4)[0]
-    step = step._replace(drafts=step.drafts._replace(confidence=step.drafts.confidence.long()))
+    [(slots, drafts, *outcome)] = make_outcomes(1, 6, 1, 4)
+    step = slots, drafts._replace(confidence=drafts.confidence.long()), *outcome
     assert_same(run([step], 1, 4, "fused")[0], run([step], 1, 4, "reference")[0])
 
 
@@ -85,11 +85,11 @@ def test_few_variants() -> None:
     """Of what batches may be. Fails if a number of rows, of slots or of tokens to draft is compiled for."""
     with recorded("vllm_specplugins.kernels", runs=False) as keys:
         for num_rows in (1, 2, 7, 16, 33):
-            for step in make_steps(2, num_rows, 2, 5):
+            for all_slots, all_drafts, *outcome in make_outcomes(2, num_rows, 2, 5):
                 state = new_state(2, 2 * num_rows + 1, 5, DEVICE)
                 for first in range(min(2, num_rows)):
-                    slots, sampled, rejected = (tensor[first:] for tensor in (step.slots, *step[2:]))
-                    drafts = Drafts(*(part[first:].clone() for part in step.drafts))
+                    slots, sampled, rejected = (tensor[first:] for tensor in (all_slots, *outcome))
+                    drafts = Drafts(*(part[first:].clone() for part in all_drafts))
                     observe(state, slots, sampled, rejected, "fused")
                     predict(state, slots, drafts, torch.zeros(num_rows, 5)[first:], "fused")
                     for depth in (1, 4):

@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from batches import make_batch
 from interpreted import DEVICE, RUNS, needs_triton
 from scipy.stats import chisquare
 from vllm_specplugins.kernels.rejection import rejection_sample
-from vllm_specplugins.kernels.rejection.testing import Batch, to_device
+from vllm_specplugins.kernels.rejection.inputs import Batch, make_batch, to_device
 
 SIZE, NUM_REQS = 8, 20_000
 P = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -0.3, 0.1, -2.0])

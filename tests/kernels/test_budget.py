@@ -3,13 +3,24 @@
 On a GPU as it is, else in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from interpreted import DEVICE, RUNS, needs_triton
-from vllm_specplugins.kernels.budget.testing import make_shares, shared
+from vllm_specplugins.kernels.budget import Layout, share_budget
+from vllm_specplugins.kernels.inputs import make_budgets
+from vllm_specplugins.kernels.rejection.inputs import to_device
 
-HOST, GPU = torch.device("cpu"), torch.device(DEVICE)
 SIZES = [(1, 1, 1), (1, 5, 4), (12, 5, 16), (16, 16, 16), (97, 3, 100), (3, 31, 300)]
+
+
+def shared(step: tuple[Any, ...], implementation: str) -> list[torch.Tensor]:
+    """cu_num_logits and query_start_loc, with one token of a request beside its drafts."""
+    *tensors, budget = to_device(step, DEVICE if implementation == "fused" else "cpu")
+    layout = Layout(*torch.full((2, len(tensors[0]) + 1), -1, dtype=torch.int32, device=tensors[0].device))
+    share_budget(layout, *tensors, budget, 1, implementation)
+    return [bounds.cpu() for bounds in layout]
 
 
 @needs_triton
@@ -17,9 +28,9 @@ SIZES = [(1, 1, 1), (1, 5, 4), (12, 5, 16), (16, 16, 16), (97, 3, 100), (3, 31, 
 def test_equals_reference(num_rows: int, width: int, num_slots: int) -> None:
     """Fails if equals are not taken by row, a token behind a draft's end counts, a chance of 0 or 1 is left out, or a
     row of padding moves an end."""
-    for share in make_shares(num_rows, width, num_slots):
-        for ours, expected in zip(shared(share, "fused", GPU), shared(share, "reference", HOST), strict=True):
-            assert torch.equal(ours, expected), share
+    for step in make_budgets(num_rows, width, num_slots):
+        for ours, expected in zip(shared(step, "fused"), shared(step, "reference"), strict=True):
+            assert torch.equal(ours, expected), step
 
 
 @pytest.mark.skipif(RUNS, reason="once is enough")
@@ -28,16 +39,15 @@ def test_as_vllm(num_rows: int, width: int, num_slots: int) -> None:
     """What is admitted is worth as much as what vLLM admits, and within the drafts. Fails if a chance stands for its
     token alone, or a row's chances are another slot's."""
     adaptive = pytest.importorskip("vllm.v1.worker.gpu.spec_decode.adaptive_verification")
-    for share in make_shares(num_rows, width, num_slots, seed=2):
-        drafts, others = share.num_tokens
+    for step in make_budgets(num_rows, width, num_slots):
+        accept_probs, slots, (drafts, others), budget = step
         theirs = drafts.clone()
-        if share.budget < int(drafts.sum()):
-            arguments = share.accept_probs, share.slots, theirs, share.budget, width
-            adaptive._assign_draft_token_budget(*arguments)
-        cu_num_logits, query_start_loc = shared(share, "reference", HOST)
+        if budget < int(drafts.sum()):
+            adaptive._assign_draft_token_budget(accept_probs, slots, theirs, budget, width)
+        cu_num_logits, query_start_loc = shared(step, "reference")
         ours = cu_num_logits.diff()[:num_rows] - 1
-        assert torch.equal(ours + others, query_start_loc.diff()[:num_rows]) and int(ours.sum()) == share.budget
+        assert torch.equal(ours + others, query_start_loc.diff()[:num_rows]) and int(ours.sum()) == budget
         assert (ours <= drafts).all() and not query_start_loc[num_rows:].diff().any()
-        survival = share.accept_probs[share.slots].cumprod(dim=1)
+        survival = accept_probs[slots].cumprod(dim=1)
         worth = [sum(row[:count].sum() for row, count in zip(survival, own, strict=True)) for own in (ours, theirs)]
         torch.testing.assert_close(*worth)

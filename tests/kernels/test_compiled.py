@@ -42,25 +42,29 @@ TARGETS = {
 def record_launches() -> list:
     """(kernel, arguments, keyword arguments) of every launch of every variant, once for each specialisation."""
     import torch
-    from batches import make_batch
     from triton.runtime.jit import JITFunction
     from vllm_specplugins.kernels.acceptance import Other, observe, predict, worth
     from vllm_specplugins.kernels.acceptance.reference import new_state
-    from vllm_specplugins.kernels.acceptance.testing import make_steps
     from vllm_specplugins.kernels.budget import Layout, share_budget
-    from vllm_specplugins.kernels.budget.testing import make_shares
     from vllm_specplugins.kernels.history_match import history_match
-    from vllm_specplugins.kernels.history_match.testing import make_lookup
+    from vllm_specplugins.kernels.inputs import (
+        make_attention,
+        make_budgets,
+        make_chains,
+        make_lookup,
+        make_moves,
+        make_outcomes,
+        make_step,
+        make_walks,
+        new_totals,
+    )
     from vllm_specplugins.kernels.rejection import rejection_sample
     from vllm_specplugins.kernels.rejection.adjust import adjust
-    from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
     from vllm_specplugins.kernels.rejection.drafts import rated_sample
+    from vllm_specplugins.kernels.rejection.inputs import as_step, make_batch, make_edits
     from vllm_specplugins.kernels.rejection.step import sample_step
-    from vllm_specplugins.kernels.rejection.testing import as_step
     from vllm_specplugins.kernels.steps import RULES, join, limit, newest, tally
-    from vllm_specplugins.kernels.steps.testing import make_chains, make_step, new_totals
     from vllm_specplugins.kernels.trees import attend, compact, walk
-    from vllm_specplugins.kernels.trees.testing import make_attention, make_moves, make_walks
 
     launches: list = []
     JITFunction.run = lambda self, *args, grid, warmup, **kwargs: launches.append((self, args, kwargs))
@@ -72,8 +76,6 @@ def record_launches() -> list:
     variants = [(torch.bfloat16, False, {}), (torch.bfloat16, False, truncated), (torch.bfloat16, True, {})]
     for dtype, dense, parameters in [*variants, (torch.bfloat16, True, truncated), (torch.float32, False, {})]:
         batch = make_batch([1, 1], VOCAB_SIZE, dense=dense, dtype=dtype, **parameters)
-        # As Model Runner V2 has them.
-        batch = batch._replace(idx_mapping=batch.idx_mapping.long(), draft_token_ids=batch.draft_token_ids.int())
         if not dense:  # a lookup's default
             batch = batch._replace(max_num_draft=MAX_NUM_DRAFT)
         rejection_sample(*batch, implementation="fused")
@@ -84,7 +86,7 @@ def record_launches() -> list:
         if not parameters and not dense:
             adjust(*batch[:5], make_edits(batch), 1, implementation="fused")
     history_match(*make_lookup(MAX_NUM_DRAFT), implementation="fused")
-    share = next(make_shares(NUM_SLOTS, MAX_NUM_DRAFT, NUM_SLOTS))
+    share = next(make_budgets(NUM_SLOTS, MAX_NUM_DRAFT, NUM_SLOTS))
     share_budget(Layout(*torch.zeros(2, 1025, dtype=torch.int32)), *share, 1, "fused")
     rows, lengths, limits, most, num_draft, staged = make_step(NUM_SLOTS // 2, MAX_NUM_DRAFT)
     limit(rows, lengths, limits, most, num_draft, (), "fused")
@@ -99,7 +101,7 @@ def record_launches() -> list:
     walk(*make_walks(4, width), implementation="fused")
     caches, moves = make_moves([[0, 15]], torch.bfloat16, (8, 256), 1)
     compact(caches, torch.zeros(1, dtype=torch.uint64), *moves, "fused")
-    for slots, drafts, sampled, rejected in make_steps(1, 8, 2, MAX_NUM_DRAFT):
+    for slots, drafts, sampled, rejected in make_outcomes(1, 8, 2, MAX_NUM_DRAFT):
         known = new_state(2, 17, MAX_NUM_DRAFT, "cpu")
         observe(known, slots, sampled, rejected, "fused")
         tables = tuple(torch.zeros(2, 17, MAX_NUM_DRAFT))

@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 from vllm_specplugins.kernels.rejection import Sampling, rejection_sample
 from vllm_specplugins.kernels.rejection import drafts as module
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, largest_probs_of, rated_sample, sample_with_q
-from vllm_specplugins.kernels.rejection.testing import to_device
+from vllm_specplugins.kernels.rejection.inputs import to_device
 
 NUM_REQS, VOCAB_SIZE = 400, 700
 STATES = torch.arange(NUM_REQS)

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from batches import conditional, make_batch, of_states
+from batches import conditional, of_states
 from scipy.stats import chisquare
 from vllm_specplugins.kernels import rejection
 from vllm_specplugins.kernels.rejection import Layout, Sampling, noise, reference, rejection_sample, step, truncation
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
-from vllm_specplugins.kernels.rejection.testing import Batch, as_step
+from vllm_specplugins.kernels.rejection.inputs import Batch, as_step, make_batch
 
 NUM_DRAWS = 200_000
 
@@ -289,7 +289,7 @@ def test_independent_of_the_batch(dense: bool, truncation: str) -> None:
 
 def test_one_hot_output_does_not_depend_on_drafts() -> None:
     """Other drafts, fewer drafts, none: the tokens are the same. Kills: noise that counts from the step's start."""
-    batch = make_batch([4] * 8, 600, agreement=1.0, **of_states("all", 16))
+    batch = make_batch([4] * 8, 600, agreement=0.8, **of_states("all", 16))
     long = emitted(batch)
     assert max(map(len, long)) == 5 and min(map(len, long)) < 5
     rejected = batch._replace(draft_token_ids=torch.full_like(batch.draft_token_ids, -1))

@@ -5,12 +5,10 @@ import math
 
 import pytest
 import torch
-from batches import make_batch
 from interpreted import DEVICE, INTERPRETED, bytes_moved, needs_triton
 from vllm_specplugins.kernels.rejection import adjust as front
 from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
-from vllm_specplugins.kernels.rejection.adjust.testing import make_edits
-from vllm_specplugins.kernels.rejection.testing import Batch, to_device
+from vllm_specplugins.kernels.rejection.inputs import Batch, make_batch, make_edits, to_device
 
 
 def listed(tokens: tuple, state: int) -> list[int]:

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from batches import TRUNCATIONS, make_batch, of_states
+from batches import TRUNCATIONS, of_states
 from vllm_specplugins.kernels.rejection import host, noise, rejection_sample
-from vllm_specplugins.kernels.rejection.testing import Batch
+from vllm_specplugins.kernels.rejection.inputs import Batch, make_batch
 from vllm_specplugins.kernels.rejection.truncation import thresholds
 
 LARGEST = 2**63 - 1
@@ -101,7 +101,7 @@ def test_layouts() -> None:
     wide[:, :300] = batch.target_logits
     strided = batch._replace(target_logits=wide[:, :300], cu_num_logits=batch.cu_num_logits.long())
     assert torch.equal(assert_same(strided), assert_same(batch))
-    assert_same(batch._replace(idx_mapping=batch.idx_mapping.long(), draft_token_ids=batch.draft_token_ids.int()))
+    assert_same(batch._replace(idx_mapping=batch.idx_mapping.int(), draft_token_ids=batch.draft_token_ids.long()))
     assert_same(batch._replace(max_num_draft=1))
     assert_same(batch._replace(max_num_draft=7))
     assert_same(batch._replace(draft_token_ids=torch.full_like(batch.draft_token_ids, -1)))

@@ -10,15 +10,17 @@ import pytest
 import torch
 from interpreted import DEVICE, needs_triton
 from launch_keys import recorded
-from vllm_specplugins.kernels.rejection.testing import to_device
+from vllm_specplugins.kernels.inputs import make_chains, make_step, new_totals
+from vllm_specplugins.kernels.rejection.inputs import to_device
 from vllm_specplugins.kernels.steps import RULES, join, limit, newest, tally
-from vllm_specplugins.kernels.steps.testing import Step, make_chains, make_step, new_totals
 
 
-def run(step: Step, max_num_draft: int, implementation: str, once: int = 1, has_stages: bool = True) -> list[Any]:
+def run(
+    step: tuple[Any, ...], max_num_draft: int, implementation: str, once: int = 1, has_stages: bool = True
+) -> list[Any]:
     """All that is written."""
     device = DEVICE if implementation == "fused" else "cpu"
-    rows, lengths, limits, most, num_draft, staged = to_device(tuple(step), device)
+    rows, lengths, limits, most, num_draft, staged = to_device(step, device)
     mapping, totals = torch.full_like(num_draft, 77), new_totals(len(lengths), max_num_draft, device, once)
     most_of_stages = (max_num_draft // 2, 1) if has_stages else ()
     slots, wanted, of_stages = limit(rows, lengths, limits, most, mapping, most_of_stages, implementation)

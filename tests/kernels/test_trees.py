@@ -9,25 +9,18 @@ import pytest
 import torch
 from interpreted import DEVICE, RUNS, needs_triton
 from scipy import stats
+from vllm_specplugins.kernels.inputs import make_attention, make_moves, make_walks, random_parents
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample
+from vllm_specplugins.kernels.rejection.inputs import to_device
 from vllm_specplugins.kernels.trees import Mask, Query, attend, compact, walk
 from vllm_specplugins.kernels.trees.reference import ancestors
-from vllm_specplugins.kernels.trees.testing import make_attention, make_moves, make_walks, random_parents
 
 # Ragged: a prompt's chunk, a tree, one that was cut, a request without a draft, none before the query.
 LENGTHS = [(5, 40), (37, 16), (100, 7), (70, 1), (0, 3), (15, 16)]
 HEADS = [(4, 2, 32), (3, 1, 24), (8, 8, 64)]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}
 once = pytest.mark.skipif(RUNS, reason="once is enough")
-
-
-def on_device(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(DEVICE)
-    if isinstance(value, tuple):
-        return type(value)(*map(on_device, value)) if hasattr(value, "_fields") else tuple(map(on_device, value))
-    return value
 
 
 def dense(query: Query, cache: Any, mask: Mask, scale: float, request: int) -> torch.Tensor:
@@ -69,7 +62,7 @@ def test_attention_equals_reference(heads: tuple[int, int, int], dtype: torch.dt
     out, *arguments = make_attention(LENGTHS, heads, 16, dtype)
     attend(out, *arguments, implementation="reference")
     ours = torch.full_like(out, torch.nan).to(DEVICE)
-    attend(ours, *map(on_device, arguments), implementation="fused")
+    attend(ours, *to_device(tuple(arguments), DEVICE), implementation="fused")
     torch.testing.assert_close(ours.cpu(), out, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
