@@ -1,4 +1,4 @@
-"""Files of ours: read without waiting for whoever may write, and written whole or not at all, for their owner alone."""
+"""Files and folders that are written whole or not at all."""
 
 import errno
 import fcntl
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-BEGUN, PARTIAL = ".files.", ".partial"  # how names of what is being saved begin and end
-LONGEST_PREFIX = 60  # characters of a file's name that the name of its successor begins with
+BEGUN, PARTIAL = ".files.", ".partial"  # prefix and suffix of a folder that is being saved
+MAX_PREFIX = 60  # characters of a file's name in the name of its successor, which must not be too long
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a regular file, a new one with mode 0600; OSError where there is none, or something else."""
+    """A descriptor of a regular file; a new file has mode 0600. OSError for a folder, a pipe or a missing file."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -24,7 +24,7 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """What a file holds, up to so many bytes; OSError as of open_regular."""
+    """The beginning of a file, up to max_bytes; OSError as of open_regular."""
     descriptor = open_regular(path, os.O_RDONLY)
     try:
         return read_all(descriptor, max_bytes)
@@ -33,28 +33,28 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def read_all(descriptor: int, max_bytes: int) -> bytes:
-    """The same of an open file, from its beginning."""
+    """The same of an open file."""
     with open(descriptor, "rb", closefd=False) as file:
         file.seek(0)
         return file.read(min(max_bytes, os.fstat(descriptor).st_size))
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Writes all of it, however many calls that takes; OSError, after a part of it perhaps, where that fails."""
+    """Writes all of the data, in several calls if need be. After an OSError a part of it may be written."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def write_whole(path: Path, data: bytes) -> int:
-    """A descriptor of a new file with this in it, which is on the disk and has taken the place of `path`, or of what
-    that links to.
+    """Puts a new file with this data, synced to the disk, in the place of `path` or of the file that it links to.
 
-    It is written under a name of its own and follows no link: whoever else writes to the folder spoils nothing.
-    OSError where that fails; the old file is then there.
+    Returns its descriptor. OSError where that fails; the old file stays.
     """
     path = Path(os.path.realpath(path))
-    descriptor, partial = tempfile.mkstemp(PARTIAL, prefix_of(path), path.parent)
+    partial = path.with_name(f".{path.name[:MAX_PREFIX]}{PARTIAL}")
+    partial.unlink(missing_ok=True)  # a killed process may have left it
+    descriptor = open_regular(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         write_all(descriptor, data)
         os.fsync(descriptor)
@@ -68,16 +68,16 @@ def write_whole(path: Path, data: bytes) -> int:
 
 
 class SavedFolder:
-    """A folder that files are saved to: by one process at a time, from its first save until it closes this, or ends."""
+    """A folder that one process at a time saves files to, from its first save until it closes this or ends."""
 
     def __init__(self, path: Path):
         self.path, self._descriptor = path, -1
 
     def replace(self, save: Callable[[Path], object]) -> None:
-        """Has `save` write files into the folder, all or none: they are written beside, under a name of this call's
-        alone, and moved there when they are whole. What a process that was killed has left there goes.
+        """Calls `save` with a folder beside the files, and moves what it writes there into their place when all is
+        written. Folders that killed processes left are removed.
 
-        OSError, or what `save` raises, where that fails, or another process saves to the folder.
+        OSError, or the exception of `save`, where that fails; OSError where another process saves to the folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._hold()
@@ -92,7 +92,6 @@ class SavedFolder:
             shutil.rmtree(partial, ignore_errors=True)
 
     def close(self) -> None:
-        """Lets other processes save there."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -111,7 +110,7 @@ class SavedFolder:
 
 
 def hold(descriptor: int) -> None:
-    """Has this process alone hold an open file or folder until it is closed, if the file system knows such a thing.
+    """Locks an open file or folder for this process until it is closed, where the file system has locks.
 
     BlockingIOError where another process holds it.
     """
@@ -121,8 +120,3 @@ def hold(descriptor: int) -> None:
         raise BlockingIOError(errno.EAGAIN, "another process writes to it") from None
     except OSError:
         pass
-
-
-def prefix_of(path: Path) -> str:
-    """How the name of what write_whole writes to begins; that of a process that was killed is left there."""
-    return f".{path.name[:LONGEST_PREFIX]}."

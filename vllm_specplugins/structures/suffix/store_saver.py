@@ -1,7 +1,7 @@
-"""Keeps a suffix store in a file: a thread appends each text that enters it, in the same order.
+"""Saves the texts of a suffix store: a thread appends each text that enters the store to its file, in the same order.
 
-What a process that is killed loses is what the thread has not had yet; a power cut costs what came since the disk was
-last waited for. A file that has become twice as large as what the store has room for loses its first half.
+A process that is killed loses the texts that the thread has not written yet. A power cut costs those that were written
+after the last sync. A file that is twice as large as the store's room loses its older half.
 """
 
 import logging
@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
+from vllm_specplugins.structures.pause import Pause
 from vllm_specplugins.structures.suffix.store_file import (
     TOKEN_BYTES,
     DamagedError,
@@ -26,51 +28,48 @@ from vllm_specplugins.structures.suffix.store_file import (
 
 logger = logging.getLogger("vllm.specplugins")
 
-MOST_UNSAVED = 10_000  # texts that wait for a file that cannot be written; then the oldest are given up
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 600.0  # between attempts to write such a file
-GRACE_S = 4.0  # for what is left at the end: vLLM gives a worker 5 s
+MAX_UNSAVED = 10_000  # texts that wait for a file that cannot be written; beyond that the oldest are dropped
+LONGEST_PAUSE_S = 600.0  # between attempts to write such a file
+GRACE_S = 4.0  # for the last texts at the end: vLLM gives a worker 5 s
 
 
 class StoreSaver:
     """See the module.
 
     Args:
-        file: where.
-        sync_every_s: seconds from a text to when the disk is waited for.
-        max_tokens: that the store has room for.
+        file: the file, which is not open yet.
+        sync_every_s: seconds from a text to the sync of the disk.
+        max_tokens: the store's room.
     """
 
     def __init__(self, file: StoreFile, sync_every_s: float, max_tokens: int):
         self._file, self._sync_every_s, self._max_tokens = file, sync_every_s, max_tokens
-        self._unsaved: deque[bytes] = deque(maxlen=MOST_UNSAVED)
-        self._is_useless = False  # what the file holds
-        self._due_at: float | None = None  # when to try again, or to wait for the disk
-        self._pause_s = 0.0  # after the last attempt; 0: it was none in vain
+        self._unsaved: deque[bytes] = deque(maxlen=MAX_UNSAVED)
+        self._is_useless = False  # the file cannot be used and may be replaced
+        self._due_at: float | None = None  # of the next sync or attempt
+        self._pause = Pause(LONGEST_PAUSE_S)
         self.num_saves = self.num_failures = 0
         self._jobs: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name="specplugins-store", daemon=True)
 
     def load(self) -> list[StoredText]:
-        """The file's newest texts, as many as the store has room for. Why there are none, or why they are not saved, is
-        said in one sentence. From then on the thread runs."""
+        """Starts the thread and returns the newest texts of the file, up to max_tokens. A file that cannot be read or
+        written costs one sentence in the log."""
         texts: list[StoredText] | None = self._attempt(self._file.open)
         if texts is None and not self._is_useless:
-            with suppress(StoreFileError, OSError):  # which was said
+            with suppress(StoreFileError, OSError):  # which is in the log
                 texts = self._file.read()
         if self._file.num_dropped:
             logger.warning(
                 "suffix_lookup: %s: %d bytes at its end are damaged.", self._file.path, self._file.num_dropped
             )
         self._thread.start()
-        newest, num_tokens = texts or [], 0
-        for index in reversed(range(len(newest))):
-            num_tokens += len(newest[index].tokens)
-            if num_tokens > self._max_tokens:
-                return newest[index + 1 :]
-        return newest
+        newest = list(reversed(texts or []))
+        num_tokens = accumulate(len(text.tokens) for text in newest)
+        return newest[: sum(number <= self._max_tokens for number in num_tokens)][::-1]
 
     def add(self, text: StoredText) -> None:
-        """Has a text appended that enters the store."""
+        """Appends a text that entered the store, later."""
         self._jobs.put(partial(self._append, text))
 
     def clear(self) -> None:
@@ -78,11 +77,11 @@ class StoreSaver:
         self._wait_for(self._empty)
 
     def save(self) -> None:
-        """Waits until what was added is on the disk."""
+        """Waits until the added texts are on the disk."""
         self._wait_for(self._sync)
 
     def close(self) -> None:
-        """Saves for the last time, and lets go of the file."""
+        """Saves for the last time, and closes the file."""
         self._jobs.put(None)
         self._thread.join(GRACE_S)
 
@@ -107,7 +106,7 @@ class StoreSaver:
 
     def _append(self, text: StoredText) -> None:
         self._unsaved.append(record(text))
-        if self._pause_s == 0 or self._due_at is None:
+        if self._pause.seconds == 0 or self._due_at is None:
             self._attempt(self._write)
             self._due_at = self._due_at or time.monotonic() + self._sync_every_s
         drop_oldest(self._unsaved, TOKEN_BYTES * self._max_tokens)
@@ -119,7 +118,7 @@ class StoreSaver:
 
     def _empty(self) -> None:
         self._unsaved.clear()
-        self._attempt(partial(self._write, True))
+        self._attempt(partial(self._write, is_empty=True))
 
     def _write(self, is_empty: bool = False) -> bool:
         if not self._file.is_open and not self._is_useless:
@@ -134,24 +133,23 @@ class StoreSaver:
         return True
 
     def _attempt(self, work: Callable[[], Any]) -> Any:
-        """What the work returns; None where it fails, which is said once, and tried again after longer and longer
-        pauses."""
+        """Returns the result of the work. A failure closes the file and returns None; the first in a row is logged."""
         try:
             result = work()
         except (StoreFileError, OSError) as error:
-            self._is_useless = isinstance(error, DamagedError)
-            self._complain(error)
-            self._pause_s = min(2 * self._pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
-            self._due_at = time.monotonic() + self._pause_s
+            self._file.close()
+            is_first, self._is_useless = self._pause.failed(), isinstance(error, DamagedError)
+            self._due_at = time.monotonic() + self._pause.seconds
+            self.num_failures += 1
+            problem = (
+                f"the store {self._file.path} cannot be saved ({error.strerror})"
+                if isinstance(error, OSError)
+                else error
+            )
+            if self._is_useless:
+                logger.warning("suffix_lookup: %s; the store begins empty.", problem)
+            elif is_first:
+                logger.warning("suffix_lookup: %s; nothing is saved until that changes.", problem)
             return None
-        self._pause_s = 0.0
+        self._pause.succeeded()
         return result
-
-    def _complain(self, error: Exception) -> None:
-        self.num_failures += 1
-        if self._is_useless:
-            logger.warning("suffix_lookup: %s; the store begins empty.", error)
-        elif self._pause_s == 0:
-            if isinstance(error, OSError):
-                error = StoreFileError(f"the store {self._file.path} cannot be saved ({error.strerror})")
-            logger.warning("suffix_lookup: %s; nothing is saved until that changes.", error)
