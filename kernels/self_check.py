@@ -128,7 +128,10 @@ def _batch(shapes: Shapes, num_long_rows: int, short: list[int], dense: bool = F
     if truncated:  # limits alone and together
         sampling |= {"top_k": [0, 2, 0, 1, 9, 0, 0], "top_p": [0.3, 1.0, 0.5, 1.0], "min_p": [0.0, 0.4, 0.0]}
     states = torch.arange(2 * len(num_draft))
-    parameters = {name: torch.tensor(values)[states % len(values)] for name, values in sampling.items()}
+    types = {"top_k": torch.int32}
+    parameters = {
+        name: torch.tensor(values, dtype=types.get(name))[states % len(values)] for name, values in sampling.items()
+    }
     how: dict[str, Any] = {"dense": dense, "dtype": shapes.dtype, "agreement": 0.9, "peaks": True}
     return make_batch(num_draft, shapes.vocab_size, **how, **parameters)
 
