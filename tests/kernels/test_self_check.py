@@ -88,9 +88,9 @@ PLANTED: dict[str, list[tuple[str, str, str, tuple[str, int]]]] = {
     ],
     "acceptance/fused.py": [
         ("nothing learned", "old_tried * _DECAY + tried", "old_tried", ("acceptance", 2100)),
-        ("one grade", "(confidence > _BOUNDS[at])", "(confidence > _BOUNDS[0])", ("acceptance", 2100)),
-        ("a table", "tables[1] + sent, found", "tables[1] + sent, 0.5 * found", ("acceptance", 2100)),
-        ("one token more", "more = rate * (1.0 + more)", "more = rate", ("acceptance", 2100)),
+        ("one bin", "confidence > _BIN_ENDS[at]", "confidence > _BIN_ENDS[0]", ("acceptance", 2100)),
+        ("a table", "tables[1] + sent, accept_probs", "tables[1] + sent, 0.5 * accept_probs", ("acceptance", 2100)),
+        ("one token more", "gains = rate * (1.0 + gains)", "gains = rate", ("acceptance", 2100)),
     ],
     "steps/fused.py": [
         ("padding", "slots < num_slots, slots", "slots <= num_slots, slots", ("rows", 2100)),
