@@ -14,7 +14,6 @@ from typing import NoReturn
 
 from vllm_specplugins.commands import COMMANDS, adder
 from vllm_specplugins.config import ConfigError
-from vllm_specplugins.config.fields import GONE
 
 CLEAN_UP_S = 2.0  # after Ctrl-C; another one is ignored meanwhile
 EXTRAS = {"rich": "tools"}  # of pyproject.toml; others come with vLLM
@@ -24,8 +23,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that refuses with one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        gone = "".join(f"; {name} went: {instead}" for name, instead in GONE.items() if repr(name) in message)
-        self.exit(2, f"error: {message.removeprefix('argument ').rstrip('.')}{gone}.\n")
+        self.exit(2, f"error: {message.removeprefix('argument ').rstrip('.')}.\n")
 
 
 def parser() -> Parser:

@@ -1,8 +1,8 @@
-"""Proposers of the user's own, and of other packages: how they are found, asked what they want, and built.
+"""Proposers of the user, and of other packages.
 
-Other packages register methods as entry points of the group `vllm_specplugins.proposers`, "name = module:Class", whose
-class follows `draft.Proposer`. Names are read from the packages' metadata, and nothing of a package is imported
-before its method is asked for: a broken one harms nobody else, nor one that cannot be read.
+Another package registers a method as an entry point of the group `vllm_specplugins.proposers`, "name = module:Class",
+with a class that follows `draft.Proposer`. Names come from the packages' metadata. A package is imported when its
+method is asked for, so that a broken one affects no other.
 """
 
 import logging
@@ -28,7 +28,7 @@ OptionCheck = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """One registration: the method's name, "package.module:Class", the distribution, and why it cannot be used."""
+    """A registration: the method's name, "package.module:Class", the distribution, and why it cannot be used."""
 
     name: str
     proposer: str
@@ -37,17 +37,16 @@ class Registered:
 
 
 def registrations(reserved: Collection[str] = ()) -> list[Registered]:
-    """What is registered on this machine; a name that is reserved or taken twice has a refusal."""
+    """The registrations on this machine; reserved names, and names that are registered twice, have a refusal."""
     by_package: dict[str, list[Registered]] = {}
     for entries in filter(None, map(_entries, distributions())):
-        by_package.setdefault(entries[0].package, entries)  # what lies first on the path
-    found = sorted((entry for entries in by_package.values() for entry in entries), key=lambda entry: entry.name)
-    names = [entry.name for entry in found]
-    return [replace(entry, refusal=_refusal(entry, names, reserved)) for entry in found]
+        by_package.setdefault(entries[0].package, entries)  # the first on the path
+    registered = sorted((entry for entries in by_package.values() for entry in entries), key=lambda entry: entry.name)
+    names = [entry.name for entry in registered]
+    return [replace(entry, refusal=_refusal(entry, names, reserved)) for entry in registered]
 
 
 def _entries(package: Distribution) -> list[Registered]:
-    """What one registers; nothing if that cannot be read."""
     try:
         points = package.entry_points.select(group=GROUP)
         return [Registered(point.name, point.value.replace(" ", ""), package.name or "?") for point in points]
@@ -60,23 +59,24 @@ def _entries(package: Distribution) -> list[Registered]:
 
 
 def _refusal(entry: Registered, names: list[str], reserved: Collection[str]) -> str | None:
-    why = None
     if entry.name in reserved:
         why = "the name is that of a method of ours or of vLLM's"
     elif names.count(entry.name) > 1:
         why = "another entry point registers the same name"
     elif not _NAME.fullmatch(entry.name):
         why = "a name is made of letters, digits, '_', '-' and '.', and begins with a letter"
-    return why and f"the method {entry.name!r} that the package {entry.package!r} registers is refused: {why}."
+    else:
+        return None
+    return f"the method {entry.name!r} that the package {entry.package!r} registers is refused: {why}."
 
 
 def build_custom(method: str, config: CustomConfig, context: ProposerContext) -> Proposer:
-    """A proposer of the user's own, which has no part in what ranks tell each other."""
+    """The user's proposer. It does not take part in the exchange between ranks."""
     build, who = import_object(config.proposer, method), f"{method}: proposer {config.proposer!r}"
-    own = replace(context, num_ranks=1, rank=0, agreed=lambda value: value)
+    alone = replace(context, num_ranks=1, rank=0, agreed=lambda value: value)
     try:
         with _same_signals():
-            proposer: Proposer = build(config.options, own)
+            proposer: Proposer = build(config.options, alone)
         missing = [name for name in ("propose", "observe", "forget") if not callable(getattr(proposer, name, None))]
     except KeyboardInterrupt:
         raise
@@ -89,7 +89,7 @@ def build_custom(method: str, config: CustomConfig, context: ProposerContext) ->
 
 @contextmanager
 def _same_signals() -> Iterator[None]:
-    """What ends an engine still ends it, whatever handlers the user's code sets meanwhile."""
+    """Undoes the handlers that the user's code sets, so that signals still end an engine."""
     before = [(number, getsignal(number)) for number in (SIGINT, SIGTERM)]
     try:
         yield
@@ -100,63 +100,53 @@ def _same_signals() -> Iterator[None]:
 
 
 def option_checks(config: SpecConfig) -> list[OptionCheck]:
-    """`check_options` of the user's own proposers in a method: it raises ValueError for options that it refuses."""
-    found = _attributes(config, "check_options")
-    for path, check in found.items():
+    """`check_options` of the user's proposers in a method. It raises ValueError for options that it refuses."""
+    checks = _attributes(config, "check_options")
+    for path, check in checks.items():
         if check is not None and not callable(check):
             raise ConfigError(f"{config.method}: check_options of {path} must be a function, not {brief(check)}.")
-    return [check for check in found.values() if check is not None]
+    return [check for check in checks.values() if check is not None]
 
 
 def check_gone(config: SpecConfig) -> None:
-    """Refuses classes that ask for what proposers of earlier versions were given."""
+    """Raises ConfigError for a class that asks for what proposers of earlier versions were given."""
     if any(asks is True for asks in _attributes(config, "reads_likeliest").values()):
         raise ConfigError(f"{config.method}: reads_likeliest went: a proposer reads the requests' tokens alone.")
 
 
 def may_be_late(config: SpecConfig) -> bool:
-    """Whether a proposer of the user's own may draft from older tokens: its class has `may_be_late = True`."""
+    """Whether a proposer of the user may draft from older tokens: its class has `may_be_late = True`."""
     return any(may is True for may in _attributes(config, "may_be_late").values())
 
 
 def _attributes(config: SpecConfig, name: str) -> dict[str, Any]:
-    """An attribute of each class of the user's own in a method, by its path."""
-    paths = [own.proposer for own in stage_configs(config, CustomConfig)]
-    return {path: attribute(import_object(path, config.method), name, config.method) for path in paths}
-
-
-def attribute(found: Any, name: str, method: str, default: Any = None) -> Any:
-    """An attribute of a class of the user's own, whose metaclass may raise anything."""
-    try:
-        return getattr(found, name, default)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise ConfigError(f"{method}: {name} of the proposer cannot be read ({error_text(error)}).") from error
+    """An attribute of each class of the user in a method, by its path."""
+    paths = [custom.proposer for custom in stage_configs(config, CustomConfig)]
+    return {path: getattr(import_object(path, config.method), name, None) for path in paths}
 
 
 def import_object(path: str, method: str = "custom") -> Callable[..., Any]:
     """The class or function at "package.module:name", for this method.
 
     Raises:
-        ConfigError: it is not there, its module raises or exits, or it cannot be called or follows another protocol.
+        ConfigError: it is missing, its module raises or exits, or it cannot be called or follows another protocol.
     """
     module, _, name = path.partition(":")
     try:
         with _same_signals():
-            found = getattr(import_module(module), name)
+            imported = getattr(import_module(module), name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever the module does, SystemExit included
+    except BaseException as error:  # the module may exit
         cause = f"{type(error).__name__}: {error_text(error)}"
         hint = "; PYTHONPATH=. lets it be found in the current folder" if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"{method}: proposer {brief(path)} cannot be imported ({cause}{hint}).") from error
-    if not callable(found):
-        raise ConfigError(f"{method}: proposer must name a class, or a function that makes one, not {brief(found)}.")
-    version = attribute(found, "protocol_version", method, PROTOCOL_VERSION)
+    if not callable(imported):
+        raise ConfigError(f"{method}: proposer must name a class, or a function that makes one, not {brief(imported)}.")
+    version = getattr(imported, "protocol_version", PROTOCOL_VERSION)
     if version != PROTOCOL_VERSION:
         raise ConfigError(
             f"{method}: protocol_version of {path} must be {PROTOCOL_VERSION}, that of vllm_specplugins.draft here, "
             f"not {brief(version)}."
         )
-    return found  # type: ignore[no-any-return]
+    return imported  # type: ignore[no-any-return]

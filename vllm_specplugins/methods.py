@@ -25,26 +25,25 @@ from vllm_specplugins.draft import Proposer, ProposerContext
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row of the table: all that anybody asks of a method.
+    """A row of the table.
 
     Args:
-        config: the class of the method's own configuration.
-        proposer: "module:Class", called with (own configuration, ProposerContext); None: the configuration names it.
-            One that runs the target has a function `check` beside it, called with (own configuration,
-            target.TargetSizes) before an engine loads anything; it raises ConfigError.
-        runs_target: gets `DraftBatch.target`, and K slots of the KV cache past the last token; others get
+        config: the class of the method's configuration.
+        proposer: "module:Class", called with (method_config, ProposerContext); None: the configuration names it.
+            A module that runs the target has a function `check`, called with (method_config, target.TargetSizes)
+            before an engine loads anything. It raises ConfigError.
+        runs_target: the proposer gets `DraftBatch.target`, and K slots of the KV cache past the last token. Others get
             `DraftBatch.token_ids`.
-        is_lookup: copies what stands in texts, the option `reference` among them, and continues drafts.
-        has_tenants: keeps what requests emitted for later ones of the same tenant.
-        is_late: drafts on the host of Model Runner V2 from tokens that are a step or two old, so that no step waits
+        is_lookup: it copies from texts, such as the option `reference`, and can extend drafts.
+        has_tenants: it drafts from earlier requests of the same tenant.
+        is_late: on Model Runner V2 it drafts on the host from tokens that are a step or two old, so that no step waits
             (v2/speculators/late.py). The device searches a request's text for a lookup.
-        cuts_layers: runs some of the target's layers, or enters them (see `enters_states`).
-        enters_states: whether an own configuration hands the target's layers states in place of tokens.
-        reads_tokens_alone: drafts from them, so that what was recorded can be played to it; else from what an engine or
-            a server has.
-        knows_adapters: drafts as a request's adapter does.
-        rates_drafts: gives its draft tokens acceptance probabilities where it is alone, by which vLLM can trim them.
-        own_field: where vLLM has a method of the same name, ours is the one whose dictionary has this field.
+        cuts_layers: it runs some of the target's layers, or enters them (see `enters_states`).
+        enters_states: whether this configuration gives the target's layers states instead of tokens.
+        reads_tokens_alone: recorded tokens suffice to draft; others need an engine or a server.
+        knows_adapters: its drafts follow a request's LoRA adapter.
+        rates_drafts: without other methods, too, its draft tokens have acceptance probabilities, by which vLLM trims.
+        our_field: a configuration with this field asks for our method where vLLM has one of the same name.
     """
 
     config: type
@@ -54,15 +53,14 @@ class Method:
     has_tenants: bool = False
     is_late: bool = False
     cuts_layers: bool = False
-    enters_states: Callable[[Any], bool] = lambda own: False
+    enters_states: Callable[[Any], bool] = lambda method_config: False
     reads_tokens_alone: bool = True
     knows_adapters: bool = True
     rates_drafts: bool = True
-    own_field: str | None = None
+    our_field: str | None = None
 
     @property
     def check(self) -> str | None:
-        """Where the function is that holds a configuration against a target."""
         return self.proposer.partition(":")[0] + ":check" if self.proposer and self.runs_target else None
 
 
@@ -84,14 +82,14 @@ METHODS: Mapping[str, Method] = {
         "vllm_specplugins.proposers.early_exit:EarlyExit",
         runs_target=True,
         cuts_layers=True,
-        enters_states=lambda own: own.one_pass,
+        enters_states=lambda method_config: method_config.one_pass,
     ),
     "jump": Method(
         JumpConfig,
         "vllm_specplugins.proposers.jump:Jump",
         runs_target=True,
         cuts_layers=True,
-        enters_states=lambda own: True,
+        enters_states=lambda method_config: True,
         rates_drafts=False,
     ),
     "medusa": Method(
@@ -100,7 +98,7 @@ METHODS: Mapping[str, Method] = {
         runs_target=True,
         knows_adapters=False,
         rates_drafts=False,
-        own_field="heads",
+        our_field="heads",
     ),
     "grammar": Method(GrammarConfig, "vllm_specplugins.proposers.grammar:Grammar", reads_tokens_alone=False),
     "remote": Method(
@@ -120,65 +118,62 @@ LOOKUPS = tuple(name for name, row in METHODS.items() if row.is_lookup)
 
 
 def method_of(name: str) -> Method:
-    """The row of a name; a registered method is a custom one."""
+    """The row of a name; a registered method has that of `custom`."""
     return METHODS.get(name) or BUILT_IN.get(name) or METHODS["custom"]
 
 
 def drafters(config: SpecConfig) -> list[tuple[Method, Any]]:
-    """The row and the own configuration of each method that drafts: of a cascade's stages, or of the one alone."""
+    """The row and the configuration of each stage, or of the one method."""
     return [(method_of(part.method), part.method_config) for part in config.parts]
 
 
 def runs_target(config: SpecConfig) -> bool:
-    """Whether the method, or a stage of it, runs layers of the target, and so writes to its KV cache."""
+    """Whether a part runs layers of the target, and so writes to its KV cache."""
     return any(row.runs_target for row, _ in drafters(config))
 
 
 def reads_history(config: SpecConfig) -> bool:
-    """Whether the method, or a stage of it, needs the tokens on the host."""
-    return bool(config.stages) or not runs_target(config)  # a cascade's gate does
+    """Whether a part reads the requests' tokens. A cascade's gate does."""
+    return bool(config.stages) or not runs_target(config)
 
 
 def enters_states(config: SpecConfig) -> bool:
-    """Whether the method, or a stage of it, hands the target's layers states in place of tokens."""
-    return any(row.enters_states(own) for row, own in drafters(config))
+    """Whether a part gives the target's layers states instead of tokens."""
+    return any(row.enters_states(method_config) for row, method_config in drafters(config))
 
 
 def has_tenants(config: SpecConfig) -> bool:
-    """Whether the method, or a stage of it, keeps what requests emitted, by tenant."""
+    """Whether a part drafts from, or learns from, earlier requests of a tenant."""
     return any(row.has_tenants for row, _ in drafters(config)) or learns(config)
 
 
 def learns(config: SpecConfig) -> bool:
-    """Whether the method, or a stage of it, goes on learning while it serves."""
-    return any(getattr(own, "learn", None) is not None for row, own in drafters(config) if row.runs_target)
+    """Whether a part learns while it serves."""
+    parts = [method_config for row, method_config in drafters(config) if row.runs_target]
+    return any(getattr(part, "learn", None) is not None for part in parts)
 
 
 def drafts_late(config: SpecConfig) -> bool:
-    """Whether the first of its methods may draft on the host on Model Runner V2 without a wait."""
+    """Whether the method, or the first stage, can draft on the host on Model Runner V2 while no step waits."""
     return method_of(config.parts[0].method).is_late or (not config.stages and may_be_late(config))
 
 
 def behind_gate(config: SpecConfig) -> SpecConfig:
-    """A method that is alone, as the one stage of a cascade; the same configuration where nothing holds it back."""
+    """A single method as the one stage of a cascade with a gate; unchanged if `gate` is "off"."""
     if config.common.gate == "off" or config.stages:
         return config
-    return replace(
-        config,
-        method_config=CascadeConfig(stages=(StageConfig(method=config.method, method_config=config.method_config),)),
-    )
+    stage = StageConfig(method=config.method, method_config=config.method_config)
+    return replace(config, method_config=CascadeConfig(stages=(stage,)))
 
 
 def build_proposer(config: SpecConfig | StageConfig, context: ProposerContext) -> Proposer:
-    """The proposer that `config` names, ready to propose."""
-    own = config.method_config
-    if isinstance(own, CustomConfig):
-        return build_custom(config.method, own, context)
-    row = METHODS["cascade"] if isinstance(own, CascadeConfig) else method_of(config.method)
-    build = import_object(str(row.proposer))
-    proposer: Proposer
-    if isinstance(own, CascadeConfig):
-        proposer = build(config, context, [build_proposer(stage, context) for stage in own.stages])
-    else:
-        proposer = build(own, context)
-    return proposer
+    """The proposer that a configuration names."""
+    method_config, proposer = config.method_config, method_of(config.method).proposer
+    if isinstance(method_config, CustomConfig):
+        return build_custom(config.method, method_config, context)
+    if isinstance(method_config, CascadeConfig):  # perhaps of a single method that is behind a gate
+        stages = [build_proposer(stage, context) for stage in method_config.stages]
+        cascade: Proposer = import_object(str(METHODS["cascade"].proposer))(config, context, stages)
+        return cascade
+    built: Proposer = import_object(str(proposer))(method_config, context)
+    return built

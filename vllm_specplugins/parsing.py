@@ -22,7 +22,6 @@ from vllm_specplugins.config import (
 )
 from vllm_specplugins.custom import (
     Registered,
-    attribute,
     check_gone,
     import_object,
     option_checks,
@@ -33,29 +32,31 @@ from vllm_specplugins.methods import BUILT_IN, LOOKUPS, METHODS
 
 def registered_methods() -> Mapping[str, Registered]:
     """The methods of other packages that can be asked for, by name."""
-    return {found.name: found for found in registrations((*METHODS, *BUILT_IN)) if found.refusal is None}
+    return {entry.name: entry for entry in registrations((*METHODS, *BUILT_IN)) if entry.refusal is None}
 
 
 def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     """The checked configuration for a user's dictionary, whose "method" is one of METHODS, or registered.
 
     Args:
-        raw: the dictionary.
-        greedy: drafts are drawn so where it does not say: nobody knows the noise of another verification.
+        greedy: `draft_sample_method` is "greedy" by default, as vLLM's verification requires.
 
     Raises:
         ConfigError: see SpecConfig.parse; a proposer class that cannot be imported; stages that do not fit.
     """
-    own = {key: value for key, value in raw.items() if key != "method"}
-    method, greedy = raw["method"], greedy or own.get("verification", "fused") != "fused"
-    row, stages = METHODS.get(method), own.get("stages")
+    values = {key: value for key, value in raw.items() if key != "method"}
+    method, greedy = raw["method"], greedy or values.get("verification", "fused") != "fused"
+    row, stages = METHODS.get(method), values.get("stages")
     if greedy and hasattr(row and row.config, "draft_sample_method"):
-        own.setdefault("draft_sample_method", "greedy")
+        values.setdefault("draft_sample_method", "greedy")
     if method == "cascade" and isinstance(stages, list | tuple) and len(stages) <= MAX_STAGES:
         names = [name for name in (*METHODS, *BUILT_IN, *registered_methods()) if name != "cascade"]
-        own["stages"] = tuple(_parse_stage(index, stage, names, greedy) for index, stage in enumerate(stages))
-    config = SpecConfig.parse(method, row.config, own) if row else _parse_registered(registered_methods()[method], own)
-    says_length = "num_speculative_tokens" in own
+        values["stages"] = tuple(_parse_stage(index, stage, names, greedy) for index, stage in enumerate(stages))
+    if row:
+        config = SpecConfig.parse(method, row.config, values)
+    else:
+        config = _parse_registered(registered_methods()[method], values)
+    says_length = "num_speculative_tokens" in values
     if config.tree:
         config = with_tree(config if says_length else config.with_length(config.tree))
     elif not says_length:
@@ -67,7 +68,7 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
     if "coupled" in sample_methods(config) and verification != "fused":
         raise ConfigError(
             f"{method}: draft_sample_method must be 'greedy' or 'probabilistic' where verification is "
-            f"{verification!r}, whose noise nobody else knows, not 'coupled'."
+            f"{verification!r}, which draws other noise, not 'coupled'."
         )
     if "grammar" in methods_of(config) and "probabilistic" in sample_methods(config) and verification != "fused":
         raise ConfigError(
@@ -78,16 +79,16 @@ def parse_config(raw: Mapping[str, Any], greedy: bool = False) -> SpecConfig:
 
 
 def _parse_registered(registered: Registered, raw: Mapping[str, Any]) -> SpecConfig:
-    """Its class may bring a dataclass `Config`, whose fields stand in the dictionary; otherwise it takes `options`."""
+    """Its class may have a dataclass `Config`, which parses the dictionary; without one it takes `options`."""
     name, path = registered.name, registered.proposer
-    own_type = attribute(import_object(path, name), "Config", name)
-    if own_type is None:
+    kind = getattr(import_object(path, name), "Config", None)
+    if kind is None:
         if "proposer" in raw:
             raise ConfigError(f"{name}: 'proposer' is not a field; it is {path}, which the package registers.")
         return SpecConfig.parse(name, CustomConfig, {**raw, "proposer": path})
-    if not (isinstance(own_type, type) and is_dataclass(own_type)):
-        raise ConfigError(f"{name}: Config of {path} must be a dataclass, not {brief(own_type)}.")
-    config = SpecConfig.parse(name, own_type, raw)
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        raise ConfigError(f"{name}: Config of {path} must be a dataclass, not {brief(kind)}.")
+    config = SpecConfig.parse(name, kind, raw)
     return replace(config, method_config=CustomConfig(proposer=path, options=config.method_config))
 
 
@@ -95,15 +96,16 @@ def _parse_stage(index: int, raw: Any, names: Sequence[str], greedy: bool) -> St
     if isinstance(raw, str) and raw in names:
         raw = {"method": raw}
     if not isinstance(raw, dict) or raw.get("method") not in names:
-        found = raw.get("method") if isinstance(raw, dict) else raw
+        method = raw.get("method") if isinstance(raw, dict) else raw
         allowed = f"a dictionary whose method is one of {', '.join(names)}, or its name"
-        raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {brief(found)}{did_you_mean(found, names)}")
-    method, own = raw["method"], {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
+        hint = did_you_mean(method, names)
+        raise ConfigError(f"cascade: stages[{index}] must be {allowed}, not {brief(method)}{hint}")
+    method, values = raw["method"], {key: value for key, value in raw.items() if key != "num_speculative_tokens"}
     for entry in fields(CommonConfig):
-        if entry.name in own:
+        if entry.name in values:
             raise ConfigError(f"cascade: stages[{index}] must not hold {entry.name}, which the whole cascade shares.")
     if method in BUILT_IN:
-        parsed: Any = BuiltInConfig.parse(index, method, {key: own[key] for key in own if key != "method"})
+        parsed: Any = BuiltInConfig.parse(index, method, {key: values[key] for key in values if key != "method"})
     else:
-        parsed = parse_config(own, greedy).method_config
+        parsed = parse_config(values, greedy).method_config
     return StageConfig(method=method, method_config=parsed, num_speculative_tokens=raw.get("num_speculative_tokens"))

@@ -142,7 +142,7 @@ def _host_reason(config: SpecConfig, engine: Conditions) -> str | None:
     if is_late and not (engine.async_scheduling and engine.scheduler_cls is None):
         return "its late drafts need steps that are scheduled ahead"
     if is_late and not rows[0].is_late and engine.world_size > 1:
-        return "a thread of its own might draw random numbers that all ranks must share"
+        return "its thread might draw random numbers that all ranks must share"
     if rows[-1].runs_target and not config.tree and engine.untrimmed_for is not None:
         return f"nothing would trim its drafts on the device: {engine.untrimmed_for}"
     return None

@@ -1,7 +1,6 @@
 """The configuration: one frozen dataclass per method, checked field by field.
 
-Knows nothing of vLLM. Everything that it refuses, it refuses with one sentence that names the field, the value
-and what is allowed.
+A refusal is one sentence with the field, the value and the allowed values. Nothing here imports vLLM.
 """
 
 from vllm_specplugins.config.fields import (
@@ -12,7 +11,6 @@ from vllm_specplugins.config.fields import (
     error_text,
     integer,
     is_integer,
-    redis_url,
 )
 from vllm_specplugins.config.learn import LearnConfig
 from vllm_specplugins.config.proposers import (
@@ -29,6 +27,7 @@ from vllm_specplugins.config.proposers import (
     RemoteConfig,
     StageConfig,
     SuffixLookupConfig,
+    redis_url,
 )
 from vllm_specplugins.config.whole import (
     MAX_NUM_SPECULATIVE_TOKENS,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_specplugins.config.fields import check_fields, check_names, integer, number, optional_path
+from vllm_specplugins.config.fields import check_fields, check_names, integer, number, optional, path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +21,12 @@ class LearnConfig:
     busy_share: float = number(0.1, 0.001, 1)
     idle_share: float = number(0.5, 0.001, 1)
     memory_bytes: int = integer(1 << 28, 1 << 20, 1 << 36)
-    path: str | None = optional_path()
+    path: str | None = optional(path())
     save_every_s: int = integer(300, 1, 1_000_000)
 
     @classmethod
     def parse(cls, method: str, raw: Any) -> Any:
-        """What `learn` of a method says: None where it is false; a value that is neither is left to be refused."""
+        """The settings for true or a dictionary, None for false; another value is refused later."""
         if not isinstance(raw, dict):
             return cls() if raw is True else None if raw is False else raw
         check_names(raw, [entry.name for entry in fields(cls)], f"{method}: learn")

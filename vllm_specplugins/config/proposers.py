@@ -16,15 +16,45 @@ from vllm_specplugins.config.fields import (
     did_you_mean,
     integer,
     number,
-    optional_integer,
-    optional_path,
-    optional_redis_url,
+    optional,
     path,
 )
 from vllm_specplugins.config.learn import LEARN
 
 MAX_NGRAM, MAX_STAGES, MAX_TREE = 16, 8, 31
 NOT_WITH_TREE = ("look_ahead",)  # fields that do not go with `tree`
+
+
+def redis_url(value: str) -> str:
+    """The address that a field holds or, as "env:NAME", names; "" if the variable is not set."""
+    return os.environ.get(value[4:], "") if value.startswith("env:") else value
+
+
+def _is_redis_url(value: Any) -> bool:
+    try:
+        parts = urlsplit(redis_url(value) if isinstance(value, str) else "")
+        has_place = parts.path if parts.scheme == "unix" else parts.hostname and (parts.port or 6379)
+    except ValueError:  # the port is not a number
+        return False
+    return parts.scheme in ("redis", "rediss", "unix") and bool(has_place)
+
+
+def _is_http_url(value: Any) -> bool:
+    try:
+        parts = urlsplit(value if isinstance(value, str) else "")
+        has_port = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and has_port and "@" not in parts.netloc
+
+
+def _names_class(value: Any) -> bool:
+    module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), name))
+
+
+def _is_keyed(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +95,13 @@ class SuffixLookupConfig:
     """
 
     store_bytes: int = integer(1 << 27, 1 << 20, 1 << 36)
-    store_path: str | None = optional_path()
+    store_path: str | None = optional(path())
     save_every_s: int = integer(300, 1, 1_000_000)
-    shared: str | None = optional_redis_url()
+    shared: str | None = optional(
+        checked(
+            "a redis://, rediss:// or unix:// address, 'env:NAME' for one in an environment variable,", _is_redis_url
+        )
+    )
     shared_keep_s: int = integer(604_800, 1, 100_000_000)
     min_confidence: float = number(0.1, 0, 1)
 
@@ -93,10 +127,10 @@ class EarlyExitConfig:
 
     exit_layer: int = integer(1, 1, 10_000)
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
-    exit_head: str | None = optional_path()
+    exit_head: str | None = optional(path())
     learn: Any = field(default=None, metadata=LEARN)
-    look_ahead: str | None = optional_path()
-    tree: int | None = optional_integer(1, MAX_TREE)
+    look_ahead: str | None = optional(path())
+    tree: int | None = optional(integer(1, 1, MAX_TREE))
 
     @property
     def one_pass(self) -> bool:
@@ -119,7 +153,7 @@ class JumpConfig:
     head: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
     learn: Any = field(default=None, metadata=LEARN)
-    tree: int | None = optional_integer(1, MAX_TREE)
+    tree: int | None = optional(integer(1, 1, MAX_TREE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,29 +171,7 @@ class MedusaConfig:
     heads: str = path()
     draft_sample_method: str = choice("coupled", "greedy", "probabilistic")
     learn: Any = field(default=None, metadata=LEARN)
-    tree: int | None = optional_integer(1, MAX_TREE)
-
-
-def _names_class(value: Any) -> bool:
-    module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
-    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), name))
-
-
-def _is_http_url(value: Any) -> bool:
-    try:
-        parts = urlsplit(value if isinstance(value, str) else "")
-        has_port = parts.port is None or parts.port > 0
-    except ValueError:  # a port that is none
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and has_port and "@" not in parts.netloc
-
-
-def _is_set(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value in os.environ.copy())  # a copy: it looks up any text
-
-
-def _is_keyed(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    tree: int | None = optional(integer(1, 1, MAX_TREE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +196,12 @@ class RemoteConfig:
     model: str = checked("a non-empty string", lambda value: isinstance(value, str) and bool(value))
     tokenizer: str = choice("same", "other")
     max_prompt_tokens: int = integer(4096, 64, 8192)
-    api_key_env: str | None = checked("the name of an environment variable that is set, or null", _is_set, None)
+    api_key_env: str | None = optional(
+        checked(
+            "the name of an environment variable that is set,",
+            lambda value: isinstance(value, str) and value in os.environ,
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +236,7 @@ class CascadeConfig:
 
     stages: tuple["StageConfig", ...] = checked(f"a list of 1 to {MAX_STAGES} dictionaries or names", _are_stages)
     policy: str = choice("auto", "verify")
-    tree: int | None = optional_integer(1, MAX_TREE)
+    tree: int | None = optional(integer(1, 1, MAX_TREE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +248,7 @@ class StageConfig:
     num_speculative_tokens: int | None = None
 
 
-# Keys of vLLM's own speculative_config that a proposer built into vLLM may have as a stage; vLLM checks their values.
+# Keys of vLLM's speculative_config that a proposer built into vLLM may have as a stage; vLLM checks their values.
 BUILT_IN_SETTINGS = (
     "attention_backend",
     "code_revision",

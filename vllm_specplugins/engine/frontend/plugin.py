@@ -60,7 +60,7 @@ def requested(args: Any) -> dict[str, Any] | None:
     found = registrations((*METHODS, *vllm_methods()))
     for refusal in filter(None, (registered.refusal for registered in found)):
         logger.error("vllm-specplugins: %s", refusal)
-    if method in vllm_methods() and not (method in METHODS and METHODS[method].own_field in merged):
+    if method in vllm_methods() and not (method in METHODS and METHODS[method].our_field in merged):
         return None
     names = (*METHODS, *(registered.name for registered in found if registered.refusal is None))
     if not isinstance(method, str) or method not in names:
