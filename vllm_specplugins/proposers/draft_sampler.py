@@ -28,6 +28,20 @@ OnLogits = Callable[[int, torch.Tensor], None]  # gets each step's logits [R, V]
 LARGEST_PROB = 1 - 16.0**-2  # a head is trusted no further: its acceptance probability is learned as of a match of 16
 
 
+class Prefix(NamedTuple):
+    """The draft tokens before the next tokens of rows.
+
+    Args:
+        positions: [N] int64, of the next tokens.
+        drafts: [N, T] draft tokens before them, which edits of the logits count.
+        counts: [N] how many of those; None: T.
+    """
+
+    positions: torch.Tensor
+    drafts: torch.Tensor
+    counts: torch.Tensor | None = None
+
+
 class Chosen(NamedTuple):
     """The next token of each row.
 
@@ -83,7 +97,7 @@ class ModelProposer(Proposer):
         self.max_num_draft = context.max_num_draft
         method = config.draft_sample_method
         self.is_greedy, self.is_coupled = method == "greedy", method == "coupled"
-        self.is_one_hot = method != "probabilistic"
+        self.is_one_hot = self.is_greedy or self.is_coupled
         self.set_max_model_len(context.max_model_len)
         self.head: Any = None  # a trained one; None: the target's
         self.learner: Learner | None = None
@@ -152,13 +166,13 @@ class ModelProposer(Proposer):
         steps, of_one_pass = Steps.of(target, num_steps), self.one_pass(target, num_steps) if num_steps else None
         fed = steps.token_ids if followed is None else torch.empty_like(steps.token_ids)
         for step in range(num_steps):
-            before = positions + 1, fed[:, :step], None, rates
+            prefix = Prefix(positions + 1, fed[:, :step])
             if of_one_pass is None:
                 states = self.run_layers(target, step, tokens, positions, states)
-                chosen, logits = self.choose(target, states, *before, needs_logits=on_logits is not None)
+                chosen, logits = self.choose(target, states, prefix, rates, on_logits is not None)
             else:
                 logits = of_one_pass[step]
-                chosen = self.sample(target, logits, *before)
+                chosen = self.sample(target, logits, prefix, rates)
             steps.put(step, chosen)
             if on_logits is not None and logits is not None:
                 on_logits(step, logits)
@@ -190,32 +204,23 @@ class ModelProposer(Proposer):
     def choose(
         self,
         target: Target,
-        states: torch.Tensor,  # [N, H]
-        positions: torch.Tensor,  # as of `sample`, with all that follows
-        drafts: torch.Tensor,
-        counts: torch.Tensor | None = None,
+        states: torch.Tensor,
+        prefix: Prefix,
         rates: bool = False,
         needs_logits: bool = False,
     ) -> tuple[Chosen, torch.Tensor | None]:
-        """The tokens after these states, and all logits [N, V] unless the target can do without them."""
+        """The tokens after states [N, H], and all logits [N, V] unless the target can do without them."""
         if self.head is None and self.is_greedy and target.edit is None and not (rates or needs_logits):
             return Chosen(target.forward.argmax(states)), None
         logits = self.logits(target, states)
-        return self.sample(target, logits, positions, drafts, counts, rates), logits
+        return self.sample(target, logits, prefix, rates), logits
 
-    def sample(
-        self,
-        target: Target,
-        logits: torch.Tensor,  # [N, V]
-        positions: torch.Tensor,  # [N] int64, of the chosen tokens
-        drafts: torch.Tensor,  # [N, T] draft tokens before them, which edits of the logits count
-        counts: torch.Tensor | None = None,  # [N] how many of those; None: T
-        rates: bool = False,
-    ) -> Chosen:
+    def sample(self, target: Target, logits: torch.Tensor, prefix: Prefix, rates: bool = False) -> Chosen:
+        """The tokens that logits [N, V] give."""
+        positions, drafts, counts = prefix
         if target.edit is not None:
             logits = target.edit(logits, drafts, positions, counts).to(logits.dtype)
-        sampling, num_reqs = target.sampling, len(target.num_tokens)
-        verified = sampling.verified
+        sampling, verified, num_reqs = target.sampling, target.sampling.verified, len(target.num_tokens)
         is_greedy = self.is_greedy or (self.is_coupled and verified is None)
         if is_greedy and not rates:
             return Chosen(logits.argmax(dim=-1))

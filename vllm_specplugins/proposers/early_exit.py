@@ -13,7 +13,7 @@ import torch
 
 from vllm_specplugins.config import ConfigError, EarlyExitConfig
 from vllm_specplugins.draft import Draft, DraftBatch, ProposerContext
-from vllm_specplugins.proposers.draft_sampler import ModelProposer, Steps
+from vllm_specplugins.proposers.draft_sampler import ModelProposer, Prefix, Steps
 from vllm_specplugins.proposers.heads.exit_head import ExitHead
 from vllm_specplugins.proposers.heads.look_ahead import LookAhead, check_look_ahead
 from vllm_specplugins.proposers.learning.exits import ExitStates
@@ -65,7 +65,7 @@ class EarlyExit(ModelProposer):
             if step:
                 positions = torch.minimum(positions + 1, last_slot)
                 states = self._states(target, steps.token_ids[:, step - 1], positions)
-            chosen, _ = self.choose(target, states, positions + 1, drafts, num_begun + step)
+            chosen, _ = self.choose(target, states, Prefix(positions + 1, drafts, num_begun + step))
             steps.put(step, chosen)
             drafts[rows, num_begun + step] = steps.token_ids[:, step].to(drafts.dtype)
         return steps
@@ -106,7 +106,7 @@ class EarlyExit(ModelProposer):
         )
         counts = (num_before[:, None] + torch.arange(length, device=device)).clamp(max=drafts.shape[1]).flatten()
         states, drafts = self._states(target, fed, places).flatten(0, 1), drafts.repeat_interleave(length, dim=0)
-        chosen, _ = self.choose(target, states, places.flatten() + 1, drafts, counts)
+        chosen, _ = self.choose(target, states, Prefix(places.flatten() + 1, drafts, counts))
         logits = None if chosen.logits is None else chosen.logits.unflatten(0, (num_reqs, length))
         return chosen.token_ids.view(num_reqs, length), logits
 

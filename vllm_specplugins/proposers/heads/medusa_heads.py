@@ -7,7 +7,7 @@ H: hidden size, V: vocabulary, W: tokens that the heads know.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,65 +92,61 @@ class MedusaHeads(TrainedPart):
 
     def like_this(self, folder: str | Path) -> "MedusaHeads":
         """See TrainedPart.like_this."""
-        heads = MedusaHeads.load(folder, len(self.layers[0]), self.vocab_size)
-        if (shapes := [tensor.shape for tensor in heads.layers]) != [tensor.shape for tensor in self.layers]:
-            self.refuse(folder, "heads of the same layers", str([list(shape) for shape in shapes]))
+        num_heads, _, hidden_size = self.layers[0].shape
+        check_medusa(folder, num_heads=num_heads, hidden_size=hidden_size, vocab_size=self.vocab_size)
+        heads = MedusaHeads.load(folder, num_heads, self.vocab_size)
+        if len(heads.layers) != len(self.layers):
+            self.refuse(folder, f"heads of {len(self.layers) // 2} layers", f"of {len(heads.layers) // 2}")
         return heads
 
     @classmethod
     def load(  # type: ignore[override]
         cls, folder: str | Path, num_heads: int, vocab_size: int, device: Any = "cpu", dtype: torch.dtype | None = None
     ) -> "MedusaHeads":
-        """The first heads of a checkpoint.
-
-        Raises:
-            ConfigError: the folder holds no heads, fewer, or such as do not fit together.
-        """
+        """The first heads of a checkpoint that `check_medusa` has passed."""
         tensors = _read(folder)
         if (count := _count(tensors)) < num_heads:
             wanted = f"a folder with a head for each of {num_heads} tokens (num_speculative_tokens, or a third of tree)"
             cls.refuse(folder, wanted, f"one with {count}")
 
-        def stacked(part: str, num_dims: int, heads: Sequence[int] = range(num_heads)) -> torch.Tensor:
-            parts = [_checked(folder, tensors, f"{number}.{part}", num_dims) for number in heads]
-            if len(shapes := sorted({tuple(tensor.shape) for tensor in parts})) > 1:
-                cls.refuse(folder, "heads of one shape", f"{list(shapes[0])} and {list(shapes[1])}")
+        def stacked(part: str, num: int = num_heads) -> torch.Tensor:
+            parts = (_checked(folder, tensors, f"{number}.{part}") for number in range(num))
             return torch.stack([tensor.to(device=device, dtype=dtype) for tensor in parts])
 
         layers = []
         for layer in range(1 + max(int(name.split(".")[1]) for name in tensors if name.endswith(".weight"))):
-            weight = stacked(f"{layer}.weight", 2)
+            weight = stacked(f"{layer}.weight")
             for number in range(num_heads):
                 tensors.setdefault(f"{number}.{layer}.bias", torch.zeros(weight.shape[1]))
-            layers.append((weight, stacked(f"{layer}.bias", 1)[:, None]))
-        hidden_size = layers[0][0].shape[-1]
-        for weight, bias in layers:
-            if weight.shape[1:] != (hidden_size, hidden_size) or bias.shape[2:] != (hidden_size,):
-                cls.refuse(folder, "heads whose layers are square", str(list(weight.shape[1:])))
+            layers.append((weight, stacked(f"{layer}.bias")[:, None]))
         num_matrices = sum(name.endswith(".head") for name in tensors)
         if not num_matrices:
             return cls(layers, None, None, vocab_size)
-        head = stacked("head", 2) if num_matrices > 1 else stacked("head", 2, [0])[0]
-        num_tokens, token_map = vocab_size, None
+        head, token_map = stacked("head") if num_matrices > 1 else stacked("head", 1)[0], None
         if "token_map" in tensors:
-            token_map = _checked(folder, tensors, "token_map", 1).long()
-            num_tokens = len(token_map)
-            if head.shape[-2] > num_tokens:
-                head = head.index_select(head.ndim - 2, token_map.to(head.device))
-            if num_tokens != head.shape[-2] or not 0 <= int(token_map.min()) <= int(token_map.max()) < vocab_size:
-                cls.refuse(folder, f"heads whose token_map has a token below {vocab_size} for each row", "others")
+            token_map = _checked(folder, tensors, "token_map").long()
+            if not 0 <= int(token_map.min()) <= int(token_map.max()) < vocab_size:
+                cls.refuse(folder, f"heads whose token_map has tokens below {vocab_size}", "others")
             token_map = token_map.to(device)
-        if head.shape[-1] != hidden_size or not 1 <= head.shape[-2] <= num_tokens:
-            wanted = f"heads of at most {num_tokens} tokens and {hidden_size} numbers each"
-            cls.refuse(folder, wanted, str(list(head.shape[-2:])))
+            if head.shape[-2] > len(token_map):
+                head = head.index_select(head.ndim - 2, token_map)
         return cls(layers, head, token_map, vocab_size)
 
 
 def check_medusa(folder: str | Path, *, num_heads: int, hidden_size: int, vocab_size: int) -> None:
     """Raises ConfigError unless a folder holds heads for a model of these sizes, of finite numbers."""
-    size = MedusaHeads.load(folder, num_heads, vocab_size, "meta").layers[0].shape[-1]
-    if size != hidden_size:
-        MedusaHeads.refuse(folder, f"heads whose hidden_size is {hidden_size}", str(size))
+    states = torch.empty(1, hidden_size, device="meta")
+    try:  # shapes fit if a pass without data succeeds
+        heads = MedusaHeads.load(folder, num_heads, vocab_size, "meta", states.dtype)
+        heads.logits(states, num_heads, lambda rows: rows.new_empty(len(rows), vocab_size))
+    except (RuntimeError, IndexError) as error:
+        wanted = f"heads with shapes that fit together and hidden_size {hidden_size}"
+        MedusaHeads.refuse(folder, wanted, f"others ({error_text(error)})")
+    if heads.head is not None:
+        width, token_map = heads.head.shape[-2], heads.token_map
+        if width > vocab_size or (token_map is not None and width != len(token_map)):
+            wanted = f"heads of at most {vocab_size} tokens, as many as a token_map has"
+            MedusaHeads.refuse(folder, wanted, str(width))
 
 
 def num_heads(folder: str | Path) -> int:
@@ -181,15 +177,12 @@ def _read(folder: str | Path) -> Tensors:
     return {match.expand(ours): tensors[name] for match, ours, name in matches if match}
 
 
-def _checked(folder: str | Path, tensors: Tensors, name: str, num_dims: int) -> torch.Tensor:
-    refuse = MedusaHeads.refuse
+def _checked(folder: str | Path, tensors: Tensors, name: str) -> torch.Tensor:
     if (tensor := tensors.get(name)) is None:
-        refuse(folder, f"a folder with the {name} of its heads", "one without it")
-    if tensor.ndim != num_dims or not tensor.numel():
-        refuse(folder, f"heads with {name} of {num_dims} dimensions", str(list(tensor.shape)))
+        MedusaHeads.refuse(folder, f"a folder with the {name} of its heads", "one without it")
     if tensor.is_floating_point() == (name == "token_map") or tensor.is_complex():
         kind = "integers" if name == "token_map" else "floating-point numbers"
-        refuse(folder, f"heads with {kind} in {name}", str(tensor.dtype))
-    if not tensor.float().isfinite().all():
-        refuse(folder, f"heads with finite numbers in {name}", "some with NaN or infinity")
+        MedusaHeads.refuse(folder, f"heads with {kind} in {name}", str(tensor.dtype))
+    if not tensor.numel() or not tensor.float().isfinite().all():
+        MedusaHeads.refuse(folder, f"heads with finite numbers in {name}", "none, NaN or infinity")
     return tensor
