@@ -1,7 +1,6 @@
 """Model Runner V1: the rows of a step's logits by request. N: rows, B: requests."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,49 +18,26 @@ def metadata_of(device: torch.device, original: Callable[..., Any], num_draft: n
     return SpecDecodeMetadata(zeros[:0], num_draft.tolist(), zeros, every[1:], zeros[:0], every[:-1], last)
 
 
-@dataclass(frozen=True)
 class Rows:
-    """Row i of a request predicts the token after its first i draft tokens."""
+    """Row i of a request predicts the token after its first i draft tokens.
 
-    num_draft: list[int]  # of each request
-    draft_token_ids: list[int]  # of all requests
-    num_tokens: np.ndarray  # [>= B] lengths of prompt and output
-    device: torch.device
+    Args:
+        num_draft: draft tokens of each request.
+        draft_token_ids: those of all requests.
+        num_tokens: [>= B] lengths of prompt and output.
+    """
 
-    @cached_property
-    def counts(self) -> np.ndarray:
-        return np.asarray(self.num_draft, np.int64) + 1
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        """[B + 1] first row of each request, and N."""
-        starts = np.zeros(len(self.counts) + 1, np.int64)
-        self.counts.cumsum(out=starts[1:])
-        return starts
-
-    @cached_property
-    def requests(self) -> np.ndarray:
-        """[N] the request of each row."""
-        return np.arange(len(self.counts)).repeat(self.counts)
-
-    @cached_property
-    def steps(self) -> np.ndarray:
-        """[N] how many draft tokens a row follows."""
-        return np.arange(self.starts[-1]) - self.starts[:-1].repeat(self.counts)
-
-    @cached_property
-    def fed(self) -> np.ndarray:
-        """[N] the draft token that a row is fed; a request's first row has none."""
-        token_ids = np.zeros(self.starts[-1], np.int64)
-        if self.draft_token_ids:
-            token_ids[self.steps > 0] = self.draft_token_ids
-        return token_ids
-
-    @cached_property
-    def positions(self) -> np.ndarray:
-        """[N] the position of the token that a row predicts."""
-        positions: np.ndarray = self.num_tokens[self.requests] + self.steps
-        return positions
+    def __init__(self, num_draft: list[int], draft_token_ids: list[int], num_tokens: np.ndarray, device: torch.device):
+        self.num_draft, self.device = num_draft, device
+        self.counts = np.asarray(num_draft, np.int64) + 1
+        self.starts = np.zeros(len(self.counts) + 1, np.int64)  # first row of each request, and N
+        self.counts.cumsum(out=self.starts[1:])
+        self.requests = np.arange(len(self.counts)).repeat(self.counts)  # [N]
+        self.steps = np.arange(self.starts[-1]) - self.starts[:-1].repeat(self.counts)  # [N] draft tokens before a row
+        self.fed = np.zeros(self.starts[-1], np.int64)  # [N] the draft token that a row is fed
+        if draft_token_ids:
+            self.fed[self.steps > 0] = draft_token_ids
+        self.positions: np.ndarray = num_tokens[self.requests] + self.steps  # [N] of the tokens that rows predict
 
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

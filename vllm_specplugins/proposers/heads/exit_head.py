@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Linear, RMSNorm
 
-from vllm_specplugins.proposers.heads.trained import TrainedPart
+from vllm_specplugins.proposers.heads.trained import Count, Epsilon, TrainedPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +23,10 @@ class ExitHeadConfig:
         rms_norm_eps: of its norm.
     """
 
-    exit_layer: int
-    hidden_size: int
-    vocab_size: int
-    rms_norm_eps: float
+    exit_layer: Count
+    hidden_size: Count
+    vocab_size: Count
+    rms_norm_eps: Epsilon
 
 
 class ExitHead(TrainedPart):

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Linear, RMSNorm
 from torch.nn.functional import silu
 
-from vllm_specplugins.proposers.heads.trained import TrainedPart
+from vllm_specplugins.proposers.heads.trained import Count, Epsilon, TrainedPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +27,12 @@ class JumpHeadConfig:
         rms_norm_eps: of its norm.
     """
 
-    early_layers: int
-    late_layer: int
-    num_layers: int
-    hidden_size: int
-    inner_size: int
-    rms_norm_eps: float
+    early_layers: Count
+    late_layer: Count
+    num_layers: Count
+    hidden_size: Count
+    inner_size: Count
+    rms_norm_eps: Epsilon
 
 
 class JumpHead(TrainedPart):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.nn import Embedding
 
-from vllm_specplugins.proposers.heads.trained import TrainedPart
+from vllm_specplugins.proposers.heads.trained import Count, TrainedPart
 from vllm_specplugins.target import Target
 
 
@@ -24,9 +24,9 @@ class LookAheadConfig:
         num_embeddings: M; the k-th stands for the k-th draft token while the next one is drafted.
     """
 
-    exit_layer: int
-    hidden_size: int
-    num_embeddings: int
+    exit_layer: Count
+    hidden_size: Count
+    num_embeddings: Count
 
 
 class LookAhead(TrainedPart):

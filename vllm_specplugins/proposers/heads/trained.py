@@ -5,10 +5,11 @@ A refusal of a folder is one sentence.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Annotated, Any, ClassVar, NoReturn, Self
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
@@ -17,6 +18,8 @@ from vllm_specplugins.config import ConfigError, brief, error_text
 
 DTYPES = ("F16", "BF16", "F32", "F64")
 CONFIG_FILE = "config.json"
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Epsilon = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class TrainedPart(torch.nn.Module):  # type: ignore[misc]
@@ -99,21 +102,10 @@ class TrainedPart(torch.nn.Module):  # type: ignore[misc]
     def read_config(cls, folder: str | Path) -> Any:
         """The configuration in a folder; ConfigError if there is none."""
         try:
-            raw = json.loads((Path(folder) / CONFIG_FILE).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            cls.refuse(folder, f"a folder with a readable {CONFIG_FILE}", "one without it")
-        kinds = {entry.name: entry.type for entry in fields(cls.Config)}
-        wanted = f"a {cls.noun}'s folder, whose"
-        if not isinstance(raw, dict) or not set(kinds) <= raw.keys():
-            cls.refuse(folder, f"{wanted} {CONFIG_FILE} holds {', '.join(kinds)}", "one of something else")
-        for name, kind in kinds.items():
-            if kind is float:
-                allowed, fits = "a number above 0, at most 1", type(raw[name]) in (int, float) and 0 < raw[name] <= 1
-            else:
-                allowed, fits = "a number from 0 on", type(raw[name]) is int and 0 <= raw[name] < 2**31
-            if not fits:
-                cls.refuse(folder, f"{wanted} {name} in {CONFIG_FILE} is {allowed}", brief(raw[name]))
-        return cls.Config(**{name: raw[name] for name in kinds})
+            return msgspec.json.decode((Path(folder) / CONFIG_FILE).read_bytes(), type=cls.Config)
+        except (OSError, msgspec.MsgspecError, RecursionError) as error:
+            given = f"one where it is not ({error_text(error)})"
+            cls.refuse(folder, f"a {cls.noun}'s folder, whose {CONFIG_FILE} is valid", given)
 
     @classmethod
     def refuse(cls, folder: str | Path, wanted: str, given: str) -> NoReturn:
