@@ -55,6 +55,16 @@ os.environ.update(ENGINE_ENVIRONMENT)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # for the engines of this process alone
 
 
+def long(*values: Any) -> Any:
+    """A row of a table of tests that SPECPLUGINS_TESTS=all alone runs."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def long_on_v2(*values: Any) -> Any:
+    """The same in the interpreter, where a row takes minutes; on V1 it runs in CI."""
+    return long(*values) if INTERPRETED else pytest.param(*values)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves out tests that are marked as long, unless SPECPLUGINS_TESTS=all."""
     for item in items:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DEMO_MODEL, RUNNER
+from conftest import DEMO_MODEL, RUNNER, long
 
 from vllm_specplugins.engine.harness.serving import serve_round, serving_engine
 from vllm_specplugins.engine.harness.traffic import Traffic, Turn
@@ -61,7 +61,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["prompt_lookup", *(long(name) for name in METHODS if name != "prompt_lookup")])
 def test_a_round_is_a_first_reading(method: str, tmp_path: Path) -> None:
     """Tokens a step of the last round are those of a fresh engine on the same prompts, within 5 %, although other
     rounds, and the same prompts in another cell, were served before. Kills: prompts asked in two rounds of which the

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import STRESS, check_counted, generate, progress
-from conftest import DEMO_MODEL, INTERPRETED, RUNNER, spec_metrics
+from conftest import DEMO_MODEL, INTERPRETED, RUNNER, long, long_on_v2, spec_metrics
 from eagle_heads import eagle_head, mtp_model, parallel_head
 from families import EXIT_LAYER, VOCAB_SIZE, checkpoint
 
@@ -185,7 +185,9 @@ def test_a_fault_is_its_own_loss(engine: Any, prompts: Any, expected: Any, monke
     assert "Stage 1 (draft_model) failed 3 times" in told[1]
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", *(PARALLEL if INTERPRETED else ["mtp"])])
+@pytest.mark.parametrize(
+    "method", [long_on_v2("eagle"), "eagle3", *(["dflash", long("dspark")] if INTERPRETED else ["mtp"])]
+)
 def test_heads_keep_in_step(engine: Any, prompts: Any, expected: Any, monkeypatch: Any, method: str) -> None:
     """Under stress and behind prompt lookup, whose drafts are three times as long, it offers what it offers where it
     drafts alone and nothing happens, also for a prompt that the prefix cache holds.

@@ -10,7 +10,7 @@ import pytest
 from conftest import DEMO_MODEL, RUNNER
 from prompts import load_prompts
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(RUNNER == "v2", reason="one runner is enough for its arithmetic")]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(RUNNER == "v2", reason="one runner is enough for its arithmetic")]
 
 
 def test_calibrates_the_demo_model(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from built_in_kinds import folder_of, weights_by_name
 from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, cascade, generate
-from conftest import RUNNER, spec_metrics
+from conftest import RUNNER, long_on_v2, spec_metrics
 from families import SHAPE, VOCAB_SIZE
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(RUNNER == "v1", reason="on a CPU vLLM does not wind states back")]
@@ -94,7 +94,7 @@ def run(llm: Any, prompts: list[list[int]], expected: list[list[int]]) -> list[l
     return [list(result.outputs[0].token_ids) for result in results]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [long_on_v2(name) if name == "mamba2" else name for name in RUNS])
 def test_outputs(engine: Any, prompts: list[list[int]], plain: Any, name: str) -> None:
     """Identical at temperature 0, with drafts of which some tokens are accepted, with prompts in pieces, and from the
     prefix cache. Fails if a state is taken after the draft's end, after its first token, or from another request."""

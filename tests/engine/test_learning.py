@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cases import NUM_TOKENS, STRESS, generate
-from conftest import ALL, DEMO_MODEL, NUM_LAYERS, RUNNER
+from conftest import DEMO_MODEL, NUM_LAYERS, RUNNER, long, long_on_v2
 from parts import HIDDEN, learner_of, learning, swaps_weights, write_head
 from test_early_exit import engine_config
 
@@ -15,10 +15,6 @@ from vllm_specplugins.config import ConfigError
 from vllm_specplugins.proposers.learning import windows
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.tools.base_model import BaseModel
-
-# Of the engines in which a part learns; in the interpreter one of minutes is enough.
-OF_V1_TOO = RUNNER == "v1" or ALL
-OTHERS = (("early_exit", 3), ("medusa", 6)) if OF_V1_TOO else ()
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +41,7 @@ def rounds(llm: Any, prompts: Any, num: int) -> Learner:
     return learner  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("method", ["jump", "early_exit"])
+@pytest.mark.parametrize("method", [long_on_v2("jump"), "early_exit"])
 def test_examples(engine: Any, prompts: Any, method: str, tmp_path: Path) -> None:
     """States from which the target says what stands next, at places whose tokens stay, under preemption and chunked
     prefill; of an exit what its layer left there, too. Kills: a rejected draft's state, one of another request or
@@ -83,7 +79,7 @@ def test_examples(engine: Any, prompts: Any, method: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature"), [("jump", 0.0), ("jump", 0.8), ("early_exit", 0.8), ("medusa", 0.8)]
+    ("method", "temperature"), [("jump", 0.0), ("jump", 0.8), ("early_exit", 0.8), long_on_v2("medusa", 0.8)]
 )
 def test_outputs_while_weights_change(
     engine: Any, prompts: Any, method: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,9 +98,7 @@ def test_outputs_while_weights_change(
     assert num_steps[0] > 10 and learner.counts()["examples"] > 0
 
 
-@pytest.mark.parametrize(
-    ("method", "num_rounds"), [("jump", 3), *(pytest.param(*own, marks=pytest.mark.slow) for own in OTHERS)]
-)
+@pytest.mark.parametrize(("method", "num_rounds"), [long_on_v2("jump", 3), long("early_exit", 3), long("medusa", 6)])
 def test_learns_in_an_engine(
     engine: Any, prompts: Any, method: str, num_rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import PROMPT_LOOKUP, SUFFIX_LOOKUP, generate
-from conftest import ALL, FEW, INTERPRETED, NUM_LAYERS, graphs, spec_metrics
+from conftest import FEW, INTERPRETED, NUM_LAYERS, graphs, long, spec_metrics
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -28,9 +28,9 @@ JUMP = write_head(new_folder("jump"), NUM_LAYERS // 2, NUM_LAYERS // 2, 0.0)
 MEDUSA = medusa(new_folder("medusa"), num_draft=2)
 AHEAD = with_embeddings(new_folder("ahead"), NUM_LAYERS, K)
 LOOKUPS = [PROMPT_LOOKUP, SUFFIX_LOOKUP]  # the latter with what arrives from the host
-CASCADES = [("verify", EXIT, "greedy"), ("auto", EXIT, "greedy"), ("auto", JUMP, "greedy"), ("auto", MEDUSA, "greedy")]
-CASCADES += [("auto", AHEAD, "greedy")]
-CASCADES += [("auto", stage, "probabilistic") for stage in (EXIT, JUMP, MEDUSA) if ALL]
+CASCADES = [("verify", EXIT, "greedy"), ("auto", EXIT, "greedy"), ("auto", JUMP, "greedy")]
+CASCADES += [long("auto", stage, "greedy") for stage in (MEDUSA, AHEAD)]
+CASCADES += [long("auto", stage, "probabilistic") for stage in (EXIT, JUMP, MEDUSA)]
 
 
 def cascade(policy: str, stage: dict[str, Any], first: str = "prompt_lookup", **options: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_cascade(
     assert lookup["asked"] > 0 and lookup["accepted"] + exit_stage["accepted"] == stats["accepted_tokens"]
 
 
-@pytest.mark.parametrize("stage", [EXIT | {"exit_layer": 1}, *([JUMP, MEDUSA] if ALL else [])])
+@pytest.mark.parametrize("stage", [EXIT | {"exit_layer": 1}, long(JUMP), long(MEDUSA)])
 def test_earlier_outputs_beside(
     engine: Any, device: Device, prompts: Any, expected: Any, stage: dict[str, Any]
 ) -> None:
@@ -151,7 +151,7 @@ def test_nothing_found_costs_one_token(engine: Any, device: Device, config: dict
     check_nothing_found_costs_one_token(on_device(engine, config, token_ms=0.1), **options)
 
 
-@pytest.mark.parametrize("method", ["jump", "early_exit", "medusa"] if ALL else ["jump", "early_exit"])
+@pytest.mark.parametrize("method", ["jump", "early_exit", long("medusa")])
 def test_a_part_that_learns(
     engine: Any, device: Device, prompts: Any, expected: Any, method: str, tmp_path: Path
 ) -> None:
@@ -202,7 +202,7 @@ def test_any_confidence(llm: Any, prompts: Any, expected: Any, monkeypatch: pyte
     assert any(len(set(lengths.values())) > 2 for lengths in steps), steps
 
 
-@pytest.mark.skipif(not ALL, reason="SPECPLUGINS_TESTS=all")
+@pytest.mark.long
 def test_references(llm: Any, prompts: Any, expected: Any) -> None:
     """Two requests share one, a third has its own, a fourth none; they come and go. Fails if a reference is another's,
     or is not given back."""

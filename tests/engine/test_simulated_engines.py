@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from cases import early_exit, generate, mixed_prompts
-from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, counted, graphs
+from conftest import DEMO_MODEL, INTERPRETED, NUM_LAYERS, counted, graphs, long
 
 if not INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -75,7 +75,7 @@ def test_all_layers_asynchronously(engine: Any, device: Device, prompts: Any, ex
     assert replays(runner(llm).speculator._graphs) > 0
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("method", ["greedy", long("probabilistic")])
 def test_one_pass(engine: Any, device: Device, prompts: Any, expected: Any, tmp_path: Path, method: str) -> None:
     """Look-ahead tokens through all layers, K of each request in a graph's one pass, with rows of padding and without:
     the first of a draft is the target's own, so that it is accepted, of whatever it is drawn. Fails if a graph is of

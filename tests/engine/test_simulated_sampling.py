@@ -88,7 +88,7 @@ def test_distribution_while_weights_change(
     assert chi_squared([(counts, expected, expected)]).p_value > 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_pass(engine: Any, device: Device, checkpoint: Path, expected: np.ndarray, tmp_path: Path) -> None:
     """The same of look-ahead tokens through all layers: each first token is accepted, each other hardly ever. Fails if
     the q of a pass's tokens change places."""
