@@ -1,22 +1,21 @@
-"""Which drafts of a batch are verified, where a step has room for a number of draft tokens: the likeliest.
+"""Shares a step's budget of draft tokens out: the tokens that are likeliest to be accepted are verified.
 
-Front door: `share_budget` picks the implementation. It waits for nothing. As vLLM's adaptive verification does: a token
-is worth its probability of survival, the product of its draft's probabilities up to it, which only falls along a draft;
-so what is admitted is a prefix of each. Among equals the earlier row wins, so that all ranks of a group admit the same.
-R: rows of the batch, S: slots of requests, K: most tokens of a draft.
+As in vLLM's adaptive verification, a token's worth is the product of its draft's acceptance probabilities up to it,
+which only falls along a draft: a prefix of each draft is admitted. Among equals the earlier row wins, so that all ranks
+of a group admit the same. No implementation waits for the device. R: rows of the batch, S: slots of requests, K: max
+draft tokens.
 """
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
-from ..implementations import implementation_of
+from ..implementations import module_of
 
 
 class Layout(NamedTuple):
-    """Where the rows of a step's tokens begin; written.
+    """Where the tokens of a step's rows begin; written.
 
     Args:
-        cu_num_logits: [S + 1] int32, of the tokens whose logits are looked at: those admitted, and `num_bonus` a row.
+        cu_num_logits: [S + 1] int32, of the tokens with logits: the admitted ones and `num_bonus` a row.
         query_start_loc: [S + 1] int32, of all tokens that run; after the batch, their number.
     """
 
@@ -26,11 +25,11 @@ class Layout(NamedTuple):
 
 def share_budget(
     layout: Layout,
-    # [S, K] float32 in [0, 1]: probability of each token if those before it are accepted
+    # [S, K] float32 in [0, 1], of each token if those before it are accepted
     accept_probs: Any,
     # [R] the slot of each row
     slots: Any,
-    # [2, R] int32: tokens of its draft, and its other tokens
+    # [2, R] int32: draft tokens, and other tokens
     num_tokens: Any,
     budget: int,
     num_bonus: int,
@@ -39,7 +38,7 @@ def share_budget(
     """Writes the layout of a step that verifies `budget` of its draft tokens.
 
     Args:
-        budget: at most as many as there are.
+        budget: at most the number of draft tokens.
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
 
     Raises:
@@ -52,5 +51,5 @@ def share_budget(
     >>> layout.query_start_loc.tolist()  # 0.9, 0.8 and 0.8 * 0.7
     [0, 2, 5, 5]
     """
-    module = import_module(f".{implementation_of(accept_probs, implementation)}", __name__)
+    module = module_of(__name__, accept_probs, implementation)
     module.share_budget(layout, accept_probs, slots, num_tokens, budget, num_bonus)

@@ -1,7 +1,7 @@
-"""A shared budget in Triton: one launch of one program, whose registers hold the whole batch.
+"""The shared budget in Triton: one launch of one program, which holds the whole batch in registers.
 
-The smallest probability that is admitted is found by bisection over the floats' own order, in some 30 steps without a
-read of memory. R: rows of the batch, S: slots of requests, K: most tokens of a draft.
+It bisects for the smallest admitted probability, in 30 steps over the floats' bits without a read of memory. R: rows of
+the batch, S: slots of requests, K: max draft tokens.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from . import Layout
 
-_LARGEST = tl.constexpr(0x3F800000)  # the bits of 1.0; of floats that are not negative they are in their order
+_LARGEST = tl.constexpr(0x3F800000)  # the bits of 1.0; bits of floats from 0 on are in the floats' order
 _TOKENS_A_WARP = 512  # 16 registers of a thread
 _TILES = 32, 256  # rows of a batch; larger ones are held whole
 
@@ -35,7 +35,7 @@ def _share_kernel(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The whole batch's layout."""
+    """The layout of the batch."""
     rows, steps = tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
     inside = rows < num_rows
     slots = tl.load(slots_ptr + rows, mask=inside, other=0).to(tl.int64)
@@ -53,9 +53,9 @@ def _share_kernel(
         is_enough = tl.sum(tl.sum((keys >= middle).to(tl.int32), axis=1), axis=0) >= budget
         low = tl.where(is_enough, middle, low)
         high = tl.where(is_enough, high, middle - 1)
-    surely, equals = tl.sum((keys > low).to(tl.int32), axis=1), tl.sum((keys == low).to(tl.int32), axis=1)
-    left = budget - tl.sum(surely, axis=0) - (tl.cumsum(equals, axis=0) - equals)
-    admitted = surely + tl.minimum(tl.maximum(left, 0), equals)
+    above, equals = tl.sum((keys > low).to(tl.int32), axis=1), tl.sum((keys == low).to(tl.int32), axis=1)
+    left = budget - tl.sum(above, axis=0) - (tl.cumsum(equals, axis=0) - equals)
+    admitted = above + tl.minimum(tl.maximum(left, 0), equals)
 
     logits, tokens = tl.where(inside, admitted + num_bonus, 0), tl.where(inside, admitted + others, 0)
     tl.store(layout.cu_num_logits, 0)
@@ -68,7 +68,7 @@ def _share_kernel(
 
 
 def tiles(num_slots: int) -> list[int]:
-    """The most rows of each variant of the kernel.
+    """The numbers of rows for which the kernel is compiled.
 
     >>> tiles(1), tiles(100)
     ([2], [32, 128])
@@ -85,7 +85,7 @@ def share_budget(
     num_bonus: int,
 ) -> None:
     num_slots, width = accept_probs.shape
-    rows, lanes = next(most for most in tiles(num_slots) if len(slots) <= most), max(2, triton.next_power_of_2(width))
+    rows, lanes = next(tile for tile in tiles(num_slots) if len(slots) <= tile), max(2, triton.next_power_of_2(width))
     num_warps = min(16, max(1, rows * lanes // _TOKENS_A_WARP))
     _share_kernel[(1,)](
         layout, accept_probs, slots, num_tokens, len(slots), num_slots, budget, num_bonus,

@@ -284,7 +284,7 @@ def _replace_results(runner: Any, num_draft: int, tokens_are_free: bool) -> None
     if outcomes is not None:
         outcomes.accept_probs.fill_(0.8)
         outcomes._num_draft.fill_(num_draft if manager is None else 0)  # what is planned, where nothing is trimmed
-        if (confidences := outcomes.confidences) is not None:
+        if (confidences := outcomes.shared_probs) is not None:
             confidences.newest.fill_(0.8)
             confidences.host.fill(0.8)
 

@@ -15,7 +15,7 @@ from conftest import RUNNER
 if RUNNER != "v2":
     pytest.skip("V1 trims nothing on a device", allow_module_level=True)
 
-from test_forecast import confidences, manager
+from test_forecast import manager, probs
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm_specplugins.kernels import acceptance
@@ -48,7 +48,7 @@ class Played:
         one_rank = SimpleNamespace(broadcast_object=lambda value, src: value)
         for module in (prices, adaptive_verification):
             monkeypatch.setattr(module, "get_tp_group", lambda: one_rank)
-        self.manager, self.known = manager(num_slots=SLOTS, width=width), confidences(SLOTS, width)
+        self.manager, self.known = manager(num_slots=SLOTS, width=width), probs(SLOTS, width)
         self.budget, self.width = Budget(self.manager, self.known, max_model_len=40_000), width
         batches = self.manager.batches_to_profile(SIZES.tolist())
         self.manager.set_initial_cost_curves([self._sample(**batch) for batch in batches])

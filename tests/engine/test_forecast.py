@@ -13,7 +13,7 @@ if RUNNER != "v2":
 
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
-from vllm_specplugins.engine.adaptive.budget import Budget, Confidences, best_budget
+from vllm_specplugins.engine.adaptive.budget import AcceptProbs, Budget, best_budget
 
 S, K = 12, 3
 NOTHING, FOUND = [0.0, 0.0, 0.0], [0.9, 0.8, 0.0]
@@ -39,9 +39,9 @@ def manager(verify_ms: Any = STEEP, most: int = 1 << 20, num_slots: int = S, wid
     return own
 
 
-def confidences(num_slots: int = S, width: int = K) -> Confidences:
+def probs(num_slots: int = S, width: int = K) -> AcceptProbs:
     host = torch.ones(num_slots + 1, width)
-    return Confidences(torch.ones(num_slots + 1, width), host, host.numpy())
+    return AcceptProbs(torch.ones(num_slots + 1, width), host, host.numpy())
 
 
 def budgets(slots: list[int], steps: list[list[list[float]]]) -> list[int]:
@@ -70,7 +70,7 @@ def test_as_vllm_chooses() -> None:
     rng = np.random.default_rng(0)
     for most in (1 << 20, 9):
         for _ in range(50):
-            ours, theirs, known = manager(most=most), manager(most=most), confidences()
+            ours, theirs, known = manager(most=most), manager(most=most), probs()
             budget = Budget(ours, known)
             known.host[:S] = theirs._stale_confidences[0].np[:] = rng.random((S, K)).astype(np.float32) ** 0.3
             names = [str(slot) for slot in rng.permutation(S)[:5]]
@@ -86,7 +86,7 @@ def test_what_costs_nothing_is_not_trimmed(each: list[int]) -> None:
     """Nothing is launched then, and the layout is that of all drafts. Fails if a token is trimmed that costs nothing,
     or if a row begins elsewhere, as where drafts that are as long as the first on average count as equally long."""
     own = manager(verify_ms=np.full(200, 5.0))
-    budget = Budget(own, confidences())
+    budget = Budget(own, probs())
     budget._share = None  # type: ignore[assignment]
     own._confidence_probs.zero_()
     lengths = np.array(each)
@@ -101,13 +101,13 @@ def test_what_costs_nothing_is_not_trimmed(each: list[int]) -> None:
 
 def test_a_new_request() -> None:
     """All of its draft is expected. Fails if it has what its slot's last one had."""
-    own, known = manager(), confidences()
+    own, known = manager(), probs()
     budget = Budget(own, known)
     known.host[:], known.newest[:] = 0.0, 0.0
-    budget._found[3], budget._had_nothing[3] = 0.5, True
+    budget._mean_survival[3], budget._had_none[3] = 0.5, True
     own.add_request(3)
     assert known.host[3].tolist() == known.newest[3].tolist() == [1.0] * K and not known.host[4].any()
-    assert not budget._found[3].any() and not budget._had_nothing[3] and own._pending_resets == []
+    assert not budget._mean_survival[3].any() and not budget._had_none[3] and own._pending_resets == []
 
 
 def test_what_is_edited_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_what_is_edited_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(slots.tolist())
         return edits
 
-    Budget(own, confidences(), None, edits_any)
+    Budget(own, probs(), None, edits_any)
     for num_reqs, verified in ((12, 20), (5, 20), (12, 48)):
         names = [str(slot) for slot in range(num_reqs)]
         drafts = {name: [0] * K for name in names}

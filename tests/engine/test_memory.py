@@ -112,7 +112,7 @@ def buffers_of(shape: Shape, num_draft: int, ours: bool, patches: pytest.MonkeyP
 
     patches.setattr(torch.cuda, "Stream", lambda *_: None)
     patches.setattr(
-        draft_tracker, "new_confidences", lambda slots, most, device: torch.ones(slots + 1, most, device=device)
+        draft_tracker, "new_accept_probs", lambda slots, most, device: torch.ones(slots + 1, most, device=device)
     )
     with on_meta(patches) as memory:
         width, rows = num_draft + 1, shape.num_slots * (num_draft + 1)

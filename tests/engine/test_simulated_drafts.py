@@ -126,7 +126,7 @@ def test_launches_beside_an_exit(engine: Any, device: Device, monkeypatch: pytes
 def test_who_copies_needs_no_exit(engine: Any, device: Device) -> None:
     """While all copy more than it would draft, no step of it runs; it does for all where one request does not."""
     llm = on_device(engine, cascade("auto", {**EXIT, "num_speculative_tokens": 2}, draft_sample_method="greedy"))
-    known = runner(llm).speculator.outcomes._known
+    known = runner(llm).speculator.outcomes._state
     for counts, lookup, own in ((known.shared_tried, 100, 100), (known.shared_accepted, 99, 1)):
         counts[0], counts[1] = lookup, own
 
@@ -195,7 +195,7 @@ def test_launches(llm: Any) -> None:
 def test_any_confidence(llm: Any, prompts: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trimmed at random. Fails if verification takes a draft's scheduled length for its true one."""
     manager, rng = runner(llm).adaptive_verification, torch.Generator().manual_seed(1)
-    newest = runner(llm).speculator.outcomes.confidences.newest
+    newest = runner(llm).speculator.outcomes.shared_probs.newest
     monkeypatch.setattr(manager, "record_confidences", lambda *_: newest.uniform_(generator=rng))
     with verified(llm) as steps:
         assert generate(llm, prompts[:4], [4], max_tokens=NUM_TOKENS) == expected[:4]

@@ -96,7 +96,7 @@ def test_a_fault_after_a_step_of_more_rows(monkeypatch: pytest.MonkeyPatch) -> N
     from vllm_specplugins.engine.v2.feedback import draft_tracker
     from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 
-    monkeypatch.setattr(draft_tracker, "new_confidences", lambda *_: None)
+    monkeypatch.setattr(draft_tracker, "new_accept_probs", lambda *_: None)
     states, device = SimpleNamespace(max_num_reqs=SLOTS), torch.device("cpu")
     outcomes = draft_tracker.DraftTracker(STAGES, states, K, device)
     ones = torch.ones(SLOTS, dtype=torch.int32)

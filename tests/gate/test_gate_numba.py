@@ -10,7 +10,7 @@ from vllm_specplugins.kernels.acceptance import HOST_PRIOR_WEIGHT, Drafts, host,
 from vllm_specplugins.kernels.acceptance.reference import new_state
 
 from vllm_specplugins.counters import StageCounters
-from vllm_specplugins.gate.costs import StepCosts, break_even_rate
+from vllm_specplugins.gate.costs import StepCosts
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.gate import GOOD_ACCEPTANCE, Gate
 from vllm_specplugins.structures.arrays import DraftArrays, of_stage
@@ -109,7 +109,7 @@ def expected_shares(
     gate: Gate, costs: StepCosts, rows: Any, found: DraftArrays, sure: Any, most: Any, max_draft: Any, continues: bool
 ) -> tuple[list[int], list[int]]:
     """By trying every depth, and for each request every draft that it allows."""
-    rate = break_even_rate(costs, len(rows))
+    rate = costs.break_even_rate(len(rows))
     prices = rate * (costs.tokens_ms(K) if len(rows) == 1 else np.full(K, costs.slope_ms))
     price, draft_price = prices[0], rate * gate._stages[1].token_ms
     own = [probs(gate._tracker, rows[i : i + 1], 1, sure[i] + np.arange(K)[None])[0].tolist() for i in range(len(rows))]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from vllm_specplugins.gate.costs import LoadCosts, StepCosts, break_even_rate
+from vllm_specplugins.gate.costs import LoadCosts, StepCosts
 from vllm_specplugins.gate.draft_tracker import DraftTracker, rated
 from vllm_specplugins.gate.step_times import OUTLIER_RATIO
 from vllm_specplugins.kernels.acceptance.host import DraftsType, Ints, Reals, StateType, accept_prob
@@ -159,7 +159,7 @@ class Gate:
 
     def _prices(self, costs: StepCosts, num_reqs: int) -> tuple[float, Floats]:
         """The break-even rate, and at that rate the price in tokens of verifying each further draft token, [K]."""
-        K, rate = self._max_num_draft, break_even_rate(costs, num_reqs)
+        K, rate = self._max_num_draft, costs.break_even_rate(num_reqs)
         return rate, rate * (costs.tokens_ms(K) if num_reqs == 1 else np.full(K, costs.slope_ms))
 
     def asks(self, stage: int, num_reqs: int, ms: float) -> bool:

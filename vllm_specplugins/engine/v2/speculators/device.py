@@ -109,7 +109,7 @@ class DeviceSpeculator(Speculator):
 
     def _map_rows(self, num_rows: int) -> None:
         """As the tracker has them, to where vLLM's way and the target's layers look; and how much each wants."""
-        self._wanted = self.limits.wanted(self.outcomes.told(num_rows), self.idx_mapping[:num_rows])
+        self._wanted = self.limits.wanted(self.outcomes.step_rows(num_rows), self.idx_mapping[:num_rows])
 
     def add(self, requests: Sequence[Request]) -> None:
         """Takes requests."""
