@@ -118,8 +118,9 @@ RECEIVERS = {name: classes for classes, names in OBJECTS.items() for name in nam
 NAMESAKES = re.compile(
     r"models/(inkling/|llama\w+\.py)|utils/counter|worker/cpu/|output_processor|kv_offload|moe/oracle|third_party"
 )
+# Attributes that we set on objects of vLLM.
+_SET_BY_US = frozenset({"adapter", "specplugins", "aux_hidden_state_layers", "speculative_config"})
 # Attributes that are vLLM's wherever they stand.
-_SET_BY_US = frozenset({"adapter", "specplugins", "aux_hidden_state_layers"})  # on objects of vLLM's
 ATTRIBUTES = {"gpu": "UvaBackedTensor StagedWriteTensor", "np": "UvaBackedTensor UvaBuffer CpuGpuBuffer"}
 # Whose attributes are nobody's business: classes, and modules, of Python and of what we build on.
 _OF_OTHERS: dict[str, str] = {
