@@ -38,15 +38,14 @@ at most 65,536 characters and 4,096 brackets. Beam search gets no drafts: vLLM's
 
 OpenAI's `prediction` of a chat completion, `{"type": "content", "content": ...}` with a text or text parts, sets
 `reference`, unless `vllm_xargs` does. `usage` lacks its token counts; `--per-request-spec-decode-metrics summary` shows
-drafted and accepted tokens.
+them.
 """
 ENVIRONMENT = """## Environment variables
 
 - `VLLM_SPECPLUGINS_METRICS_PORT` exports metrics on a port of the engine, [for other front
   ends](operating.md#other-front-ends).
 - `VLLM_SPECPLUGINS_DISABLE=1` disables the plugin; its methods are then refused.
-- `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN` (vLLM's), if set, for example to `8192`, replaces our [costs of draft
-  tokens](compatibility.md#scheduling) by vLLM's.
+- `VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN` (vLLM's), if set, for example to `8192`, replaces our [costs](compatibility.md#scheduling) of draft tokens by vLLM's.
 - `VLLM_SPECPLUGINS_SELF_CHECK`: `1` (default) [checks kernels](compatibility.md#kernels-on-a-new-device) at the start,
   except on CPUs; `0` skips this; `only` checks, prints and exits.
 """

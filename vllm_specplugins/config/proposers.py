@@ -84,12 +84,12 @@ class SuffixLookupConfig:
     """`suffix_lookup`: drafts the commonest continuation of the longest match in the request and in earlier outputs.
 
     Args:
-        store_bytes: Allocates the store at the start, 80 bytes a token. A full store evicts the oldest outputs that did
-            not help to draft, those of small tenants last.
+        store_bytes: Allocates the store at the start, 80 bytes a token. A full store evicts the oldest unused outputs,
+            those of small tenants last.
         store_path: Loads the store from this file and appends each output. Data-parallel engines add ".dp1" and so on.
         save_every_s: Bounds the seconds until an output is on the disk. A power cut loses later outputs.
-        shared: Shares outputs between engines with the same tokenizer, through Redis or Valkey. vLLM logs the address:
-            use env:NAME if it has a password.
+        shared: Shares outputs between engines, through Redis or Valkey. vLLM logs the address: use env:NAME if it has a
+            password.
         shared_keep_s: Sets how many seconds the server keeps an output.
         min_confidence: Ends a draft before a token with a lower acceptance probability.
     """
@@ -140,8 +140,8 @@ class EarlyExitConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpConfig:
-    """`jump`: predicts the target's final hidden state from the newest token's embedding and the last hidden state;
-    the target's head decodes it. A trained part may instead predict the input of the last layers, which then run.
+    """`jump`: predicts the target's final hidden state with a trained part; the target's head decodes it. (Or the input
+    of the last layers, which then run.)
 
     Args:
         head: Names the folder of the part from `train-jump`.
@@ -228,9 +228,9 @@ class CascadeConfig:
     Args:
         stages: Lists configurations or names of methods, cheapest first. A stage may set a smaller
             num_speculative_tokens.
-        policy: "auto" takes, by request and step, the stage or sequence of stages with the best expected gain (without
-            a gate, the first stage with a draft); "verify" lets each stage check, correct and extend the draft of the
-            stage before, and needs `early_exit` after the first.
+        policy: "auto" takes the stage or sequence of stages with the best expected gain (without a gate, the first
+            stage with a draft); "verify" lets each stage check, correct and extend the draft of the stage before, and
+            needs `early_exit` after the first.
         tree: See `early_exit`. Merges the draft of `prompt_lookup` into the tree of `early_exit`, `jump` or `medusa`.
     """
 
