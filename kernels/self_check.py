@@ -31,7 +31,7 @@ from .rejection.adjust import adjust
 from .rejection.drafts import sample_with_q
 from .rejection.inputs import Batch, as_step, make_batch, make_edits, to_device
 from .rejection.step import sample_step
-from .steps import RULES, join, limit, newest, tally
+from .steps import join, limit, newest, tally
 from .trees import attend, compact, walk
 
 # Sums round differently where one instruction multiplies and adds.
@@ -163,7 +163,7 @@ def _rows(shapes: Shapes) -> _Case:
         slots, wanted, by_stage = limit(rows, lengths, limits, max_tokens, mapping, (2, 1), implementation)
         tally(totals, rows, wanted, num_draft, shapes.max_num_draft, staged, implementation)
         read = newest(mapping, lengths, lengths.long(), (lengths.float(), lengths.long()), implementation)
-        joined = [join(first, second, rule, True, implementation) for rule in RULES]
+        joined = [join(first, second, continues, implementation) for continues in (True, False)]
         return [slots, wanted, mapping, *totals[:2], *by_stage, *read, *(part for parts in joined for part in parts)]
 
     return _Case(operation, (*make_step(40, shapes.max_num_draft), *make_chains(40, shapes.max_num_draft)))

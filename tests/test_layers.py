@@ -73,10 +73,10 @@ IN_V2_MAY_IMPORT = {
     "requests": set(),
     "feedback": {"requests"},
     "memory": set(),
-    "trees": set(),
     "verification": set(),
-    "speculators": {"feedback", "requests", "trees", "verification"},
-    "runner": {"adapters", "feedback", "memory", "requests", "speculators", "verification"},
+    "speculators": {"feedback", "requests", "verification"},
+    "trees": {"requests", "speculators"},
+    "runner": {"adapters", "feedback", "memory", "requests", "speculators", "trees", "verification"},
     "scheduler": {"feedback"},
     "__init__": set(),
 }

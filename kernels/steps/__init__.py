@@ -1,24 +1,21 @@
-"""What is done for each row of a step beside drafting, in one launch each: how much it may draft, what drafting begins
-with, how drafts of two stages become one, and what is counted.
+"""The work for each row of a step beside drafting, in one launch each: `limit` says how much a row may draft, `newest`
+what drafting begins with, `join` makes one draft of two stages' drafts, and `tally` counts.
 
-Nothing here waits, so a CUDA graph can record it. R: rows of the batch or of a graph, S: slots of requests, K: most
-tokens of a draft, M: stages, two of them. A row of padding has slot S, which is nobody's, and has sampled nothing.
+Nothing here waits, so a CUDA graph can record it. R: rows of the batch or of a graph, S: slots of requests, K: the most
+tokens of a draft, M: stages, two of them. A row of padding has slot S, which no request has, and has sampled nothing.
 """
 
 from typing import Any, NamedTuple
 
 from ..implementations import module_of
 
-# Kinds of a stage's tokens, which are counted by place; and what is counted of a stage as a whole.
+# A stage's tokens are counted by place in these kinds, and by these sums as a whole.
 KINDS = VERIFIED, ACCEPTED, KEPT = range(3)
 SUMS = ASKED, DRAFTED, DRAFTS, CONFIRMED = range(4)
-# How a second stage's tokens meet a first one's: they stand after them, stand where there are none, or are compared.
-RULES = AFTER, INSTEAD, COMPARED = range(3)
-LARGEST_PROB = 1 - 1e-6  # of a token that both stages draft; from 1 on a confidence is a match's length
 
 
 class Rows(NamedTuple):
-    """Of a step, [R] each: the slots, int64; tokens that were sampled, and drafted ones that were rejected, int32."""
+    """The rows of a step, [R] each: slots, int64; tokens sampled, and draft tokens rejected, int32."""
 
     slots: Any
     num_sampled: Any
@@ -26,7 +23,7 @@ class Rows(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What is added up, int64 each.
+    """The sums, int64 each.
 
     Args:
         cells: requests by [1 + tokens verified, tokens that came out], K + 2 each; by [whether any was wanted, tokens
@@ -41,14 +38,14 @@ class Totals(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """What the stages of a cascade did.
+    """The drafts of the stages of a cascade.
 
     Args:
-        num_sent, sent_stage: [S + 1] int32 and [S + 1, K] int32: the drafts before, by slot.
-        num_sampled, num_rejected: [R] int32 each, what became of those.
-        stage: [R, K] int, who drafted each token now.
-        looked_up, exited: [R] int each, tokens of the two stages, -1 where one was not asked.
-        confirmed: [R] int, of the first one's tokens those that the second would have drafted.
+        num_sent, sent_stage: [S + 1] int32 and [S + 1, K] int32: the last drafts, by slot.
+        num_sampled, num_rejected: [R] int32 each, the fate of those.
+        stage: [R, K] int, the stage of each new draft token.
+        looked_up, num_second: [R] int each, tokens of the two stages, -1 where one was not asked.
+        confirmed: [R] int, tokens of the first stage that the second one would have drafted; None: it did not compare.
     """
 
     num_sent: Any
@@ -57,8 +54,8 @@ class Staged(NamedTuple):
     num_rejected: Any
     stage: Any
     looked_up: Any
-    exited: Any
-    confirmed: Any
+    num_second: Any
+    confirmed: Any = None
 
 
 class Wanted(NamedTuple):
@@ -96,28 +93,26 @@ class Joined(NamedTuple):
         token_ids, stage: [R, K] int32.
         num_draft: [R] int32.
         confidence: [R, K] float32.
-        exited: [R] int32, tokens that the second stage drafted, -1 where it was not asked.
-        confirmed: [R] int32, tokens of the first one that the second would have drafted, where it compares.
+        num_second: [R] int32, tokens of the second stage, -1 where it has none.
     """
 
     token_ids: Any
     num_draft: Any
     stage: Any
     confidence: Any
-    exited: Any
-    confirmed: Any
+    num_second: Any
 
 
 def limit(
     rows: Rows,
     # [S] int32, tokens of each slot's request
     lengths: Any,
-    # [S, >= 3] int32 of each slot: most tokens of a draft, of the text before one, and of the text with its draft; then
-    # whether each of two stages is allowed, 1 or 0
+    # [S, >= 3] int32 of each slot: the largest length of a draft, of the text before one, and of the text with its
+    # draft; then whether each of two stages is allowed, 1 or 0
     limits: Any,
-    # [] int32: most tokens of any draft of this step
-    most: Any,
-    # [R] int32, written: each row's slot, -1 for nobody's
+    # [] int32: the most tokens of a draft of this step
+    max_tokens: Any,
+    # [R] int32, written: each row's slot, -1 for a row of padding
     mapping: Any,
     of_stages: tuple[int, ...] = (),
     implementation: str | None = None,
@@ -125,21 +120,21 @@ def limit(
     """How many tokens each row wants.
 
     Args:
-        of_stages: most tokens of each of two stages.
+        of_stages: the most tokens of each of two stages.
         implementation: "reference" or "fused"; None: fused on a GPU, else the reference.
 
     >>> import torch
     >>> rows = Rows(torch.tensor([1, 2]), torch.tensor([1, 0]), torch.tensor([0, 0]))
     >>> lengths, limits, mapping = torch.tensor([9, 7]), torch.tensor([[5, 99, 10], [5, 99, 10]]), torch.zeros(2).int()
-    >>> [found.tolist() for found in limit(rows, lengths, limits, torch.tensor(4), mapping)[:2]], mapping.tolist()
+    >>> [part.tolist() for part in limit(rows, lengths, limits, torch.tensor(4), mapping)[:2]], mapping.tolist()
     ([[1, 1], [3, 0]], [1, -1])
     """
-    result: Wanted = _module(lengths, implementation).limit(rows, lengths, limits, most, mapping, of_stages)
+    result: Wanted = _module(lengths, implementation).limit(rows, lengths, limits, max_tokens, mapping, of_stages)
     return result
 
 
 def newest(
-    # [R] int32, slots; -1 for nobody's rows, which are of no tokens
+    # [R] int32, slots; -1 for rows of padding, whose texts are empty
     mapping: Any,
     # [S] int32, tokens before each slot's newest one
     num_computed: Any,
@@ -149,34 +144,31 @@ def newest(
     tables: tuple[Any, ...],
     implementation: str | None = None,
 ) -> tuple[Any, ...]:
-    """What drafting begins with, [R] each: the newest tokens, int32; the texts' lengths, int64; the slots' entries in
-    the tables.
+    """The newest tokens, int32, the texts' lengths, int64, and the slots' entries in the tables, [R] each.
 
     >>> import torch
-    >>> found = newest(torch.tensor([1, -1]), torch.tensor([3, 8]), torch.tensor([5, 6]), (torch.tensor([0.0, 0.5]),))
-    >>> [own.tolist() for own in found]
+    >>> read = newest(torch.tensor([1, -1]), torch.tensor([3, 8]), torch.tensor([5, 6]), (torch.tensor([0.0, 0.5]),))
+    >>> [part.tolist() for part in read]
     [[6, 5], [9, 0], [0.5, 0.0]]
     """
     result: tuple[Any, ...] = _module(mapping, implementation).newest(mapping, num_computed, last_sampled, tables)
     return result
 
 
-def join(first: Chain, second: Chain, rule: int, adds: bool = False, implementation: str | None = None) -> Joined:
+def join(first: Chain, second: Chain, continues: bool, implementation: str | None = None) -> Joined:
     """One draft of a first stage's, [R, K], and a second's, which may have fewer columns.
 
     Args:
-        rule: AFTER: the second one's begin with as many of the first one's, which stay. INSTEAD: they are taken where
-            the first stage has none. COMPARED: they are taken wherever the second stage was asked.
-        adds: of COMPARED, whether a token that both draft has probability 1 - (1 - p) / n^2, where the second stage's
-            is p and the first one's match has n tokens.
+        continues: whether the second stage's drafts begin with the first one's tokens, and are taken after these; else
+            they are taken where the first stage has no draft.
 
     >>> import torch
     >>> first, second = (torch.tensor([tokens], dtype=torch.int32) for tokens in ([7, 8, 0], [7, 5, 6]))
     >>> chains = Chain(first, torch.tensor([2]), torch.ones(1, 3)), Chain(second, torch.tensor([3]), None)
-    >>> [join(*chains, rule)[0].tolist() for rule in RULES]
-    [[[7, 8, 6]], [[7, 8, 0]], [[7, 5, 6]]]
+    >>> [join(*chains, continues)[0].tolist() for continues in (True, False)]
+    [[[7, 8, 6]], [[7, 8, 0]]]
     """
-    result: Joined = _module(first.token_ids, implementation).join(first, second, rule, adds)
+    result: Joined = _module(first.token_ids, implementation).join(first, second, continues)
     return result
 
 
@@ -190,11 +182,11 @@ def tally(
     staged: Staged | None = None,
     implementation: str | None = None,
 ) -> None:
-    """Counts new drafts, and what became of the last ones.
+    """Counts new drafts, and the fate of the last ones.
 
     Args:
         max_num_draft: K.
-        staged: None: stages are not told apart.
+        staged: None: there is no cascade.
         implementation: see `limit`.
     """
     _module(totals.cells, implementation).tally(totals, rows, wanted, num_draft, max_num_draft, staged)

@@ -1,53 +1,51 @@
-"""The rows of a step in Triton, one launch for each operation: the same numbers as reference.py's."""
+"""The operations of this package in Triton, one launch each, with the numbers of reference.py."""
 
 import torch
 import triton
 import triton.language as tl
 
-from . import AFTER, COMPARED, KINDS, LARGEST_PROB, SUMS, Chain, Joined, Rows, Staged, Totals, Wanted
+from . import KINDS, SUMS, Chain, Joined, Rows, Staged, Totals, Wanted
 
 _ROWS, _TOKENS = 256, 512  # of a program
-_AFTER, _COMPARED, _LARGEST_PROB = tl.constexpr(AFTER), tl.constexpr(COMPARED), tl.constexpr(LARGEST_PROB)
 _KINDS, _SUMS = tl.constexpr(len(KINDS)), tl.constexpr(len(SUMS))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_slots", "most_first", "most_second"])
+@triton.jit(do_not_specialize=["num_rows", "num_slots", "max_first", "max_second"])
 def _limit_kernel(
     # [R] int64 and int32, written; and two of int32, or ()
-    own_ptr,
+    request_ptr,
     wanted_ptr,
     of_stages,
     # Rows
     rows,
     lengths_ptr,
     limits_ptr,
-    most_ptr,
+    max_tokens_ptr,
     mapping_ptr,
     num_rows,
     num_slots,
     # tokens of each stage
-    most_first,
-    most_second,
+    max_first,
+    max_second,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Of some rows."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = index < num_rows
     slots = tl.load(rows.slots + index, mask=inside, other=0)
-    own = tl.minimum(slots, num_slots - 1)
-    before, limits_ptr = tl.load(lengths_ptr + own), limits_ptr + own * WIDTH
+    requests = tl.minimum(slots, num_slots - 1)
+    before, limits_ptr = tl.load(lengths_ptr + requests), limits_ptr + requests * WIDTH
     wanted = tl.minimum(tl.load(limits_ptr), tl.load(limits_ptr + 2) - before)
-    wanted = tl.maximum(tl.minimum(wanted, tl.load(most_ptr)), 0)
+    wanted = tl.maximum(tl.minimum(wanted, tl.load(max_tokens_ptr)), 0)
     is_asked = (before <= tl.load(limits_ptr + 1)) & (tl.load(rows.num_sampled + index, mask=inside, other=0) > 0)
     tl.store(mapping_ptr + index, tl.where(slots < num_slots, slots, -1).to(tl.int32), mask=inside)
-    tl.store(own_ptr + index, own, mask=inside)
+    tl.store(request_ptr + index, requests, mask=inside)
     wanted = tl.where(is_asked, wanted, 0)
     tl.store(wanted_ptr + index, wanted, mask=inside)
     if len(of_stages) > 0:
         first, second = wanted * tl.load(limits_ptr + 3), wanted * tl.load(limits_ptr + 4)
-        tl.store(of_stages[0] + index, tl.minimum(first, most_first), mask=inside)
-        tl.store(of_stages[1] + index, tl.minimum(second, most_second), mask=inside)
+        tl.store(of_stages[0] + index, tl.minimum(first, max_first), mask=inside)
+        tl.store(of_stages[1] + index, tl.minimum(second, max_second), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["mapping_ptr"])
@@ -61,7 +59,6 @@ def _newest_kernel(
     num_rows,
     ROWS: tl.constexpr,
 ):
-    """Of some rows."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = index < num_rows
     mapping = tl.load(mapping_ptr + index, mask=inside, other=-1)
@@ -85,10 +82,8 @@ def _join_kernel(
     K: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
-    RULE: tl.constexpr,
-    ADDS: tl.constexpr,
+    CONTINUES: tl.constexpr,
 ):
-    """Some rows' drafts."""
     rows, places = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)[None, :]
     inside, offsets = rows < num_rows, rows[:, None] * K + places
     mask = inside[:, None] & (places < K)
@@ -97,31 +92,19 @@ def _join_kernel(
     token_ids = tl.load(first.token_ids + offsets, mask=mask, other=0)
     confidence = tl.load(first.confidence + offsets, mask=mask, other=0).to(tl.float32)
     is_step, steps = mask & (places < num_steps), rows[:, None] * num_steps + places
-    own, sure = tl.load(second.token_ids + steps, mask=is_step, other=0), (places + 1).to(tl.float32)
+    second_ids, sure = tl.load(second.token_ids + steps, mask=is_step, other=0), (places + 1).to(tl.float32)
     if second.confidence is not None:
         sure = tl.where(is_step, tl.load(second.confidence + steps, mask=is_step, other=0.0), sure)
-    confirmed = ends * 0
-    if RULE == _AFTER:
-        start, num_draft, exited = ends, tl.maximum(ends, others), tl.where(others > ends, others - ends, -1)
-    elif RULE == _COMPARED:
-        is_right = (own == token_ids) & (places < tl.minimum(ends, others)[:, None])
-        confirmed = tl.min(tl.where(is_right, LANES, places), axis=1)
-        if ADDS and second.confidence is not None:
-            match = tl.maximum(confidence, 1.0)
-            both = tl.minimum(1.0 - (1.0 - sure) / (match * match), _LARGEST_PROB)
-            sure = tl.where(places < confirmed[:, None], both, sure)
-        start, num_draft = tl.where(others > 0, 0, K), tl.where(others > 0, others, ends)
-        exited = tl.where(others > 0, others, -1)
+    if CONTINUES:
+        start, num_draft = ends, tl.maximum(ends, others)
     else:
         start, num_draft = tl.where(ends > 0, K, 0), tl.where(ends > 0, ends, others)
-        exited = tl.where(ends > 0, -1, others)
     is_first = places < start[:, None]
-    tl.store(joined.token_ids + offsets, tl.where(is_first, token_ids, own), mask=mask)
+    tl.store(joined.token_ids + offsets, tl.where(is_first, token_ids, second_ids), mask=mask)
     tl.store(joined.stage + offsets, tl.where(is_first, 0, 1), mask=mask)
     tl.store(joined.confidence + offsets, tl.where(is_first, confidence, sure), mask=mask)
     tl.store(joined.num_draft + rows, num_draft, mask=inside)
-    tl.store(joined.exited + rows, exited, mask=inside)
-    tl.store(joined.confirmed + rows, confirmed, mask=inside)
+    tl.store(joined.num_second + rows, tl.where(num_draft > ends, num_draft - ends, -1), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -138,7 +121,6 @@ def _tally_kernel(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Counts some rows."""
     WIDTH: tl.constexpr = K + 2
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside, once = index < num_rows, tl.load(totals.once)
@@ -162,42 +144,43 @@ def _tally_kernel(
         tried = tl.maximum(tl.minimum(tl.load(staged.num_sent + slots, mask=inside, other=0), tried), accepted)
         is_tried = (places < tried[:, None]) & inside[:, None]
         before = tl.load(staged.sent_stage + slots[:, None] * K + places, mask=is_tried, other=0).to(tl.int32)
-        is_kept = (places < num_draft[:, None]) & inside[:, None]
-        stage = tl.load(staged.stage + index[:, None] * K + places, mask=is_kept, other=0).to(tl.int32)
+        is_draft = (places < num_draft[:, None]) & inside[:, None]
+        stage = tl.load(staged.stage + index[:, None] * K + places, mask=is_draft, other=0).to(tl.int32)
         one = tl.zeros((ROWS, LANES), tl.int64) + once
         tl.atomic_add(cells_ptr + (_KINDS * before * K + places), one, mask=is_tried, sem="relaxed")
         is_right = is_tried & (places < accepted[:, None])
         tl.atomic_add(cells_ptr + ((_KINDS * before + 1) * K + places), one, mask=is_right, sem="relaxed")
-        tl.atomic_add(cells_ptr + ((_KINDS * stage + 2) * K + places), one, mask=is_kept, sem="relaxed")
+        tl.atomic_add(cells_ptr + ((_KINDS * stage + 2) * K + places), one, mask=is_draft, sem="relaxed")
         cells_ptr += 2 * _KINDS * K
         for number in tl.static_range(2):
-            told_ptr = staged.looked_up if number == 0 else staged.exited
-            tokens = tl.load(told_ptr + index, mask=inside, other=-1)
-            has_any = tl.max((is_kept & (stage == number)).to(tl.int32), axis=1)
+            drafted_ptr = staged.looked_up if number == 0 else staged.num_second
+            tokens = tl.load(drafted_ptr + index, mask=inside, other=-1)
+            has_any = tl.max((is_draft & (stage == number)).to(tl.int32), axis=1)
             sums_ptr = cells_ptr + _SUMS * number
             tl.atomic_add(sums_ptr, tl.sum((tokens >= 0).to(tl.int64)) * once, sem="relaxed")
             tl.atomic_add(sums_ptr + 1, tl.sum(tl.maximum(tokens, 0).to(tl.int64)) * once, sem="relaxed")
             tl.atomic_add(sums_ptr + 2, tl.sum(has_any.to(tl.int64)) * once, sem="relaxed")
-        confirmed = tl.sum(tl.load(staged.confirmed + index, mask=inside, other=0).to(tl.int64))
-        tl.atomic_add(cells_ptr + 3, confirmed * once, sem="relaxed")
+        if staged.confirmed is not None:
+            confirmed = tl.sum(tl.load(staged.confirmed + index, mask=inside, other=0).to(tl.int64))
+            tl.atomic_add(cells_ptr + 3, confirmed * once, sem="relaxed")
 
 
 def limit(
     rows: Rows,
     lengths: torch.Tensor,  # [S]
     limits: torch.Tensor,  # [S, >= 3]
-    most: torch.Tensor,  # []
+    max_tokens: torch.Tensor,  # []
     mapping: torch.Tensor,  # [R]
     of_stages: tuple[int, ...],
 ) -> Wanted:
-    num_rows, own = len(rows.slots), torch.empty_like(rows.slots)
-    wanted = torch.empty_like(own, dtype=torch.int32)
+    num_rows, requests = len(rows.slots), torch.empty_like(rows.slots)
+    wanted = torch.empty_like(requests, dtype=torch.int32)
     staged = tuple(torch.empty_like(wanted) for _ in of_stages)
     _limit_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        own, wanted, staged, rows, lengths, limits, most, mapping, num_rows, len(lengths), *(of_stages or (0, 0)),
-        WIDTH=limits.shape[1], ROWS=_ROWS, num_warps=2,
+        requests, wanted, staged, rows, lengths, limits, max_tokens, mapping, num_rows, len(lengths),
+        *(of_stages or (0, 0)), WIDTH=limits.shape[1], ROWS=_ROWS, num_warps=2,
     )  # fmt: skip
-    return Wanted(own, wanted, staged)
+    return Wanted(requests, wanted, staged)
 
 
 def newest(
@@ -214,16 +197,15 @@ def newest(
     return result
 
 
-def join(first: Chain, second: Chain, rule: int, adds: bool) -> Joined:
-    (num_rows, width), counts = first.token_ids.shape, [torch.empty_like(first.num_draft) for _ in range(3)]
+def join(first: Chain, second: Chain, continues: bool) -> Joined:
+    (num_rows, width), num_draft = first.token_ids.shape, torch.empty_like(first.num_draft)
     lanes, confidence = triton.next_power_of_2(width), torch.empty_like(first.token_ids, dtype=torch.float32)
-    joined = Joined(
-        torch.empty_like(first.token_ids), counts[0], torch.empty_like(first.token_ids), confidence, *counts[1:]
-    )
+    token_ids, stage = torch.empty_like(first.token_ids), torch.empty_like(first.token_ids)
+    joined = Joined(token_ids, num_draft, stage, confidence, torch.empty_like(num_draft))
     size = max(1, _TOKENS // lanes)
     _join_kernel[(triton.cdiv(num_rows, size),)](
-        joined, first, second, num_rows, second.token_ids.shape[1], K=width, LANES=lanes, ROWS=size, RULE=rule,
-        ADDS=adds, num_warps=4,
+        joined, first, second, num_rows, second.token_ids.shape[1], K=width, LANES=lanes, ROWS=size,
+        CONTINUES=continues, num_warps=4,
     )  # fmt: skip
     return joined
 
@@ -239,7 +221,7 @@ def tally(
     num_rows, lanes = len(wanted), triton.next_power_of_2(max_num_draft)
     size = _ROWS if staged is None else max(1, _TOKENS // lanes)
     if staged is not None:
-        staged = Staged(*(part.contiguous() for part in staged))
+        staged = Staged(*(None if part is None else part.contiguous() for part in staged))
     _tally_kernel[(triton.cdiv(num_rows, size),)](
         totals, rows, wanted, num_draft, staged, num_rows, K=max_num_draft, LANES=lanes, ROWS=size, num_warps=4
     )

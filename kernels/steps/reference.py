@@ -1,39 +1,24 @@
-"""The rows of a step, in PyTorch. Reads nothing on the host."""
+"""The operations of this package in PyTorch. Nothing is read on the host."""
 
 import torch
 
-from . import (
-    ACCEPTED,
-    AFTER,
-    COMPARED,
-    KEPT,
-    KINDS,
-    LARGEST_PROB,
-    SUMS,
-    VERIFIED,
-    Chain,
-    Joined,
-    Rows,
-    Staged,
-    Totals,
-    Wanted,
-)
+from . import ACCEPTED, KEPT, KINDS, SUMS, VERIFIED, Chain, Joined, Rows, Staged, Totals, Wanted
 
 
 def limit(
     rows: Rows,
     lengths: torch.Tensor,  # [S]
     limits: torch.Tensor,  # [S, >= 3]
-    most: torch.Tensor,  # []
+    max_tokens: torch.Tensor,  # []
     mapping: torch.Tensor,  # [R]
     of_stages: tuple[int, ...],
 ) -> Wanted:
     mapping.copy_(rows.slots).masked_fill_(rows.slots >= len(lengths), -1)
     slots = rows.slots.clamp(max=len(lengths) - 1)
-    before, own = lengths[slots], limits[slots]
-    wanted = torch.minimum(own[:, 0], own[:, 2] - before).minimum(most).clamp_(min=0)
-    wanted = wanted.mul_((before <= own[:, 1]) & (rows.num_sampled > 0)).int()
-    staged = ((wanted * own[:, 3 + stage]).clamp(max=longest) for stage, longest in enumerate(of_stages))
+    before, limits = lengths[slots], limits[slots]
+    wanted = torch.minimum(limits[:, 0], limits[:, 2] - before).minimum(max_tokens).clamp_(min=0)
+    wanted = wanted.mul_((before <= limits[:, 1]) & (rows.num_sampled > 0)).int()
+    staged = ((wanted * limits[:, 3 + stage]).clamp(max=longest) for stage, longest in enumerate(of_stages))
     return Wanted(slots, wanted, tuple(staged))
 
 
@@ -48,31 +33,22 @@ def newest(
     return last_sampled[slots].int(), lengths, *(table[slots] for table in tables)
 
 
-def join(first: Chain, second: Chain, rule: int, adds: bool) -> Joined:
+def join(first: Chain, second: Chain, continues: bool) -> Joined:
     width, num_steps, device = first.token_ids.shape[1], second.token_ids.shape[1], first.token_ids.device
-    places, own, (ends, others) = torch.arange(width, device=device), first.token_ids * 0, (first[1], second[1])
-    own[:, :num_steps] = second.token_ids
-    sure = (places + 1).float().repeat(len(own), 1)
+    places, second_ids = torch.arange(width, device=device), torch.zeros_like(first.token_ids)
+    second_ids[:, :num_steps] = second.token_ids
+    sure = (places + 1).float().repeat(len(second_ids), 1)
     if second.confidence is not None:
         sure[:, :num_steps] = second.confidence
-    confirmed = ends * 0
-    if rule == AFTER:
-        start, num_draft, exited = ends, torch.maximum(ends, others), torch.where(others > ends, others - ends, -1)
-    elif rule == COMPARED:
-        both = torch.minimum(ends, others)[:, None]
-        is_right = ((own == first.token_ids) & (places < both)).int().cumprod(dim=1)
-        if adds and second.confidence is not None:
-            both_wrong = (1 - sure) / first.confidence.float().clamp(min=1) ** 2
-            sure = torch.where(is_right > 0, (1 - both_wrong).clamp(max=LARGEST_PROB), sure)
-        confirmed = is_right.sum(dim=1, dtype=torch.int32)  # none where the second stage was not asked
-        start, num_draft = (others == 0) * width, torch.where(others > 0, others, ends)
-        exited = torch.where(others > 0, others, -1)
+    ends, others = first.num_draft, second.num_draft
+    if continues:
+        start, num_draft = ends, torch.maximum(ends, others)
     else:
         start, num_draft = (ends > 0) * width, torch.where(ends > 0, ends, others)
-        exited = torch.where(ends > 0, -1, others)
     is_first = places < start[:, None]
-    token_ids, confidence = torch.where(is_first, first.token_ids, own), torch.where(is_first, first.confidence, sure)
-    return Joined(token_ids, num_draft, (~is_first).int(), confidence.float(), exited, confirmed)
+    token_ids, stage = torch.where(is_first, first.token_ids, second_ids), (~is_first).int()
+    confidence = torch.where(is_first, first.confidence, sure).float()
+    return Joined(token_ids, num_draft, stage, confidence, torch.where(num_draft > ends, num_draft - ends, -1))
 
 
 def tally(
@@ -106,11 +82,11 @@ def _tally_stages(
         (KEPT, staged.stage, num_draft),
     ):
         counts = (places < ends[:, None]) * once[:, None]
-        own = torch.where(counts > 0, (len(KINDS) * stage + kind) * K + places, 0)
-        cells.index_add_(0, own.long().flatten(), counts.flatten())
+        index = torch.where(counts > 0, (len(KINDS) * stage + kind) * K + places, 0)
+        cells.index_add_(0, index.long().flatten(), counts.flatten())
     cells = cells[2 * len(KINDS) * K :]
-    for stage, tokens in enumerate((staged.looked_up, staged.exited)):
+    for stage, tokens in enumerate((staged.looked_up, staged.num_second)):
         has_any = ((places < num_draft[:, None]) & (staged.stage == stage)).any(dim=1)
-        kept = staged.confirmed * (stage == 0)
-        own = torch.stack((tokens >= 0, tokens.clamp(min=0), has_any, kept)).long() * once
-        cells[len(SUMS) * stage : len(SUMS) * (stage + 1)] += own.sum(dim=1)
+        confirmed = tokens * 0 if stage or staged.confirmed is None else staged.confirmed
+        sums = torch.stack((tokens >= 0, tokens.clamp(min=0), has_any, confirmed)).long() * once
+        cells[len(SUMS) * stage : len(SUMS) * (stage + 1)] += sums.sum(dim=1)

@@ -42,7 +42,7 @@ from vllm_specplugins.proposers.early_exit import EarlyExit
 from vllm_specplugins.proposers.heads.medusa_heads import num_heads
 from vllm_specplugins.proposers.jump import Jump
 from vllm_specplugins.proposers.medusa import Medusa
-from vllm_specplugins.structures.arrays import of_stage
+from vllm_specplugins.structures.drafts import of_stage
 from vllm_specplugins.target import Sampling as Drawn
 from vllm_specplugins.target import Target
 from vllm_specplugins.tools.base_model import BaseModel, load_tokenizer

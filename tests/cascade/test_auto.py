@@ -12,7 +12,7 @@ from stages import LAYERS, Played, Request, load
 from vllm_specplugins.draft import DraftBatch
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.parsing import parse_config
-from vllm_specplugins.structures.arrays import DraftArrays
+from vllm_specplugins.structures.drafts import DraftArrays
 
 WIDTH, MOST = 12, 4
 LOOKUP = {"method": "prompt_lookup", "min_ngram": 2}  # with 1 there is less left for the other stage
@@ -86,9 +86,9 @@ def drafts_of(
         proposer: Any = build_proposer(parse_config(config), context)
         right, propose = proposer._draft, proposer.propose
 
-        def watched(batch: DraftBatch, max_draft: Any) -> DraftArrays:
-            drafts: DraftArrays = right(batch, max_draft)
-            assert (drafts.num_draft <= max_draft).all()
+        def watched(batch: DraftBatch, gate: Any) -> DraftArrays:
+            drafts: DraftArrays = right(batch, gate)
+            assert (drafts.num_draft <= batch.max_num_draft).all()
             watch(batch, drafts)
             return drafts
 

@@ -11,7 +11,7 @@ from vllm_specplugins.config import BuiltInConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Offer, ProposerContext
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.parsing import parse_config
-from vllm_specplugins.structures.arrays import NO_COUNTS
+from vllm_specplugins.structures.drafts import of_stage
 
 K = 3
 CONTEXT = ProposerContext(100, 64, 8, K, lambda text: [])
@@ -52,11 +52,11 @@ def cascade(*stages: Any) -> Any:
 )
 def test_continues_only_its_own_beginning(prefix: list[int], limit: int, drafted: list[int]) -> None:
     """Kills: tokens put behind something that they were not meant to follow."""
-    tokens, num_begun = np.array([(prefix + [8] * K)[:K]], np.int32), np.array([len(prefix)])
-    token_ids, num_draft, _ = BuiltIn(BuiltInConfig(), CONTEXT).continue_drafts(
-        batch_of([[1]], [[7, 8, 9]]), tokens, num_begun if prefix else NO_COUNTS, np.array([limit])
+    begun = of_stage(0, np.array([(prefix + [8] * K)[:K]], np.int32), np.array([len(prefix)]), np.ones(1))
+    drafts = BuiltIn(BuiltInConfig(), CONTEXT).draft(
+        batch_of([[1]], [[7, 8, 9]]), begun if prefix else None, np.array([limit])
     )
-    assert token_ids[0, : num_draft[0]].tolist() == drafted
+    assert drafts.token_ids[0, : drafts.num_draft[0]].tolist() == drafted
 
 
 def test_policies() -> None:
@@ -122,10 +122,9 @@ def test_chances_of_what_is_continued() -> None:
     batch = batch_of([[1]], [[7, 8, 9]])
     assert batch.offer is not None
     sure = replace(batch.offer, accept_probs=np.array([[0.0, 0.75, 0.9375]], np.float32))
-    _, num_draft, confidence = BuiltIn(BuiltInConfig(), CONTEXT).continue_drafts(
-        replace(batch, offer=sure), np.array([[7, 0, 0]], np.int32), np.array([1]), np.array([2])
-    )
-    assert confidence[0, : num_draft[0]].tolist() == [0.75, 0.9375]
+    prefix = of_stage(0, np.array([[7, 0, 0]], np.int32), np.array([1]), np.ones(1))
+    drafts = BuiltIn(BuiltInConfig(), CONTEXT).draft(replace(batch, offer=sure), prefix, np.array([2]))
+    assert drafts.confidence[0, : drafts.num_draft[0]].tolist() == [0.75, 0.9375]
 
 
 def test_spared_while_text_is_copied() -> None:
@@ -176,8 +175,8 @@ def test_spared_where_a_run_gains_less() -> None:
     proposer: Any = build_proposer(parse_config(config), context)
     copied, new, searches = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3], [5, 6], list[int]()
     lookup = proposer._stages[0].proposer
-    search = lookup.continue_drafts
-    lookup.continue_drafts = lambda *given: (searches.append(1), search(*given))[1]
+    search = lookup.draft
+    lookup.draft = lambda *given: (searches.append(1), search(*given))[1]
 
     def step(*histories: list[int], run_ms: float = 0.0) -> tuple[bool, list[int]]:
         batch = batch_of(list(histories), [[7, 8, 9]] * len(histories), 6)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from vllm_specplugins.cascade.cascade import Cascade
-from vllm_specplugins.cascade.staged import StagedDrafter
+from vllm_specplugins.cascade.stage import Stage
+from vllm_specplugins.cascade.verify import Checked
 from vllm_specplugins.config import CascadeConfig, EarlyExitConfig, StageConfig
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch, Feedback, ProposerContext
@@ -18,7 +19,7 @@ from vllm_specplugins.isolation.barrier import FaultBarrier
 from vllm_specplugins.methods import build_proposer
 from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers.early_exit import EarlyExit
-from vllm_specplugins.structures.arrays import DraftArrays, dense_logits, of_stage
+from vllm_specplugins.structures.drafts import DraftArrays, dense_logits, join, of_stage
 from vllm_specplugins.target import Sampling, Target
 
 VOCAB_SIZE, K = 7, 6
@@ -67,17 +68,28 @@ def drafted(rows: Sequence[Sequence[int]], stage: int = 0) -> DraftArrays:
     return of_stage(stage, token_ids, np.array([len(tokens) for tokens in rows]), np.full(len(rows), 2.0))
 
 
-class Nothing:
+class Cheap:
+    """A source without limits."""
+
+    def __init__(self) -> None:
+        self.counters = StageCounters()
+
+    def limits(self, batch: DraftBatch, max_tokens: np.ndarray) -> np.ndarray:
+        return max_tokens
+
+
+class Nothing(Cheap):
     """Offers nothing."""
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: np.ndarray) -> DraftArrays:
         return drafted([()] * len(max_draft))
 
 
-class Offers:
+class Offers(Cheap):
     """A cheap drafter: random lengths, and each token right with some probability (if `right` is given)."""
 
     def __init__(self, rng: np.random.Generator, right: list[list[int]] | None = None):
+        super().__init__()
         self.rng, self.right = rng, right
 
     def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: np.ndarray) -> DraftArrays:
@@ -127,8 +139,18 @@ def ids(drafts: DraftArrays) -> list[list[int]]:
     return [tokens[:count].tolist() for tokens, count in zip(drafts.token_ids, drafts.num_draft, strict=True)]
 
 
-def continued(stage: EarlyExit, batch: DraftBatch, prefix: DraftArrays, max_draft: np.ndarray) -> DraftArrays:
-    return of_stage(1, *stage.continue_drafts(batch, prefix.token_ids, prefix.num_draft, max_draft))
+def stage_of(proposer: EarlyExit, index: int = 1) -> Stage:
+    return Stage(
+        index, StageConfig(method="early_exit", method_config=EarlyExitConfig()), "early_exit", proposer, CONTEXT, None
+    )
+
+
+def checked(cheap: Any, proposer: EarlyExit, index: int = 1) -> Checked:
+    return Checked(cheap, stage_of(proposer, index))
+
+
+def continued(proposer: EarlyExit, batch: DraftBatch, prefix: DraftArrays, max_draft: np.ndarray) -> DraftArrays:
+    return stage_of(proposer).draft(batch, prefix, max_draft)
 
 
 def alone(batch: DraftBatch, stage: EarlyExit) -> tuple[list[list[int]], Any]:
@@ -150,11 +172,11 @@ def test_verified_tokens_are_the_stages_own(method: str, edits: bool, seed: int)
     batch = make_batch(rng, int(rng.integers(1, 6)), edits)
     stage = exit_stage(2, method)
     expected, logits = alone(batch, stage)
-    checked = [
-        StagedDrafter(cheap.draft, stage, 1, StageCounters()).draft(batch, None, batch.max_num_draft)
+    verified = [
+        checked(cheap, stage).draft(batch, None, batch.max_num_draft)
         for cheap in (Nothing(), Offers(rng), Offers(rng, expected))
     ]
-    for drafts in (*checked, continued(stage, batch, drafted([()] * batch.num_reqs), batch.max_num_draft)):
+    for drafts in (*verified, continued(stage, batch, drafted([()] * batch.num_reqs), batch.max_num_draft)):
         assert ids(drafts) == expected
         q = dense_logits(drafts, K)
         assert (q is None) == (method == "greedy" or not any(expected))
@@ -187,7 +209,7 @@ def test_three_stages(seed: int) -> None:
     batch = make_batch(rng, 4)
     first, last = exit_stage(1, "probabilistic"), exit_stage(2, "probabilistic")
     expected, _ = alone(batch, last)
-    nested = StagedDrafter(StagedDrafter(Offers(rng).draft, first, 1, StageCounters()).draft, last, 2, StageCounters())
+    nested = checked(checked(Offers(rng), first), last, 2)
     assert ids(nested.draft(batch, None, batch.max_num_draft)) == expected
 
 
@@ -199,15 +221,15 @@ def test_good_offers_save_passes() -> None:
     stage = exit_stage(2, "greedy")
     expected, _ = alone(batch, stage)
 
-    class Right:
+    class Right(Cheap):
         def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: np.ndarray) -> DraftArrays:
             return drafted([expected[0][: max_draft[0]]])
 
     before = batch.target.forward.num_passes
-    counters, cheap = StageCounters(), StageCounters()
-    drafts = StagedDrafter(Right().draft, stage, 1, counters, cheap).draft(batch, None, np.array([K]))
+    source = checked(cheap := Right(), stage)
+    drafts = source.draft(batch, None, np.array([K]))
     assert ids(drafts) == expected and batch.target.forward.num_passes == before + 1
-    assert (counters.drafted, cheap.kept) == (K, K - 1)
+    assert (source.counters.drafted, cheap.counters.kept) == (K, K - 1)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -220,7 +242,7 @@ def test_behind_drafts_and_in_their_stead(seed: int) -> None:
     fixed_offers = Offers(rng).draft(batch, None, max_draft)
     offers = ids(fixed_offers)
     rest = continued(stage, batch, fixed_offers, max_draft - fixed_offers.num_draft)
-    extended = ids(fixed_offers.followed_by(rest))
+    extended = ids(join(fixed_offers, rest))
     for row, offer in enumerate(offers):
         assert extended[row][: len(offer)] == offer
         assert len(extended[row]) == max_draft[row]
@@ -330,10 +352,10 @@ def test_same_arithmetic_on_tensors() -> None:
                 q, logits = rng.integers(-1, 3, (num_reqs, K)), torch.randn(3, VOCAB_SIZE)
             made.append(of_stage(stage, token_ids, rng.integers(0, 3, num_reqs), np.ones(num_reqs), q, logits))
         (first, first_t), (second, second_t) = map(both, made)
-        found, found_t = first.followed_by(second), first_t.followed_by(second_t)
-        for part, part_t in zip(found[:5], found_t[:5], strict=True):
+        joined, joined_t = join(first, second), join(first_t, second_t)
+        for part, part_t in zip(joined[:5], joined_t[:5], strict=True):
             assert (
                 part is part_t is None
-                or part[found.is_drafted if part.ndim == 2 else ...].tolist()
-                == part_t.numpy()[found.is_drafted if part.ndim == 2 else ...].tolist()
+                or part[joined.is_drafted if part.ndim == 2 else ...].tolist()
+                == part_t.numpy()[joined.is_drafted if part.ndim == 2 else ...].tolist()
             )

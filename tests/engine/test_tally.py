@@ -1,5 +1,6 @@
 """What the device counts of drafts, beside the same counted by hand on the host."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from vllm_specplugins.kernels.steps import Rows, Staged
 
 from vllm_specplugins.counters import Counters, Histogram, StageCounters, count
 from vllm_specplugins.draft import Feedback
-from vllm_specplugins.structures.arrays import DraftArrays
+from vllm_specplugins.structures.drafts import DraftArrays
 
 pytestmark = pytest.mark.skipif(RUNNER != "v2", reason="V1 counts on the host")
 K, SLOTS, STAGES = 3, 8, 2
@@ -103,6 +104,7 @@ def test_a_fault_after_a_step_of_more_rows(monkeypatch: pytest.MonkeyPatch) -> N
     outcomes.fates = ones, ones
     outcomes.begin(3, torch.arange(3), ones[:3], ones[:3] * 0)
     own: Any = SimpleNamespace(outcomes=outcomes, draft_tokens=torch.ones(SLOTS, K).long(), device=device)
-    own._rates, own._policy, own._keep_logits = False, "auto", lambda *_: None
+    own._rates, own._policy, own.num_speculative_steps, own.draft_logits = False, "auto", K, None
+    own.idx_mapping, own._keep = torch.zeros(SLOTS), partial(DeviceSpeculator._keep, own)
     DeviceSpeculator._draft_nothing(own, 3)
     assert outcomes.fates is None and own.draft_tokens.sum(dim=1).tolist() == [0] * 3 + [K] * (SLOTS - 3)

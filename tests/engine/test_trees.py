@@ -145,7 +145,7 @@ def test_what_is_learned(attention: None, engine: Any, prompts: Any, monkeypatch
     llm = engine(merged_tree(gate="auto"), **STRESS, async_scheduling=True, enforce_eager=True)
     speculator = runner(llm).speculator
     texts, kept, seen = speculator.lookups.texts.histories, {}, []
-    fates, cascaded = speculator._fates, speculator._cascaded
+    fates, draft = speculator._fates, speculator.draft
 
     def told(num_rows: int) -> Any:
         found = fates(num_rows)
@@ -160,15 +160,15 @@ def test_what_is_learned(attention: None, engine: Any, prompts: Any, monkeypatch
             seen.append((*expected, start))
         return found
 
-    def drafted(batch: Any, slots: Any, *rest: Any) -> Any:
-        drafts, logits, parts = cascaded(batch, slots, *rest)
-        learned = parts.learned or drafts
+    def drafted(batch: Any, *rest: Any) -> Any:
+        drafts, slots = draft(batch, *rest), batch.slots
+        learned = speculator.outcomes.learned or drafts
         for row in (speculator.idx_mapping[: len(slots)] >= 0).nonzero()[:, 0].tolist():
             kept[int(slots[row])] = int(texts.lengths[slots[row]]), learned.token_ids[row].tolist()
-        return drafts, logits, parts
+        return drafts
 
     monkeypatch.setattr(speculator, "_fates", told)
-    monkeypatch.setattr(speculator, "_cascaded", drafted)
+    monkeypatch.setattr(speculator, "draft", drafted)
     scheduler, turns = llm.llm_engine.engine_core.engine_core.scheduler, count()
 
     class Turns:

@@ -8,7 +8,7 @@ import torch
 from vllm_specplugins.kernels.acceptance import Drafts, observe, predict
 from vllm_specplugins.kernels.acceptance.reference import new_state
 
-from vllm_specplugins.structures.arrays import DraftArrays, of_stage
+from vllm_specplugins.structures.drafts import DraftArrays, of_stage
 
 K, NUM_ROWS = 6, 8
 RELIABILITY = 0.05

@@ -12,7 +12,8 @@ import pytest
 from vllm_specplugins.gate.costs import StepCosts
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.gate import Gate
-from vllm_specplugins.structures.arrays import DraftArrays, SlotTable, of_stage
+from vllm_specplugins.structures.arrays import SlotTable
+from vllm_specplugins.structures.drafts import DraftArrays, of_stage
 
 K = 6
 LOOKUP, EXIT = 0, 1

@@ -13,7 +13,7 @@ from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.gate.costs import StepCosts
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.gate import GOOD_ACCEPTANCE, Gate
-from vllm_specplugins.structures.arrays import DraftArrays, of_stage
+from vllm_specplugins.structures.drafts import DraftArrays, join, of_stage
 
 K, NUM_STAGES, NUM_ROWS = 5, 3, 9
 
@@ -29,7 +29,7 @@ def random_drafts(rng: np.random.Generator, num_reqs: int) -> DraftArrays:
         )
         for _ in range(2)
     ]
-    return parts[0].followed_by(parts[1])
+    return join(*parts)
 
 
 def probs(tracker: DraftTracker, rows: Any, stage: int, confidence: Any) -> Any:

@@ -63,7 +63,7 @@ def record_launches() -> list:
     from vllm_specplugins.kernels.rejection.drafts import rated_sample
     from vllm_specplugins.kernels.rejection.inputs import as_step, make_batch, make_edits
     from vllm_specplugins.kernels.rejection.step import sample_step
-    from vllm_specplugins.kernels.steps import RULES, join, limit, newest, tally
+    from vllm_specplugins.kernels.steps import join, limit, newest, tally
     from vllm_specplugins.kernels.trees import attend, compact, walk
 
     launches: list = []
@@ -92,9 +92,9 @@ def record_launches() -> list:
     limit(rows, lengths, limits, most, num_draft, (), "fused")
     limit(rows, lengths, limits, most, num_draft, (31, 5), "fused")
     newest(num_draft, lengths, lengths.long(), (*torch.zeros(2, NUM_SLOTS), lengths.long()), "fused")
-    for rule in RULES:
-        join(*make_chains(NUM_SLOTS // 2, MAX_NUM_DRAFT), rule, True, "fused")
-    for own in (None, staged):
+    for continues in (True, False):
+        join(*make_chains(NUM_SLOTS // 2, MAX_NUM_DRAFT), continues, "fused")
+    for own in (None, staged, staged._replace(confirmed=None)):
         tally(new_totals(NUM_SLOTS, MAX_NUM_DRAFT, "cpu"), rows, num_draft, num_draft, MAX_NUM_DRAFT, own, "fused")
     width = MAX_NUM_DRAFT + 1
     attend(*make_attention([(40, width)], (32, 8, 128), width, torch.bfloat16), implementation="fused")

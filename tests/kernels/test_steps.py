@@ -12,7 +12,7 @@ from interpreted import DEVICE, needs_triton
 from launch_keys import recorded
 from vllm_specplugins.kernels.inputs import make_chains, make_step, new_totals
 from vllm_specplugins.kernels.rejection.inputs import to_device
-from vllm_specplugins.kernels.steps import RULES, join, limit, newest, tally
+from vllm_specplugins.kernels.steps import join, limit, newest, tally
 
 
 def run(
@@ -48,14 +48,14 @@ def test_equals_reference(num_rows: int, max_num_draft: int) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(("num_rows", "max_num_draft"), [(1, 1), (9, 31), (300, 5)])
-@pytest.mark.parametrize("rule", RULES)
-def test_joined(num_rows: int, max_num_draft: int, rule: int) -> None:
+@pytest.mark.parametrize("continues", [True, False])
+def test_joined(num_rows: int, max_num_draft: int, continues: bool) -> None:
     """To the last bit. Fails if a token stands in the place of another stage's, is another stage's, or has another
-    confidence; if tokens count as confirmed after one that is not."""
-    first, second = make_chains(num_rows, max_num_draft, seed=rule)
-    for own, adds in ((second, True), (second, False), (second._replace(confidence=None), True)):
-        moved = to_device((first, own), DEVICE)
-        found, expected = join(*moved, rule, adds, "fused"), join(first, own, rule, adds, "reference")
+    confidence."""
+    first, second = make_chains(num_rows, max_num_draft)
+    for chain in (second, second._replace(confidence=None)):
+        moved = to_device((first, chain), DEVICE)
+        found, expected = join(*moved, continues, "fused"), join(first, chain, continues, "reference")
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == other.dtype and torch.equal(one.cpu(), other)
     if num_rows > 1:
@@ -71,5 +71,5 @@ def test_few_variants() -> None:
             first, second = make_chains(num_rows, 5)
             for depth in (1, 2, 4):
                 shorter = second._replace(token_ids=second.token_ids[:, :depth].contiguous(), confidence=None)
-                join(first, shorter, 0, implementation="fused")
+                join(first, shorter, True, implementation="fused")
     assert len(keys) == 4, keys

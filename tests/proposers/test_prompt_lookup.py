@@ -8,6 +8,7 @@ import pytest
 from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.draft import DraftBatch, ProposerContext
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
+from vllm_specplugins.structures.drafts import of_stage
 
 CONTEXT = ProposerContext(
     vocab_size=100,
@@ -37,10 +38,10 @@ def continued(proposer: PromptLookup, now: DraftBatch, row: int, prefix: list[in
     tokens, num_begun = np.full((now.num_reqs, 5), 3, np.int32), np.zeros(now.num_reqs, np.int64)
     tokens[row, : len(prefix)], num_begun[row] = prefix, len(prefix)
     max_draft = np.where(np.arange(now.num_reqs) == row, most, 0)
-    token_ids, num_draft, _ = proposer.continue_drafts(now, tokens, num_begun, max_draft)
-    assert num_draft.sum() == num_draft[row]
-    found: list[int] = token_ids[row, : num_draft[row]].tolist()
-    return found
+    drafts = proposer.draft(now, of_stage(0, tokens, num_begun, np.ones(now.num_reqs)), max_draft)
+    assert drafts.num_draft.sum() == drafts.num_draft[row]
+    continuation: list[int] = drafts.token_ids[row, : drafts.num_draft[row]].tolist()
+    return continuation
 
 
 def test_batch() -> None:

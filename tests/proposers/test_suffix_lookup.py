@@ -19,6 +19,7 @@ from vllm_specplugins.parsing import parse_config
 from vllm_specplugins.proposers import suffix_lookup
 from vllm_specplugins.proposers.suffix_lookup import MAX_NEW
 from vllm_specplugins.structures import whole_file
+from vllm_specplugins.structures.drafts import of_stage
 from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
 
 sys.path.append(str(Path(__file__).parent))
@@ -185,8 +186,9 @@ def test_continues_drafts():
         ids, counts = np.zeros((2, K), np.int32), np.array([len(tokens) for tokens in prefix], np.int64)
         for row, tokens in enumerate(prefix):
             ids[row, : len(tokens)] = tokens
-        token_ids, num_draft, lengths = own.continue_drafts(batch, ids, counts, np.array(max_draft))
-        return [(row[:n].tolist(), length) for row, n, length in zip(token_ids, num_draft, lengths, strict=True)]
+        drafts = own.draft(batch, of_stage(0, ids, counts, np.ones(2)), np.array(max_draft))
+        lengths = drafts.confidence[:, 0].tolist()
+        return [(row[:n].tolist(), length) for row, n, length in zip(*drafts[:2], lengths, strict=True)]
 
     for _ in range(2):  # the first of a step, and another
         assert behind([[6, 7], []], 3, 2) == [([8, 9, 1], 3), ([6, 7], 1)]

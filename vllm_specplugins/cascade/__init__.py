@@ -1,6 +1,6 @@
-"""Several proposers of one configuration, combined: `cascade.py` is the proposer with its policies.
+"""Several proposers of one configuration, combined.
 
-`stage.py` is one of its stages, `staged.py` the policy `verify`, `built_in.py` a method built into vLLM as a stage.
-`on_device.py` is the same for tensors, where drafts never visit the host. The gate (`gate/`) decides how many tokens
-are drafted.
+`cascade.py` is the proposer that drafts on the host, `stage.py` one of its stages, `verify.py` the policy `verify`,
+`built_in.py` a drafter of vLLM's as a stage. `on_device.py` drafts on the device. The gate (`gate/`) decides how many
+tokens each stage drafts.
 """

@@ -1,77 +1,150 @@
-"""Cascade: several proposers that serve together, as one proposer.
+"""Cascade: several proposers that serve together, as one proposer on the host.
 
-Its stages, cheapest first, are combined by a policy. "verify": each stage's tokens are checked by the next one (see
-staged.py). "auto": by request and step, the tokens of the stages so far, the next one's, or both, one after the other.
-What each gains is the sum of its tokens' acceptance probabilities, less their price (Gate.split_draft).
-Where a lookup stands first, what it finds after a model's tokens is added for free: a match that a model begins alike
-is the longer for it, and brings a lot where a short one alone brings little. Without a gate the first stage that has
-something drafts.
+Under the policy `auto` the stages draft in turn. For each request and step the gate chooses how many tokens of the
+drafts so far to keep, and how many of the next stage to draft after them or in their place: the ones whose acceptance
+probabilities sum to most, less their price (Gate.split_draft). A lookup that stands first also extends the tokens of a
+model, which costs nothing: its match is longer by these tokens. Without a gate the first stage with a draft is taken.
+Under the policy `verify` each stage checks the tokens of the one before it (verify.py).
 """
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from vllm_specplugins.cascade.built_in import BuiltIn, guard_of
-from vllm_specplugins.cascade.stage import Stage
-from vllm_specplugins.cascade.staged import Drafter, checked
-from vllm_specplugins.config import SpecConfig, rule, stage_names
+from vllm_specplugins.cascade.stage import Source, Stage
+from vllm_specplugins.config import SpecConfig, stage_names
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import Draft, DraftBatch, Feedback, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.gate.draft_tracker import DraftTracker
 from vllm_specplugins.gate.gate import Gate
-from vllm_specplugins.methods import method_of
-from vllm_specplugins.structures.arrays import DraftArrays, Ints, SlotTable, nothing, places_of
+from vllm_specplugins.structures.arrays import Ints, SlotTable, places_of
+from vllm_specplugins.structures.drafts import DraftArrays, join, nothing
 
 
 class Cascade:
     """See the module.
 
     Args:
-        stages: the proposers, in the order in which they stand there.
+        proposers: of the stages, in their order.
     """
 
-    def __init__(self, config: SpecConfig, context: ProposerContext, stages: Sequence[Any]):
-        self._context, self._max_num_draft = context, context.max_num_draft
-        self._policy, own = rule(config), config.method_config.stages
-        self._rows, self._tracker = SlotTable(), DraftTracker(len(stages), self._max_num_draft)
-        self._gate = Gate(self._tracker, self._max_num_draft) if config.common.gate == "auto" else None
-        methods = [stage.method for stage in own]
-        self._names = [f"{index} {method}" for index, method in enumerate(methods)]
-        self._stages = list[Stage]()
-        for index, (proposer, name) in enumerate(zip(stages, stage_names(methods), strict=True)):
-            row, counters = method_of(methods[index]), StageCounters()
-            guard = None if row.runs_target else guard_of(proposer, self._names[index], counters, context)
-            most = own[index].num_speculative_tokens or self._max_num_draft
-            gate = None if row.is_lookup or row.is_late else self._gate  # these cost next to nothing
-            self._stages.append(Stage(index, proposer, row, guard, counters, name, most, context, gate))
+    def __init__(self, config: SpecConfig, context: ProposerContext, proposers: Sequence[Any]):
+        configs, verifies = config.stages, config.method_config.policy == "verify"
+        self._context = context
+        self._rows, self._tracker = SlotTable(), DraftTracker(len(configs), context.max_num_draft)
+        has_gate = config.common.gate == "auto" and not (verifies and len(configs) == 1)
+        self._gate = Gate(self._tracker, context.max_num_draft) if has_gate else None
+        names = stage_names([stage.method for stage in configs])
+        self._stages = [
+            Stage(index, *stage, context, self._gate)
+            for index, stage in enumerate(zip(configs, names, proposers, strict=True))
+        ]
+        self._sources: Sequence[Source] = self._stages
+        if verifies:
+            from vllm_specplugins.cascade.verify import checked
+
+            self._sources = [checked(self._stages)]
         self._guards = [stage.guard for stage in self._stages if stage.guard is not None]
-        self._built_in = next((stage for stage in self._stages if isinstance(stage.proposer, BuiltIn)), None)
-        self.built_in_guard = self._built_in.guard if self._built_in else None  # whom the engine calls it by
-        self._drafting_ms, self._num_context = 0.0, 0  # of the last step
-        self._looked_up: tuple[Any, DraftArrays] | None = None  # the lookup's drafts where it was asked before a step
+        self._built_in = next((stage for stage in self._stages if stage.is_built_in), None)
+        self.built_in_guard = self._built_in.guard if self._built_in else None  # the engine calls it by this guard
+        self._step_ms, self._num_context = 0.0, 0  # of the last step: its drafting, and tokens of its requests
+        self._model_times: dict[int, tuple[float, int]] = {}  # in the last step: ms and tokens by stage
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """The stages' drafts, combined by the policy, as long as the gate thinks they pay."""
+        """The stages' drafts, combined by the policy, as long as the gate expects them to pay."""
         start = time.perf_counter()
-        if self._looked_up is None or self._looked_up[0] != _texts_of(batch):
+        if not self._stages[0].has_drafted(batch):
             self._begin_step()
         if batch.offer is not None and self._built_in is not None:
             self._built_in.counters.ms += self._built_in.proposer.took(batch.offer)
-        rows = self._rows.of(batch.request_ids)
-        self._tracker.make_room(self._rows.num_rows)
         if self._gate is not None:
             self._num_context = int(places_of(batch.token_ids)[1].sum())
-        draft = self._tracker.keep(rows, self._draft(batch, batch.max_num_draft.astype(np.int64)))
-        self._drafting_ms, self._looked_up = (time.perf_counter() - start) * 1000, None
+        self._model_times = {}
+        rows = self._rows_of(batch)
+        drafts = self._first_draft(batch) if self._gate is None else self._draft(batch, self._gate)
+        draft = self._tracker.keep(rows, drafts)
+        self._step_ms = (time.perf_counter() - start) * 1000
         return draft
 
+    def _nothing(self, batch: DraftBatch) -> DraftArrays:
+        return nothing(batch.num_reqs, self._context.max_num_draft)
+
+    def _first_draft(self, batch: DraftBatch) -> DraftArrays:
+        """Without a gate: each source drafts for the requests without a draft."""
+        drafts = self._nothing(batch)
+        for source in self._sources:
+            limits = source.limits(batch, _max_draft(batch) * (drafts.num_draft == 0))
+            drafts = join(drafts, source.draft(batch, None, limits))
+        return drafts
+
+    def _draft(self, batch: DraftBatch, gate: Gate) -> DraftArrays:
+        first, *others = self._sources
+        if first.method.runs_target:
+            drafts, others = None, list(self._sources)
+        else:
+            drafts = first.draft(batch, None, first.limits(batch, _max_draft(batch)))
+        if drafts is not None and not others:
+            return self._profitable(first, batch, drafts, gate)
+        for source in others:
+            drafts = self._continued(source, batch, drafts, gate)
+        assert drafts is not None
+        return drafts
+
+    def _profitable(self, source: Source, batch: DraftBatch, drafts: DraftArrays, gate: Gate) -> DraftArrays:
+        """As much of the drafts as pays, where no other source drafts."""
+        rows, none = self._rows.of(batch.request_ids), self._nothing(batch)
+        alone = source.index, none.confidence, none.num_draft
+        keep, _ = gate.split_draft(rows, drafts, *alone, _max_draft(batch), False)
+        self._tracker.add_lengths(source.index, keep, drafts.num_draft)
+        return drafts.cut(keep)
+
+    def _continued(self, source: Source, batch: DraftBatch, drafts: DraftArrays | None, gate: Gate) -> DraftArrays:
+        """The drafts so far, and after them or in their place those of one more source."""
+        rows, max_draft, none = self._rows.of(batch.request_ids), _max_draft(batch), self._nothing(batch)
+        is_model, limits, ready = source.method.runs_target, source.limits(batch, max_draft), none
+        if not is_model:  # it drafts before the gate chooses, which goes by its confidence
+            ready = source.draft(batch, None, limits)
+            limits = ready.num_draft
+        continues = drafts is not None and is_model and source.proposer.continues_drafts
+        so_far, last = none if drafts is None else drafts, (source.index, ready.confidence, limits)
+        keep, num_more = gate.split_draft(rows, so_far, *last, max_draft, continues)
+        self._tracker.add_lengths(source.index, num_more, limits)
+        if not num_more.any():
+            return so_far.cut(keep)
+        if drafts is None:
+            return self._model_draft(source, batch, None, num_more)
+        drafts = drafts.cut(keep)
+        more = self._model_draft(source, batch, drafts, num_more) if is_model else ready.cut(num_more)
+        drafts = join(drafts, more)
+        room = np.where(num_more > 0, max_draft - drafts.num_draft, 0)
+        return self._extended(batch, drafts, room, gate)
+
+    def _model_draft(
+        self, source: Source, batch: DraftBatch, prefix: DraftArrays | None, num_tokens: Ints
+    ) -> DraftArrays:
+        start = time.perf_counter()
+        drafts = source.draft(batch, prefix, num_tokens)
+        self._model_times[source.index] = (time.perf_counter() - start) * 1000, int(num_tokens.max())
+        return drafts
+
+    def _extended(self, batch: DraftBatch, drafts: DraftArrays, room: Ints, gate: Gate) -> DraftArrays:
+        """The drafts, and after them as many tokens of a lookup that stands first as pay."""
+        lookup = self._stages[0]
+        if not lookup.method.is_lookup:
+            return drafts
+        longer = join(drafts, lookup.draft(batch, drafts, lookup.limits(batch, room)))
+        profitable = np.minimum(gate.profitable_length(self._rows.of(batch.request_ids), longer), longer.num_draft)
+        return longer.cut(np.maximum(drafts.num_draft, profitable))
+
+    def _rows_of(self, batch: DraftBatch) -> Ints:
+        rows = self._rows.of(batch.request_ids)
+        self._tracker.make_room(self._rows.num_rows)
+        return rows
+
     def _begin_step(self) -> None:
-        """Gives each stage but the one that has run its time for another step."""
-        self._looked_up = None
+        """Gives each guarded stage, but the one that has run, its time for another step."""
         for guard in self._guards:
             if guard is not self.built_in_guard:
                 guard.begin_step()
@@ -79,160 +152,80 @@ class Cascade:
     def needs_built_in(self, batch: DraftBatch, num_accepted: Int32Array) -> bool:
         """Whether this step needs a draft of the stage built into the engine; asked before that stage runs.
 
-        It needs none while all requests copy: each had a draft at least twice as long as that stage's, which another
-        stage made or ended, accepted whole. Nor does it where a lookup stands first, and that stage is expected to gain
-        less beside the lookup's drafts than its run costs (Gate.spares). The stage then costs no more than the tokens
-        that it has to see.
+        It does not while all requests copy: each had a draft at least twice as long as that stage's K, which ended with
+        another stage's token and was fully accepted. Nor does it where a lookup stands first, and that stage is
+        expected to gain less beside the lookup's drafts than its run costs (Gate.spares). The stage then only takes in
+        the tokens of the step.
         """
-        stage, gate = self._built_in, self._gate
-        if stage is None or gate is None or self._context.num_ranks > 1:  # other ranks do not know the accepted tokens
+        stage = self._built_in
+        if stage is None or self._gate is None or self._context.num_ranks > 1:  # other ranks do not know num_accepted
             return True
-        rows = self._rows.of(batch.request_ids)
-        self._tracker.make_room(self._rows.num_rows)
-        self._looked_up = None
-        least = 2 * stage.max_num_draft
-        is_needed = not self._tracker.copied(rows, num_accepted, stage.index, least) and not self._spares(batch, rows)
-        stage.proposer.is_needed = is_needed
-        return is_needed
+        rows = self._rows_of(batch)
+        copies = self._tracker.copied(rows, num_accepted, stage.index, 2 * stage.max_num_draft)
+        stage.proposer.is_needed = not copies and not self._spares(self._gate, stage, batch, rows)
+        return bool(stage.proposer.is_needed)
 
-    def _spares(self, batch: DraftBatch, rows: Ints) -> bool:
-        """Whether the lookup's drafts do without those of the built-in stage. They count as this step's."""
-        first, built_in, gate = self._stages[0], self._built_in, self._gate
-        if len(self._stages) != 2 or not first.method.is_lookup or built_in is None or gate is None:
+    def _spares(self, gate: Gate, built_in: Stage, batch: DraftBatch, rows: Ints) -> bool:
+        """Whether the lookup's drafts, which are then this step's, do without those of the built-in stage."""
+        lookup, max_draft = self._stages[0], _max_draft(batch)
+        if len(self._stages) != 2 or not lookup.method.is_lookup:
             return False
-        max_draft = batch.max_num_draft.astype(np.int64)
         self._begin_step()
-        drafts = first.draft(batch, None, first.limits(batch, max_draft))
-        self._looked_up = _texts_of(batch), drafts
-        own = built_in.limits(batch, max_draft)
-        return gate.spares(rows, drafts, built_in.index, own, built_in.proposer.saved_ms)
+        drafts = lookup.draft_ahead(batch, lookup.limits(batch, max_draft))
+        limits = built_in.limits(batch, max_draft)
+        return gate.spares(rows, drafts, built_in.index, limits, built_in.proposer.saved_ms)
 
     def dummy_run(self, batch: DraftBatch) -> Draft:
-        """Runs each stage that runs the target as far as a step can make it, and remembers nothing."""
+        """Runs each stage that runs the target as far as a step can make it."""
         draft: Draft
         *_, draft = (stage.proposer.dummy_run(batch) for stage in self._stages if stage.method.runs_target)
         return draft
 
     def observe(self, feedback: Feedback) -> None:
-        """Tells the stages' counters and the gate what became of the last drafts."""
+        """Passes the fate of the last drafts on to the counters, the gate and the stages."""
         rows = self._rows.known(feedback.request_ids)
         self._tracker.observe(rows, feedback.num_draft, feedback.num_accepted)
         if self._gate is not None and feedback.step_ms is not None:
-            # Where it was spared text goes on as found, which says nothing of what tokens cost: as if it had run.
+            # Where the drafter was skipped, the time that it would have taken is added, or the gate learns steps that
+            # are too cheap.
             spared_ms = self._built_in.proposer.spared_ms if self._built_in else 0.0
             self._add_times(self._gate, feedback, feedback.step_ms + spared_ms)
         for guard in self._guards:
             guard.observe(feedback)
 
     def _add_times(self, gate: Gate, feedback: Feedback, step_ms: float) -> None:
-        """Tells the gate what the last step cost: on every rank the same, or their drafts would differ."""
-        stages = self._stages
-        step_ms, whole_ms, gate.num_context, *drafting_ms = self._context.agreed(
-            [step_ms, self._drafting_ms, self._num_context, *(stage.drafting_ms for stage in stages)]
+        """Has the gate learn the cost of the last step, which is agreed on, or the ranks' drafts would differ."""
+        times = [self._model_times.get(stage.index, (0.0, 0)) for stage in self._stages]
+        step_ms, drafting_ms, gate.num_context, *model_ms = self._context.agreed(
+            [step_ms, self._step_ms, self._num_context, *(ms for ms, _ in times)]
         )
-        for stage, ms in zip(stages, drafting_ms, strict=True):
-            gate.add_drafting(stage.index, ms, stage.num_drafted)
+        for index, (ms, (_, num_tokens)) in enumerate(zip(model_ms, times, strict=True)):
+            gate.add_drafting(index, ms, num_tokens)
         num_reqs = len(feedback.request_ids)
         num_draft, num_accepted = (int(num.sum()) for num in (feedback.num_draft, feedback.num_accepted))
         num_forced, num_right = feedback.num_forced
-        gate.add_step(num_reqs, step_ms, whole_ms, num_draft + num_forced, num_reqs + num_accepted + num_right)
+        gate.add_step(num_reqs, step_ms, drafting_ms, num_draft + num_forced, num_reqs + num_accepted + num_right)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops what the stages and the tracker hold of these requests."""
+        """Drops the state of these requests."""
         self._tracker.clear(self._rows.forget(request_ids))
         for guard in self._guards:
             guard.forget(request_ids)
 
     def settle_stages(self) -> None:
-        """Has the stages forget what is gone now, since no step follows for a while."""
+        """Has the stages forget requests that are gone now, since no step follows for a while."""
         for guard in self._guards:
             guard.settle()
 
     def stage_counters(self) -> dict[str, StageCounters]:
-        """Running totals by stage, under "index method"."""
-        counters = [stage.counters for stage in self._stages]
-        self._tracker.move_to(counters)
-        return dict(zip(self._names, counters, strict=True))
+        """Running totals of each stage, by "index method"."""
+        self._tracker.move_to([stage.counters for stage in self._stages])
+        return {stage.title: stage.counters for stage in self._stages}
 
     def named_stages(self) -> list[tuple[str, Proposer]]:
-        """The stages under the names that their counters have."""
-        return [(name, stage.proposer) for name, stage in zip(self._names, self._stages, strict=True)]
-
-    def _draft(self, batch: DraftBatch, max_draft: Ints) -> DraftArrays:
-        """By the policy."""
-        (first, *others), gate = self._stages, self._gate
-        if self._policy == "verify":
-            draft = partial(checked, self._stages)
-            if gate is None or not others:
-                return draft(batch, None, max_draft)
-            return self._split(others[-1], draft, batch, None, max_draft, max_draft)
-        if gate is None:  # each stage drafts for those for whom those before it have nothing
-            drafts = nothing(len(max_draft), self._max_num_draft)
-            for stage in self._stages:
-                rest = stage.limits(batch, max_draft * (drafts.num_draft == 0))
-                drafts = drafts.followed_by(stage.draft(batch, None, rest))
-            return drafts
-        max_own = first.limits(batch, max_draft)
-        if first.method.runs_target:
-            drafts = self._split(first, first.draft, batch, None, max_own, max_draft)
-        else:
-            drafts = first.draft(batch, None, max_own) if self._looked_up is None else self._looked_up[1]
-            if not others:
-                return self._split(first, None, batch, drafts, max_own * 0, max_draft)
-        for stage in others:
-            max_own = stage.limits(batch, max_draft)
-            drafts = self._split(stage, stage.draft, batch, drafts, max_own, max_draft)
-        return drafts
-
-    def _split(
-        self,
-        stage: Stage,
-        draft: Drafter | None,
-        batch: DraftBatch,
-        found: DraftArrays | None,
-        max_own: Ints,
-        most: Ints,
-    ) -> DraftArrays:
-        """As many tokens of the drafts that there are, and after them of a stage, as the gate chooses.
-
-        Args:
-            draft: of that stage; None: nothing comes after the drafts, which are its own.
-            found: the drafts; None: there are none.
-            max_own: [R], tokens that the stage may draft; `most` of all.
-        """
-        assert self._gate is not None
-        rows, is_free = self._rows.of(batch.request_ids), not stage.method.runs_target
-        none, offered = nothing(len(most), self._max_num_draft), None
-        confidence = none.confidence
-        if draft is not None and is_free:
-            offered = draft(batch, None, max_own)
-            confidence, max_own = offered.confidence, offered.num_draft
-        drafts = none if found is None else found
-        continues = found is not None and stage.method.runs_target and stage.proposer.continues_drafts
-        kept, own = self._gate.split_draft(rows, drafts, stage.index, confidence, max_own, most, continues)
-        self._tracker.add_lengths(stage.index, *((kept, drafts.num_draft) if draft is None else (own, max_own)))
-        drafts, stage.num_drafted = drafts._replace(num_draft=kept), 0
-        if draft is None or not own.any():
-            return drafts
-        if offered is None:
-            stage.num_drafted, start = int(own.max()), time.perf_counter()
-            offered = draft(batch, drafts, own)
-            stage.drafting_ms = (time.perf_counter() - start) * 1000
-        if found is None:
-            return offered
-        drafts = drafts.followed_by(offered._replace(num_draft=own))
-        return self._prolonged(batch, drafts, rows, np.where(own > 0, most - drafts.num_draft, 0))
-
-    def _prolonged(self, batch: DraftBatch, drafts: DraftArrays, rows: Ints, room: Ints) -> DraftArrays:
-        """With what a lookup that stands first finds after them, as far as that pays."""
-        lookup = self._stages[0]
-        if self._gate is None or not lookup.method.is_lookup:
-            return drafts
-        longer = drafts.followed_by(lookup.draft(batch, drafts, lookup.limits(batch, room)))
-        pays = np.minimum(self._gate.profitable_length(rows, longer), longer.num_draft)
-        return longer._replace(num_draft=np.maximum(drafts.num_draft, pays))
+        """The stages' proposers, by the names of their counters."""
+        return [(stage.title, stage.proposer) for stage in self._stages]
 
 
-def _texts_of(batch: DraftBatch) -> tuple[tuple[str, ...], list[int]]:
-    """The requests of a batch and the lengths of their histories, which tell a step from another."""
-    return tuple(batch.request_ids), list(map(len, batch.token_ids))
+def _max_draft(batch: DraftBatch) -> Ints:
+    return batch.max_num_draft.astype(np.int64)

@@ -1,106 +1,146 @@
-"""A stage of a cascade: a proposer, and what drafts for it."""
+"""A stage of a cascade: a proposer, its guard and its counters."""
 
 import time
-from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from vllm_specplugins.cascade.built_in import BuiltIn
+from vllm_specplugins.config import BuiltInConfig, StageConfig
 from vllm_specplugins.counters import StageCounters
 from vllm_specplugins.draft import DraftBatch, ProposerContext
-from vllm_specplugins.gate.gate import Gate
 from vllm_specplugins.isolation.exchange import draft_of_rows
 from vllm_specplugins.isolation.guard import Guard
-from vllm_specplugins.methods import Method
+from vllm_specplugins.methods import Method, method_of
 from vllm_specplugins.request_options import allows
-from vllm_specplugins.structures.arrays import (
-    FIRST_CONFIDENCE,
-    NO_COUNTS,
-    NO_TOKENS,
-    DraftArrays,
-    Ints,
-    nothing,
-    of_stage,
-)
+from vllm_specplugins.structures.arrays import Ints
+from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays, nothing, of_stage
+
+if TYPE_CHECKING:
+    from vllm_specplugins.gate.gate import Gate
 
 
-@dataclass(slots=True)
-class Stage:
-    """A stage of a cascade: a proposer, and what drafts for it.
-
-    What runs on the host has a guard: its faults cost its own drafts alone. Where every rank drafts, rank 0 alone asks
-    it and the others are told: faults and times would not be the same on all of them.
-
-    Args:
-        guard: what runs the target has none: it fails with the cascade, or with the target.
-        name: what requests' options call it.
-        max_num_draft: of its own, at most K.
-        gate: where it does not pay, what runs on the host is asked now and then; None: in every step.
-    """
+class Source(Protocol):
+    """A stage, or a stage that has checked the drafts of others."""
 
     index: int
-    proposer: Any
     method: Method
-    guard: Guard | None
+    proposer: Any
     counters: StageCounters
-    name: str
-    max_num_draft: int
-    context: ProposerContext
-    gate: Gate | None = None
-    asked_ms: float = 0.0  # of the last step in which it was asked
-    drafting_ms: float = 0.0  # of the last step
-    num_drafted: int = 0  # tokens that this was for, of each request
 
-    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Ints) -> DraftArrays:
-        """At most so many tokens [num_reqs] for each request, after its history and the prefix of its draft."""
-        if isinstance(self.proposer, BuiltIn):  # it has drafted, and the time of that is counted
-            if batch.offer is None:
-                return nothing(len(max_draft), self.context.max_num_draft)
-            drafts = self._continued(batch, prefix, max_draft)
+    def limits(self, batch: DraftBatch, max_tokens: Ints) -> Ints:
+        """[num_reqs], the tokens of these that it may draft, by its K and the requests' options."""
+
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+        """At most max_tokens [num_reqs] tokens for each request, after its history and the prefix of its draft."""
+
+
+class Stage:
+    """A stage of a cascade: a proposer, its guard and its counters.
+
+    Only a lookup and a model continue the drafts of other stages. Where every rank of a tensor-parallel group drafts,
+    a proposer on the host is asked on rank 0 alone, since faults and times differ between ranks.
+
+    Args:
+        name: its name in the options of requests.
+        gate: it decides when a proposer on the host that does not pay is asked; None: in every step.
+    """
+
+    def __init__(
+        self, index: int, config: StageConfig, name: str, proposer: Any, context: ProposerContext, gate: "Gate | None"
+    ):
+        self.index, self.name, self.proposer, self._context = index, name, proposer, context
+        self.title, self.method = f"{index} {config.method}", method_of(config.method)
+        self.is_built_in = self.method.config is BuiltInConfig
+        self.max_num_draft = config.num_speculative_tokens or context.max_num_draft
+        self.counters = StageCounters()
+        is_cheap = self.method.is_lookup or self.method.is_late
+        self._gate, self._asked_ms = None if is_cheap else gate, 0.0  # ms of the last step in which it was asked
+        self._ahead: tuple[Any, DraftArrays] | None = None
+
+    @cached_property
+    def guard(self) -> Guard | None:
+        """The guard of a proposer on the host, or of a drafter of vLLM's, which every rank runs in the engine's thread.
+        What runs the target has none: it fails with the cascade."""
+        if self.method.runs_target:
+            return None
+        index, _, method = self.title.partition(" ")
+        budget_ms, on_all_ranks = self._context.time_budget_ms, self.is_built_in and self._context.num_ranks > 1
+        return Guard(
+            self.proposer,
+            f"Stage {index} ({method})",
+            self.counters,
+            None if on_all_ranks else budget_ms,
+            in_thread=not self.is_built_in and budget_ms is not None,
+            ends_process=on_all_ranks,
+        )
+
+    def limits(self, batch: DraftBatch, max_tokens: Ints) -> Ints:
+        allowed, limits = allows(batch.options, self.name), np.minimum(max_tokens, self.max_num_draft)
+        return limits if allowed is None else np.where(allowed, limits, 0)
+
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+        if prefix is None and self.has_drafted(batch):
+            assert self._ahead is not None
+            (_, ahead), self._ahead = self._ahead, None
+            return ahead
+        if self.is_built_in and batch.offer is None:
+            return nothing(len(max_tokens), self._context.max_num_draft)
+        start = time.perf_counter()
+        drafts: DraftArrays | None
+        if self.method.runs_target or self.is_built_in:
+            drafts = self.proposer.draft(batch, prefix, max_tokens)
         else:
-            start = time.perf_counter()
-            if self.guard is None:
-                drafts = self._continued(batch, prefix, max_draft)
-            else:
-                found = self._guarded(self.guard, batch, prefix, max_draft) if self.context.rank == 0 else None
-                drafts = self.context.agreed(found)
+            drafts = self._guarded(batch, prefix, max_tokens) if self._context.rank == 0 else None
+            drafts = self._context.agreed(drafts)
+        assert drafts is not None
+        if not self.is_built_in:  # the time of that is counted by the cascade
             self.counters.ms += (time.perf_counter() - start) * 1000
-        self.counters.asked += int(np.count_nonzero(max_draft))
+        drafts.stage[:] = self.index
+        self.counters.asked += int(np.count_nonzero(max_tokens))
         self.counters.drafted += sum(drafts.num_draft.tolist())
         return drafts
 
-    def _continued(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Ints) -> DraftArrays:
-        begun = (NO_TOKENS, NO_COUNTS) if prefix is None else (prefix.token_ids, prefix.num_draft)
-        return of_stage(self.index, *self.proposer.continue_drafts(batch, *begun, max_draft))
+    def draft_ahead(self, batch: DraftBatch, max_tokens: Ints) -> DraftArrays:
+        """Drafts before the step's drafting, which takes the same drafts."""
+        drafts = self.draft(batch, None, max_tokens)
+        self._ahead = _step_of(batch), drafts
+        return drafts
 
-    def _guarded(self, guard: Guard, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Ints) -> DraftArrays:
-        may_draft, drafts = guard.may_draft(batch.request_ids), None
-        if self.gate is not None and not self.gate.asks(self.index, len(max_draft), self.asked_ms):
-            max_draft = np.zeros_like(max_draft)
+    def has_drafted(self, batch: DraftBatch) -> bool:
+        """Whether it has drafted ahead for this step."""
+        return self._ahead is not None and self._ahead[0] == _step_of(batch)
+
+    def _guarded(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+        guard, drafts = self.guard, None
+        assert guard is not None
+        may_draft = guard.may_draft(batch.request_ids)
+        if self._gate is not None and not self._gate.asks(self.index, len(max_tokens), self._asked_ms):
+            max_tokens = np.zeros_like(max_tokens)
         elif may_draft is not None:
-            max_draft = np.where(may_draft, max_draft, 0)
-        keeps = self.method.is_lookup and self.method.has_tenants and may_draft is None  # also a request's last tokens
-        if keeps or np.count_nonzero(max_draft):
-            draft = self._continued if self.method.is_lookup else self._begun
-            start = time.perf_counter()
-            drafts = guard.call(batch, lambda: draft(batch, prefix, max_draft))
-            self.asked_ms = (time.perf_counter() - start) * 1000
+            max_tokens = np.where(may_draft, max_tokens, 0)
+        # A store takes a request's last tokens, too, after which no draft is wanted.
+        sees_all = self.method.is_lookup and self.method.has_tenants and may_draft is None
+        if sees_all or np.count_nonzero(max_tokens):
+            draft, start = self.proposer.draft if self.method.is_lookup else self._begun, time.perf_counter()
+            drafts = guard.call(batch, lambda: draft(batch, prefix, max_tokens))
+            self._asked_ms = (time.perf_counter() - start) * 1000
         elif guard.has_to_forget:
             guard.call(batch, lambda: None)
-        return nothing(len(max_draft), self.context.max_num_draft) if drafts is None else drafts
+        return nothing(len(max_tokens), self._context.max_num_draft) if drafts is None else drafts
 
-    def _begun(self, batch: DraftBatch, prefix: DraftArrays | None, max_draft: Ints) -> DraftArrays:
-        """Of any other proposer: it only begins drafts, and is asked for those requests alone that want some."""
-        rows = np.flatnonzero(max_draft if prefix is None else max_draft * (prefix.num_draft == 0))
-        most, limits = self.context.max_num_draft, max_draft.astype(np.int32)
+    def _begun(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+        """Drafts of a proposer that only begins them, for the requests that want some."""
+        rows = np.flatnonzero(max_tokens if prefix is None else max_tokens * (prefix.num_draft == 0))
+        num_reqs, max_num_draft = len(max_tokens), self._context.max_num_draft
         if not len(rows):
-            return nothing(len(max_draft), most)
-        draft = draft_of_rows(self.proposer, batch, rows, limits, most, self.context.vocab_size)
-        confidence = np.full(len(max_draft), FIRST_CONFIDENCE) if draft.confidence is None else draft.confidence
-        return of_stage(self.index, draft.token_ids, draft.num_draft, confidence)
+            return nothing(num_reqs, max_num_draft)
+        limits = max_tokens.astype(np.int32)
+        draft = draft_of_rows(self.proposer, batch, rows, limits, max_num_draft, self._context.vocab_size)
+        confidence = np.full(num_reqs, FIRST_CONFIDENCE) if draft.confidence is None else draft.confidence
+        return of_stage(0, draft.token_ids, draft.num_draft, confidence)
 
-    def limits(self, batch: DraftBatch, max_draft: Ints) -> Ints:
-        """[num_reqs], tokens that it may draft of these, by the requests' options."""
-        allowed, limits = allows(batch.options, self.name), np.minimum(max_draft, self.max_num_draft)
-        return limits if allowed is None else np.where(allowed, limits, 0)
+
+def _step_of(batch: DraftBatch) -> tuple[tuple[str, ...], list[int]]:
+    """What tells a step from another: its requests and the lengths of their histories."""
+    return tuple(batch.request_ids), list(map(len, batch.token_ids))

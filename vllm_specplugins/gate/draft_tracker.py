@@ -13,7 +13,8 @@ from vllm_specplugins.draft import Draft, Int32Array
 from vllm_specplugins.kernels.acceptance import HOST_PRIOR_WEIGHT, Drafts, State, host
 from vllm_specplugins.kernels.acceptance.reference import new_state
 from vllm_specplugins.kernels.steps import KEPT, KINDS, SUMS
-from vllm_specplugins.structures.arrays import DraftArrays, Ints, dense_logits, with_room
+from vllm_specplugins.structures.arrays import Ints, with_room
+from vllm_specplugins.structures.drafts import DraftArrays, dense_logits
 
 
 class DraftTracker:

@@ -24,8 +24,9 @@ from vllm_specplugins.gate.draft_tracker import DraftTracker, rated
 from vllm_specplugins.gate.step_times import OUTLIER_RATIO
 from vllm_specplugins.kernels.acceptance.host import DraftsType, Ints, Reals, StateType, accept_prob
 from vllm_specplugins.kernels.compiled import compiled, inlined
-from vllm_specplugins.structures.arrays import FIRST_CONFIDENCE, DraftArrays, Floats
+from vllm_specplugins.structures.arrays import Floats
 from vllm_specplugins.structures.arrays import Ints as IntArray
+from vllm_specplugins.structures.drafts import FIRST_CONFIDENCE, DraftArrays
 
 EXPLORE_EVERY = 12  # steps, at least, between two trials of a stage that does not pay
 EXPLORE_SHARE = 0.01  # of the time, at most, goes to one kind of trial

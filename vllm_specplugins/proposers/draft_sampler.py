@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from vllm_specplugins.config import chain_length
-from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
+from vllm_specplugins.draft import Draft, DraftBatch, Proposer, ProposerContext
 from vllm_specplugins.kernels.rejection import Sampling
 from vllm_specplugins.kernels.rejection.drafts import coupled_sample, largest_probs_of, rated_sample, sample_with_q
 from vllm_specplugins.proposers.learning.learner import Learner
 from vllm_specplugins.proposers.tree import Tree, grow
-from vllm_specplugins.structures.arrays import FIRST_CONFIDENCE, NO_COUNTS, Floats, Ints, columns
+from vllm_specplugins.structures.arrays import Ints
+from vllm_specplugins.structures.drafts import NO_COUNTS, DraftArrays, columns, nothing
 from vllm_specplugins.target import Target
 
 OnLogits = Callable[[int, torch.Tensor], None]  # gets each step's logits [R, V]
@@ -121,32 +122,29 @@ class ModelProposer(Proposer):
         """Runs everything that a step can run."""
         return self.propose(batch)
 
-    def continue_drafts(
-        self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
-    ) -> tuple[Int32Array, Ints, Floats, Ints | None, torch.Tensor | None]:
-        """As of a lookup, token by token: also the row [R, K] of the logits that each token was drawn from, and these
-        logits [N, V]; None where all are certain."""
-        if not self.continues_drafts and len(num_begun):
-            max_draft, num_begun = np.where(num_begun == 0, max_draft, 0), NO_COUNTS
-        num_steps, num_reqs = max(max_draft.tolist(), default=0), len(max_draft)
-        token_ids, q = np.zeros((num_reqs, self.max_num_draft), np.int32), None
-        confidence = np.full(num_reqs, FIRST_CONFIDENCE)
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+        """At most max_tokens [R] int64 tokens after each request's history and the prefix of its draft, token by token;
+        where it cannot continue a prefix, after the history alone."""
+        if prefix is not None and not self.continues_drafts:
+            max_tokens, prefix = np.where(prefix.num_draft == 0, max_tokens, 0), None
+        num_steps, num_reqs = max(max_tokens.tolist(), default=0), len(max_tokens)
+        drafts = nothing(num_reqs, self.max_num_draft).cut(max_tokens)
         if num_steps == 0:
-            return token_ids, max_draft, confidence, None, None
+            return drafts
         assert batch.target is not None
         # Rows that want nothing start at their newest token: after it no slot is read that was not written.
-        lengths = num_begun * (max_draft > 0) if len(num_begun) else NO_COUNTS
-        if longest := max(lengths.tolist(), default=0):
-            begun, device = np.ascontiguousarray(prefix[:, :longest]), batch.target.num_tokens.device
+        lengths = NO_COUNTS if prefix is None else prefix.num_draft * (max_tokens > 0)
+        if prefix is not None and (longest := max(lengths.tolist(), default=0)):
+            begun, device = np.ascontiguousarray(prefix.token_ids[:, :longest]), batch.target.num_tokens.device
             given = torch.from_numpy(begun).to(device), torch.from_numpy(lengths).to(device)
             steps = self.continue_steps(batch.target, num_steps, *given)
         else:
             steps = self.draft_steps(batch.target, num_steps)
-        token_ids[:, :num_steps], logits = steps.token_ids.cpu().numpy(), steps.logits
-        if logits is not None:
-            q = np.arange(0, num_reqs * num_steps, num_steps)[:, None] + columns(token_ids)
-            logits = logits.flatten(0, 1)
-        return token_ids, max_draft, confidence, q, logits
+        drafts.token_ids[:, :num_steps], logits = steps.token_ids.cpu().numpy(), steps.logits
+        if logits is None:
+            return drafts
+        q = np.arange(0, num_reqs * num_steps, num_steps)[:, None] + columns(drafts.token_ids)
+        return drafts._replace(q=q, logits=logits.flatten(0, 1))
 
     def draft_steps(
         self,

@@ -15,7 +15,8 @@ from vllm_specplugins.config import PromptLookupConfig
 from vllm_specplugins.draft import Draft, DraftBatch, Int32Array, Proposer, ProposerContext
 from vllm_specplugins.kernels.history_match import NO_MATCH
 from vllm_specplugins.kernels.history_match.host import NUM_COLUMNS, NUM_TOKENS, OWN, REFERENCE, history_match
-from vllm_specplugins.structures.arrays import NO_COUNTS, NO_TOKENS, SlotTable, places_of, with_room
+from vllm_specplugins.structures.arrays import SlotTable, places_of, with_room
+from vllm_specplugins.structures.drafts import NO_COUNTS, DraftArrays, begun, of_stage
 
 Ints = npt.NDArray[np.int64]
 
@@ -25,22 +26,13 @@ class Lookup(Proposer):
 
     def propose(self, batch: DraftBatch) -> Draft:
         """Drafts after each request's history."""
-        max_draft = batch.max_num_draft.astype(np.int64)
-        token_ids, num_draft, confidence = self.continue_drafts(batch, NO_TOKENS, NO_COUNTS, max_draft)
-        return Draft(token_ids, num_draft.astype(np.int32), confidence=confidence.astype(np.float32))
+        drafts = self.draft(batch, None, batch.max_num_draft.astype(np.int64))
+        confidence = drafts.confidence[:, 0].astype(np.float32)
+        return Draft(drafts.token_ids, drafts.num_draft.astype(np.int32), confidence=confidence)
 
-    def continue_drafts(
-        self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
-    ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
-        """Drafts after each request's history and the draft that another proposer has begun.
-
-        Args:
-            prefix: [num_reqs, K] int32, begun drafts.
-            num_begun: [num_reqs] int64, their lengths; empty: no request has one.
-            max_draft: [num_reqs] int64, how many tokens may follow.
-
-        Returns tokens [num_reqs, K], their number [num_reqs], and the lengths of the matches [num_reqs].
-        """
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
+        """At most max_tokens [num_reqs] int64 tokens after each request's history and the prefix of its draft, which is
+        not remembered."""
         raise NotImplementedError
 
 
@@ -58,16 +50,14 @@ class PromptLookup(Lookup):
         self._known = np.zeros((1, NUM_COLUMNS), np.int64)  # a row that is 0 is new
         self._references: dict[int, Int32Array] = {}  # by row
 
-    def continue_drafts(
-        self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
-    ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
         """By the longest match; among equals the one nearest to where copying would go on."""
         num_reqs = batch.num_reqs
         token_ids = np.zeros((num_reqs, self._max_num_draft), np.int32)
         num_draft, match_lengths = np.zeros(num_reqs, np.int64), np.zeros(num_reqs)
         requests = *places_of(batch.token_ids), self.rows_of(batch), self._known
-        history_match(*requests, prefix, num_begun, max_draft, *self._ngrams, token_ids, num_draft, match_lengths)
-        return token_ids, num_draft, match_lengths
+        history_match(*requests, *begun(prefix), max_tokens, *self._ngrams, token_ids, num_draft, match_lengths)
+        return of_stage(0, token_ids, num_draft, match_lengths)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops the references and rows of these requests."""

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from vllm_specplugins.config import ConfigError, PromptLookupConfig, SuffixLookupConfig, redis_url
 from vllm_specplugins.draft import DraftBatch, Int32Array, ProposerContext
 from vllm_specplugins.proposers.prompt_lookup import Lookup, PromptLookup
-from vllm_specplugins.structures.arrays import NO_COUNTS, places_of, with_room
+from vllm_specplugins.structures.arrays import places_of, with_room
+from vllm_specplugins.structures.drafts import NO_COUNTS, DraftArrays, begun, of_stage
 from vllm_specplugins.structures.suffix.acceptance import first_accept_probs
 from vllm_specplugins.structures.suffix.drafts import OWN, STORE, draft_step
 from vllm_specplugins.structures.suffix.shared import SharedTexts
@@ -97,9 +98,7 @@ class SuffixLookup(Lookup):
             self.store.work()
         self._saver, self._shared = saver, shared
 
-    def continue_drafts(
-        self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, max_draft: Ints
-    ) -> tuple[Int32Array, Ints, npt.NDArray[np.float64]]:
+    def draft(self, batch: DraftBatch, prefix: DraftArrays | None, max_tokens: Ints) -> DraftArrays:
         """The draft with the higher confidence, of the request's text and of earlier outputs."""
         with self._lock:
             texts, lengths = places_of(batch.token_ids)
@@ -121,12 +120,12 @@ class SuffixLookup(Lookup):
             requests = np.frombuffer(asked, np.int64) if asked else NO_COUNTS
             references = self._texts.references_of(rows)
             first = OWN if self.searches_requests else STORE
-            step = texts, lengths, prefix, num_begun, max_draft, rows, references, requests, first, self._min_confidence
+            step = texts, lengths, *begun(prefix), max_tokens, rows, references, requests, first, self._min_confidence
             draft_step(step, (self._accept_probs, self._newest), drafts, tuple(self.store.ring))
             if has_new:
                 self._take_shared()
                 self.store.work(self._work)
-            return drafts
+            return of_stage(0, *drafts)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drops the texts of these requests; their outputs enter the store in this order."""

@@ -128,18 +128,12 @@ class _OnV2:
         if not hasattr(speculator, "specplugins"):
             wrap(speculator, "propose", self._propose)
             return
-        self._around_take = self._take
-        wrap(speculator.specplugins, "new_offer", self._new_offer)
+        wrap(speculator.specplugins.built_in, "take", self._take)
 
     def _propose(self, propose: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = propose(*args, **kwargs)
         self._draft(drafts)
         return drafts
-
-    def _new_offer(self, make: Any) -> Any:
-        offer = make()
-        wrap(offer, "take", self._around_take)
-        return offer
 
     def _take(self, take: Any, drafts: Any, *rest: Any) -> Any:
         self._draft(drafts)

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_specplugins.cascade.on_device import LOOKUP, Stages
+from vllm_specplugins.cascade.on_device import LOOKUP, DeviceCascade
 from vllm_specplugins.config import methods_of
 from vllm_specplugins.engine.adaptive.trimming import or_planned
 from vllm_specplugins.engine.emitted import VERIFIED
@@ -27,10 +27,10 @@ from vllm_specplugins.engine.v2.adapters import adapters_of, map_all_logits
 from vllm_specplugins.engine.v2.feedback.report import REPORT
 from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
-from vllm_specplugins.engine.v2.speculators.built_in import DeviceOffer, rating, run_before
+from vllm_specplugins.engine.v2.speculators.built_in import BuiltInDrafts, DraftsForHost, rating, run_before
 from vllm_specplugins.engine.v2.speculators.device import DeviceSpeculator
 from vllm_specplugins.engine.v2.speculators.host import HostSpeculator
-from vllm_specplugins.engine.v2.speculators.tree import TreeSpeculator
+from vllm_specplugins.engine.v2.trees.speculator import TreeSpeculator
 from vllm_specplugins.engine.v2.verification import verify
 from vllm_specplugins.engine.v2.verification.self_check import prepare
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -53,7 +53,9 @@ def while_built(vllm_config: VllmConfig) -> Iterator[None]:
         theirs = rating(original, vllm_config, *arguments)
         ours, max_num_draft = kind(without_built_in(vllm_config), *arguments), vllm_config.num_speculative_tokens
         if isinstance(ours, DeviceSpeculator):
-            ours.offers = DeviceOffer(theirs, max_num_draft)
+            ours.built_in = BuiltInDrafts(theirs, max_num_draft, ours.outcomes)
+        else:
+            ours.built_in = DraftsForHost(theirs)
         return run_before(theirs, ours, max_num_draft)
 
     with replaced(model_runner, {"init_speculator": init_speculator}):
@@ -95,7 +97,7 @@ def attach(runner: Any, barrier: FaultBarrier) -> None:
         barrier.rates, barrier.late = speculator.tally, speculator.lookups.late
         if barrier.late is not None:
             held: Any = barrier.proposer
-            barrier.late.guard = held.guard_of(LOOKUP) if isinstance(held, Stages) else barrier.guard
+            barrier.late.guard = held.stages[LOOKUP].guard if isinstance(held, DeviceCascade) else barrier.guard
         wrap(runner, "initialize_kv_cache", partial(_trimming_if_it_can, runner, speculator))
         memory.attach(runner, speculator)
         asynchronous = runner.vllm_config.scheduler_config.async_scheduling

@@ -20,7 +20,8 @@ from vllm_specplugins.methods import BUILT_IN, METHODS, behind_gate, build_propo
 from vllm_specplugins.parsing import parse_config, registered_methods
 from vllm_specplugins.plan import Conditions, make_plan
 from vllm_specplugins.proposers.prompt_lookup import PromptLookup
-from vllm_specplugins.structures.arrays import NO_COUNTS, NO_TOKENS, DraftArrays, Ints, of_stage
+from vllm_specplugins.structures.arrays import Ints
+from vllm_specplugins.structures.drafts import DraftArrays, join, of_stage
 from vllm_specplugins.tools.picker import Config, is_ours, pick_methods
 from vllm_specplugins.tools.replay.data import Traffic, number_of
 
@@ -242,17 +243,14 @@ class Oracle(Proposer):
             row[: len(rest)] = rest
         padding = (0, 0), (0, self._width - self._drafter.num_draft)
         offered = of_stage(1, np.pad(batch.offer.token_ids, padding), limits * 0 + self._drafter.num_draft, limits)
-        looked_up = np.minimum(_right(self._match(batch, NO_TOKENS, NO_COUNTS, limits), truth), limits)
+        looked_up = np.minimum(_right(self._lookup.draft(batch, None, limits), truth), limits)
         begun = np.minimum(_right(offered, truth), limits)
-        offered = offered._replace(num_draft=begun)
-        both = offered.followed_by(self._match(batch, offered.token_ids, begun, limits - begun))
+        offered = offered.cut(begun)
+        both = join(offered, self._lookup.draft(batch, offered, limits - begun))
         longest = np.maximum(looked_up, np.minimum(_right(both, truth), limits))
         saved_ms = self._drafter.step_ms(batch.num_reqs, True) - self._drafter.step_ms(batch.num_reqs, False)
         self.asked = bool((longest - looked_up).sum() > self._rate * saved_ms)
         return Draft(np.maximum(truth, 0), (longest if self.asked else looked_up).astype(np.int32))
-
-    def _match(self, batch: DraftBatch, prefix: Int32Array, num_begun: Ints, limits: Ints) -> DraftArrays:
-        return of_stage(0, *self._lookup.continue_drafts(batch, prefix, num_begun, limits))
 
     def forget(self, request_ids: Sequence[str]) -> None:
         self._lookup.forget(request_ids)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_specplugins.cascade.on_device import Parts
 from vllm_specplugins.engine.adaptive.budget import AcceptProbs, new_accept_probs
 from vllm_specplugins.engine.v2.feedback.async_copy import AsyncCopy, DraftLengths
 from vllm_specplugins.engine.v2.feedback.tally import Tally
@@ -21,7 +20,7 @@ from vllm_specplugins.kernels import acceptance
 from vllm_specplugins.kernels.acceptance import Other, Worth, survivals, worth
 from vllm_specplugins.kernels.acceptance.reference import clear, new_state
 from vllm_specplugins.kernels.steps import Rows, Staged
-from vllm_specplugins.structures.arrays import DraftArrays
+from vllm_specplugins.structures.drafts import DraftArrays
 
 
 class DraftTracker:
@@ -35,10 +34,12 @@ class DraftTracker:
         accept_probs: [rows, K], of this step's drafts, 0 after a draft's end.
         shared_probs: the same by slot, where the host reads them, too; None: see new_accept_probs.
         implementation: of kernels/acceptance; "reference" where a kernel failed its check.
-        fates: (accepted + 1, rejected), [R] int32 each, where the draft to learn from is not the one sent (trees).
+        learned, fates: the draft to learn from where it is not the one sent (trees); of the last one (accepted + 1,
+            rejected), [R] int32 each.
     """
 
     implementation: str | None = None
+    learned: DraftArrays | None = None
     fates: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self, num_stages: int, req_states: Any, max_num_draft: int, device: torch.device):
@@ -127,20 +128,19 @@ class DraftTracker:
         """Whether all requests of these slots copied, one or two steps ago."""
         return self._copies is not None and bool(self._copies.host[slots].all())
 
-    def keep(self, drafts: DraftArrays, max_draft: torch.Tensor, rates: bool, parts: Parts | None = None) -> None:
+    def keep(self, drafts: DraftArrays, max_draft: torch.Tensor, rates: bool) -> None:
         """Takes a step's drafts, counts them and the outcome of the last ones.
 
         Args:
             max_draft: [R], tokens that each row wanted.
             rates: whether to predict `accept_probs`; else the caller has filled them in.
-            parts: the part of each stage of a cascade.
         """
-        num_rows, state, learned, staged = len(max_draft), self._state, drafts, None
+        num_rows, state, staged = len(max_draft), self._state, None
+        learned = drafts if self.learned is None else self.learned
         rows, accept_probs = self.step_rows(num_rows), self.accept_probs[:num_rows]
-        if parts is not None:
-            learned = parts.learned or drafts
-            stages = parts.looked_up, parts.exited, parts.confirmed
-            staged = Staged(state.num_sent, state.sent_stage, *(self.fates or rows[1:]), drafts.stage, *stages)
+        if drafts.by_stage:
+            sent = state.num_sent, state.sent_stage
+            staged = Staged(*sent, *(self.fates or rows[1:]), drafts.stage, *drafts.by_stage)
         self.tally.add_rows(rows, max_draft, drafts.num_draft, staged)
         tables = () if self.shared_probs is None else self.shared_probs[:2]
         if rates:
@@ -148,7 +148,7 @@ class DraftTracker:
         else:
             for table in tables:
                 table[rows.slots] = accept_probs
-            if parts is not None:
+            if drafts.by_stage:
                 state.num_sent[rows.slots], state.sent_stage[rows.slots] = learned.num_draft.int(), learned.stage.int()
         self._num_draft[:num_rows] = drafts.num_draft
 

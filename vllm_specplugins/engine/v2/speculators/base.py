@@ -21,7 +21,6 @@ from vllm_specplugins.engine.target.end import served_end
 from vllm_specplugins.engine.target.layers import Adapters, FirstLayers, updates_in_place
 from vllm_specplugins.engine.v2.feedback.readings import Readings
 from vllm_specplugins.engine.v2.requests import Request, warms_up
-from vllm_specplugins.engine.v2.speculators.built_in import HostOffer
 from vllm_specplugins.engine.v2.speculators.paged import PagedForward
 from vllm_specplugins.engine.verify import DRAFT_NOISE
 from vllm_specplugins.isolation.barrier import FaultBarrier
@@ -43,7 +42,8 @@ class Speculator(DraftModelSpeculator):
     draft_logits: torch.Tensor | None
     report: Any
     barrier: FaultBarrier  # set by runner.attach
-    offer: Any = None  # of a cascade's stage that is built into vLLM, in this step; None: it failed, or there is none
+    built_in: Any = None  # the drafts of a cascade's stage that is built into vLLM; set by runner.while_built
+    offer: Any = None  # those of this step; None: it failed, or there is none
     rejection_sampler: Callable[[], Any]  # the runner's, and what its sampler knows of requests; set by runner.attach
     sampling_states: Callable[[], Any]
     reads_tokens = True  # whether the host follows the tokens of requests
@@ -81,10 +81,6 @@ class Speculator(DraftModelSpeculator):
     def _most_tokens(self) -> int:
         """Of a request; less than at first where vLLM fits it to the memory."""
         return self.vllm_config.model_config.max_model_len
-
-    def new_offer(self) -> Any:
-        """What a step's draft of that stage is taken into: see built_in.py."""
-        return HostOffer(self.device)
 
     def spares(self, input_batch: Any) -> bool:
         """Whether nobody needs more of that stage in this step than that it takes tokens in."""

@@ -16,7 +16,6 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
-from vllm_specplugins.cascade.on_device import keep_logits
 from vllm_specplugins.draft import Draft, Feedback, Int32Array
 from vllm_specplugins.engine.v2.feedback.report import DraftReport
 from vllm_specplugins.engine.v2.feedback.tally import Tally
@@ -24,6 +23,7 @@ from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.engine.v2.speculators.base import Speculator
 from vllm_specplugins.isolation.exchange import spread
 from vllm_specplugins.structures.arrays import Views, view
+from vllm_specplugins.structures.drafts import put_logits
 
 _NO_TOKENS = view(np.zeros(1, np.int32))  # of a row that wants no draft
 
@@ -163,4 +163,4 @@ class HostSpeculator(Speculator):
             self.tally.add_q(draft.logits, requests)
         is_certain = np.arange(self.num_speculative_steps) >= draft.num_draft[:, None]
         certain = torch.as_tensor(is_certain, device=self.device)
-        keep_logits(self._draft_logits, requests, tokens, draft.logits, certain)
+        put_logits(self._draft_logits, requests, tokens, draft.logits, certain)

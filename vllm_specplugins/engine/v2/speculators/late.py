@@ -22,7 +22,8 @@ from vllm_specplugins.engine.v2.requests import Request
 from vllm_specplugins.isolation.exchange import checked_draft, for_proposer
 from vllm_specplugins.isolation.guard import Guard
 from vllm_specplugins.kernels.history_match import LONGEST_MATCH, Match
-from vllm_specplugins.structures.arrays import Views, columns
+from vllm_specplugins.structures.arrays import Views
+from vllm_specplugins.structures.drafts import columns
 
 _SLOT, _START, _NUM_DRAFT, _CONFIDENCE, _TOKENS = range(5)  # columns of the table; tokens to its end
 MOST_UNREAD = 64  # steps whose tokens are kept for a proposer that hangs or is switched off

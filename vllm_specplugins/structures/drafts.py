@@ -1,0 +1,213 @@
+"""Drafts of a batch as arrays, and how two drafts are combined.
+
+The arrays are NumPy's on the host and torch's on the device, and the code is the same for both: nothing here waits for
+a device or branches on the values of an array. K: the most tokens of a draft.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_specplugins.structures.arrays import Array, Ints
+
+FIRST_CONFIDENCE = 1.0  # of a stage that reports none, or has not drafted yet
+
+
+class DraftArrays(NamedTuple):
+    """A draft for each request of a batch. The tokens past a request's num_draft are arbitrary.
+
+    Args:
+        token_ids: [num_reqs, K] int32.
+        num_draft: [num_reqs] int; on the host int64.
+        stage: [num_reqs, K] int, index of the stage that answers for a token; on the host int64.
+        confidence: [num_reqs, K] float, on the host float64. Below 1 it is the drafter's acceptance probability of the
+            token if those before it are accepted; from 1 on it is the length of the match before the token, which is
+            one longer for each next token. A stage that reports neither counts 1, 2, 3, ...
+        q: [num_reqs, K] int64, the row of `logits` that the token was drawn from, -1 where its q is one-hot. None: all
+            are one-hot; on the device, where q is not used, row and place are the draft's.
+        logits: [N, vocab_size] tensor, on the device [num_reqs, at most K, vocab_size].
+        by_stage: for each stage of a cascade on the device the tokens [num_reqs] int that it drafted, -1 where it was
+            not asked; after them, under the policy `verify`, the tokens that the model confirmed.
+    """
+
+    token_ids: Array
+    num_draft: Array
+    stage: Array
+    confidence: Array
+    q: Array | None = None
+    logits: Any = None
+    by_stage: tuple[Array, ...] = ()
+
+    @property
+    def is_drafted(self) -> Array:
+        """[num_reqs, K] bool: whether a token is one of the draft."""
+        return columns(self.token_ids) < self.num_draft[:, None]
+
+    def cut(self, num_draft: Array) -> "DraftArrays":
+        """The first tokens of each draft, [num_reqs] of them."""
+        return self._replace(num_draft=num_draft)
+
+    def shifted(self, num_tokens: Array) -> "DraftArrays":
+        """The tokens from the place num_tokens [num_reqs] on, which may be negative."""
+        places = columns(self.token_ids) + num_tokens[:, None]
+        q = None if self.q is None else picked(self.q, places)
+        token_ids, stage, confidence = (picked(part, places) for part in (self.token_ids, self.stage, self.confidence))
+        return self._replace(token_ids=token_ids, stage=stage, confidence=confidence, q=q)
+
+
+def combine(is_first: Array, first: DraftArrays, second: DraftArrays, num_draft: Array) -> DraftArrays:
+    """The tokens of a first draft where is_first, [num_reqs, K or 1] bool, and elsewhere those of a second one."""
+    where = namespace(is_first).where
+    token_ids, stage, confidence = (
+        where(is_first, getattr(first, name), getattr(second, name)) for name in ("token_ids", "stage", "confidence")
+    )
+    combined = DraftArrays(token_ids, num_draft, stage, confidence)
+    if first.q is None and second.q is None:
+        return combined
+    one_hot, rows = namespace(is_first).full_like(stage, -1), second.q
+    if rows is not None and first.q is not None:
+        rows = where(rows < 0, -1, rows + len(first.logits))
+    q = where(is_first, *(one_hot if rows is None else rows for rows in (first.q, rows)))
+    return combined._replace(q=q, logits=stacked([part.logits for part in (first, second) if part.q is not None]))
+
+
+def join(first: DraftArrays, second: DraftArrays) -> DraftArrays:
+    """Each request's first draft, and after it its second one, as far as K goes."""
+    ends = first.num_draft
+    return combine(columns(first.token_ids) < ends[:, None], first, second.shifted(-ends), ends + second.num_draft)
+
+
+def either(is_first: Array, first: DraftArrays, second: DraftArrays) -> DraftArrays:
+    """The first draft of the requests where is_first, [num_reqs] bool, and the second one of the others."""
+    num_draft = namespace(is_first).where(is_first, first.num_draft, second.num_draft)
+    return combine(is_first[:, None], first, second, num_draft)
+
+
+def better(first: DraftArrays, second: DraftArrays, gains: tuple[Array, Array] | None) -> DraftArrays:
+    """The draft of each request that gains more, [num_reqs] each, or without gains the first one if it has a token.
+    Where one draft begins with the other, the longer one is taken, and the second stage answers for its tokens.
+
+    >>> first, second = (of_stage(i, np.array([[5, 6, 7]]), np.array([3 - i]), np.ones(1)) for i in (0, 1))
+    >>> best = better(first, second, None)
+    >>> best.num_draft.tolist(), best.stage.tolist()
+    ([3], [[1, 1, 0]])
+    """
+    is_second = second.is_drafted
+    agrees = ((first.token_ids == second.token_ids) | ~(is_second & first.is_drafted)).all(1)
+    is_first = first.num_draft > 0 if gains is None else gains[0] >= gains[1]
+    longer = either(first.num_draft >= second.num_draft, first, second)
+    best = either(agrees, longer, either(is_first, first, second))
+    where, shared = namespace(agrees).where, agrees[:, None] & is_second
+    stage, confidence = (where(shared, getattr(second, name), getattr(best, name)) for name in ("stage", "confidence"))
+    return best._replace(stage=stage, confidence=confidence)
+
+
+def of_stage(
+    stage: int,
+    token_ids: Array,  # [num_reqs, K] int32
+    num_draft: Array,  # [num_reqs] int
+    confidence: Array,  # [num_reqs] float, of each first token, or [num_reqs, K]
+    q: Array | None = None,  # [num_reqs, K] int64
+    logits: Any = None,
+) -> DraftArrays:
+    """A draft that one stage made."""
+    if isinstance(token_ids, np.ndarray):
+        num_draft, confidence = num_draft.astype(np.int64, copy=False), confidence.astype(np.float64, copy=False)
+        stages = np.full(token_ids.shape, stage)
+    else:
+        stages = namespace(token_ids).full_like(token_ids, stage)
+    if confidence.ndim == 1:
+        confidence = confidence[:, None] + columns(token_ids)
+    return DraftArrays(token_ids, num_draft, stages, confidence, q, logits)
+
+
+def nothing(num_reqs: int, max_num_draft: int) -> DraftArrays:
+    """An empty draft for each request, on the host."""
+    token_ids = np.zeros((num_reqs, max_num_draft), np.int32)
+    return of_stage(0, token_ids, np.zeros(num_reqs, np.int64), np.full(num_reqs, FIRST_CONFIDENCE))
+
+
+def begun(prefix: DraftArrays | None) -> tuple[Array, Ints]:
+    """Tokens and lengths of drafts that compiled code continues, both empty where there are none."""
+    return (_NO_TOKENS, NO_COUNTS) if prefix is None else (prefix.token_ids, prefix.num_draft)
+
+
+_NO_TOKENS, NO_COUNTS = np.empty((0, 0), np.int32), np.empty(0, np.int64)
+
+
+def namespace(array: Array) -> Any:
+    """The module of the functions that take such arrays."""
+    if isinstance(array, np.ndarray):
+        return np
+    import torch  # a tensor exists, so it is loaded
+
+    return torch
+
+
+def up_to(count: int, like: Array) -> Array:
+    """0 1 2 ... count - 1, int64, where another array is."""
+    if isinstance(like, np.ndarray):
+        return np.arange(count)
+    return namespace(like).arange(count, device=like.device)
+
+
+def columns(array: Array) -> Array:
+    """[num_columns] int64: 0 1 2 ..."""
+    return up_to(array.shape[1], array)
+
+
+def picked(array: Array, places: Array) -> Array:
+    """The elements at places [num_rows, K] int64 of each row of an array [num_rows, T]; any one where there is none.
+
+    >>> picked(np.array([[1, 2, 3], [4, 5, 6]]), np.array([[1, 0], [2, 3]])).tolist()
+    [[2, 1], [6, 1]]
+    """
+    num_rows, num_columns = array.shape
+    places = places + up_to(num_rows, array)[:, None] * num_columns
+    if isinstance(array, np.ndarray):
+        return array.take(places, mode="wrap")
+    return array.take(places % max(1, num_rows * num_columns))
+
+
+def stacked(parts: list[Any]) -> Any:
+    """Logits of several passes as one tensor."""
+    return parts[0] if len(parts) == 1 else namespace(parts[0]).cat(parts)
+
+
+def make_one_hot(logits: Any, token_ids: Any, is_certain: Any) -> Any:
+    """Logits [num_reqs, T, vocab_size], changed: the q of tokens [num_reqs, T] that are certain is one-hot."""
+    places, is_certain = token_ids[..., None].long(), is_certain[..., None]
+    logits.masked_fill_(is_certain, float("-inf"))
+    return logits.scatter_(2, places, logits.gather(2, places).masked_fill_(is_certain, 0.0))
+
+
+def put_logits(
+    table: Any,  # [num_slots, K, vocab_size], written
+    slots: Any,  # [num_reqs] int64
+    token_ids: Any,  # [num_reqs, K]
+    logits: Any,  # [num_reqs, at most K, vocab_size], changed; None: all tokens are certain
+    is_certain: Any,  # [num_reqs, K] bool; None: none of those with logits is
+) -> None:
+    """Puts the logits that tokens were drawn from into a table; those of certain tokens, and of all tokens without
+    logits, are one-hot."""
+    num_drawn = 0 if logits is None else logits.shape[1]
+    if logits is not None:
+        if is_certain is not None:
+            make_one_hot(logits, token_ids[:, :num_drawn], is_certain[:, :num_drawn])
+        table[slots, :num_drawn] = logits.to(table.dtype)
+    if num_drawn < token_ids.shape[1]:
+        rest = token_ids[:, num_drawn:, None].long()
+        one_hot = table.new_full((*rest.shape[:2], table.shape[-1]), float("-inf"))
+        table[slots, num_drawn:] = one_hot.scatter_(2, rest, 0.0)
+
+
+def dense_logits(drafts: DraftArrays, max_length: int) -> Any:
+    """[num_reqs, max_length, vocab_size] of the first tokens, a tensor, one-hot where they are certain; None if all
+    are."""
+    if drafts.q is None:
+        return None
+    import torch
+
+    device = drafts.logits.device
+    token_ids, q = (torch.as_tensor(part[:, :max_length], device=device) for part in (drafts.token_ids, drafts.q))
+    return make_one_hot(drafts.logits[q.clamp(0, len(drafts.logits) - 1)], token_ids, q < 0)
