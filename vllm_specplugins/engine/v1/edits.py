@@ -51,16 +51,17 @@ def edit(logits: torch.Tensor, metadata: Any, input_batch: Any, rows: Rows) -> t
     return edited
 
 
-def edit_of_drafts(metadata: Any, input_batch: Any, rows: list[int], vocab_size: int, device: Any) -> Any:
-    """`draft.Target.edit` for these rows of the batch; None if no request asks for edits.
+def edit_of_drafts(metadata: Any, runner: Any, rows: list[int]) -> Any:
+    """`draft.Target.edit` for these rows of the runner's batch; None if no request asks for edits.
 
     It leaves out thinking budgets and a user's logits processors.
     """
-    edits, allowed = _edits(metadata, input_batch, vocab_size), metadata.allowed_token_ids_mask
+    edits = _edits(metadata, runner.input_batch, runner.model_config.get_vocab_size())
+    allowed = metadata.allowed_token_ids_mask
     if edits == Edits() and allowed is None:
         return None
-    states = torch.tensor(rows, device=device)
-    edits = Edits(*(_on_device(field, device) for field in edits))
+    states = torch.tensor(rows, device=runner.device)
+    edits = Edits(*(_on_device(field, runner.device) for field in edits))
 
     def edit_drafts(logits: torch.Tensor, *where: Any) -> torch.Tensor:
         edited = edit_drafted(states, edits, logits, *where)

@@ -25,6 +25,7 @@ from vllm_specplugins.engine.request_limits import RequestLimits
 from vllm_specplugins.engine.target.end import served_end
 from vllm_specplugins.engine.target.layers import FirstLayers
 from vllm_specplugins.engine.v1 import built_in
+from vllm_specplugins.engine.v1.edits import edit_of_drafts
 from vllm_specplugins.engine.v1.readings import Readings
 from vllm_specplugins.engine.v1.rows import metadata_of
 from vllm_specplugins.engine.v1.target import target_of
@@ -223,7 +224,7 @@ class _Adapter:
         if self.verifier is None:
             return target
         verified = self.verifier.sampling(sampling).at(rows)
-        edit = self.verifier.edit_of_drafts(sampling, rows)
+        edit = edit_of_drafts(sampling, self._runner, rows)
         return replace(target, sampling=replace(target.sampling, verified=verified), edit=edit)
 
     def _feedback(self, request_ids: list[str], num_accepted: Any, scheduler_output: Any) -> Feedback:

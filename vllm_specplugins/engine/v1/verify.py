@@ -19,7 +19,7 @@ from vllm.v1.worker import gpu_model_runner
 
 from vllm_specplugins.engine.grammar.output import Forced
 from vllm_specplugins.engine.hooks import replaced
-from vllm_specplugins.engine.v1.edits import custom, edit, edit_of_drafts
+from vllm_specplugins.engine.v1.edits import custom, edit
 from vllm_specplugins.engine.v1.rows import Rows
 from vllm_specplugins.kernels.rejection import Sampling, host, rejection_sample
 from vllm_specplugins.kernels.rejection.reference import truncated
@@ -74,11 +74,6 @@ class Verifier:
                 return False
         return True
 
-    def edit_of_drafts(self, metadata: Any, rows: list[int]) -> Any:
-        """`draft.Target.edit` for these rows of the batch."""
-        runner = self._runner
-        return edit_of_drafts(metadata, runner.input_batch, rows, runner.model_config.get_vocab_size(), runner.device)
-
     def sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         """vLLM's signature; `logits` [N, V]."""
         input_batch = self._runner.input_batch
@@ -93,12 +88,15 @@ class Verifier:
         verified, q = (edited, sampling), None if metadata.all_greedy else self._q(rows, max_num_draft)
         if not metadata.all_greedy and any(custom(metadata.logitsprocs.argmax_invariant)):
             verified = _scale(edited, metadata, sampling)
-        if logits.device.type == "cpu" and q is None:  # in a fraction of the operation's time
+        if logits.device.type == "cpu" and q is None:  # without the tensors that the operation takes
             if metadata.all_greedy:
                 token_ids = sampler.greedy_sample(edited.float()).numpy()
             else:
                 token_ids = host.draw_rows(verified[0], rows.requests, rows.positions, verified[1])
-            sampled = _accepted(token_ids, rows)
+            shape = len(rows.counts), max_num_draft + 1
+            accepted, num_accepted = np.empty(shape, np.int64), np.empty(len(rows.counts), np.int32)
+            host.accept(token_ids, rows.starts.astype(np.int32), rows.fed, accepted, num_accepted)
+            sampled = torch.from_numpy(accepted)
         else:
             sampled, _ = rejection_sample(verified[0], *rows.layout, verified[1], max_num_draft, q)
         logprobs = None
@@ -157,7 +155,8 @@ class Verifier:
         requests, steps = is_token.nonzero(as_tuple=True)
         scores = logits[rows.as_tensor(rows.starts)[requests] + steps].float()
         if sampler.logprobs_mode.startswith("processed"):
-            scores = _processed(scores, sampling.at(requests))
+            temperature = torch.where(sampling.temperature == 0, 1.0, sampling.temperature)[requests, None]
+            scores = truncated(scores, sampling.at(requests)) / temperature
         if sampler.logprobs_mode.endswith("logprobs"):
             scores = sampler.compute_logprobs(scores)
         token_ids = sampled[is_token]
@@ -173,13 +172,6 @@ class Verifier:
         if sampled.shape[1] == 1:
             return logprobs
         return LogprobsTensors(*(_spread(tensor, is_token.flatten()) for tensor in logprobs[:3]))
-
-
-def _accepted(token_ids: np.ndarray, rows: Rows) -> torch.Tensor:
-    """[B, max_num_draft + 1] the result of rejection_sample, from the token that each row draws [N]."""
-    sampled = np.empty((len(rows.counts), max(rows.num_draft) + 1), np.int64)
-    host.accept(token_ids, rows.starts.astype(np.int32), rows.fed, sampled, np.empty(len(sampled), np.int32))
-    return torch.from_numpy(sampled)
 
 
 def _spread(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -201,9 +193,3 @@ def _scale(logits: torch.Tensor, metadata: Any, sampling: Sampling) -> tuple[tor
         scaled = processor.apply(scaled)
     scaled[greedy] = untouched.float()
     return scaled, Sampling(torch.where(greedy, 0.0, 1.0), sampling.seeds, sampling.top_k, sampling.top_p)
-
-
-def _processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """[N, V] logits after temperature and truncation; unchanged at temperature 0."""
-    temperature = torch.where(sampling.temperature == 0, 1.0, sampling.temperature)
-    return truncated(logits, sampling) / temperature[:, None]
