@@ -1,4 +1,4 @@
-"""`train-exit-head`, `train-jump` and `train-look-ahead`: train a part, score it and describe it in a model card."""
+"""The commands that train a part, score it and describe it in a model card."""
 
 import argparse
 import io
