@@ -145,13 +145,13 @@ def cascade_table(data: Facts) -> str:
         return ""
     rows, drafter = [], data["drafter"].partition(":")[0]
     for task, batch, own in (cell for cell in cells(data) if cell[1] in SHOWN):
-        names = drafter, RULE, "cascade", "oracle of both"
+        names = drafter, RULE, "cascade"
         speeds = [f"{best(own, name)['speed_up']:.2f}" for name in names]
         ratio, low, high = ratio_of(own, "cascade", [RULE])
         of_stage = ratio_of(own, "cascade", [drafter])[0]
         of_stage = min(of_stage, best(own, "cascade")["speed_up"] / best(own, "prompt_lookup")["speed_up"])
         rows.append([f"{task}, {batch}", *speeds, f"{ratio:.2f} ({low:.2f}-{high:.2f})", f"{of_stage:.2f}"])
-    columns = "task, requests", "drafter", "rule", "cascade", "oracle", "ratio to rule", "ratio to better stage"
+    columns = "task, requests", "drafter", "rule", "cascade", "ratio to rule", "ratio to better stage"
     return table(*columns, rows=rows)
 
 
