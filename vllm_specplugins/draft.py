@@ -1,8 +1,7 @@
-"""The value types between engine and proposers, and the protocol that a proposer follows, on both model runners.
+"""The interface between engine and proposers, on both model runners: the protocol and its value types.
 
-Public: ProposerContext, Codec, DraftBatch, Draft, Feedback, RequestFault and Proposer. Dimensions: num_reqs requests of
-a step that may get a draft, K = num_speculative_tokens. PROTOCOL_VERSION goes up by one with every change that a
-working proposer could notice. A class may say `protocol_version = 1`; one that says another is refused at the start.
+Dimensions: num_reqs, the requests of a step that may get a draft; K = num_speculative_tokens. PROTOCOL_VERSION rises
+with every change that a working proposer could notice; a class with another `protocol_version` is refused at the start.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +19,10 @@ T = TypeVar("T")
 
 
 class RequestFault(Exception):
-    """What a proposer raises where something of one request is to blame: that request gets no more drafts.
+    """A proposer raises this to end drafting for one request. It does not count towards switching the proposer off.
 
     Args:
-        request_id: one of the batch; the others go on, and nothing counts towards switching the proposer off.
+        request_id: one of the batch.
         reason: for the log.
     """
 
@@ -32,19 +31,19 @@ class RequestFault(Exception):
         self.request_id, self.reason = request_id, reason
 
 
-def _own(value: T) -> T:
+def _same(value: T) -> T:
     return value
 
 
 class Codec(Protocol):
-    """Token ids to the bytes of their text, and back, without what begins a text; a token may end within a character.
-    A long text holds the interpreter's lock: 0.2 ms for each 1,000 bytes."""
+    """Converts token ids to the bytes of their text and back, without a begin-of-sequence token. A token may end within
+    a character. Holds the interpreter's lock for 0.2 ms per 1,000 bytes."""
 
     def decode_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """The text of these tokens; of special ones their names."""
+        """The text of the tokens; special tokens by name."""
 
     def tokenize_bytes(self, text: bytes) -> list[int]:
-        """The tokens of a text, none of them special."""
+        """The tokens of a text, without special ones."""
 
 
 def _no_codec() -> Codec:
@@ -53,20 +52,20 @@ def _no_codec() -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class ProposerContext:
-    """What a proposer may know about the engine when it is built.
+    """The engine's limits and services, for a proposer's constructor.
 
     Args:
         vocab_size: token ids are in [0, vocab_size).
-        max_model_len: most tokens that a request can have.
-        max_num_reqs: most requests in one batch.
+        max_model_len: limit of a request's tokens.
+        max_num_reqs: limit of a batch's requests.
         max_num_draft: K.
         tokenize: text to token ids, without special tokens; slow (it may load the tokenizer).
-        codec: makes what also turns token ids into text; slow. ValueError: the tokenizer cannot.
-        device, dtype: where the target is, and what it computes in (torch's).
-        time_budget_ms: longest that a proposer on the host may take for one step; None: as long as it likes.
-        num_ranks, rank: of the tensor-parallel group, whose members draft for the same requests.
-        agreed: a value (times, drafts) to that which rank 0 has; every rank calls it at the same places.
-        file_suffix: what names of files end with that this engine saves to; None: another rank saves.
+        codec: makes a `Codec`; slow. Raises ValueError if the tokenizer is not a fast one.
+        device, dtype: torch's, of the target.
+        time_budget_ms: limit of a proposer on the host for one step; None: no limit.
+        num_ranks, rank: the tensor-parallel group, which drafts for the same requests.
+        agreed: maps a value (times, drafts) to rank 0's; every rank must call it at the same points.
+        file_suffix: the suffix of this engine's files; None: another rank saves.
     """
 
     vocab_size: int
@@ -80,22 +79,22 @@ class ProposerContext:
     time_budget_ms: float | None = None
     num_ranks: int = 1
     rank: int = 0
-    agreed: Callable[[Any], Any] = _own
+    agreed: Callable[[Any], Any] = _same
     file_suffix: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """The requests that want a draft in this step. A proposer gets one of its own, in which nothing can be written.
+    """The requests that want a draft in this step, read-only.
 
     Args:
-        request_ids: one id a request, stable from its first step to `forget`.
-        token_ids: a request's prompt and output so far, [num_tokens] int32 each, valid during the call only. Empty for
-            a model proposer: the tokens need not be on the host.
-        max_num_draft: [num_reqs] int32, most tokens wanted for each request: 0..K.
-        options: `SamplingParams.extra_args["specplugins"]` of each request, empty where it has none; lists are tuples.
+        request_ids: stable from a request's first step to `forget`.
+        token_ids: prompt and output of each request, [num_tokens] int32, valid during the call. Empty for a model
+            proposer: its tokens need not be on the host.
+        max_num_draft: [num_reqs] int32, limit of each request's draft: 0..K.
+        options: `SamplingParams.extra_args["specplugins"]` of each request, empty if it has none; lists are tuples.
         target: for a model proposer.
-        offer: the drafts of a cascade's stage that is built into the engine; None where it could not draft.
+        offer: the drafts of the cascade's stage that is built into vLLM; None if it did not draft.
     """
 
     request_ids: Sequence[str]
@@ -112,15 +111,14 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a proposer guesses for a batch, in the batch's order: this class and NumPy's arrays, no subclasses.
+    """A proposer's draft for a batch, in the batch's order: exactly this class and NumPy's arrays, no subclasses.
 
     Args:
-        token_ids: [num_reqs, <= K] int32, an array, or a tensor of a model proposer; ignored past num_draft.
-        num_draft: [num_reqs] int32, 0 where it has no guess.
-        confidence: [num_reqs] float32, finite, of its first token: a probability, or from 1 on a match's length.
+        token_ids: [num_reqs, <= K] int32, an array, or a model proposer's tensor; ignored beyond num_draft.
+        num_draft: [num_reqs] int32, 0 for no draft.
+        confidence: [num_reqs] float32, finite, of each first token: a probability, or a match's length (from 1 on).
         logits: [num_reqs, <= K, vocab_size], as wide as token_ids, of a model proposer that samples: q is their softmax
-            at the request's temperature. None: q is one-hot, as a proposer's on the host always is; tokens that it
-            draws are verified as exactly.
+            at the request's temperature. None: q is one-hot, as always on the host, which is as exact.
     """
 
     token_ids: Any
@@ -130,20 +128,20 @@ class Draft:
 
     @classmethod
     def empty(cls, num_reqs: int) -> "Draft":
-        """A draft of no token for each of num_reqs requests."""
+        """No draft for any request."""
         return cls(np.empty((num_reqs, 0), np.int32), np.zeros(num_reqs, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What the target made of the drafts that it verified in the last step.
+    """The outcome of the drafts in the last step.
 
     Args:
-        request_ids: requests that took part, with or without a draft.
-        num_draft: [num_reqs] int32, draft tokens verified.
-        num_accepted: [num_reqs] int32, how many of them were accepted.
-        step_ms: how long the step took without the drafting before it, if all that it did was decoding.
-        num_forced: in all, tokens verified and accepted after these drafts, which grammars forced.
+        request_ids: requests of the step, with or without a draft.
+        num_draft: [num_reqs] int32, verified draft tokens.
+        num_accepted: [num_reqs] int32, accepted draft tokens.
+        step_ms: the step's time without drafting, if it only decoded.
+        num_forced: verified and accepted tokens of `grammar`, which follow these drafts.
     """
 
     request_ids: Sequence[str]
@@ -154,19 +152,18 @@ class Feedback:
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of requests. It is called from one thread, one call at a time. A class that extends this
-    one learns nothing, and keeps nothing of a request, unless it says how."""
+    """Drafts the next tokens of requests. One thread makes all calls. The default `observe` and `forget` do nothing."""
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """A draft for every request of the batch."""
+        """Returns a draft for every request of the batch."""
 
     def observe(self, feedback: Feedback) -> None:
-        """Learns what became of the last drafts; called before the `propose` of the same step."""
+        """Receives the outcome of the last drafts, before `propose` of the same step."""
         return
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Drops all state of requests that finished, were aborted or were preempted; unknown ids are ignored.
+        """Drops all state of finished, aborted or preempted requests; ignores unknown ids.
 
-        A preempted request comes back under the same id with its whole history.
+        A preempted request returns under the same id with its whole history.
         """
         return

@@ -1,7 +1,4 @@
-"""The target as a model proposer sees it, `DraftBatch.target`, and what else the engine tells some proposers.
-
-Dimensions as in draft.py.
-"""
+"""The target for model proposers (`DraftBatch.target`), and other inputs of some. Dimensions as in draft.py."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +12,13 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling state of the requests of a batch, on the device that the engine keeps it on.
+    """Sampling state of a batch's requests, on the engine's device.
 
     Args:
         temperature: [num_reqs] float32, 0 is greedy.
-        seeds: [num_reqs] int64, of noise that the drafts of this step are drawn with and verification is not.
-        verified: `kernels.rejection.Sampling` of the requests, [num_reqs] each: all that verification draws with, its
-            noise included; None where the engine's own verification draws otherwise.
+        seeds: [num_reqs] int64, for the random numbers of this step's drafts; verification uses others.
+        verified: `kernels.rejection.Sampling` with [num_reqs] entries, the parameters and random numbers of
+            verification; None if vLLM verifies.
     """
 
     temperature: Any
@@ -30,42 +27,41 @@ class Sampling:
 
 
 class PagedForward(Protocol):
-    """Runs layers of the target for new tokens of each request, on the target's own paged KV cache.
+    """Runs layers of the target for T new tokens of each request, on the target's paged KV cache.
 
-    Nothing here waits for the device. Positions of a step may lie up to K - 1 past the newest token: K slots are
-    reserved. Attention metadata of single tokens is updated in place where the attention backend can do that.
-    T: new tokens of each request.
+    Never waits for the device. Positions may lie up to K - 1 past the newest token: K slots are reserved. Attention
+    metadata of single tokens is updated in place if the attention backend can do so.
     """
 
     def hidden_states(self, end_layer: int, token_ids: Any, positions: Any, normed: bool = True) -> Any:
         """Hidden states [num_reqs, hidden_size] or [num_reqs, T, hidden_size] after layers [0, end_layer).
 
         Args:
-            end_layer: how many layers to run, from the first one on.
-            token_ids: [num_reqs] or [num_reqs, T] int, the tokens to feed for each request of the batch.
-            positions: of the same shape, int64, where they stand, a request's in a row; their keys and values
-                are written there, to be overwritten when the target verifies the draft.
-            normed: whether the target's final norm is applied.
+            end_layer: number of layers to run.
+            token_ids: [num_reqs] or [num_reqs, T] int, the tokens to feed.
+            positions: of the same shape, int64, consecutive within a request; keys and values are written there, and
+                overwritten by verification.
+            normed: apply the target's final norm.
         """
 
     def embeddings(self, token_ids: Any) -> Any:
-        """What stands in front of the first layer: [..., hidden_size] of token ids [...]."""
+        """Inputs of the first layer, [..., hidden_size], for token ids [...]."""
 
     def hidden_states_of(
         self, first_layer: int, end_layer: int, states: Any, positions: Any, normed: bool = True
     ) -> Any:
-        """As `hidden_states`, after layers [first_layer, end_layer), of states [..., hidden_size] in front of them."""
+        """Like `hidden_states`, for layers [first_layer, end_layer) with inputs `states` [..., hidden_size]."""
 
     def logits(self, hidden_states: Any) -> Any:
-        """The target's logits [N, vocab_size] of normed hidden states [N, hidden_size]."""
+        """Logits [N, vocab_size] of normed hidden states [N, hidden_size]."""
 
     def argmax(self, hidden_states: Any) -> Any:
-        """Token ids [N] of the largest of these logits; under tensor parallelism they are never gathered."""
+        """Token ids [N] of the largest logits, which tensor parallelism does not gather."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSizes:
-    """What a proposer's parts must fit, before an engine loads anything."""
+    """The sizes that a trained part must match, known before an engine loads weights."""
 
     num_layers: int
     hidden_size: int
@@ -75,17 +71,17 @@ class TargetSizes:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target as a model proposer sees it, on the target's device.
+    """The target for a batch, on its device.
 
     Args:
-        forward: runs the target's layers for the requests of the batch.
-        last_token_ids: [num_reqs] int32, each request's newest token, whose keys and values are not written yet.
+        forward: runs the target's layers.
+        last_token_ids: [num_reqs] int32, each request's newest token; its keys and values are not written yet.
         num_tokens: [num_reqs] int64, length of each request with that token.
         last_hidden_states: [num_reqs, hidden_size], from which the newest token was sampled.
         sampling: temperatures and seeds.
-        edit: (logits [N, vocab_size], drafts [N, T], positions [N], counts [N] or None: T) to the logits as
-            verification will edit them after so many of these drafts (bias, penalties, forbidden tokens), for the
-            tokens at these positions; N: rows, as many of each request. None where no request asks for that.
+        edit: (logits [N, vocab_size], drafts [N, T], positions [N], counts [N] or None: T) to the logits with the edits
+            of verification (bias, penalties, forbidden tokens) after that many draft tokens, for the tokens at these
+            positions; each request has equally many of the N rows. None if no request has edits.
     """
 
     forward: PagedForward
@@ -98,12 +94,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a proposer built into the engine drafted in this step, before ours is asked.
+    """The draft of a stage that is built into vLLM, made before our proposer drafts.
 
     Args:
         token_ids: [num_reqs, K] int32.
-        ms: how long that took.
-        accept_probs: [num_reqs, K] float32, of each token if those before it are accepted; None: it does not say.
+        ms: drafting time.
+        accept_probs: [num_reqs, K] float32, of each token given that earlier ones are accepted; None: unknown.
     """
 
     token_ids: Int32Array
@@ -113,19 +109,17 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the target read in a step at places whose tokens stay, and what it emitted after them. N: places.
+    """Training data of a step: N positions with accepted tokens, and the tokens emitted after them.
 
     Args:
-        request_ids: of the requests that emitted something.
-        options: of each.
-        temperatures: of each, 0 is greedy.
-        counts: places of each.
-        positions: [N] where they stand in their request, each request's in a row.
-        token_ids: [N] int32 that were read there.
-        next_ids: [N] int32 that were emitted after.
-        states: [N, hidden_size] after the final norm, on the target's device; before them in a row those of an exit
-            that learns, NaN where it read nothing.
-        gone: requests that have ended since the last one.
+        request_ids, options, temperatures: of the requests that emitted tokens.
+        counts: positions of each request.
+        positions: [N] positions within the request, consecutive.
+        token_ids: [N] int32 at these positions.
+        next_ids: [N] int32 emitted after them.
+        states: [N, hidden_size] after the final norm, on the target's device; a learning exit's states precede them in
+            each row, NaN if it did not run.
+        gone: requests that ended since the last step.
     """
 
     request_ids: Sequence[str]

@@ -124,7 +124,7 @@ def test_counts(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_beside_others(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the forced tokens of one request make the steps of others much longer."""
     drafts = of_vllm(llm, monkeypatch)
-    monkeypatch.setattr("vllm_specplugins.engine.grammar.scheduler._MOST_BESIDE_OTHERS", 3)
+    monkeypatch.setattr("vllm_specplugins.engine.grammar.scheduler._MAX_BESIDE_OTHERS", 3)
     ask(llm)
     longest = max(num for num, _ in drafts)
     drafts.clear()
@@ -349,7 +349,7 @@ def test_q_of_forced_tokens() -> None:
 @pytest.mark.parametrize("has_q", [False, True])
 def test_forced_tokens_on_the_device(has_q: bool) -> None:
     """Kills: a token in another slot or place; a q that is another draft's."""
-    from vllm_specplugins.engine.grammar.output import tell
+    from vllm_specplugins.engine.grammar.output import attach_forced
     from vllm_specplugins.engine.v2.runner import put_forced
 
     drafts, q = torch.full((3, 4), 9), torch.zeros(3, 4, 6) if has_q else None
@@ -357,7 +357,7 @@ def test_forced_tokens_on_the_device(has_q: bool) -> None:
     runner = SimpleNamespace(req_states=states, device=torch.device("cpu"), speculator=SimpleNamespace(draft_logits=q))
     output = SimpleNamespace()
     put_forced(runner, output)
-    tell(output, {"a": (1, [3, 4]), "b": (3, [5])})
+    attach_forced(output, {"a": (1, [3, 4]), "b": (3, [5])})
     put_forced(runner, output)
     assert drafts.tolist() == [[9, 9, 9, 5], [9, 9, 9, 9], [9, 3, 4, 9]]
     if q is not None:

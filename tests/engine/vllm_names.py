@@ -93,7 +93,7 @@ OBJECTS: dict[str, str] = {
     "SchedulerOutput": "scheduled",
     "SpeculativeConfig": "_config",
     "DraftModelSpeculator TargetDependentARSpeculator SpeculativeConfig PrometheusStatLogger "
-    "SpecDecodingProm": "theirs",
+    "SpecDecodingProm": "theirs vllm_logger",
     "SpeculatorCudaGraphManager CudaGraphManager": "_graphs",
     "StructuredOutputManager": "structured_outputs",
     "StepTimingSample": "sample",

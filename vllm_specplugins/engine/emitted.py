@@ -1,9 +1,9 @@
-"""Our schedulers count the tokens of a draft that a request emits.
+"""Counts the tokens that requests emit, in our schedulers.
 
-A request may end within a draft: at an end token, or when it is aborted. vLLM's scheduler drops the rest of that draft,
-which the worker has counted as accepted. So our schedulers count the emitted tokens, correct the reports of metrics
-that pass through them, and inform the worker for its logs. The rest is subtracted from the stage with the largest
-count.
+A request may end within a draft, at an end token or by an abort. The worker has counted the rest of the draft as
+accepted, but vLLM's scheduler drops it. The scheduler therefore counts emitted tokens, corrects the metrics reports
+that pass through it, and sends the totals to the worker for its logs. It subtracts a dropped token from the stage with
+the largest count at that position.
 """
 
 from collections import Counter
@@ -11,27 +11,27 @@ from typing import Any
 
 from vllm_specplugins.engine.metrics.names import REPORT, SEPARATOR, key
 
-EMITTED = "specplugins_emitted"  # attribute of SchedulerOutput: decoding steps, and dropped draft tokens by place
-VERIFIED = "specplugins_num_verified"  # of ModelRunnerOutput: draft tokens that were verified, if drafts were trimmed
-_BY_PLACE = "accepted_tokens_by_position"
+EMITTED = "specplugins_emitted"  # attribute of SchedulerOutput: decoding steps; dropped draft tokens by position
+VERIFIED = "specplugins_num_verified"  # attribute of ModelRunnerOutput: verified draft tokens, if drafts were trimmed
+_BY_POSITION = "accepted_tokens_by_position"
 
 
 class CountsEmitted:
-    """Mixin over a scheduler of vLLM's."""
+    """A mixin for vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._num_steps, self._dropped = 0, Counter[int]()  # of single requests, without their first tokens; by place
+        self._num_steps, self._dropped = 0, Counter[int]()  # request steps without first tokens; tokens by position
         self._num_reported, self._to_report = 0, Counter[int]()
-        self._sent = self._emitted = 0, dict[int, int]()  # to the worker, and now: a new tuple after each change
+        self._sent = self._emitted = 0, dict[int, int]()  # the totals sent to the worker; a new tuple per change
 
     def add_request(self, request: Any) -> None:
-        if request.resumable:
+        if request.resumable:  # other requests keep vLLM's method
             self._update_request_with_output = self._update_session
         super().add_request(request)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        num_sampled = list(map(len, model_runner_output.sampled_token_ids))  # vLLM cuts them
+        num_sampled = list(map(len, model_runner_output.sampled_token_ids))  # vLLM truncates the lists
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         num_emitted = 0
         for engine_outputs in outputs.values():
@@ -53,29 +53,29 @@ class CountsEmitted:
         all_outputs = (core_output for engine_outputs in outputs.values() for core_output in engine_outputs.outputs)
         emitted = {core_output.request_id: len(core_output.new_token_ids) for core_output in all_outputs}
         for request_id, row in rows.items():
-            places = range(max(1, emitted.get(request_id, 0)) - 1, num_sampled[row] - 1)
-            self._dropped.update(places)
-            self._to_report.update(places)
+            positions = range(max(1, emitted.get(request_id, 0)) - 1, num_sampled[row] - 1)
+            self._dropped.update(positions)
+            self._to_report.update(positions)
         if self._dropped != self._emitted[1]:
             self._emitted = self._num_steps, dict(self._dropped)
 
     def _correct(self, report: dict[str, Any]) -> None:
-        """Subtracts dropped tokens, as far as the report has them; the device's counts come later."""
+        """Subtracts dropped tokens, as far as the report contains them; counts from the device arrive later."""
         report[key("steps")] = self._num_steps - self._num_reported
         self._num_reported = self._num_steps
-        for place in list(self._to_report):
-            all_series = (series for series in report if series.startswith(_BY_PLACE + SEPARATOR))
-            of_place = [series for series in all_series if series.endswith(f"{SEPARATOR}{place}")]
-            for series in sorted(of_place, key=report.__getitem__, reverse=True):
-                num = min(report[series], self._to_report[place])
+        for position in list(self._to_report):
+            all_series = (series for series in report if series.startswith(_BY_POSITION + SEPARATOR))
+            matches = [series for series in all_series if series.endswith(f"{SEPARATOR}{position}")]
+            for series in sorted(matches, key=report.__getitem__, reverse=True):
+                num = min(report[series], self._to_report[position])
                 report[series] -= num
                 if num:
                     report[key("accepted_tokens", series.split(SEPARATOR)[1])] -= num
-                self._to_report[place] -= num
+                self._to_report[position] -= num
         self._to_report = +self._to_report
 
     def _update_session(self, request: Any, new_token_ids: list[int], *is_stale: Any, **kw: Any) -> Any:
-        """A session continues after its last computed token; vLLM's synchronous scheduler includes dropped tokens."""
+        """Continues a session after its last emitted token; vLLM's synchronous scheduler counts dropped tokens, too."""
         session, num_sampled = request, len(new_token_ids)
         result = super()._update_request_with_output(request, new_token_ids, *is_stale, **kw)  # type: ignore[misc]
         if session.resumable and not session.num_output_placeholders:
@@ -88,5 +88,5 @@ class CountsEmitted:
         setattr(scheduler_output, EMITTED, self._sent)
 
     def has_finished_requests(self) -> bool:
-        """Also true while the worker lacks the counts of a last step, which asynchronously follows an empty one."""
+        """Also true until the worker has the last totals, which take an empty step if scheduling is asynchronous."""
         return self._sent is not self._emitted or super().has_finished_requests()  # type: ignore[misc]

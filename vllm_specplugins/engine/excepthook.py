@@ -1,4 +1,4 @@
-"""A refused configuration ends the program with one sentence in place of a traceback."""
+"""Prints a refused configuration as one sentence instead of a traceback."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from vllm_specplugins.config import ConfigError
 
 @contextmanager
 def sentence_instead_of_traceback() -> Iterator[None]:
-    """A ConfigError that ends the program is printed as its sentence alone."""
+    """Prints a ConfigError that ends the program without its traceback."""
     try:
         yield
     except ConfigError:

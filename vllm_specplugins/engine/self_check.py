@@ -1,7 +1,6 @@
-"""The check of our kernels on a device, as the front process knows it: whether it is asked for, and of which shapes.
+"""The front process's part of the kernel check: its environment variable and the shapes to check.
 
-VLLM_SPECPLUGINS_SELF_CHECK: "0" checks nothing, "only" prints what was found and ends the program before the engine
-starts.
+VLLM_SPECPLUGINS_SELF_CHECK: "0" skips the check; "only" prints the result and exits before the engine starts.
 """
 
 import os
@@ -18,10 +17,10 @@ VARIABLE, _VALUES = "VLLM_SPECPLUGINS_SELF_CHECK", ("0", "1", "only")
 
 
 def stop_if_only(vllm_config: Any) -> None:
-    """Ends the program where nothing but the check is wanted: 0 if all is well, else 1. In the front process.
+    """With "only": checks the kernels and ends the program, with 1 if a kernel differs, else 0.
 
     Raises:
-        ConfigError: the variable has another value than it may.
+        ConfigError: the variable has an invalid value.
     """
     if value() != "only":
         return
@@ -62,6 +61,6 @@ def value() -> str:
 
 
 def device() -> torch.device | None:
-    """What the kernels run on; None for a CPU, which runs the references."""
+    """The device of the kernels; None for a CPU, which runs the references."""
     name = current_platform.device_type
     return None if name == "cpu" else torch.device(name)

@@ -1,11 +1,11 @@
-"""What the verification of both runners shares: the noise of drafts, and edited rows behind a draft."""
+"""Shared by the verification of both runners: the drafts' random numbers, and the logits' edits after a draft."""
 
 import torch
 
 from vllm_specplugins.kernels.rejection.adjust import Edits, adjust
 
-EDITED_ROWS = 512  # that a step with drafts edits at once, in a float32 copy
-# What is added to a request's seed for the noise of its drafts, so that verification draws with none of it.
+EDITED_ROWS = 512  # limit of rows that a step with drafts edits at once, in a float32 copy
+# Added to a request's seed for its drafts, so that verification uses other random numbers.
 DRAFT_NOISE = 0x3C6EF372FE94F82B
 
 
@@ -17,16 +17,16 @@ def edit_drafted(
     positions: torch.Tensor,  # [N]
     counts: torch.Tensor | None = None,  # [N]
 ) -> torch.Tensor:
-    """`draft.Target.edit`, float32, for requests of these states: what verification does to the row after T drafts, or
-    after `counts` of them, which a device has to be waited for."""
+    """Implements `Target.edit` for requests of these states, in float32: verification's edits after T draft tokens, or
+    after `counts` of them, which waits for the device."""
     num_rows, num_drafts = drafts.shape
     steps = torch.arange(num_drafts + 1, device=logits.device)
     numbers = drafts.new_full((num_rows,), num_drafts) if counts is None else counts
     fed = torch.cat((drafts[:, :1], drafts), dim=1) if num_drafts else drafts.new_zeros(num_rows, 1)
-    places = (positions - numbers)[:, None] + steps
+    edited_positions = (positions - numbers)[:, None] + steps
     is_fed = ... if counts is None else steps <= counts[:, None]
     starts = torch.cat((numbers.new_zeros(1), (numbers + 1).cumsum(0))).int()
     states = idx_mapping.long().repeat_interleave(num_rows // max(1, len(idx_mapping)))
-    layout = starts, fed[is_fed].flatten().int(), places[is_fed].flatten(), states  # as verification's: no other kernel
+    layout = starts, fed[is_fed].flatten().int(), edited_positions[is_fed].flatten(), states  # verification's layout
     edited: torch.Tensor = adjust(logits, *layout, edits, num_drafts, only_last=True)
     return edited

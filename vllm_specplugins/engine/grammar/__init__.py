@@ -1,1 +1,1 @@
-"""What a request's grammar forces, as drafts: where it allows one text only, the engine's scheduler adds that text."""
+"""Drafts from grammars: the scheduler adds the text that a request's grammar forces to its draft."""

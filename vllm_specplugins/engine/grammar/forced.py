@@ -1,13 +1,11 @@
-"""The tokens that a grammar forces: of the one text that it allows next, those that the model would emit.
+"""Forced tokens: if a grammar allows a single text next, the tokens with which the model would write it.
 
-With xgrammar any tokens that spell the text are allowed, and a model that would write another text takes short ones: it
-is drafted as it was written when it was last forced for that tenant. Else the tokenizer's tokens are the likeliest.
-Where the text ends, the last of these may be one with what follows: it is left out if the grammar allows a longer token
-that begins alike. A wrong guess is rejected as any draft is.
+xgrammar allows any tokens that spell the text, and a model often prefers short ones. The draft repeats the tokens with
+which a request of the tenant last wrote the text, or else uses the tokenizer's. It omits the last token if the grammar
+allows a longer token with the same beginning. Verification rejects wrong tokens as in any draft.
 
-A client writes the grammar, and its text may have no end. So no more of the text is read than is drafted, within a time
-budget, and vLLM's masks, one for each token of a draft, must fit into that time, too. A request with a grammar that
-takes longer gets no more forced tokens.
+A client writes the grammar, and its text may be endless. Reading stops at the draft's length and at a time budget,
+which also covers vLLM's masks, one per draft token. A request with a slower grammar gets no more forced tokens.
 """
 
 import logging
@@ -27,37 +25,37 @@ from vllm_specplugins.engine.grammar.vocabulary import NO_TOKEN, Vocabulary
 
 logger = logging.getLogger("vllm.specplugins")
 
-READ_S = 0.001  # CPU time to read a text
-MASKS_S = 0.001  # and of vLLM's masks for a draft
-CALL_S = 0.002  # and of a call
-GRACE_S = 0.01  # a request's calls may take longer by so much in all: a lexer is built while it is used
-_LONGEST = 16  # bytes of a token, on average, in a text that is read
-_MAX_WRITTEN = 1024  # texts whose tokens are remembered
-_MAX_OF_REQUEST = 64  # of them, those that one request may add
-_MAX_RESTS = 8  # of a text, where a request wrote it otherwise than before: what came from there on
+READ_S = 0.001  # CPU time for reading a text
+MASKS_S = 0.001  # CPU time for vLLM's masks of a draft
+CALL_S = 0.002  # CPU time of a call
+GRACE_S = 0.01  # total overrun of a request's calls: a grammar builds its lexer during use
+_LONGEST = 16  # limit of a text's mean bytes per token
+_MAX_WRITTEN = 1024  # texts with recorded tokens
+_MAX_OF_REQUEST = 64  # recorded texts of one request
+_MAX_RESTS = 8  # positions of a text at which a request deviated from the recorded tokens
 _NOTES = "specplugins_forced"  # attribute of a request
-# Where two of these may follow, there is a choice, and no mask is needed to see it: the mask of any letters takes
-# xgrammar up to 20 ms where a model has 131,072 tokens.
+# If the grammar allows two of these, there is a choice. This avoids a mask of all letters, which takes xgrammar up to
+# 20 ms with 131,072 tokens.
 _PROBES = b"a", b"b", b"A", b"0", b"1", b" ", b"\xe4", b"\xe5"
 
 
 @dataclass(slots=True)
 class _Notes:
-    """Of a request: the text that it is in the middle of, which was forced from token `start` on."""
+    """The forced text that a request is writing, from its token `start` on."""
 
     start: int = 0
     text: bytes = b""
-    rests: list[int] = field(default_factory=list)  # after how many bytes of it the request wrote it otherwise
+    rests: list[int] = field(default_factory=list)  # bytes of the text before each deviation from recorded tokens
     num_written: int = 0
     grace_s: float = GRACE_S
 
 
 class ForcedTokens:
-    """Of all grammars of an engine.
+    """The forced tokens of all requests of an engine.
 
     Args:
         tokenizer: the model's, a fast one.
-        vocab_size: of the model, whose tokenizer may know fewer tokens.
+        vocab_size: the model's, which may exceed the tokenizer's.
         new_bitmask: makes vLLM's bitmask of one row, once there is a grammar.
     """
 
@@ -66,13 +64,13 @@ class ForcedTokens:
         self._vocabulary = Vocabulary(self._tokenizer)
         self._new_bitmask, self._bitmask = new_bitmask, None
         self._unknown: set[type] = set()
-        self._written: dict[tuple[str | None, bytes], array[int]] = {}  # by tenant and text, its newest tokens
+        self._written: dict[tuple[str | None, bytes], array[int]] = {}  # (tenant, text) -> its last tokens
 
     def after(self, grammar: Any, draft: Sequence[int], max_num: int, request: Any) -> list[int]:
-        """At most `max_num` tokens that follow a draft which the grammar allows; its state is as before.
+        """Returns at most `max_num` forced tokens after a draft that the grammar allows; restores the grammar's state.
 
         Args:
-            request: vLLM's, that the draft is for.
+            request: vLLM's request of the draft.
         """
         if type(grammar) not in (XgrammarGrammar, GuidanceGrammar):
             self._refuse(type(grammar))
@@ -82,12 +80,12 @@ class ForcedTokens:
             return []
         if self._bitmask is None:
             self._bitmask = self._new_bitmask()
-        began, grace_s, notes.grace_s = time.thread_time(), notes.grace_s, 0.0  # no more, should this raise
+        began, grace_s, notes.grace_s = time.thread_time(), notes.grace_s, 0.0  # stays 0 if this raises
         cursor = _Cursor(grammar, self._bitmask)
         try:
             tokens = self._after(cursor, draft, max_num, request, notes)
         finally:
-            cursor.go_back()
+            cursor.rollback_to()
         notes.grace_s = grace_s - max(0.0, time.thread_time() - began - CALL_S)
         return tokens
 
@@ -106,30 +104,26 @@ class ForcedTokens:
         if written or not tokens or len(tokens) < len(spelt):
             return tokens
         cursor.read(tokens[:-1])
-        return tokens[:-1] if self._vocabulary.goes_on(cursor.mask(), tokens[-1]) else tokens
+        return tokens[:-1] if self._vocabulary.can_extend(cursor.mask(), tokens[-1]) else tokens
 
     def _xgrammar_text(self, cursor: "_Cursor", max_num: int) -> bytes:
-        """The text that one token after the other must write.
+        """The text forced from here on, read token by token.
 
-        `find_jump_forward_string` has no bound, and is asked only where a choice was seen: the text ends before that,
-        or else each token of the choice would begin what goes on.
+        `find_jump_forward_string` is unbounded, so it is called only if a choice limits the text.
         """
-        matcher, start, late_at = cursor.grammar.matcher, cursor.num_read, time.thread_time() + READ_S
+        matcher, start, deadline = cursor.grammar.matcher, cursor.num_read, time.thread_time() + READ_S
         tokens, is_choice = list[int](), False
-        while len(tokens) <= max_num and time.thread_time() < late_at and not is_choice:
+        while len(tokens) <= max_num and time.thread_time() < deadline and not is_choice:
             token = None if _is_free(matcher) else self._vocabulary.forced(cursor.mask())
             is_choice = token is None
             if token is None or token == NO_TOKEN or not cursor.read([token]):
                 break
             tokens.append(token)
-        cursor.go_back(start)
+        cursor.rollback_to(start)
         return _jump_forward(matcher) if is_choice else self._vocabulary.text(tokens)
 
     def _text_of(self, request: Any, notes: _Notes, read: Callable[[], bytes]) -> tuple[bytes, "array[int]"]:
-        """What is forced on a request now, and as which tokens it was written last, if it was.
-
-        A text is read where it begins. In the middle of it the rest is known.
-        """
+        """The text forced on a request now, and its recorded tokens, if any. Reads a text only at its beginning."""
         emitted = request.all_token_ids[notes.start :] if notes.text else []
         text = self._vocabulary.text(emitted)
         if text.startswith(notes.text):
@@ -147,7 +141,7 @@ class ForcedTokens:
         return rest, written
 
     def _record(self, tenant: str | None, tokens: Sequence[int], notes: _Notes) -> None:
-        """Notes that a text, which has ended, begins these tokens."""
+        """Records the tokens of a text that has ended; it is a prefix of `tokens`."""
         text, notes.text, ends = notes.text, b"", self._vocabulary.ends(tokens)
         for num_bytes in notes.rests if text else ():
             key = tenant, text[num_bytes:]
@@ -162,7 +156,7 @@ class ForcedTokens:
                 del self._written[next(iter(self._written))]
 
     def _refuse(self, kind: type) -> None:
-        """Says once that a backend tells nothing."""
+        """Logs once that a backend is not supported."""
         if kind not in self._unknown:
             self._unknown.add(kind)
             name = kind.__name__.removesuffix("Grammar")
@@ -172,24 +166,24 @@ class ForcedTokens:
 
 
 class _Cursor:
-    """A grammar's state, which reads tokens and goes back.
+    """Advances a grammar over tokens and rolls it back.
 
     Args:
-        bitmask: to be filled, [1, vocab_size / 32] int32.
+        bitmask: a buffer, [1, vocab_size / 32] int32.
     """
 
     def __init__(self, grammar: Any, bitmask: Any):
         self.grammar, self.num_read, self._bitmask = grammar, 0, bitmask
 
     def read(self, tokens: Sequence[int]) -> bool:
-        """Whether the grammar allows these tokens, and more after them."""
+        """Advances over the tokens; returns whether the grammar allows them and more after them."""
         for token in tokens:
             if self.grammar.is_terminated() or not self.grammar.accept_tokens("", [token]):
                 return False
             self.num_read += 1
         return not self.grammar.is_terminated()
 
-    def go_back(self, num_read: int = 0) -> None:
+    def rollback_to(self, num_read: int = 0) -> None:
         if self.num_read > num_read:
             self.grammar.rollback(self.num_read - num_read)
         self.num_read = num_read
@@ -200,9 +194,10 @@ class _Cursor:
 
 
 def _guidance_text(cursor: _Cursor, max_num: int) -> tuple[bytes, int]:
-    """The text, which llguidance bounds, and the length of its draft: each mask takes all of the text into account."""
+    """The forced text, which llguidance bounds, and a draft length with masks within the time budget: the time of a
+    mask grows with the text."""
     if text := cursor.grammar.ll_matcher.compute_ff_bytes():
-        cursor.mask()  # the first one builds a part of the lexer
+        cursor.mask()  # the first mask builds a part of the lexer
         began = time.thread_time()
         cursor.mask()
         max_num = min(max_num, int(MASKS_S / max(1e-9, time.thread_time() - began)))
@@ -212,7 +207,7 @@ def _guidance_text(cursor: _Cursor, max_num: int) -> tuple[bytes, int]:
 def _jump_forward(matcher: Any) -> bytes:
     try:
         text: str = matcher.find_jump_forward_string()
-    except UnicodeDecodeError as error:  # it ends within a character
+    except UnicodeDecodeError as error:  # the text ends within a character
         return error.object
     return text.encode()
 

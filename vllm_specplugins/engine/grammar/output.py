@@ -1,19 +1,17 @@
-"""How the scheduler tells a worker which tokens of its drafts a grammar forced."""
+"""Passes the forced tokens of drafts from the scheduler to the workers."""
 
 from typing import Any
 
 from vllm_specplugins.counters import Forced
 
 _FORCED = "specplugins_forced"  # attribute of SchedulerOutput
-NEVER = [-1]  # what a worker tells as the draft of a request that can be verified at one position alone
+NEVER = [-1]  # a worker's draft for a request that can verify one position only
 
 
-def tell(scheduler_output: Any, forced: Forced) -> None:
-    """By the scheduler."""
+def attach_forced(scheduler_output: Any, forced: Forced) -> None:
     setattr(scheduler_output, _FORCED, forced)
 
 
 def forced_in(scheduler_output: Any) -> Forced:
-    """By the worker."""
     forced: Forced = getattr(scheduler_output, _FORCED, {})
     return forced

@@ -1,7 +1,7 @@
-"""A scheduler that goes on where a draft ends, or where the request's grammar cut it, with what that grammar forces.
+"""A scheduler that extends drafts by forced tokens, after their end or after the grammar cut them.
 
-Grammars live in the scheduler's process, and it knows the drafts where it is synchronous. Nothing is forced before the
-grammar applies (reasoning), beyond what a request's options allow, or where it can be verified at one position alone.
+Grammars live in the scheduler's process, and a synchronous scheduler knows the drafts. It adds no tokens before the
+grammar applies (reasoning), beyond a request's options, or if the request can verify one position only.
 """
 
 import logging
@@ -12,13 +12,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_specplugins.config import methods_of, stage_names
 from vllm_specplugins.engine.emitted import CountsEmitted
 from vllm_specplugins.engine.grammar.forced import ForcedTokens
-from vllm_specplugins.engine.grammar.output import NEVER, tell
+from vllm_specplugins.engine.grammar.output import NEVER, attach_forced
 from vllm_specplugins.engine.request_limits import RequestLimits
 
 logger = logging.getLogger("vllm.specplugins")
 
-# Forced tokens of a request beside others that have no grammar: where a token more costs time, those wait for it.
-_MOST_BESIDE_OTHERS = 8
+# Limit of a request's forced tokens beside requests without a grammar: they lengthen its steps.
+_MAX_BESIDE_OTHERS = 8
 
 
 class GrammarScheduler(CountsEmitted, Scheduler):
@@ -29,9 +29,9 @@ class GrammarScheduler(CountsEmitted, Scheduler):
         config = self.vllm_config.speculative_config.plugin_config
         index = methods_of(config).index("grammar")
         self._name = stage_names(methods_of(config))[index]
-        most = config.stages[index].num_speculative_tokens if config.stages else None
-        self._most: int = most or self.num_spec_tokens
-        self._num_before: dict[str, int] = {}  # by request with forced tokens: those of its draft before them
+        stage_length = config.stages[index].num_speculative_tokens if config.stages else None
+        self._max_num: int = stage_length or self.num_spec_tokens
+        self._num_before: dict[str, int] = {}  # request with forced tokens -> number of draft tokens before them
         self._forced, self._has_failed = self._new_forced(), False
 
     def _new_forced(self) -> ForcedTokens | None:
@@ -42,24 +42,24 @@ class GrammarScheduler(CountsEmitted, Scheduler):
                 model_config.get_vocab_size(),
                 lambda: structured_outputs.backend.allocate_token_bitmask(1),
             )
-        except (AttributeError, ValueError) as error:  # skip_tokenizer_init, a slow one
+        except (AttributeError, ValueError) as error:  # skip_tokenizer_init, or a slow tokenizer
             logger.warning("grammar: the model's tokenizer must be a fast one: drafts nothing (%s).", error)
             return None
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         super().update_draft_token_ids(draft_token_ids)
         is_shared = not all(request.use_structured_output for request in self.running)
-        most = min(self._most, _MOST_BESIDE_OTHERS) if is_shared else self._most
-        for request_id, told in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+        max_num = min(self._max_num, _MAX_BESIDE_OTHERS) if is_shared else self._max_num
+        for request_id, draft in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             self._num_before.pop(request_id, None)
             request = self.requests.get(request_id)
-            if request is None or request.is_finished() or request.is_prefill_chunk or told == NEVER:
+            if request is None or request.is_finished() or request.is_prefill_chunk or draft == NEVER:
                 continue
             if request.use_structured_output and self._forced is not None:
-                self._go_on(self._forced, request, most)
+                self._extend(self._forced, request, max_num)
 
-    def _go_on(self, forced: ForcedTokens, request: Any, most: int) -> None:
-        """Puts what is forced, at most so many tokens, after the draft of a request."""
+    def _extend(self, forced: ForcedTokens, request: Any, max_num: int) -> None:
+        """Appends at most `max_num` forced tokens to a request's draft."""
         draft = request.spec_token_ids
         start, constrained = self.structured_output_manager._get_constraint_bounds(request, draft)
         limits = RequestLimits.of(request.sampling_params, request.num_prompt_tokens, self.max_model_len)
@@ -68,10 +68,10 @@ class GrammarScheduler(CountsEmitted, Scheduler):
             return
         try:
             grammar = request.structured_output_request.grammar
-            tokens = forced.after(grammar, draft[start:], min(room, most), request)
-        except Exception:  # a client's grammar may cost only its own drafts
+            tokens = forced.after(grammar, draft[start:], min(room, max_num), request)
+        except Exception:  # a client's grammar may cost only the client's drafts
             if not self._has_failed:
-                logger.exception("grammar: drafts nothing in this step; the next time nothing is said.")
+                logger.exception("grammar: drafts nothing in this step; later failures are not logged.")
             self._has_failed = True
             return
         if tokens:
@@ -82,6 +82,6 @@ class GrammarScheduler(CountsEmitted, Scheduler):
         super()._update_after_schedule(scheduler_output)
         drafts, scheduled = scheduler_output.scheduled_spec_decode_tokens, scheduler_output.num_scheduled_tokens
         counts = {request_id: num for request_id, num in self._num_before.items() if request_id in scheduled}
-        tell(scheduler_output, {id_: (num, drafts[id_][num:]) for id_, num in counts.items() if id_ in drafts})
-        kept = {id_: num for id_, num in self._num_before.items() if id_ not in counts and id_ in self.requests}
-        self._num_before = kept
+        attach_forced(scheduler_output, {id_: (num, drafts[id_][num:]) for id_, num in counts.items() if id_ in drafts})
+        waiting = {id_: num for id_, num in self._num_before.items() if id_ not in counts and id_ in self.requests}
+        self._num_before = waiting

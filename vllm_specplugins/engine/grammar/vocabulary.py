@@ -1,4 +1,4 @@
-"""The bytes of a model's tokens, in order: which of the tokens that a mask allows begin one another."""
+"""The sorted bytes of a model's tokens, to find allowed tokens that are prefixes of each other."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ _SPECIAL = b"\xff"  # begins no text in UTF-8
 
 
 class Vocabulary:
-    """See the module.
+    """The bytes of all tokens.
 
     Args:
-        codec: llguidance's tokenizer. A special token counts as no text: it is never forced.
+        codec: llguidance's tokenizer. Special tokens are never forced.
     """
 
     def __init__(self, codec: Any):
@@ -26,7 +26,7 @@ class Vocabulary:
         ]
         order = sorted(range(len(texts)), key=texts.__getitem__)
         self._texts, self._tokens = [texts[token] for token in order], order
-        self._ranks = np.argsort(order)  # [vocab_size], the place of each token in that order
+        self._ranks = np.argsort(order)  # [vocab_size], token -> rank
         self._num_bytes = np.array([len(text) for text in texts])
 
     def text(self, tokens: Sequence[int]) -> bytes:
@@ -34,14 +34,14 @@ class Vocabulary:
         return b"".join(self._texts[self._ranks[token]] for token in tokens)
 
     def ends(self, tokens: Sequence[int]) -> Ints:
-        """[num_tokens], after how many bytes each of these tokens ends."""
+        """[num_tokens], the end of each token in bytes."""
         return self._num_bytes[list(tokens)].cumsum()
 
     def forced(self, bitmask: Any) -> int | None:
-        """The longest token that must be written next, in one piece or in several.
+        """The longest token with a text that must come next; it may also be written as several tokens.
 
-        Each other token that the mask allows begins it, or begins with it. None: there is a choice, or the end;
-        NO_TOKEN: the mask allows none.
+        Every other allowed token is a prefix of it, or has it as a prefix. None: the mask allows a choice or the end;
+        NO_TOKEN: the mask allows no token.
         """
         ranks = np.sort(self._allowed(bitmask))
         if not len(ranks):
@@ -50,14 +50,14 @@ class Vocabulary:
         chain = list(takewhile(lambda rank: last.startswith(self._texts[rank]), ranks.tolist()))
         return self._tokens[chain[-1]] if chain and not last.startswith(_SPECIAL) else None
 
-    def goes_on(self, bitmask: Any, token: int) -> bool:
-        """Whether the mask allows a longer token that begins with this one."""
+    def can_extend(self, bitmask: Any, token: int) -> bool:
+        """Whether the mask allows a longer token with this prefix."""
         text, ranks = self.text([token]), self._allowed(bitmask)
         first, end = bisect_right(self._texts, text), bisect_left(self._texts, text + _SPECIAL)
         return bool(((first <= ranks) & (ranks < end)).any())
 
     def _allowed(self, bitmask: Any) -> Ints:
-        """The ranks of the tokens that vLLM's bitmask, [1, vocab_size / 32] int32, allows."""
+        """Ranks of the tokens allowed by vLLM's bitmask, [1, vocab_size / 32] int32."""
         words = bitmask.numpy()[0]
         places = words.nonzero()[0]
         bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").nonzero()[0]

@@ -1,5 +1,5 @@
-"""What operators see of speculation on vLLM's own /metrics, and the way there from the worker.
+"""Speculation's metrics on vLLM's /metrics.
 
-The worker's counts travel in the field that vLLM has for the statistics of encoder-cache connectors, at most 0.5 % of
-the time; where such a connector is configured they stay in the log. The front end exports them beside vLLM's own.
+The worker sends its counts in vLLM's field for statistics of encoder-cache connectors, for at most 0.5 % of the time;
+with such a connector they only appear in the log. The front end exports them beside vLLM's metrics.
 """

@@ -1,8 +1,8 @@
-"""In the front end: reports of the workers, shown on vLLM's own /metrics and in `LLM.get_metrics()`. Or in a worker, on
-a port of its process, where the front end is not ours to extend.
+"""Exports the workers' reports: in the front end on vLLM's /metrics and in `LLM.get_metrics()`, or on a port of a
+worker, if we cannot extend the front end.
 
-The metrics are made of the classes that vLLM's own are made of (prometheus_client's, or Ray's), and counters only grow:
-so they are safe in several API servers, each of which gets the reports of some steps.
+The metrics use vLLM's classes (prometheus_client's, or Ray's). Counters only grow, so several API servers may each get
+the reports of some steps.
 """
 
 import logging
@@ -22,7 +22,7 @@ from vllm_specplugins.engine.metrics.names import HEALTH, LABELS, PREFIX, REPORT
 
 logger = logging.getLogger("vllm.specplugins")
 
-_OF_SOME = ("store_bytes", "stored_outputs", "stored_tokens")  # stages
+_OF_SOME_STAGES = ("store_bytes", "stored_outputs", "stored_tokens")
 _PORT = "VLLM_SPECPLUGINS_METRICS_PORT"
 _VERBS = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 
@@ -32,13 +32,13 @@ class Exporter:
 
     Args:
         vllm_config: names the method.
-        theirs: vLLM's logger, or something with its classes of metrics and its labels.
+        vllm_logger: vLLM's logger, or an object with its metric classes and labels.
     """
 
-    def __init__(self, vllm_config: VllmConfig, theirs: Any):
+    def __init__(self, vllm_config: VllmConfig, vllm_logger: Any):
         config = vllm_config.speculative_config.plugin_config
-        self._metrics = {metric.name: (_made(metric, theirs), _VERBS[metric.kind]) for metric in TABLE}
-        self._labels = {index: [*values, config.method] for index, values in theirs.per_engine_labelvalues.items()}
+        self._metrics = {metric.name: (_made(metric, vllm_logger), _VERBS[metric.kind]) for metric in TABLE}
+        self._labels = {index: [*values, config.method] for index, values in vllm_logger.per_engine_labelvalues.items()}
         self._series: dict[tuple[int, str], Callable[[float], None]] = {}
         self._has_failed = False
         for engine in self._labels:
@@ -46,7 +46,7 @@ class Exporter:
                 self._of(engine, series)
 
     def record(self, report: Mapping[str, Any], engine: int) -> None:
-        """Adds a worker's report. What it cannot show, it logs once: a request must not fail of it."""
+        """Adds a worker's report. Logs a failure once; requests continue."""
         try:
             for series, value in report.items():
                 show = self._of(engine, series)
@@ -58,7 +58,7 @@ class Exporter:
             self._has_failed = True
 
     def _of(self, engine: int, series: str) -> Callable[[float], None]:
-        """What shows a value of this series."""
+        """Returns the function that adds a value to a series."""
         if (engine, series) not in self._series:
             name, *labels = series.split(SEPARATOR)
             metric, verb = self._metrics[name]
@@ -67,8 +67,8 @@ class Exporter:
 
 
 def port_of(vllm_config: VllmConfig) -> int:
-    """The port of an engine's process that shows our metrics: the environment names the first engine's, further engines
-    take the next ones; 0: reports go to vLLM's front end. ConfigError: it is no port."""
+    """The port on which an engine's process exports our metrics: the environment variable plus the engine's index; 0:
+    vLLM's front end exports them. Raises ConfigError for an invalid port."""
     text, engine = os.environ.get(_PORT) or "0", vllm_config.parallel_config.data_parallel_index
     if not (text.isdecimal() and len(text) < 6 and int(text) + engine < 1 << 16):
         raise ConfigError(f"{_PORT} must be an integer from 0 to 65535, not {brief(text)}.")
@@ -76,7 +76,7 @@ def port_of(vllm_config: VllmConfig) -> int:
 
 
 def shown_on(port: int, vllm_config: VllmConfig) -> Callable[[Mapping[str, Any]], None]:
-    """Serves our metrics on a port of this process, for Prometheus; the result takes a worker's reports."""
+    """Serves our metrics on a port of this process; returns the function that takes a worker's reports."""
     registry, engine = CollectorRegistry(), vllm_config.parallel_config.data_parallel_index
     kinds = {"_counter_cls": Counter, "_gauge_cls": Gauge, "_histogram_cls": Histogram}
     made = {name: partial(kind, registry=registry) for name, kind in kinds.items()}
@@ -90,29 +90,29 @@ def shown_on(port: int, vllm_config: VllmConfig) -> Callable[[Mapping[str, Any]]
     return partial(exporter.record, engine=engine)
 
 
-def _made(metric: Metric, theirs: Any) -> Any:
+def _made(metric: Metric, vllm_logger: Any) -> Any:
     kinds: dict[str, Any] = {
-        "counter": theirs._counter_cls,
-        "gauge": partial(theirs._gauge_cls, multiprocess_mode="mostrecent"),
-        "histogram": partial(theirs._histogram_cls, buckets=metric.buckets),
+        "counter": vllm_logger._counter_cls,
+        "gauge": partial(vllm_logger._gauge_cls, multiprocess_mode="mostrecent"),
+        "histogram": partial(vllm_logger._histogram_cls, buckets=metric.buckets),
     }
     labels = [*LABELS, *metric.labels]
     return kinds[metric.kind](name=PREFIX + metric.name, documentation=metric.words, labelnames=labels)
 
 
 def _known_series(config: Any) -> Iterator[str]:
-    """Those that are shown from the start, as zeros; others, by position or cause, when they have a count."""
+    """The series exported from the start, as zeros; series by position or cause appear with their first count."""
     stages = [f"{index} {part.method}" for index, part in enumerate(config.parts)]
     for metric in TABLE:
         if not metric.labels:
             yield metric.name
-        elif metric.labels == ("stage",) and metric.name not in _OF_SOME:
+        elif metric.labels == ("stage",) and metric.name not in _OF_SOME_STAGES:
             of_method = [config.method] if len(stages) > 1 and metric in HEALTH else []
             yield from (key(metric.name, stage) for stage in (*stages, *of_method))
 
 
 def export_metrics() -> None:
-    """Has vLLM's front ends show our metrics where a configuration is ours; once per process."""
+    """Makes vLLM's front ends export our metrics, if the configuration is ours; once per process."""
     wrap(StatLoggerManager, "__init__", _with_exporter)
     wrap(StatLoggerManager, "record", _with_report)
 
@@ -121,8 +121,8 @@ def _with_exporter(original: Any, self: Any, vllm_config: VllmConfig, *args: Any
     original(self, vllm_config, *args, **kwargs)
     self.specplugins = None
     if hasattr(vllm_config.speculative_config, "plugin_config"):
-        theirs = next(logger for logger in self.stat_loggers if isinstance(logger, PrometheusStatLogger))
-        self.specplugins = Exporter(vllm_config, theirs)
+        vllm_logger = next(logger for logger in self.stat_loggers if isinstance(logger, PrometheusStatLogger))
+        self.specplugins = Exporter(vllm_config, vllm_logger)
 
 
 def _with_report(

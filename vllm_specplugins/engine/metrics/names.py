@@ -1,13 +1,13 @@
-"""Every metric that is exported: the one table. Knows neither vLLM nor prometheus_client.
+"""The table of exported metrics. Knows neither vLLM nor prometheus_client.
 
-Each has vLLM's labels `model_name` and `engine`, `method`, and its own. A stage is called "index method", as in
-"0 prompt_lookup"; a method without stages is its own stage 0.
+Each has vLLM's labels `model_name` and `engine`, `method`, and further labels. A stage is named "index method", for
+example "0 prompt_lookup"; a single method is stage 0.
 """
 
 from dataclasses import dataclass
 from functools import cache
 
-PREFIX = "vllm:specplugins_"  # vLLM's own prefix: its `get_metrics()` and its clean-up go by that
+PREFIX = "vllm:specplugins_"  # vLLM's `get_metrics()` and clean-up select metrics by "vllm:"
 LABELS = ("model_name", "engine", "method")
 
 
@@ -18,9 +18,9 @@ class Metric:
     Args:
         kind: "counter", "gauge" or "histogram".
         name: without PREFIX, and without the "_total" that a counter gets.
-        words: what it counts.
-        field: of `counters.StageCounters`, where it stands; a list or dictionary has a series for each entry.
-        labels: its own, after LABELS.
+        words: its description.
+        field: of `counters.StageCounters`; a list or dictionary has a series per entry.
+        labels: after LABELS.
         buckets: upper bounds of a histogram.
     """
 
@@ -33,20 +33,20 @@ class Metric:
 
 
 _RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
-_KEPT = "Tokens of a stage that the stage after it kept, or that went to the target where there is none."
+_LEFT = "Tokens of a stage that the next stage kept, or that the last stage sent to the target."
 _AT = "Tokens of a stage that the target accepted, by position in the draft."
 _GATE = "Decisions of a cascade's gate, by the length it chose."
-_EXCHANGED = "Outputs shared by suffix_lookup, questions of remote, by what came of them."
-_LEARNED = "What a part that learns has done: examples (tokens), steps, candidates, promotions, rollbacks."
+_EXCHANGED = "Outputs shared by suffix_lookup and questions of remote, by result."
+_LEARNED = "Progress of a part that learns: examples (tokens), steps, candidates, promotions, rollbacks."
 _LENGTH = "Acceptance length of a part that learns: measured lately; expected, of the loaded and the serving weights."
-_COSTS = "What trimming takes the newest step to cost: step, without drafts; draft_token, each if all are verified."
+_COSTS = "Cost of the newest step, as trimming assumes it: step, without drafts; draft_token, each if all are verified."
 _OFF = "times_switched_off"
 
 COUNTS = (
     Metric("counter", "asked", "How often a stage was asked to draft for a request.", "asked"),
     Metric("counter", "drafts", "Steps of single requests in which a draft had tokens of a stage.", "drafts"),
     Metric("counter", "drafted_tokens", "Tokens that a stage drafted.", "drafted"),
-    Metric("counter", "kept_tokens", _KEPT, "kept"),
+    Metric("counter", "kept_tokens", _LEFT, "kept"),
     Metric("counter", "verified_tokens", "Tokens of a stage that the target verified.", "verified"),
     Metric("counter", "accepted_tokens", "Tokens of a stage that the target accepted.", "accepted"),
     Metric("counter", "accepted_tokens_by_position", _AT, "accepted_at", ("stage", "position")),
@@ -59,11 +59,11 @@ HEALTH = (
 )
 TABLE: tuple[Metric, ...] = (
     *COUNTS,
-    Metric("counter", "steps", "Steps of single requests that emitted a token, but their first one.", labels=()),
+    Metric("counter", "steps", "Steps of single requests that emitted a token, except their first ones.", labels=()),
     Metric("counter", "draft_lengths", "Steps of single requests, by the length of their draft.", labels=("length",)),
     *HEALTH,
     Metric("gauge", "step_cost_seconds", _COSTS, labels=("part",)),
-    Metric("gauge", "store_bytes", "Memory of what a stage keeps of requests, in bytes."),
+    Metric("gauge", "store_bytes", "Memory of a stage for data of requests, in bytes."),
     Metric("gauge", "stored_outputs", "Outputs of earlier requests that suffix_lookup drafts from."),
     Metric("gauge", "stored_tokens", "Their tokens."),
     Metric("counter", "exchanges", _EXCHANGED, labels=("stage", "what")),
@@ -73,13 +73,13 @@ TABLE: tuple[Metric, ...] = (
     Metric("histogram", "step_draft_seconds", "Host time of all drafting of such a step.", labels=()),
     Metric("histogram", "request_acceptance_rate", "Accepted / verified tokens of finished requests.", "", (), _RATES),
 )
-REPORT = "specplugins"  # what a report is called in the dictionary that vLLM carries
-SEPARATOR = "\t"  # between a metric's name and the values of its own labels, in a report's keys
+REPORT = "specplugins"  # a report's key in the dictionary that vLLM carries
+SEPARATOR = "\t"  # in a report's keys, between a metric's name and its label values
 
 
 @cache
 def key(name: str, *labels: object) -> str:
-    """What a report calls one series.
+    """A report's key of one series.
 
     >>> key("faults", "0 custom", "raised")
     'faults\\t0 custom\\traised'

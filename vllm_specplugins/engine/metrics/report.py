@@ -1,7 +1,7 @@
-"""In the worker: what has been counted since the last report, on its way to the front end.
+"""Reports the worker's counts since the last report to the front end.
 
-A report is a small dictionary. vLLM carries it: `ECConnectorStats` of a step's output go through the scheduler and the
-front end's socket as they are. Where such a connector is configured, that way is taken and nothing is exported.
+A report is a small dictionary, which vLLM carries as `ECConnectorStats` of a step's output through the scheduler to the
+front end. With an encoder-cache connector that field is in use, and nothing is exported.
 """
 
 import copy
@@ -21,15 +21,15 @@ from vllm_specplugins.isolation.barrier import FaultBarrier
 
 logger = logging.getLogger("vllm.specplugins")
 
-SHARE = 0.005  # of the time is spent on reports, at the most
-LONGEST_LIST = 1000  # values of a histogram that nobody takes; more are dropped
+SHARE = 0.005  # limit of the share of time for reports
+LONGEST_LIST = 1000  # limit of a histogram's values between reports; further values are dropped
 _STEP = "step_draft_seconds"
 Clock = Callable[[], float]
 Show = Callable[[Mapping[str, Any]], None] | None
 
 
 def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
-    """Logs what states take: of each layer one for each token that is verified, whether drafted or not."""
+    """Logs the memory of recurrent states: each layer has one state per verified token."""
     total = drafted = 0
     for group in kv_cache_config.kv_cache_groups:
         if isinstance(mamba_spec := group.kv_cache_spec, MambaSpec):
@@ -43,7 +43,7 @@ def tell_states(vllm_config: Any, kv_cache_config: Any, method: str) -> None:
 
 
 class Reporter:
-    """Reports of one worker, whose barrier holds the counters; `show` takes them where vLLM does not carry them."""
+    """The reports of a worker from the counters of its barrier; `show`, if given, takes them instead of vLLM."""
 
     def __init__(self, barrier: FaultBarrier, method: str, clock: Clock = time.perf_counter, show: Show = None):
         self._barrier = barrier
@@ -58,20 +58,20 @@ class Reporter:
         self._observed = defaultdict[str, list[float]](list)  # of histograms, since the last report
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Notes how well requests that finished were guessed."""
+        """Records the acceptance rates of finished requests."""
         for rate in self._barrier.rates.take(request_ids):
             self._observe("request_acceptance_rate", rate)
 
     def drop(self) -> None:
-        """Forgets what was counted until now, vLLM's warm-up; what there is, as of a store, is reported."""
+        """Drops the counts of vLLM's warm-up; gauges, such as a store's size, are still reported."""
         self._barrier.totals()
         self._report(self._barrier.totals())
         self._shown = {}
 
     def attach(self, output: Any, is_last: bool = False) -> Any:
-        """A step's output with a report, where one is due; nothing that goes wrong here reaches a request.
+        """Adds a report to a step's output if one is due. A failure here reaches no request.
 
-        `output` may be one that all steps share, or hold one that arrives later; is_last: no step follows for a while.
+        `output` may be shared by all steps, or hold one that arrives later; is_last: no step follows for a while.
         """
         if self._has_failed:
             return output
@@ -112,11 +112,11 @@ class Reporter:
             self._observed[series].append(value)
 
     def _time_step(self, counters: Counters) -> None:
-        """How long this step's drafting took, by stage and altogether, where a request wanted drafts."""
+        """Observes the step's drafting time by stage and in total, if a request wanted drafts."""
         counters.whole.ms = counters.propose_ms
         stages = self._stages(counters)
-        taken = {key("draft_seconds", stage): (own.ms, own.asked) for stage, own in stages.items()}
-        taken[_STEP] = counters.propose_ms, sum(own.asked for own in stages.values())
+        taken = {key("draft_seconds", stage): (counts.ms, counts.asked) for stage, counts in stages.items()}
+        taken[_STEP] = counters.propose_ms, sum(counts.asked for counts in stages.values())
         for series, (ms, asked) in taken.items():
             last_ms, last_asked = self._taken.get(series, (0.0, 0))
             if ms > last_ms and asked > last_asked:
@@ -124,7 +124,7 @@ class Reporter:
         self._taken = taken
 
     def _report(self, counters: Counters) -> dict[str, Any]:
-        """Counters as what was added to them, gauges as they are, histograms as lists of what they shall observe."""
+        """Counters as increments, gauges as values, histograms as lists of observations."""
         self.forget(())
         now = defaultdict[str, float](int)
         for series, total in self._counts(counters):
@@ -132,7 +132,7 @@ class Reporter:
         gauges = {series: float(now.pop(series) > 0) for series in list(now) if series.startswith("switched_off")}
         gauges.update(self._sizes())
         report: dict[str, Any] = {
-            # A total that is smaller than before began anew, as in a barrier that took another's place.
+            # A smaller total than before belongs to a new barrier, which counts from 0.
             series: total - sent if total > (sent := self._sent.get(series, 0)) else total
             for series, total in now.items()
             if total != self._sent.get(series, 0)
@@ -144,17 +144,17 @@ class Reporter:
         return report
 
     def _counts(self, counters: Counters) -> Iterator[tuple[str, float]]:
-        """Series and totals of the stages, and of the method's own faults, which are those of a stage that is alone."""
+        """Yields series and totals of the stages and of the method's faults; a single stage has both."""
         if self._show is not None and self._barrier.emitted is not None:  # no scheduler sees this report
             yield key("steps"), self._barrier.emitted[0]
         for length, count in enumerate(counters.draft_lengths):
             yield key("draft_lengths", length), count
-        parts = [(stage, own, COUNTS) for stage, own in self._stages(counters).items()]
+        parts = [(stage, counts, COUNTS) for stage, counts in self._stages(counters).items()]
         whole = self.method if len(parts) > 1 else parts[0][0]
         healths: list[tuple[str, Any]] = [*counters.stages.items(), (whole, counters)]
-        for stage, own, metrics in (*parts, *((stage, own, HEALTH) for stage, own in healths)):
+        for stage, counts, metrics in (*parts, *((stage, counts, HEALTH) for stage, counts in healths)):
             for metric in metrics:
-                value = getattr(own, metric.field)
+                value = getattr(counts, metric.field)
                 if isinstance(value, dict | list):
                     for label, count in value.items() if isinstance(value, dict) else enumerate(value):
                         yield key(metric.name, stage, label), count
@@ -168,16 +168,16 @@ class Reporter:
                 yield key("learned", name, what), count
 
     def _sizes(self) -> Iterator[tuple[str, float]]:
-        """Of the stages of ours that keep something, and of a step; a user's code is not called from here."""
+        """Yields the gauges of our stages and of a step; never calls a user's code."""
         for part, seconds in self._barrier.budget.costs().items() if self._barrier.budget else ():
             yield key("step_cost_seconds", part), seconds
         for name, stage in stages_of(self._barrier.proposer, self.method):
             if is_ours(stage, "num_bytes"):
                 yield key("store_bytes", name), float(stage.num_bytes())
             if is_ours(stage, "store_stats"):
-                held = stage.store_stats()
-                yield key("stored_outputs", name), held["texts"]
-                yield key("stored_tokens", name), held["tokens"]
+                stored = stage.store_stats()
+                yield key("stored_outputs", name), stored["texts"]
+                yield key("stored_tokens", name), stored["tokens"]
             if _learns(stage):
                 yield key("store_bytes", name), float(stage.learner.num_bytes)
                 for weights, length in stage.learner.lengths().items():
@@ -185,13 +185,13 @@ class Reporter:
 
 
 def stages_of(proposer: Any, method: str) -> list[tuple[str, Any]]:
-    """The stages of a cascade, or the proposer that is its only one, under the names that their counters have."""
+    """The stages of a cascade, or the single proposer, by the names of their counters."""
     named: Callable[[], list[tuple[str, Any]]] = getattr(proposer, "named_stages", lambda: [(f"0 {method}", proposer)])
     return named()
 
 
 def is_ours(stage: Any, method: str) -> bool:
-    """Whether a stage has this method and is not of a user's code."""
+    """Whether a stage has this method and is not a user's class."""
     return hasattr(stage, method) and type(stage).__module__.startswith("vllm_specplugins.")
 
 

@@ -1,1 +1,1 @@
-"""The names of vLLM that we touch: what we replace and why (`replaced.toml`), and what a version must have."""
+"""vLLM's names that we use: the reasons for replacements (`replaced.toml`), and the check of a version."""

@@ -1,9 +1,8 @@
-"""The version contract: every name of vLLM that we replace, override or read, checked before a method of ours runs.
+"""Checks every vLLM name that we replace, override or read, before a method of ours runs.
 
-What is replaced stands in replaced.toml, with its reasons. All names, those too that are merely read, stand in
-vllm_names.json with the parameters of functions; tests/engine/vllm_names.py writes it from our sources and vLLM's, and
-a test compares. The check reads vLLM's source and imports nothing of it, so it serves an installed vLLM as well as an
-unpacked wheel of another version.
+replaced.toml states the reasons for replacements. vllm_names.json lists all names, with the parameters of functions;
+tests/engine/vllm_names.py generates it from our sources and vLLM's. The check parses vLLM's source and imports nothing
+of it, so it also works on an unpacked wheel of another version.
 """
 
 import ast
@@ -22,7 +21,7 @@ RECORDS_FILE = Path(__file__).with_name("replaced.toml")
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """Names of vLLM, as vllm_names.json has them, that we replace: how, in which file, why, and until when."""
+    """Names of vLLM that we replace: how, in which file, why, and until when."""
 
     kind: str
     file: str
@@ -34,28 +33,28 @@ class Replaced:
 
 @cache
 def replaced() -> tuple[Replaced, ...]:
-    """What replaced.toml holds."""
+    """The records of replaced.toml."""
     defaults = tomllib.loads(RECORDS_FILE.read_text())
-    found = []
+    records = []
     for record in defaults.pop("record"):
         reasons = {**defaults, **record}
         for target in reasons.pop("targets"):
             place, _, members = target.partition(": ")
             kind, file, *owner = place.split()
-            found.append(Replaced(kind, file, [".".join((*owner, name)) for name in members.split()], **reasons))
-    return tuple(found)
+            records.append(Replaced(kind, file, [".".join((*owner, name)) for name in members.split()], **reasons))
+    return tuple(records)
 
 
 @cache
 def names() -> Mapping[str, Mapping[str, str | None]]:
-    """File below vLLM's folder -> "function", "Class.member" or a module's global name -> its parameters, if told."""
-    found: dict[str, dict[str, str | None]] = json.loads(NAMES_FILE.read_text())
-    return found
+    """File in vLLM's folder -> "function", "Class.member" or a global name -> its parameters, or None."""
+    listed: dict[str, dict[str, str | None]] = json.loads(NAMES_FILE.read_text())
+    return listed
 
 
 @cache
 def probe_installed() -> tuple[str, ...]:
-    """What the installed vLLM lacks of `names`, one sentence each; empty if we can run on it."""
+    """A sentence for each of `names` that the installed vLLM lacks; empty if we can run on it."""
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return ("vLLM is not installed",)
@@ -63,21 +62,21 @@ def probe_installed() -> tuple[str, ...]:
 
 
 def probe(package: Path) -> Iterator[str]:
-    """Checks `names` against the source of vLLM in the folder `package`; yields a sentence for each that fails."""
+    """Checks `names` against vLLM's source in the folder `package`; yields a sentence for each missing name."""
     for file, wanted in names().items():
         path = package / file
         module = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
         for name, parameters in wanted.items():
-            found = find(module, name)
-            if found is None:
+            node = find(module, name)
+            if node is None:
                 yield f"vllm/{file}: {name} is missing; supported is vLLM {SUPPORTED}"
-            elif parameters is not None and parameters_of(found) != parameters:
+            elif parameters is not None and parameters_of(node) != parameters:
                 listed = parameters.replace(" ", ", ")
                 yield f"vllm/{file}: {name} does not take ({listed}); supported is vLLM {SUPPORTED}"
 
 
 def find(module: ast.Module, name: str) -> ast.AST | None:
-    """The node that binds `name` in a module, or a method or attribute in one of its classes."""
+    """The node that binds `name` in a module or in one of its classes."""
     owner, _, member = name.rpartition(".")
     if not owner:
         return _binding(ast.walk(module), member)
@@ -100,7 +99,7 @@ def _binding(nodes: Iterator[ast.AST], name: str) -> ast.AST | None:
 
 
 def parameters_of(node: ast.AST) -> str | None:
-    """The names of a function's parameters; None of all else."""
+    """The names of a function's parameters; None for other nodes."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     arguments = node.args
