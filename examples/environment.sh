@@ -25,7 +25,7 @@ phase() {
     echo "$((SECONDS - began)) s" >&2
 }
 
-# For vLLM on a CPU: Intel's OpenMP with short waits, as vLLM's own processes set it, and tcmalloc if it is there.
+# For vLLM on a CPU: Intel's OpenMP with short waits, as vLLM's processes set it, and tcmalloc if it is there.
 preload() {
     local libraries tcmalloc
     [[ $gpu == none && -e $venv/lib/libiomp5.so && $venv != *[:\ ]* ]] || return 0

@@ -96,7 +96,7 @@ def run(args: Namespace) -> int:
         with engines_up(configs, arguments, advance) as (engines, machine):
             turns = measure(args, engines, tasks, advance)
             extras = [line(*served) for served in asked_beside(engines, tokenizer, advance)]
-    rows = [row for cell, own in turns.items() for row in rows_of(cell, own, not torch.cuda.is_available())]
+    rows = [row for cell, turns_of in turns.items() for row in rows_of(cell, turns_of, not torch.cuda.is_available())]
     conditions = {
         "model": args.model, "rounds": len(rows[0].ratio.rounds), "prompts": PROMPTS, "tokens": args.tokens,
         "together": True, "arguments": arguments, "keeps": [], "short": [], "forced": False,
@@ -132,7 +132,7 @@ def measure(
             for name, turn in serve_round({name: engines[name] for name in order}, traffic).items():
                 turns[cell][name].append(turn)
         index += 1
-    return {cell: {name: own[name] for name in names} for cell, own in turns.items()}
+    return {cell: {name: turns_of[name] for name in names} for cell, turns_of in turns.items()}
 
 
 def prompts_of(task: Workload, index: int) -> list[list[int]]:
@@ -141,25 +141,25 @@ def prompts_of(task: Workload, index: int) -> list[list[int]]:
 
 
 def is_narrow(turns: Turns) -> bool:
-    rows = [row for cell, own in turns.items() for row in rows_of(cell, own, not torch.cuda.is_available())]
+    rows = [row for cell, turns_of in turns.items() for row in rows_of(cell, turns_of, not torch.cuda.is_available())]
     low, high = mean_ratio([row for row in rows if row.method == METHOD]).interval()
     return high < NARROW * low
 
 
 def asked_beside(engines: Mapping[str, Any], tokenizer: Any, advance: Callable[..., None]) -> Any:
-    """A JSON schema, and parameters that vLLM's own speculation refuses: the words for each, and both outputs."""
+    """A JSON schema, and parameters that vLLM's speculation refuses: the words for each, and both outputs."""
     prompt = chat_prompt(tokenizer, [{"role": "user", "content": QUESTION}])
     the = tokenizer(" the", add_special_tokens=False)["input_ids"][0]
     cases: dict[str, dict[str, Any]] = {
         "A JSON schema": {"structured_outputs": {"json": SCHEMA}},
-        "min_p and logit_bias, which vLLM refuses under its own speculation": {"min_p": 0.1, "logit_bias": {the: -5.0}},
+        "min_p and logit_bias, which vLLM refuses under speculation": {"min_p": 0.1, "logit_bias": {the: -5.0}},
     }
     for words, sampling in cases.items():
         advance(words)
-        found = serve_round(
+        answered = serve_round(
             engines, Traffic(prompts=[prompt], temperature=0.0, max_tokens=64, at_a_time=1, sampling=sampling)
         )
-        yield words, *(found[name] for name in (NONE, METHOD)), tokenizer
+        yield words, *(answered[name] for name in (NONE, METHOD)), tokenizer
 
 
 def line(words: str, plain: Turn, ours: Turn, tokenizer: Any) -> tuple[str, bool]:
@@ -186,19 +186,20 @@ def replayed(turns: Turns, rows: Sequence[Row], tasks: Mapping[str, Workload], r
     from vllm_specplugins.tools.replay.simulate import simulate
 
     ratios: dict[int, list[float]] = defaultdict(list)
-    for cell, own in turns.items():
+    for cell, turns_of in turns.items():
         plain, ours = (next(row for row in rows if (row.cell, row.method) == (cell, name)) for name in (NONE, METHOD))
-        num_drafted = sum(turn.num_draft_tokens for turn in own[METHOD]) / sum(turn.num_steps for turn in own[METHOD])
+        drafting = turns_of[METHOD]
+        num_drafted = sum(turn.num_draft_tokens for turn in drafting) / sum(turn.num_steps for turn in drafting)
         token_ms = max(0.0, ours.step_ms - plain.step_ms) / max(1.0, num_drafted)
         load, log = Load(CostTable.line(plain.step_ms, token_ms), draft_us=100.0), Log()
-        for index, turn in enumerate(own[NONE]):
+        for index, turn in enumerate(turns_of[NONE]):
             for prompt, answer in zip(prompts_of(tasks[cell.workload], index), turn.answers, strict=True):
                 log.add(prompt, answer.token_ids)
         without = simulate(log, None, 1, load).tokens_per_ms
         for rival in rivals(None):
             build = NGram if runner == "V1" else rival.build
             ratios[rival.num_draft].append(simulate(log, build, rival.num_draft, load).tokens_per_ms / without)
-    return {num_draft: statistics.geometric_mean(own) for num_draft, own in ratios.items()}
+    return {num_draft: statistics.geometric_mean(values) for num_draft, values in ratios.items()}
 
 
 class NGram(Proposer):
@@ -212,9 +213,9 @@ class NGram(Proposer):
 
         token_ids, num_draft = np.zeros((batch.num_reqs, self._width), np.int32), np.zeros(batch.num_reqs, np.int32)
         for row, tokens in enumerate(batch.token_ids):
-            found = find(tokens, 2, 8, self._max_model_len, int(batch.max_num_draft[row]))
-            num_draft[row] = len(found)
-            token_ids[row, : len(found)] = found
+            draft = find(tokens, 2, 8, self._max_model_len, int(batch.max_num_draft[row]))
+            num_draft[row] = len(draft)
+            token_ids[row, : len(draft)] = draft
         return Draft(token_ids, num_draft)
 
 

@@ -1,6 +1,6 @@
 """Text for the demo model: the standard library, split by file, and edit tasks made from it.
 
-Files whose path hashes to 0 modulo 40 are held out: no training row is made of them, and every prompt in
+Files with a path that hashes to 0 modulo 40 are held out: no training row is made of them, and every prompt in
 `heldout.jsonl` is. An edit task asks for a copy of some code with one identifier renamed (or none), in a
 fixed plain format, so that most of the answer can be looked up in the prompt. Running this file writes
 `heldout.jsonl` again. Nothing here knows about models, and only `main` needs the tokenizer.
@@ -76,10 +76,10 @@ def continue_prompts(
 
 def edit_prompts(tokenizer: "Tokenizer", files: list[tuple[str, str]], rng: random.Random) -> Iterator[dict[str, str]]:
     """Endless edit tasks of 150 to 500 tokens."""
-    codes = [(source, found) for source, text in files if (found := list(snippets(text)))]
+    codes = [(source, codes_of) for source, text in files if (codes_of := list(snippets(text)))]
     while True:
-        source, found = rng.choice(codes)
-        prompt, _ = edit_task(rng.choice(found), rng)
+        source, codes_of = rng.choice(codes)
+        prompt, _ = edit_task(rng.choice(codes_of), rng)
         if 150 <= len(tokenizer.encode(prompt).ids) <= 500:
             yield {"source": source, "text": prompt}
 

@@ -1,13 +1,13 @@
-"""Trains the demo model: a small Llama whose early layers already predict well, for speculative decoding.
+"""Trains the demo model: a small Llama with early layers that predict well, for speculative decoding.
 
 Each step adds to the usual loss that of one exit layer, in rotation, read through the shared final norm
 and head (LayerSkip, Elhoushi et al. 2024, https://arxiv.org/abs/2404.16710), and skips deeper layers at
-random. An exit learns from the labels first and from the full model's own distribution later. The text is
+random. An exit learns from the labels first and from the full model's distribution later. The text is
 the standard library of the running interpreter, plus copy-and-rename tasks made from it (see prompts.py).
 
     python examples/demo/train.py --minutes 55
 
-`--plain` leaves both out: a model like most, whose early layers were never asked to predict.
+`--plain` leaves both out: an ordinary model, without training of early layers to predict.
 
 Under glibc, page faults can cost as much as the arithmetic; this keeps freed memory in the process:
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_MMAP_THRESHOLD_=8589934592.
@@ -117,7 +117,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.compile(dynamic=False)
 def block(x: Tensor, cos: Tensor, sin: Tensor, norms: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """One Llama layer on x [B, T, H] bfloat16 (master weights in float32), equal to transformers' own."""
+    """One Llama layer on x [B, T, H] bfloat16 (master weights in float32), equal to transformers'."""
     wq, wk, wv, wo, w_gate, w_up, w_down = (weight.to(x.dtype) for weight in weights)
     h = rms_norm(x, norms[0])
     # [B, heads, T, 64]
@@ -189,13 +189,13 @@ class Trainer:
             if index + 1 == exit_layer:
                 early = x
         norm, head, labels = self.model.model.norm.weight, self.model.lm_head.weight, batch[:, 1:].contiguous()
-        found = {}
+        exit_losses = {}
         if self.plain:
             loss = whole_loss = plain_loss(x, norm, head, labels)
         else:
             loss, exit_loss = losses(x, early, norm, head, labels, torch.tensor(progress))
             whole_loss = loss + EXIT_WEIGHT * exit_loss
-            found[f"exit{exit_layer}"] = exit_loss.item()
+            exit_losses[f"exit{exit_layer}"] = exit_loss.item()
         whole_loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -204,7 +204,7 @@ class Trainer:
         self.num_steps += 1
         # A step that compiled, or was suspended, does not use up the time box.
         self.elapsed += min(time.perf_counter() - start, MAX_STEP_SECONDS)
-        return {"loss": loss.item(), **found, "minutes": self.elapsed / 60}
+        return {"loss": loss.item(), **exit_losses, "minutes": self.elapsed / 60}
 
     def state(self, rows: Rows) -> dict:
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]

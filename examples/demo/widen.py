@@ -1,9 +1,9 @@
 """Function-preserving widening: a Llama that costs more and computes the same logits.
 
-The hidden state is padded with zeros, so every weight that only reads the padding, or whose result nothing
+The hidden state is padded with zeros, so every weight that only reads the padding, or has a result that nothing
 reads, is free: those keep small random values. Each layer may be followed by layers that add nothing. Speed
 measured on the result is that of a model of its size, with the acceptance rates of the small model. After
-widening with depth factor d, what layer n knew is found after layers n * d - d + 1 to n * d.
+widening with depth factor d, the output of layer n appears after layers n * d - d + 1 to n * d.
 
     python examples/demo/widen.py examples/demo/model OUT --hidden-factor 4 --intermediate 7168
 

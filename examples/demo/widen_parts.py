@@ -81,10 +81,10 @@ def wide_config(config: dict, factor: int, depth_factor: int) -> dict:
 
 def widen_part(source: Path, out: Path, factor: int, depth_factor: int) -> None:
     """Writes the part in a folder, widened, to another; ValueError if there is none."""
-    found = [name for name in KINDS if (source / name).is_file()]
-    if len(found) != 1 or not (source / "config.json").is_file():
+    names = [name for name in KINDS if (source / name).is_file()]
+    if len(names) != 1 or not (source / "config.json").is_file():
         raise ValueError(f"--parts is {source}; allowed: folders of trained parts, with one of {', '.join(KINDS)}")
-    [name] = found
+    [name] = names
     out.mkdir(parents=True)
     wide = {key: weight.contiguous() for key, weight in KINDS[name](load_file(source / name), factor).items()}
     save_file(wide, out / name, metadata={"format": "pt"})
