@@ -199,7 +199,7 @@ class RemoteConfig:
     api_key_env: str | None = optional(
         checked(
             "the name of an environment variable that is set,",
-            lambda value: isinstance(value, str) and value in os.environ,
+            lambda value: isinstance(value, str) and value in dict(os.environ),  # a lookup encodes the name first
         )
     )
 
