@@ -127,7 +127,7 @@ def page() -> str:
         "## Stages built into vLLM",
         "",
         f"One stage of a cascade may be {names}. It takes `model` ({arguments(BuiltInConfig)['model'].rstrip('.')}), "
-        "`num_speculative_tokens` and these keys of vLLM's `speculative_config`, which vLLM checks:",
+        "`num_speculative_tokens` and these keys, which vLLM checks:",
         "",
         ", ".join(f"`{name}`" for name in BUILT_IN_SETTINGS) + ".",
         "",
